@@ -1,0 +1,1 @@
+"""Exporter: a checkpoint as a bundle, a bundle as engines."""

@@ -1,0 +1,142 @@
+"""Bundle writing: a folder made beside its target and put in its place when it is whole."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from spaceport.graphs.manifest import MANIFEST_FILE, Manifest, record_of
+
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
+_HERE = -100  # AT_FDCWD
+
+
+class TargetError(ValueError):
+    """A bundle cannot be written where it was asked for; nothing there was changed."""
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """Raise if a bundle could not be put at `target`, before any work is done for it."""
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise TargetError(f"{parent}: no such folder: make it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise TargetError(f"{parent}: no permission to write in it: choose another place for the bundle")
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise TargetError(f"{target}: exists and is not a folder: choose another name")
+    if not (target / MANIFEST_FILE).exists() and any(target.iterdir()):
+        raise TargetError(f"{target}: holds files but no bundle: choose another name, it would be lost")
+    if not overwrite and any(target.iterdir()):
+        raise TargetError(f"{target}: a bundle is there already: say --overwrite to replace it")
+
+
+@contextmanager
+def writing(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder to fill; it takes the target's place when the block ends well, and is removed when it does not."""
+    check_target(target, overwrite)
+    target = target.absolute()
+    _sweep(target)
+    partial = target.with_name(f"{_prefix(target)}{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+        _publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def seal(folder: Path, manifest: Manifest) -> Manifest:
+    """Record every file of a folder in its manifest and write that last, so that no unfinished folder opens."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as stream:
+            files[file.name] = record_of(stream)
+        _flush(file)
+    sealed = replace(manifest, files=files)
+    path = folder / MANIFEST_FILE
+    path.write_text(json.dumps(sealed.as_dict(), indent=2, ensure_ascii=False) + "\n", "utf-8")
+    _flush(path)
+    _flush(folder)
+    return sealed
+
+
+def require_space(folder: Path, size: int) -> None:
+    """Raise if the disk has no room for `size` bytes more."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise TargetError(
+            f"{folder}: {free / 1e9:.1f} GB free, the bundle needs about {size / 1e9:.1f} GB: make room or choose another disk"
+        )
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Put a whole folder in its place: at every moment the old bundle or the new one is there."""
+    if not target.exists() or not any(target.iterdir()):
+        partial.rename(target)
+    elif not _exchange(partial, target):
+        old = partial.with_name(partial.name + "-old")
+        target.rename(old)
+        try:
+            partial.rename(target)
+        except BaseException:
+            old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    _flush(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step where the system can."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial-{platform.node()}-"
+
+
+def _sweep(target: Path) -> None:
+    """Remove what exports to this target left that were killed."""
+    for file in target.parent.iterdir():
+        found = re.fullmatch(re.escape(_prefix(target)) + r"(\d+)", file.name)
+        if found and not _alive(int(found[1])):
+            shutil.rmtree(file, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,272 @@
+"""Checkpoint: a Hugging Face folder, opened and checked before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.signature import Precision
+
+SAR_FILE = "sar_config.json"
+DEFAULT_MASK_SLOTS = 5  # what SPACE was published with, for a checkpoint that names its mask token and nothing else
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+class CheckpointError(ValueError):
+    """A folder that cannot be exported; the message says what was found, what is expected and what to do."""
+
+
+@dataclass(frozen=True)
+class TokenFlags:
+    """Special tokens as the user names them, by id or by text; what is left out comes from sar_config.json."""
+
+    mask: tuple[str, ...] = ()
+    fork: str | None = None
+    child: str | None = None
+    max_mask_slots: int | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything of a checkpoint but its weights."""
+
+    folder: Path
+    config: PreTrainedConfig
+    tokens: TokenIds
+    max_mask_slots: int
+    tokenizer: str  # as tokenizer.json
+    template: str | None
+    special_tokens: dict[str, str]
+    generation: dict[str, Any]
+    remote_code: bool
+
+
+def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) -> Checkpoint:
+    """The checkpoint in a folder, with its special tokens found."""
+    config = _config(folder, remote_code)
+    _weights(folder)
+    tokenizer = _tokenizer(folder, remote_code)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    tokens, mask_slots = _tokens(folder, config, tokenizer, generation, flags)
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        tokens=tokens,
+        max_mask_slots=mask_slots,
+        tokenizer=backend.to_str(),
+        template=_template(tokenizer),
+        special_tokens={
+            name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
+        },
+        generation=generation,
+        remote_code=remote_code,
+    )
+
+
+def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
+    """The model with every weight taken from the checkpoint."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            config=checkpoint.config,
+            dtype=_DTYPES[dtype],
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=checkpoint.remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
+        raise CheckpointError(f"{checkpoint.folder}: its weights cannot be loaded: {_first_line(error)}") from error
+    model, report = loaded
+    lost = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise CheckpointError(
+            f"{checkpoint.folder}: weights {', '.join(lost[:3])}{more} are missing or of another shape: expected every weight of "
+            f"{type(model).__name__}; save the checkpoint again with save_pretrained"
+        )
+    return cast(PreTrainedModel, model.eval())
+
+
+def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: no such folder: expected a checkpoint (config.json, *.safetensors, tokenizer)"
+        )
+    file = folder / "config.json"
+    if not file.exists():
+        raise CheckpointError(
+            f"{folder}: no config.json in it: expected a checkpoint (config.json, *.safetensors, tokenizer)"
+        )
+    told = _json(file)
+    kind = told.get("model_type")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, ImportError) as error:
+        own = "; it brings code of its own: say --trust-remote-code if you trust it" if "auto_map" in told else ""
+        raise CheckpointError(
+            f"{file}: architecture {kind!r} is not one that transformers knows{own}: {_first_line(error)}"
+        ) from error
+    remote = remote_code and "AutoModelForCausalLM" in (told.get("auto_map") or {})
+    if config.is_encoder_decoder or (kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote):
+        raise CheckpointError(
+            f"{file}: {kind!r} is not a decoder-only causal language model: expected one such as llama, qwen3 or mistral"
+        )
+    return cast(PreTrainedConfig, config)
+
+
+def _weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder}: its weights are pickles, which can run code when opened: expected *.safetensors; "
+            "save it again with save_pretrained(folder, safe_serialization=True)"
+        )
+    raise CheckpointError(f"{folder}: no weights in it: expected *.safetensors")
+
+
+def _tokenizer(folder: Path, remote_code: bool) -> Any:
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+    if not any((folder / name).exists() for name in known):
+        raise CheckpointError(
+            f"{folder}: no tokenizer in it: expected tokenizer.json, or tokenizer.model to convert from"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise CheckpointError(f"{folder}: its tokenizer cannot be read: {_first_line(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(
+            f"{folder}: {type(tokenizer).__name__} exists in Python only: expected one with a tokenizer.json form"
+        )
+    return tokenizer
+
+
+def _tokens(
+    folder: Path, config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], flags: TokenFlags
+) -> tuple[TokenIds, int]:
+    told = _sar_config(folder)
+    vocab = int(config.get_text_config().vocab_size)
+    masks = flags.mask or tuple(str(token) for token in told.get("mask_tokens") or ())
+    fork = flags.fork if flags.fork is not None else told.get("fork_token")
+    child = flags.child if flags.child is not None else told.get("child_token")
+    ids = TokenIds(
+        mask=tuple(_token_id(token, "mask", tokenizer, vocab) for token in masks),
+        fork=None if fork is None else _token_id(str(fork), "fork", tokenizer, vocab),
+        child=None if child is None else _token_id(str(child), "child", tokenizer, vocab),
+        end=_end_ids(config, tokenizer, generation, vocab),
+    )
+    if (ids.fork is None) != (ids.child is None):
+        raise CheckpointError(
+            "a fork token needs a child token and the other way round: give both --fork-token and --child-token"
+        )
+    named = [*dict.fromkeys(ids.mask), *(token for token in (ids.fork, ids.child) if token is not None), *ids.end]
+    twice = sorted({token for token in named if named.count(token) > 1})
+    if twice:
+        raise CheckpointError(
+            f"token id {twice[0]} has two of the roles mask, fork, child and end of text: expected different tokens"
+        )
+    return ids, _mask_slots(ids, told.get("mask_slots"), flags.max_mask_slots)
+
+
+def _mask_slots(ids: TokenIds, told: Any, asked: int | None) -> int:
+    if not ids.mask:
+        if asked:
+            raise CheckpointError(f"--max-mask-slots is {asked}, but no mask token is known: name it with --mask-token")
+        return 0
+    distinct = len(ids.mask) > 1
+    slots = (
+        asked if asked is not None else told if told is not None else len(ids.mask) if distinct else DEFAULT_MASK_SLOTS
+    )
+    if not isinstance(slots, int) or isinstance(slots, bool) or not 1 <= slots <= 64:
+        raise CheckpointError(f"mask slots are {slots!r}: expected 1 to 64")
+    if distinct and slots > len(ids.mask):
+        raise CheckpointError(
+            f"{slots} mask slots, but {len(ids.mask)} mask tokens: expected one for each slot, or one for all"
+        )
+    return slots
+
+
+def _sar_config(folder: Path) -> dict[str, Any]:
+    file = folder / SAR_FILE
+    if not file.exists():
+        return {}
+    told = _json(file)
+    unknown = sorted(set(told) - {"mask_tokens", "mask_slots", "fork_token", "child_token"})
+    if unknown:
+        raise CheckpointError(
+            f"{file}: unknown entries {', '.join(unknown)}: expected mask_tokens, mask_slots, fork_token, child_token"
+        )
+    if not isinstance(told.get("mask_tokens") or [], list):
+        raise CheckpointError(f"{file}: mask_tokens is {told['mask_tokens']!r}: expected a list")
+    return told
+
+
+def _token_id(token: str, role: str, tokenizer: Any, vocab: int) -> int:
+    """The id that a user names by number or by text."""
+    known = tokenizer.backend_tokenizer.token_to_id(token)
+    if known is None:
+        try:
+            known = int(token)
+        except ValueError:
+            raise CheckpointError(
+                f"{role} token {token!r} is not in the tokenizer: expected one of its tokens, or an id from 0 to {vocab - 1}"
+            ) from None
+    if not 0 <= known < vocab:
+        raise CheckpointError(
+            f"{role} token {token!r} is id {known}, the model's vocabulary ends at {vocab - 1}: expected an id within it"
+        )
+    return int(known)
+
+
+def _end_ids(config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], vocab: int) -> tuple[int, ...]:
+    """End-of-text ids: the generation config's word first, then the model's, then the tokenizer's."""
+    told: Sequence[Any] = (
+        generation.get("eos_token_id"),
+        config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    )
+    found = next((value for value in told if value is not None), ())
+    ids = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    wrong = [value for value in ids if not isinstance(value, int) or not 0 <= value < vocab]
+    if wrong:
+        raise CheckpointError(
+            f"end-of-text id {wrong[0]!r} is outside the model's vocabulary of {vocab}: correct generation_config.json"
+        )
+    return ids
+
+
+def _template(tokenizer: Any) -> str | None:
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{file}: not JSON that can be read: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file}: holds {type(data).__name__}: expected an object")
+    return cast(dict[str, Any], data)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,96 @@
+"""Export: a checkpoint folder becomes a bundle folder."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from spaceport import __version__
+from spaceport.exporter.bundle import check_target, require_space, seal, writing
+from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
+from spaceport.graphs.decoder import AttentionForm, Decoder, Traits, decoder_of
+from spaceport.graphs.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
+from spaceport.graphs.signature import BYTES, Lowering, Precision
+
+# Hears the name of each stage as it begins.
+Stage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is exported."""
+
+    lowering: Lowering = "scatter"
+    dtype: Precision = "float32"
+    attention: AttentionForm | None = None  # nothing: plain matrix products for scatter, the operator for append
+    asked_opset: int | None = None  # nothing: the lowest that the lowering can be said in
+    tokens: TokenFlags = field(default_factory=TokenFlags)
+    remote_code: bool = False
+
+    @property
+    def opset(self) -> int:
+        return self.asked_opset or DEFAULT_OPSET[self.lowering]
+
+    @property
+    def form(self) -> AttentionForm:
+        return self.attention or ("plain" if self.lowering == "scatter" else "operator")
+
+
+def export(
+    folder: Path, target: Path, options: Options, overwrite: bool = False, stage: Stage = lambda name: None
+) -> Manifest:
+    """Write the bundle of the checkpoint in `folder` to `target`; an old bundle there stays until the new one is whole."""
+    check_opset(options.opset, options.lowering)
+    check_target(target, overwrite)
+    stage("reading the checkpoint")
+    checkpoint = open_checkpoint(folder, options.tokens, options.remote_code)
+    stage("loading the weights")
+    decoder, traits = decoder_from(checkpoint, options, lambda: stage("proving the graph module equal to the model"))
+    with writing(target, overwrite) as partial:
+        parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        require_space(partial, parameters * BYTES[options.dtype])
+        stage("tracing and writing the graph")
+        to_onnx(decoder, partial, options.opset)
+        (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
+        if checkpoint.template is not None:
+            (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
+        stage("sealing the bundle")
+        return seal(partial, _manifest(checkpoint, decoder, traits, options, parameters))
+
+
+def decoder_from(
+    checkpoint: Checkpoint, options: Options, loaded: Callable[[], None] = lambda: None
+) -> tuple[Decoder, Traits]:
+    """The checkpoint's model as a graph module."""
+    with torch.no_grad():
+        model = load_model(checkpoint, options.dtype)
+        loaded()
+        return decoder_of(model, options.lowering, options.form)
+
+
+def _manifest(checkpoint: Checkpoint, decoder: Decoder, traits: Traits, options: Options, parameters: int) -> Manifest:
+    packages = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
+    return Manifest(
+        signature=decoder.signature,
+        tokens=checkpoint.tokens,
+        max_mask_slots=checkpoint.max_mask_slots,
+        max_positions=traits.max_positions,
+        family=str(checkpoint.config.model_type),
+        parameters=parameters,
+        opset=options.opset,
+        attention=options.form,
+        special_tokens=checkpoint.special_tokens,
+        generation=checkpoint.generation,
+        versions={
+            "spaceport": __version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
+    )

@@ -1,0 +1,161 @@
+"""ONNX: a decoder module as model.onnx with the contract's names and dynamic dimensions."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnxscript.rewriter import onnx_fusions
+from torch import Tensor
+
+from spaceport.graphs.decoder import Decoder
+from spaceport.graphs.manifest import MODEL_FILE
+from spaceport.graphs.signature import Lowering, Signature
+
+OPSETS = (23, 24)
+# The lowest that says it: more versions of ONNX Runtime load it. The append lowering writes with TensorScatter.
+DEFAULT_OPSET: dict[Lowering, int] = {"scatter": 23, "append": 24}
+DATA_FILE = "model.onnx.data"
+
+_IR_VERSION = {23: 11, 24: 11}
+_TRACED = {
+    "B": 2,
+    "T": 3,
+    "R": 2,
+    "A": 64,
+    "S": 128,
+}  # all different, none 1: a dimension of 1 would be taken for static
+
+
+class UntraceableModel(ValueError):
+    """The exporter could not turn a model into a graph; the message says at what."""
+
+
+def check_opset(opset: int, lowering: Lowering) -> None:
+    """Raise for an opset that the graphs are not written in."""
+    if opset not in OPSETS:
+        raise ValueError(f"opset is {opset}: expected one of {', '.join(map(str, OPSETS))}")
+    if lowering == "append" and opset < 24:
+        raise ValueError(f"opset is {opset}: the append lowering writes with TensorScatter, which needs opset 24")
+
+
+def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
+    """Write model.onnx and its data file into `folder`, checked against the contract."""
+    signature = decoder.signature
+    check_opset(opset, signature.lowering)
+    model = trace(decoder)
+    if signature.dtype == "float32":  # the same fusions make an invalid graph of some half-precision models
+        onnx_fusions.fuse(model)
+    model.graph.sort()
+    model.opset_imports[""] = opset
+    model.ir_version = _IR_VERSION[opset]
+    path = folder / MODEL_FILE
+    ir.save(model, path, external_data=DATA_FILE)
+    onnx.checker.check_model(str(path), full_check=True)
+    hold_to_contract(path, signature)
+
+
+def trace(decoder: Decoder) -> ir.Model:
+    """The decoder as an ONNX graph at opset 23, where normalisation and rotary embedding are single operators."""
+    signature = decoder.signature
+    names = [tensor.name for tensor in signature.inputs]
+    shapes = tuple(
+        {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
+        for tensor in signature.inputs
+    )
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                decoder,
+                traced_inputs(signature, next(decoder.parameters()).device),
+                dynamo=True,
+                opset_version=23,
+                input_names=names,
+                output_names=[tensor.name for tensor in signature.outputs],
+                dynamic_shapes=(shapes,),
+                verbose=False,
+            )
+    except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, NotImplementedError) as error:
+        family = type(decoder.model).__name__
+        raise UntraceableModel(f"{family} could not be traced into a graph: {_reason(error)}") from error
+    assert program is not None
+    _name_dimensions(program.model, signature)
+    return program.model
+
+
+def traced_inputs(signature: Signature, device: torch.device) -> tuple[Tensor, ...]:
+    """Inputs of the contract's shapes for tracing; their values mean nothing."""
+    dtypes = {"int64": torch.int64, "bool": torch.bool, "float32": torch.float32, "float16": torch.float16}
+    made = []
+    for tensor in signature.inputs:
+        shape = [_TRACED[size] if isinstance(size, str) else size for size in tensor.shape]
+        fill = torch.ones if tensor.dtype == "bool" else torch.zeros
+        made.append(fill(shape, dtype=dtypes[tensor.dtype], device=device))
+    return tuple(made)
+
+
+def hold_to_contract(path: Path, signature: Signature) -> None:
+    """Raise if a graph's inputs or outputs are not, to the name, type and order, what the contract says."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    for kind, values, tensors in (
+        ("input", graph.input, signature.inputs),
+        ("output", graph.output, signature.outputs),
+    ):
+        got = [(value.name, value.type.tensor_type.elem_type) for value in values]
+        types = {"int64": 7, "bool": 9, "float32": 1, "float16": 10}
+        expected = [(tensor.name, types[tensor.dtype]) for tensor in tensors]
+        if got != expected:
+            raise UntraceableModel(f"the traced graph's {kind}s are {got}: the contract says {expected}")
+        for value, tensor in zip(values, tensors, strict=True):
+            for dimension, size in zip(value.type.tensor_type.shape.dim, tensor.shape, strict=True):
+                if isinstance(size, int) != bool(dimension.dim_value) or (
+                    isinstance(size, int) and dimension.dim_value != size
+                ):
+                    raise UntraceableModel(
+                        f"{kind} {tensor.name} has a dimension {dimension.dim_value or dimension.dim_param!r}: "
+                        f"the contract says {size!r}"
+                    )
+
+
+def _name_dimensions(model: ir.Model, signature: Signature) -> None:
+    for values, tensors in ((model.graph.inputs, signature.inputs), (model.graph.outputs, signature.outputs)):
+        for value, tensor in zip(values, tensors, strict=True):
+            shape = value.shape
+            if shape is None or len(shape) != len(tensor.shape):
+                raise UntraceableModel(f"{tensor.name} was traced with shape {shape}: the contract says {tensor.shape}")
+            for axis, size in enumerate(tensor.shape):
+                traced = shape[axis]
+                if isinstance(size, str) == isinstance(traced, int):
+                    raise UntraceableModel(
+                        f"{tensor.name} was traced with shape {shape}: the contract says {tensor.shape}"
+                    )
+            value.shape = ir.Shape(tensor.shape)
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line: the exporter wraps what went wrong in pages of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's own chatter off the user's terminal; what fails is raised, not printed."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

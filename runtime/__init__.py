@@ -1,0 +1,1 @@
+"""Runtime: a bundle as text."""

@@ -1,0 +1,100 @@
+"""ONNX Runtime on the CPU: KV buffers bound once, the same memory in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state
+
+from spaceport.graphs.manifest import MODEL_FILE
+from spaceport.graphs.signature import Signature
+from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.slots import Moves
+
+# onnxruntime's exceptions share no base of their own; on broken files it lets Python's slip through as well.
+_FAULTS: tuple[type[Exception], ...] = (
+    *(
+        kind
+        for kind in vars(onnxruntime_pybind11_state).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    ),
+    RuntimeError,
+    UnicodeDecodeError,
+)
+_DTYPES = {"float32": np.float32, "float16": np.float16}
+
+
+class OnnxRuntimeEngine:
+    """A graph in an onnxruntime session on the CPU."""
+
+    device = "cpu"
+
+    def __init__(self, session: ort.InferenceSession, signature: Signature, capacity: int, requests: int) -> None:
+        self.signature = signature
+        self.capacity = capacity
+        self.requests = requests
+        self.rows = capacity
+        shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
+        # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
+        self._kv = np.zeros(shape, _DTYPES[signature.dtype])
+        self._session: ort.InferenceSession | None = session
+        self._binding = session.io_binding()
+        self._bound: tuple[int, int] | None = None  # range of requests whose buffers are bound
+        self._logits = np.empty((0, 0, signature.vocab_size), np.float32)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        if self._session is None:
+            raise EngineFault("onnxruntime: the engine is closed")
+        self._bind_buffers(batch.first, batch.requests)
+        self._bind_logits(batch.requests, batch.logit_rows.shape[1])
+        for name, array in batch.arrays(self.signature):
+            self._binding.bind_cpu_input(name, array)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except _FAULTS as error:
+            raise EngineFault(
+                f"onnxruntime ({self.signature.dtype}, {self.signature.lowering}) failed in a step: {error}"
+            ) from error
+        return self._logits
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        for request, (sources, targets) in enumerate(moves, first):
+            if sources.size:
+                self._kv[:, request, :, targets] = self._kv[:, request, :, sources]
+
+    def close(self) -> None:
+        self._session = None
+
+    def _bind_buffers(self, first: int, count: int) -> None:
+        if self._bound == (first, count):
+            return
+        for index, (past, present) in enumerate(zip(self.signature.past, self.signature.present, strict=True)):
+            view = self._kv[index, first : first + count]
+            address, dtype = view.ctypes.data, self._kv.dtype.type
+            self._binding.bind_input(past.name, "cpu", 0, dtype, view.shape, address)
+            self._binding.bind_output(present.name, "cpu", 0, dtype, view.shape, address)
+        self._bound = (first, count)
+
+    def _bind_logits(self, requests: int, rows: int) -> None:
+        if self._logits.shape[:2] == (requests, rows):
+            return
+        self._logits = np.empty((requests, rows, self.signature.vocab_size), np.float32)
+        self._binding.bind_output("logits", "cpu", 0, np.float32, self._logits.shape, self._logits.ctypes.data)
+
+
+def open_engine(bundle: Bundle, capacity: int, requests: int, threads: int) -> OnnxRuntimeEngine:
+    """The bundle's graph in a session with this many threads (0: as many as the machine has cores)."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    path = bundle.path / MODEL_FILE
+    try:
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    except _FAULTS as error:
+        raise BundleError(f"onnxruntime {ort.__version__} does not load {path}: {error}") from error
+    return OnnxRuntimeEngine(session, bundle.manifest.signature, capacity, requests)

@@ -1,0 +1,53 @@
+"""PyTorch: any module with the contract's inputs and outputs as an engine; the reference for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spaceport.graphs.signature import Signature
+from spaceport.runtime.engine import Batch
+from spaceport.runtime.slots import Moves
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+class TorchEngine:
+    """A module called step by step; it writes its rows into the buffers that it is given."""
+
+    def __init__(
+        self,
+        module: Callable[..., tuple[torch.Tensor, ...]],
+        signature: Signature,
+        capacity: int,
+        requests: int,
+        device: str,
+    ) -> None:
+        self.signature = signature
+        self.capacity = capacity
+        self.requests = requests
+        self.rows = capacity
+        self.device = device
+        shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
+        self._kv = torch.zeros(shape, dtype=_DTYPES[signature.dtype], device=device)
+        self._module = module
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        last = batch.first + batch.requests
+        rows = [torch.from_numpy(array).to(self.device) for _, array in batch.arrays(self.signature)]
+        past = [buffer[batch.first : last] for buffer in self._kv]
+        with torch.inference_mode():
+            logits: NDArray[np.float32] = self._module(*rows, *past)[0].cpu().numpy()
+        return logits
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        for request, (sources, targets) in enumerate(moves, first):
+            if sources.size:
+                moved = self._kv[:, request, :, torch.from_numpy(sources).to(self.device)]
+                self._kv[:, request, :, torch.from_numpy(targets).to(self.device)] = moved
+
+    def close(self) -> None:
+        self._kv = self._kv[:0]

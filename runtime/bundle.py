@@ -1,0 +1,107 @@
+"""Bundle: an exported folder, opened only after everything in it has been checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from spaceport.graphs.manifest import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    TOKENIZER_FILE,
+    FileRecord,
+    Manifest,
+    ManifestError,
+    manifest_of,
+    record_of,
+)
+
+_LARGEST_MANIFEST = 16 * 2**20
+
+
+class BundleError(ValueError):
+    """A folder that is no bundle, or not the bundle that was written; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A checked bundle folder."""
+
+    path: Path
+    manifest: Manifest
+
+
+def open_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """The bundle in a folder: manifest read, every file inside the folder, regular, of the size and hash recorded."""
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    for name in (MODEL_FILE, TOKENIZER_FILE):
+        if name not in manifest.files:
+            raise BundleError(f"{folder}: the manifest lists no {name}: export the checkpoint again")
+    _refuse_foreign(folder)
+    for name, record in manifest.files.items():
+        _check(folder, name, record)
+    return Bundle(folder, manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a bundle folder, its files not yet checked."""
+    file = folder / MANIFEST_FILE
+    if not folder.is_dir():
+        raise BundleError(f"{folder}: no such folder: expected a bundle that `spaceport export` wrote")
+    if not file.exists():
+        hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
+        raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
+    _check_regular(folder, MANIFEST_FILE)
+    if file.stat().st_size > _LARGEST_MANIFEST:
+        raise BundleError(f"{file}: {file.stat().st_size} bytes: expected at most {_LARGEST_MANIFEST}")
+    try:
+        return manifest_of(json.loads(file.read_text("utf-8")))
+    except (ManifestError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleError(f"{file}: {error}") from error
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """A graph may name any file beside it for its weights, so no file in the folder may stand for one outside."""
+    for file in folder.iterdir():
+        if not stat.S_ISDIR(os.lstat(file).st_mode):
+            _check_regular(folder, file.name)
+
+
+def _check(folder: Path, name: str, record: FileRecord) -> None:
+    pure = PurePosixPath(name)
+    if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or str(pure) != name:
+        raise BundleError(f"{folder}: the manifest names {name!r}: expected a path inside the folder")
+    _check_regular(folder, name)
+    file = folder / name
+    size = file.stat().st_size
+    if size != record.size:
+        raise BundleError(
+            f"{file}: {size} bytes, the manifest says {record.size}: copy the bundle again or export it again"
+        )
+    with file.open("rb") as stream:
+        found = record_of(stream)
+    if found != record:
+        raise BundleError(
+            f"{file}: sha256 is {found.sha256[:12]}…, the manifest says {record.sha256[:12]}…: copy the bundle again or export it again"
+        )
+
+
+def _check_regular(folder: Path, name: str) -> None:
+    for parent in list(PurePosixPath(name).parents)[:-1]:
+        if (folder / parent).is_symlink():
+            raise BundleError(f"{folder / parent}: a link: expected a folder of the bundle itself")
+    file = folder / name
+    try:
+        status = os.lstat(file)
+    except OSError as error:
+        raise BundleError(f"{file}: {error.strerror}: copy the bundle again or export it again") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleError(f"{file}: not a regular file: copy the bundle with its links resolved (cp -rL)")
+    if status.st_nlink != 1:
+        raise BundleError(
+            f"{file}: has {status.st_nlink} hard links, so it can be changed from outside the bundle: copy the bundle (cp -r)"
+        )

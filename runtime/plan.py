@@ -1,0 +1,156 @@
+"""Plan: the rows of a step; each row's parent is stored, what it sees is derived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.manifest import TokenIds
+from spaceport.runtime.draft import PLAIN, Draft
+from spaceport.runtime.threads import Thread
+
+NO_PARENT = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of one thread's rows: known tokens in a chain, then the draft tree with its mask slots."""
+
+    parents: NDArray[np.int64]  # rows; NO_PARENT: hangs from what the thread holds already
+    offsets: NDArray[np.int64]  # rows; position less that of the first row
+    mask_depths: NDArray[np.int64]  # rows; place of a mask slot in its group from 0, or -1
+    known: int  # rows of known tokens
+    nodes: tuple[int, ...]  # row of each node of the draft: the last known token, then the candidates
+    groups: tuple[tuple[int, ...], ...]  # rows of the mask slots behind each node
+    ancestry: NDArray[np.bool_]  # rows x rows; True = the row or one of its ancestors
+
+    @property
+    def rows(self) -> int:
+        return self.parents.size
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one thread in a step."""
+
+    thread: Thread
+    draft: Draft
+    layout: Layout
+    tokens: NDArray[np.int64]  # rows
+    positions: NDArray[np.int64]  # rows
+    complete: bool  # False while more of the prompt is to come: then no logits are wanted
+
+    @property
+    def wanted(self) -> range:
+        """Rows whose logits are wanted: the last known token and everything behind it."""
+        return range(self.layout.known - 1, self.layout.rows) if self.complete else range(0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of one request's step, thread after thread."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.layout.rows for part in self.parts)
+
+    @property
+    def wanted(self) -> int:
+        return sum(len(part.wanted) for part in self.parts)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        if len(self.parts) == 1:
+            return self.parts[0].positions
+        return np.concatenate([part.positions for part in self.parts])
+
+
+def plan_thread(thread: Thread, draft: Draft, tokens: TokenIds, chunk: int) -> Part:
+    """The next rows of a thread: a chunk of what it knows but has not fed and, behind the last of that, the draft."""
+    pending = len(thread.tokens) - thread.fed
+    complete = pending <= chunk
+    known = min(pending, chunk)
+    if not complete:
+        draft = PLAIN
+    layout = lay_out(known, draft.parents, draft.masks)
+    ids = np.empty(layout.rows, np.int64)
+    ids[:known] = thread.tokens[thread.fed : thread.fed + known]
+    for node, token in zip(layout.nodes[1:], draft.tokens, strict=True):
+        ids[node] = token
+    for group in layout.groups:
+        for depth, row in enumerate(group):
+            ids[row] = tokens.mask_at(depth)
+    return Part(thread, draft, layout, ids, layout.offsets + thread.fed, complete)
+
+
+@lru_cache(maxsize=1024)
+def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) -> Layout:
+    """The rows for `known` tokens and a draft of this shape, a node's mask slots right behind it."""
+    parents = list(range(-1, known - 1))
+    mask_depths = [-1] * known
+    nodes: list[int] = []
+    groups: list[tuple[int, ...]] = []
+    for node, count in enumerate(masks):
+        if node == 0:
+            nodes.append(known - 1)
+        else:
+            nodes.append(len(parents))
+            parents.append(nodes[draft_parents[node - 1]])
+            mask_depths.append(-1)
+        group = range(len(parents), len(parents) + count)
+        parents.extend((nodes[node], *group)[:count])
+        mask_depths.extend(range(count))
+        groups.append(tuple(group))
+    layout = Layout(
+        parents=np.array(parents, np.int64),
+        offsets=_depths(parents),
+        mask_depths=np.array(mask_depths, np.int64),
+        known=known,
+        nodes=tuple(nodes),
+        groups=tuple(groups),
+        ancestry=_ancestry(parents),
+    )
+    for array in (layout.parents, layout.offsets, layout.mask_depths, layout.ancestry):
+        array.setflags(write=False)  # one layout serves many steps
+    return layout
+
+
+def sees(plan: Plan, slots: NDArray[np.int64], visible: int) -> NDArray[np.bool_]:
+    """What each row of a plan may see, rows x visible: all that its thread holds, its ancestors and itself."""
+    mask = np.empty((plan.rows, visible), np.bool_)
+    first = 0
+    for part in plan.parts:
+        end = first + part.layout.rows
+        mask[first:end] = part.thread.sees[:visible]
+        mask[first:end, slots[first:end]] = part.layout.ancestry
+        first = end
+    return mask
+
+
+def within(
+    window: int, mask: NDArray[np.bool_], positions: NDArray[np.int64], slot_positions: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """The part of a mask that lies within the last `window` positions of each row."""
+    near: NDArray[np.bool_] = positions[:, None] - slot_positions[None, : mask.shape[1]] < window
+    return mask & near
+
+
+def _depths(parents: Sequence[int]) -> NDArray[np.int64]:
+    depths = np.zeros(len(parents), np.int64)
+    for row, parent in enumerate(parents):
+        depths[row] = 0 if parent == NO_PARENT else depths[parent] + 1
+    return depths
+
+
+def _ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
+    ancestry = np.eye(len(parents), dtype=np.bool_)
+    for row, parent in enumerate(parents):
+        if parent != NO_PARENT:
+            ancestry[row] |= ancestry[parent]
+    return ancestry

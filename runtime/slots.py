@@ -1,0 +1,92 @@
+"""Slots: who holds which slot of one request's KV buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.signature import Lowering
+
+# Slots whose content an engine has to copy, and where to: all are read before any is written.
+Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+class SlotsExhausted(RuntimeError):
+    """A step needs more slots than are free."""
+
+
+class Slots:
+    """The slots of one request: each is free or held by one thread or more.
+
+    A scatter engine writes rows to any slots: the lowest free ones are given. An append engine writes them to a run:
+    the run starts behind the highest held slot, and `settle` says which kept rows then move down into the gaps.
+    The last slot is never given: padding rows write there.
+    """
+
+    def __init__(self, capacity: int, lowering: Lowering) -> None:
+        self.capacity = capacity
+        self.positions = np.zeros(capacity, np.int64)  # place in the text of what a slot holds
+        self._lowering = lowering
+        self._holders = np.zeros(capacity, np.int32)
+
+    @property
+    def spare(self) -> int:
+        """The slot that nobody ever holds."""
+        return self.capacity - 1
+
+    @property
+    def held(self) -> int:
+        return int(np.count_nonzero(self._holders))
+
+    @property
+    def height(self) -> int:
+        """One more than the highest held slot."""
+        (taken,) = np.nonzero(self._holders)
+        return int(taken[-1]) + 1 if taken.size else 0
+
+    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots for rows at these positions of the text, each held once from now on."""
+        count = positions.size
+        if self._lowering == "scatter":
+            (free,) = np.nonzero(self._holders[: self.spare] == 0)
+            slots = free[:count]
+        else:
+            start = self.height
+            slots = np.arange(start, min(start + count, self.spare))
+        if slots.size < count:
+            raise SlotsExhausted(f"step needs {count} slots, {slots.size} are free: raise max_seq_len (--max-seq-len)")
+        self._holders[slots] = 1
+        self.positions[slots] = positions
+        return slots
+
+    def share(self, slots: NDArray[np.int64]) -> None:
+        """One holder more for each of these slots."""
+        if not np.all(self._holders[slots] > 0):
+            raise ValueError("only held slots can be shared")
+        self._holders[slots] += 1
+
+    def release(self, slots: NDArray[np.int64]) -> None:
+        """One holder less for each of these slots; without holders a slot is free."""
+        if not np.all(self._holders[slots] > 0):
+            raise ValueError("only held slots can be released")
+        self._holders[slots] -= 1
+
+    def settle(self, slots: NDArray[np.int64]) -> Moves:
+        """Where the rows just kept in `slots` are to move, as sources and targets; an append engine only."""
+        if self._lowering == "scatter" or not slots.size:
+            return _NO_MOVE
+        below = slots.max() + 1
+        free = self._holders[:below] == 0
+        free[slots] = True
+        (targets,) = np.nonzero(free)
+        sources, targets = slots, targets[: slots.size]
+        moving = sources != targets
+        sources, targets = sources[moving], targets[moving]
+        holders, positions = self._holders[sources].copy(), self.positions[sources].copy()
+        self._holders[sources] = 0
+        self._holders[targets] = holders
+        self.positions[targets] = positions
+        return sources, targets
+
+
+_NO_MOVE: Moves = (np.empty(0, np.int64), np.empty(0, np.int64))

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import MANIFEST_FILE, Manifest, record_of
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
 _HERE = -100  # AT_FDCWD
 
 
-class TargetError(ValueError):
+class TargetError(InputFault):
     """A bundle cannot be written where it was asked for; nothing there was changed."""
 
 

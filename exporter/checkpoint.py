@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import Precision
 
@@ -22,7 +23,7 @@ DEFAULT_MASK_SLOTS = 5  # what SPACE was published with, for a checkpoint that n
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputFault):
     """A folder that cannot be exported; the message says what was found, what is expected and what to do."""
 
 

@@ -16,6 +16,7 @@ from onnxscript.rewriter import onnx_fusions
 from torch import Tensor
 
 from spaceport.graphs.decoder import Decoder
+from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import MODEL_FILE
 from spaceport.graphs.signature import Lowering, Signature
 
@@ -34,16 +35,16 @@ _TRACED = {
 }  # all different, none 1: a dimension of 1 would be taken for static
 
 
-class UntraceableModel(ValueError):
+class UntraceableModel(InputFault):
     """The exporter could not turn a model into a graph; the message says at what."""
 
 
 def check_opset(opset: int, lowering: Lowering) -> None:
     """Raise for an opset that the graphs are not written in."""
     if opset not in OPSETS:
-        raise ValueError(f"opset is {opset}: expected one of {', '.join(map(str, OPSETS))}")
+        raise OptionFault(f"opset is {opset}: expected one of {', '.join(map(str, OPSETS))}")
     if lowering == "append" and opset < 24:
-        raise ValueError(f"opset is {opset}: the append lowering writes with TensorScatter, which needs opset 24")
+        raise OptionFault(f"opset is {opset}: the append lowering writes with TensorScatter, which needs opset 24")
 
 
 def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention, kv
+from spaceport.graphs.faults import InputFault
 from spaceport.graphs.signature import Lowering, Signature, visible_length
 
 AttentionForm = Literal["plain", "operator"]
@@ -25,7 +26,7 @@ _PROOF_ROWS = 24
 _PROOF_WINDOW = 512  # windows longer than this are trusted to be the same rule as shorter ones
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(InputFault):
     """A model that cannot be told exactly by the graph's contract; the message says why."""
 
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, cast
 
+from spaceport.graphs.faults import InputFault
 from spaceport.graphs.signature import Signature
 
 SCHEMA = 1
@@ -16,7 +17,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 MODEL_FILE = "model.onnx"
 
 
-class ManifestError(ValueError):
+class ManifestError(InputFault):
     """A manifest that says something which cannot be; the message says what."""
 
 

@@ -8,6 +8,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -22,7 +23,7 @@ from spaceport.graphs.manifest import (
 _LARGEST_MANIFEST = 16 * 2**20
 
 
-class BundleError(ValueError):
+class BundleError(InputFault):
     """A folder that is no bundle, or not the bundle that was written; the message says what to do."""
 
 

@@ -13,6 +13,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import Bundle
 
@@ -22,7 +23,7 @@ _LONGEST_PROMPT = 10_000_000
 Message = Mapping[str, Any]
 
 
-class TemplateError(ValueError):
+class TemplateError(OptionFault):
     """Messages that a chat template cannot render, or no template at all; the message says which."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
 
+from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import Manifest
 from spaceport.graphs.signature import visible_length
 from spaceport.runtime.backends import open_engine
@@ -141,7 +142,7 @@ class Runtime:
         opened = open_bundle(bundle)
         length = seq_len(opened.manifest, max_seq_len)
         if threads < 0:
-            raise ValueError(f"threads is {threads}: expected 0 (one for each core) or more")
+            raise OptionFault(f"threads is {threads}: expected 0 (one for each core) or more")
         engine = open_engine(opened, backend, capacity_for(opened.manifest, length), 1, threads)
         return cls(opened, engine, length)
 
@@ -184,7 +185,7 @@ class Runtime:
         """The token ids that a prompt is fed as."""
         if isinstance(prompt, str):
             if not prompt:
-                raise ValueError("the prompt is empty: expected at least one character")
+                raise OptionFault("the prompt is empty: expected at least one character")
             ids = encode(self.tokenizer, prompt, special=True)
         elif len(prompt) and all(isinstance(item, int) for item in prompt):
             ids = [item for item in prompt if isinstance(item, int)]
@@ -194,9 +195,9 @@ class Runtime:
         vocab = self.bundle.manifest.signature.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab), None)
         if wrong is not None:
-            raise ValueError(f"the prompt holds the token id {wrong}: expected ids from 0 to {vocab - 1}")
+            raise OptionFault(f"the prompt holds the token id {wrong}: expected ids from 0 to {vocab - 1}")
         if not ids:
-            raise ValueError("the prompt has no tokens: expected at least one")
+            raise OptionFault("the prompt has no tokens: expected at least one")
         return ids
 
     def close(self) -> None:
@@ -217,16 +218,16 @@ class Runtime:
     def _limit(self, ids: Sequence[int], max_tokens: int | None) -> int:
         room = self.max_seq_len - len(ids)
         if room < 1:
-            raise ValueError(
+            raise OptionFault(
                 f"the prompt has {len(ids)} tokens, max_seq_len is {self.max_seq_len}: shorten the prompt, or raise max_seq_len "
                 f"(--max-seq-len; the model goes up to {self.bundle.manifest.max_positions})"
             )
         if max_tokens is None:
             return self.max_seq_len
         if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}: expected at least 1")
+            raise OptionFault(f"max_tokens is {max_tokens}: expected at least 1")
         if max_tokens > room:
-            raise ValueError(
+            raise OptionFault(
                 f"{len(ids)} prompt tokens and max_tokens {max_tokens} make {len(ids) + max_tokens}, max_seq_len is "
                 f"{self.max_seq_len}: lower max_tokens to {room}, or raise max_seq_len (--max-seq-len)"
             )
@@ -242,7 +243,7 @@ class Runtime:
                 if most
                 else "the bundle has no mask token and only decodes plainly"
             )
-            raise ValueError(f"mask_slots is {mask_slots}: expected 0 to {most} ({reason})")
+            raise OptionFault(f"mask_slots is {mask_slots}: expected 0 to {most} ({reason})")
         return mask_slots
 
     def _request(self, ids: list[int], limit: int, mask_slots: int) -> Request:
@@ -272,7 +273,7 @@ def seq_len(manifest: Manifest, max_seq_len: int | None) -> int:
     if max_seq_len is None:
         return min(manifest.max_positions, DEFAULT_SEQ_LEN)
     if not 2 <= max_seq_len <= manifest.max_positions:
-        raise ValueError(
+        raise OptionFault(
             f"max_seq_len is {max_seq_len}: expected 2 to {manifest.max_positions}, the positions that the model knows"
         )
     return max_seq_len
@@ -289,7 +290,7 @@ def capacity_for(manifest: Manifest, max_seq_len: int, chunk: int = DEFAULT_CHUN
 def _stops(stop: Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(one, str) and one for one in stops):
-        raise ValueError(f"stop is {stop!r}: expected strings of at least one character")
+        raise OptionFault(f"stop is {stop!r}: expected strings of at least one character")
     return stops
 
 

@@ -1,0 +1,55 @@
+# make demo   a first look, from a bare checkout      make venv    the environment only
+# make test   everything that must pass               make clean   leaves the sources and the environment
+# make check  format, lint and types
+#
+# PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four processors,
+# TESTS="tests/test_plan.py -k tree" runs some of them.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.spaceport-installed
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+# The first interpreter that really runs: a name on the path may be an empty shim.
+SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
+	if $$p -c '$(SUPPORTED)' 2>/dev/null; then echo $$p; break; fi; done)
+
+JOBS ?= 0
+TESTS ?=
+
+.PHONY: demo test check venv clean
+
+demo: venv
+	@$(BIN)/spaceport demo
+
+test: check
+	@echo "test: pytest"
+	@$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
+
+check: venv
+	@echo "check: ruff format"
+	@$(BIN)/python -m ruff format --check .
+	@echo "check: ruff"
+	@$(BIN)/python -m ruff check .
+	@echo "check: mypy"
+	@$(BIN)/python -m mypy
+
+venv: $(STAMP)
+
+# The backend is installed first and without isolation, so that its version is pinned as well.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "venv: installing the pinned packages into $(VENV) (minutes the first time)"
+	@$(PIP) pip setuptools
+	@$(PIP) --no-build-isolation -e '.[cpu,export,dev]'
+	@touch $@
+
+$(BIN)/python:
+	@chosen="$(PYTHON)"; test -n "$$chosen" || { \
+	echo "venv: got no Python from 3.10 to 3.13, expected one on the path: install it, or name it with PYTHON=" >&2; exit 1; }; \
+	echo "venv: creating $(VENV) with $$chosen"; "$$chosen" -m venv $(VENV)
+
+clean:
+	@echo "clean: removing caches and build outputs"
+	@rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	@find exporter graphs runtime tools tests src/spaceport -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,164 @@
+"""Plans and verdicts, row by row: where a wrong mask slot would cost speed and no text would show it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spaceport.graphs.manifest import TokenIds
+from spaceport.runtime.accept import Verdict, accept
+from spaceport.runtime.draft import PLAIN, Draft, chain
+from spaceport.runtime.plan import Part, Plan, lay_out, plan_thread, sees, within
+from spaceport.runtime.sampling import NotANumber, greedy
+from spaceport.runtime.threads import Thread
+
+M = 90
+IDS = TokenIds(mask=(M,), end=(99,))
+
+
+def thread_with(tokens: list[int], fed: int, held: list[int], slots: int = 32) -> Thread:
+    mask = np.zeros(slots, np.bool_)
+    mask[held] = True
+    return Thread((), tokens, 1, mask, fed=fed)
+
+
+def test_a_space_step_is_the_worked_table_of_the_method() -> None:
+    """x at position 3, k = 2: nine rows; older slots of the line are 4, 7 and 1."""
+    thread = thread_with([10, 11, 12, 20], fed=3, held=[4, 7, 1])
+    part = plan_thread(thread, chain([31, 32], 2, room=100), IDS, chunk=512)
+    slots = np.array([0, 2, 3, 5, 6, 8, 9, 10, 11])
+    table = """
+        x     1  0   0   0  0   0   0  0   0    p
+        m01   1  1   0   0  0   0   0  0   0    p+1
+        m02   1  1   1   0  0   0   0  0   0    p+2
+        c1    1  0   0   1  0   0   0  0   0    p+1
+        m11   1  0   0   1  1   0   0  0   0    p+2
+        m12   1  0   0   1  1   1   0  0   0    p+3
+        c2    1  0   0   1  0   0   1  0   0    p+2
+        m21   1  0   0   1  0   0   1  1   0    p+3
+        m22   1  0   0   1  0   0   1  1   1    p+4
+    """
+    rows = [line.split() for line in table.split("\n") if line.strip()]
+    names = {"x": 20, "c1": 31, "c2": 32}
+    assert part.tokens.tolist() == [names.get(row[0], M) for row in rows]
+    assert part.positions.tolist() == [3 + int(row[-1].partition("+")[2] or 0) for row in rows]
+    mask = sees(Plan((part,)), slots, 16)
+    assert mask[:, slots].astype(int).tolist() == [[int(cell) for cell in row[1:-1]] for row in rows]
+    others = np.setdiff1d(np.arange(16), slots)
+    assert all(others[line].tolist() == [1, 4, 7] for line in mask[:, others])
+    assert part.layout.nodes == (0, 3, 6)
+    assert part.layout.groups == ((1, 2), (4, 5), (7, 8))
+    assert part.layout.mask_depths.tolist() == [-1, 0, 1, -1, 0, 1, -1, 0, 1]
+    assert list(part.wanted) == list(range(9))
+
+
+def test_siblings_see_their_ancestors_and_not_each_other() -> None:
+    layout = lay_out(1, (0, 0, 1), (1, 0, 0, 2))
+    assert layout.parents.tolist() == [-1, 0, 0, 0, 2, 4, 5]
+    assert layout.offsets.tolist() == [0, 1, 1, 1, 2, 3, 4]
+    assert layout.nodes == (0, 2, 3, 4)
+    assert [np.flatnonzero(row).tolist() for row in layout.ancestry] == [
+        [0],
+        [0, 1],
+        [0, 2],
+        [0, 3],
+        [0, 2, 4],
+        [0, 2, 4, 5],
+        [0, 2, 4, 5, 6],
+    ]
+
+
+def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> None:
+    thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
+    first = plan_thread(thread, chain([], 2, room=100), IDS, chunk=3)
+    assert first.tokens.tolist() == [10, 11, 12]
+    assert not first.complete
+    assert len(first.wanted) == 0
+    thread.fed = 3
+    last = plan_thread(thread, chain([], 2, room=100), IDS, chunk=3)
+    assert last.tokens.tolist() == [13, 14, M, M]
+    assert last.positions.tolist() == [3, 4, 5, 6]
+    assert list(last.wanted) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("room", "tokens", "masks"),
+    [
+        (1, (), (0,)),  # one token left: x alone writes it
+        (2, (7,), (0, 0)),
+        (3, (7, 8), (1, 0, 0)),
+        (4, (7, 8, 9), (2, 1, 0, 0)),
+        (5, (7, 8, 9), (3, 2, 1, 0)),
+        (50, (7, 8, 9), (3, 3, 3, 3)),
+    ],
+)
+def test_nothing_is_drafted_beyond_the_room_left(room: int, tokens: tuple[int, ...], masks: tuple[int, ...]) -> None:
+    assert chain([7, 8, 9], 3, room) == Draft(tokens, tuple(range(len(tokens))), masks)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_a_window_counts_positions_and_not_slots(window: int) -> None:
+    slot_positions = np.array([3, 0, 9, 1, 2])  # slot 2 is free: its position is left over
+    mask = np.array([[True, True, False, True, True]])
+    near = within(window, mask, np.array([3]), slot_positions)
+    seen = sorted(slot_positions[near[0]].tolist())
+    assert seen == [place for place in range(4) if 3 - place < window]
+
+
+def part_for(draft: Draft, known: int = 1) -> Part:
+    tokens = list(range(10, 10 + known))
+    return plan_thread(thread_with(tokens, fed=0, held=[]), draft, IDS, chunk=512)
+
+
+def lines(*tokens: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    logits = np.zeros((len(tokens), 100), np.float32)
+    logits[np.arange(len(tokens)), tokens] = 1
+    return logits
+
+
+K2 = Draft((31, 32), (0, 1), (2, 2, 2))
+TREE = Draft((31, 41, 32), (0, 0, 2), (1, 0, 0, 2))  # 31 and 41 side by side, 32 behind 41; masks behind x and 32
+
+
+@pytest.mark.parametrize(
+    ("draft", "logits", "verdict"),
+    [
+        # rows: x m01 m02 c1 m11 m12 c2 m21 m22
+        (K2, lines(5, 6, 7, 0, 0, 0, 0, 0, 0), Verdict((0,), (5,), (6, 7))),
+        (K2, lines(31, 6, 7, 5, 8, 9, 0, 0, 0), Verdict((0, 3), (31, 5), (8, 9))),
+        (K2, lines(31, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0, 3, 6), (31, 32, 5), (3, 4))),
+        (K2, lines(32, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0,), (32,), (6, 7))),  # the right token, one place too early
+        # rows: x m01 c31 c41 c32 m m
+        (TREE, lines(31, 6, 32, 0, 0, 0, 0), Verdict((0, 2), (31, 32), ())),  # 32 hangs from 41, not from 31
+        (TREE, lines(41, 6, 0, 32, 5, 3, 4), Verdict((0, 3, 4), (41, 32, 5), (3, 4))),
+        (TREE, lines(41, 6, 0, 9, 5, 3, 4), Verdict((0, 3), (41, 9), ())),  # no masks behind 41: nothing drafted
+        (PLAIN, lines(5), Verdict((0,), (5,), ())),
+    ],
+)
+def test_the_verdict_is_the_walk_along_the_networks_own_tokens(
+    draft: Draft, logits: np.ndarray[tuple[int, int], np.dtype[np.float32]], verdict: Verdict
+) -> None:
+    assert accept(part_for(draft), logits, greedy(())) == verdict
+
+
+def test_a_prompt_chunk_is_kept_and_writes_nothing() -> None:
+    part = plan_thread(thread_with([1, 2, 3], fed=0, held=[]), K2, IDS, chunk=2)
+    assert accept(part, np.zeros((0, 100), np.float32), greedy(())) == Verdict((0, 1), (), ())
+
+
+def test_a_prompts_last_chunk_keeps_its_known_rows_and_what_is_accepted() -> None:
+    part = part_for(Draft((31,), (0,), (1, 1)), known=3)  # rows: 10 11 12 m c1 m
+    assert accept(part, lines(31, 6, 5, 7), greedy(())) == Verdict((0, 1, 2, 4), (31, 5), (7,))
+
+
+def test_of_equal_logits_the_lowest_id_is_taken() -> None:
+    assert greedy(())(np.array([0, 2, 2, 1], np.float32), (), 0) == 1
+
+
+def test_a_banned_token_is_passed_over() -> None:
+    assert greedy((1, 2))(np.array([0, 5, 4, 3, 3], np.float32), (), 0) == 3
+
+
+def test_logits_that_are_not_numbers_are_an_error_that_says_where() -> None:
+    with pytest.raises(NotANumber, match="place 17 hold NaN"):
+        greedy(())(np.array([0, np.nan, 2], np.float32), (), 17)

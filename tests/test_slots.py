@@ -1,0 +1,83 @@
+"""Slots: holders are counted, the lowest free ones are given, an append engine's gaps are closed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spaceport.runtime.slots import Slots, SlotsExhausted
+
+
+def take(slots: Slots, count: int) -> list[int]:
+    return slots.take(np.arange(count)).tolist()
+
+
+def test_scatter_gives_the_lowest_free_slots_and_never_the_spare_one() -> None:
+    slots = Slots(8, "scatter")
+    assert take(slots, 5) == [0, 1, 2, 3, 4]
+    slots.release(np.array([1, 3]))
+    assert take(slots, 4) == [1, 3, 5, 6]
+    assert slots.spare == 7
+    with pytest.raises(SlotsExhausted, match="step needs 1 slots, 0 are free"):
+        take(slots, 1)
+
+
+def test_append_gives_a_run_behind_the_highest_held_slot() -> None:
+    slots = Slots(16, "append")
+    assert take(slots, 4) == [0, 1, 2, 3]
+    slots.release(np.array([1]))
+    assert take(slots, 3) == [4, 5, 6]
+    with pytest.raises(SlotsExhausted, match="step needs 9 slots, 8 are free"):
+        take(slots, 9)
+
+
+def test_a_shared_slot_is_free_when_its_last_holder_lets_go() -> None:
+    slots = Slots(8, "scatter")
+    held = slots.take(np.arange(3))
+    slots.share(held[:2])
+    slots.release(held)
+    assert slots.held == 2
+    slots.release(held[:2])
+    assert slots.held == 0
+
+
+def test_what_nobody_holds_cannot_be_shared_or_released() -> None:
+    slots = Slots(8, "scatter")
+    with pytest.raises(ValueError, match="only held slots can be released"):
+        slots.release(np.array([0]))
+    with pytest.raises(ValueError, match="only held slots can be shared"):
+        slots.share(np.array([0]))
+
+
+def test_kept_rows_move_down_into_the_gaps_with_their_positions() -> None:
+    slots = Slots(16, "append")
+    slots.take(np.array([0, 1]))
+    run = slots.take(np.array([2, 3, 4, 3, 4, 5]))  # x m m c m m
+    kept = run[[0, 3]]
+    slots.release(np.setdiff1d(run, kept))
+    sources, targets = slots.settle(kept)
+    assert (sources.tolist(), targets.tolist()) == ([5], [3])
+    assert slots.height == 4
+    assert slots.positions[:4].tolist() == [0, 1, 2, 3]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2**9 - 1)), max_size=12))
+def test_after_settling_an_append_pool_has_no_gaps(steps: list[tuple[int, int]]) -> None:
+    slots = Slots(256, "append")
+    content: dict[int, int] = {}
+    fresh = iter(range(10**6))
+    held = 0
+    for count, bits in steps:
+        run = slots.take(np.arange(count))
+        content.update((int(slot), next(fresh)) for slot in run)
+        kept = np.array([slot for i, slot in enumerate(run) if bits >> i & 1], np.int64)
+        expected = {content[int(slot)] for slot in kept} | {content[slot] for slot in range(held)}
+        slots.release(np.setdiff1d(run, kept))
+        sources, targets = slots.settle(kept)
+        moved = [content[int(source)] for source in sources]
+        content.update(zip(targets.tolist(), moved, strict=True))
+        held += kept.size
+        assert slots.held == slots.height == held
+        assert {content[slot] for slot in range(held)} == expected

@@ -1,0 +1,1 @@
+"""Bench: tables of speed, the plain way beside the drafted one."""

@@ -1,0 +1,1 @@
+"""Check: a bundle's engines held against the reference."""

@@ -1,0 +1,1 @@
+"""Command line: the spaceport commands, one small file each."""

@@ -54,6 +54,7 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     model = trace(decoder)
     if signature.dtype == "float32":  # the same fusions make an invalid graph of some half-precision models
         onnx_fusions.fuse(model)
+    _forget_sources(model)
     model.graph.sort()
     model.opset_imports[""] = opset
     model.ir_version = _IR_VERSION[opset]
@@ -123,6 +124,22 @@ def hold_to_contract(path: Path, signature: Signature) -> None:
                         f"{kind} {tensor.name} has a dimension {dimension.dim_value or dimension.dim_param!r}: "
                         f"the contract says {size!r}"
                     )
+
+
+def _forget_sources(model: ir.Model) -> None:
+    """Remove what the tracer noted of source lines: it is larger than a small graph and tells where it was made."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.graph.doc_string = None
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.doc_string = None
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+        value.doc_string = None
 
 
 def _name_dimensions(model: ir.Model, signature: Signature) -> None:

@@ -15,7 +15,12 @@ NAME = "spaceport"
 HIDDEN = {torch.float32: -1e9, torch.float16: -1e4}
 
 # What the attention interface may pass that changes nothing, or nothing that is not handled here.
-_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
+_HARMLESS = frozenset(
+    {
+        *("dropout", "is_causal", "position_ids", "cache_position", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
+)
 
 
 class UnsupportedAttention(ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,10 @@ def refuse_by_config(model: PreTrainedModel) -> None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{_name(model)} is an encoder-decoder: expected a decoder-only causal language model")
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(
+            f"{_name(model)} takes positions from the order of the slots: expected a model that is given position_ids"
+        )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise UnsupportedModel(
@@ -136,12 +141,10 @@ def probe(model: PreTrainedModel) -> Traits:
     )
     before = model.config._attn_implementation
     try:
-        with _recording(model, entrance, seen):
+        with _reasons(model), _recording(model, entrance, seen):
             output = model(
                 input_ids=ids, position_ids=ids - 1, attention_mask=mask, past_key_values=cache, use_cache=True
             )
-    except (TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
-        raise UnsupportedModel(f"{_name(model)} does not run over a plain KV cache: {error}") from error
     finally:
         if entrance == "interface":
             model.set_attn_implementation(before)
@@ -300,11 +303,20 @@ def _recording(model: PreTrainedModel, entrance: Entrance, seen: list[dict[str, 
     if entrance == "interface":
         AttentionInterface.register(attention.NAME + "-probe", interface)
         model.set_attn_implementation(attention.NAME + "-probe")
+    with _entered(entrance, attention.scaled_dot_product):
+        yield
+
+
+@contextmanager
+def _reasons(model: PreTrainedModel) -> Iterator[None]:
+    """Tell what a model raises when it is run over rows and slots as a reason against it."""
     try:
-        with _entered(entrance, attention.scaled_dot_product):
-            yield
+        yield
     except attention.UnsupportedAttention as error:
         raise UnsupportedModel(f"{_name(model)} cannot be exported: {error}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UnsupportedModel(f"{_name(model)} does not run over a plain KV cache: {first}") from error
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Check: a bundle's engines held against the reference."""
+"""Check: what a bundle's engine is tried on before anyone trusts it."""

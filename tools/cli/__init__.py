@@ -1,1 +1,95 @@
-"""Command line: the spaceport commands, one small file each."""
+"""Command line: the commands that people run; each lives in a file of its own and is read only when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib import import_module
+
+import click
+
+from spaceport import __version__
+from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
+
+OK, FAULT, USAGE, INPUT, ACCURACY, MISSING, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+
+COMMANDS = {
+    "export": "Write a checkpoint as a bundle.",
+    "check": "Compare a bundle's engine with the PyTorch model.",
+    "inspect": "Show what a bundle holds.",
+    "generate": "Write text from a prompt.",
+    "bench": "Measure what steps cost.",
+    "demo": "Export, check and decode a small model.",
+    "doctor": "Show which backends are here and what is missing.",
+}
+
+
+class Lazy(click.Group):
+    """A group whose commands are imported when they are called, so that --help answers at once."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        try:
+            command: click.Command = import_module(f"spaceport.tools.cli.{name}").command
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "spaceport":
+                raise
+            extra = "cpu" if error.name == "onnxruntime" else "export"
+            raise MissingPart(
+                f"`spaceport {name}` needs the package {error.name}, which is not installed: pip install 'spaceport[{extra}]'"
+            ) from error
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="spaceport")
+def cli() -> None:
+    """Export language models that draft for themselves, and run them: the same text in fewer steps."""
+
+
+def main() -> None:
+    """Run a command and end the process with the code that its outcome has."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; the exit code."""
+    try:
+        result = cli.main(arguments, prog_name="spaceport", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except OptionFault as error:
+        return _fail(error, USAGE)
+    except InputFault as error:
+        return _fail(error, INPUT)
+    except MissingPart as error:
+        return _fail(error, MISSING)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("\nspaceport: interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe went away: nothing is left to say, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAULT
+    except OSError as error:
+        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", FAULT)
+    except Exception:  # noqa: BLE001  (whatever is left is a fault of ours: say so, with all that is known of it)
+        traceback.print_exc()
+        click.echo("\nspaceport: this is a fault in spaceport itself; please report it with the lines above", err=True)
+        return FAULT
+    return result if isinstance(result, int) else OK
+
+
+def _fail(error: object, code: int) -> int:
+    click.echo(f"spaceport: {error}", err=True)
+    return code

@@ -1,0 +1,67 @@
+"""Loader: inputs for a stock Polygraphy command line, as the contract has them.
+
+polygraphy run BUNDLE/model.onnx --onnxrt --data-loader-script polygraphy_loader.py --validate
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.manifest import Manifest
+from spaceport.graphs.signature import visible_length
+from spaceport.runtime.bundle import read_manifest
+
+_DTYPES = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "float16": np.float16}
+
+
+def load_data() -> Iterator[dict[str, NDArray[Any]]]:
+    """Prompts, steps and trees over KV buffers of random content, for one request and for two."""
+    manifest = read_manifest(_bundle())
+    random = np.random.default_rng(0)
+    for requests, rows, context in ((1, 16, 0), (1, 1, 40), (1, 9, 64), (2, 5, 100)):
+        yield inputs(manifest, random, requests, rows, context)
+
+
+def inputs(
+    manifest: Manifest, random: np.random.Generator, requests: int, rows: int, context: int
+) -> dict[str, NDArray[Any]]:
+    """One call: rows in a chain behind `context` slots that hold text already."""
+    signature = manifest.signature
+    visible = visible_length(context + rows)
+    sizes = {"B": requests, "T": rows, "A": visible, "R": rows, "S": visible + 64}
+    positions = np.arange(context, context + rows)
+    mask = np.zeros((requests, 1, rows, visible), np.bool_)
+    mask[:] = np.arange(visible) <= positions[:, None]
+    near = mask & (positions[:, None] - np.arange(visible) < (signature.window or visible))
+    given: dict[str, NDArray[Any]] = {
+        "input_ids": random.integers(0, signature.vocab_size, (requests, rows)),
+        "position_ids": np.tile(positions, (requests, 1)),
+        "slot_ids": np.tile(positions, (requests, 1)),
+        "attention_mask": mask,
+        "sliding_attention_mask": near,
+        "logit_rows": np.tile(np.arange(rows), (requests, 1)),
+    }
+    for tensor in signature.past:
+        shape = [sizes[size] if isinstance(size, str) else size for size in tensor.shape]
+        given[tensor.name] = random.standard_normal(shape)
+    return {tensor.name: given[tensor.name].astype(_DTYPES[tensor.dtype]) for tensor in signature.inputs}
+
+
+def _bundle() -> Path:
+    """The folder of the model that Polygraphy was called with, or the one named by SPACEPORT_BUNDLE."""
+    named = os.environ.get("SPACEPORT_BUNDLE")
+    if named:
+        return Path(named)
+    models = [Path(argument) for argument in sys.argv if argument.endswith(".onnx")]
+    if not models:
+        raise SystemExit(
+            "got no model.onnx on the command line, expected one: name it, or set SPACEPORT_BUNDLE to the bundle"
+        )
+    return models[0].parent

@@ -1,0 +1,102 @@
+"""`spaceport export`: a checkpoint folder becomes a bundle."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from spaceport.exporter.export import Options, TokenFlags, export
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.signature import LOWERINGS, PRECISIONS
+from spaceport.tools.cli.screen import show_json, size, stages
+
+
+@click.command("export")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--lowering",
+    type=click.Choice(LOWERINGS),
+    default="scatter",
+    show_default=True,
+    help="How rows are written: scatter for ONNX Runtime, append for TensorRT.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(PRECISIONS),
+    default="float32",
+    show_default=True,
+    help="Type of weights and KV buffers.",
+)
+@click.option(
+    "--attention",
+    type=click.Choice(("plain", "operator")),
+    help="Attention as matrix products or as the ONNX operator; by default what suits the lowering.",
+)
+@click.option(
+    "--mask-token",
+    "mask",
+    multiple=True,
+    metavar="ID|TOKEN",
+    help="Mask token; once for all mask slots, or once for each.",
+)
+@click.option("--fork-token", "fork", metavar="ID|TOKEN", help="Token that forks a thread.")
+@click.option("--child-token", "child", metavar="ID|TOKEN", help="Token that a forked thread begins with.")
+@click.option(
+    "--max-mask-slots",
+    type=int,
+    metavar="K",
+    help="Most tokens that a step may draft; by default what the checkpoint was tuned for.",
+)
+@click.option(
+    "--opset",
+    type=int,
+    metavar="N",
+    help="ONNX opset, 23 or 24; by default the lowest that the lowering can be said in.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a bundle that is there already.")
+@click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def command(
+    checkpoint: Path,
+    bundle: Path,
+    lowering: Any,
+    dtype: Any,
+    attention: Any,
+    mask: tuple[str, ...],
+    fork: str | None,
+    child: str | None,
+    max_mask_slots: int | None,
+    opset: int | None,
+    overwrite: bool,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
+    """Write CHECKPOINT (a Hugging Face folder) as BUNDLE (a folder to be made).
+
+    The special tokens come from the checkpoint's sar_config.json; a flag here goes before it. Without a mask token
+    the bundle decodes plainly.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    quiet_libraries()
+    tokens = TokenFlags(mask, fork, child, max_mask_slots)
+    options = Options(lowering, dtype, attention, opset, tokens, trust_remote_code)
+    with stages() as stage:
+        manifest = export(checkpoint, bundle, options, overwrite, stage)
+    if as_json:
+        show_json(manifest.as_dict())
+        return
+    total = sum(record.size for record in manifest.files.values())
+    drafts = (
+        f"up to {manifest.max_mask_slots} mask slots" if manifest.max_mask_slots else "no mask token: plain decoding"
+    )
+    click.echo(f"{bundle}: {manifest.family}, {manifest.parameters:,} parameters, {size(total)}, {drafts}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """A polite kill ends an export as Ctrl-C does: with nothing left behind."""
+    raise KeyboardInterrupt

@@ -1,0 +1,114 @@
+"""`spaceport inspect`: what a bundle holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.manifest import ACCURACY_FILE, Manifest
+from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.session import capacity_for, seq_len
+from spaceport.tools.cli.screen import show_json, show_table, size
+
+
+@click.command("inspect")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--requests", default=1, show_default=True, help="Requests to tell the memory for.")
+@click.option(
+    "--max-seq-len", type=int, help="Longest text to tell the memory for; by default what `generate` makes room for."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def command(bundle: Path, requests: int, max_seq_len: int | None, as_json: bool) -> None:
+    """Show the model, the graph's contract, token ids, files and memory of BUNDLE, after checking every file."""
+    if requests < 1:
+        raise OptionFault(f"--requests is {requests}: expected at least 1")
+    opened = open_bundle(bundle)
+    memory = memory_of(opened.manifest, requests, seq_len(opened.manifest, max_seq_len))
+    if as_json:
+        show_json(
+            {
+                **opened.manifest.as_dict(),
+                "contract": contract(opened.manifest),
+                "memory": memory,
+                "accuracy": accuracy(opened),
+            }
+        )
+        return
+    manifest = opened.manifest
+    show_table("", ("what", "value"), list(facts(manifest).items()))
+    show_table(
+        "\nGraph",
+        ("tensor", "type", "shape"),
+        [(row["name"], row["dtype"], row["shape"]) for row in short_contract(manifest)],
+    )
+    rows = [(name, size(record.size), record.sha256) for name, record in manifest.files.items()]
+    show_table("\nFiles", ("file", "size", "sha256"), rows)
+    label = f"\nMemory for {requests} request{'s' if requests > 1 else ''} of {memory['max_seq_len']} tokens"
+    show_table(label, ("what", "bytes"), [("weights", size(memory["weights"])), ("KV buffers", size(memory["kv"]))])
+    found = accuracy(opened)
+    click.echo(
+        f"\nAccuracy: {'not checked yet (spaceport check)' if found is None else 'passed' if found.get('passed') else 'FAILED'}"
+    )
+
+
+def facts(manifest: Manifest) -> dict[str, object]:
+    """The model in a few lines."""
+    signature, tokens = manifest.signature, manifest.tokens
+    return {
+        "family": manifest.family,
+        "parameters": f"{manifest.parameters:,}",
+        "layers": f"{signature.layers} x {signature.kv_heads} KV heads of {signature.head_dim}",
+        "vocabulary": f"{signature.vocab_size}",
+        "positions": f"{manifest.max_positions}",
+        "window": "none" if signature.window is None else f"{signature.window}",
+        "precision": signature.dtype,
+        "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
+        "mask slots": f"{manifest.max_mask_slots}" if manifest.max_mask_slots else "none: plain decoding",
+        "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
+        "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
+        "end tokens": ", ".join(map(str, tokens.end)) or "none",
+        "written with": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
+    }
+
+
+def contract(manifest: Manifest) -> dict[str, Any]:
+    """Every input and output of the graph."""
+    return {
+        kind: [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in tensors]
+        for kind, tensors in (("inputs", manifest.signature.inputs), ("outputs", manifest.signature.outputs))
+    }
+
+
+def short_contract(manifest: Manifest) -> list[dict[str, str]]:
+    """Inputs and outputs with the buffers of all layers in one line."""
+    signature = manifest.signature
+    chosen = [*signature.rows, signature.past[0], *signature.outputs[:2]]
+    names = {signature.past[0].name: "past_key_values.*", signature.present[0].name: "present.*"}
+    return [
+        {"name": names.get(t.name, t.name), "dtype": t.dtype, "shape": f"[{', '.join(map(str, t.shape))}]"}
+        for t in chosen
+    ]
+
+
+def memory_of(manifest: Manifest, requests: int, length: int) -> dict[str, int]:
+    """Bytes that weights and KV buffers take."""
+    slots = capacity_for(manifest, length)
+    weights = sum(record.size for name, record in manifest.files.items() if name.startswith("model.onnx"))
+    kv = manifest.signature.kv_bytes(requests, slots)
+    return {"requests": requests, "max_seq_len": length, "slots": slots, "weights": weights, "kv": kv}
+
+
+def accuracy(bundle: Bundle) -> dict[str, Any] | None:
+    """What the last check of the bundle found."""
+    file = bundle.path / ACCURACY_FILE
+    if not file.exists():
+        return None
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return {"passed": False, "fault": f"{ACCURACY_FILE} is not JSON that can be read"}
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,88 @@
+"""Screen: tables, progress and JSON as every command shows them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+
+def show_json(data: Any) -> None:
+    """JSON for machines: the only thing on stdout."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A drawn table on a terminal, aligned plain text in a pipe; numbers stand to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    right = [all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(columns))]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title or None, title_justify="left")
+        for column, number in zip(columns, right, strict=True):
+            table.add_column(column, justify="right" if number else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
+    if title:
+        click.echo(title)
+    for line in [list(columns), *cells]:
+        padded = (
+            text.rjust(w) if number else text.ljust(w) for text, w, number in zip(line, widths, right, strict=True)
+        )
+        click.echo("  ".join(padded).rstrip())
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Says on stderr which stage runs and, on a terminal, for how long."""
+    started = time.perf_counter()
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=False) as progress:
+            tasks: list[Any] = []
+
+            def advance(name: str) -> None:
+                for task in tasks:
+                    progress.update(task, total=1, completed=1)
+                    progress.stop_task(task)
+                tasks.append(progress.add_task(name, total=None))
+
+            yield advance
+            for task in tasks:
+                progress.update(task, total=1, completed=1)
+        return
+
+    def say(name: str) -> None:
+        click.echo(f"{time.perf_counter() - started:6.1f} s  {name}", err=True)
+
+    yield say
+
+
+def size(count: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1e-2 and value else f"{value:.2f}"
+    return str(value)

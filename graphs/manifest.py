@@ -30,10 +30,6 @@ class TokenIds:
     child: int | None = None
     end: tuple[int, ...] = ()
 
-    def mask_at(self, depth: int) -> int:
-        """The token of the mask slot at `depth`, counted from 0."""
-        return self.mask[0] if len(self.mask) == 1 else self.mask[depth]
-
     @property
     def unwritable(self) -> tuple[int, ...]:
         """Tokens that no text may ever hold."""

@@ -12,6 +12,7 @@ from spaceport.runtime.accept import Verdict, accept
 from spaceport.runtime.engine import Batch, Engine, pack, split
 from spaceport.runtime.plan import Plan
 from spaceport.runtime.request import Request
+from spaceport.runtime.slots import NO_MOVES
 
 
 def step(engine: Engine, requests: Sequence[Request]) -> None:
@@ -20,7 +21,7 @@ def step(engine: Engine, requests: Sequence[Request]) -> None:
     taken = [request.slots.take(plan.positions) for request, plan in zip(requests, plans, strict=True)]
     batch = pack(engine, requests, plans, taken)
     logits = run(engine, batch, requests)
-    moves = [(np.empty(0, np.int64), np.empty(0, np.int64))] * batch.requests
+    moves = [NO_MOVES] * batch.requests
     for request, plan, slots in zip(requests, plans, taken, strict=True):
         verdicts = judge(plan, logits[request.index - batch.first], request)
         moves[request.index - batch.first] = request.keep(plan, slots, verdicts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class Part:
     positions: NDArray[np.int64]  # rows
     complete: bool  # False while more of the prompt is to come: then no logits are wanted
 
-    @property
+    @cached_property
     def wanted(self) -> range:
         """Rows whose logits are wanted: the last known token and everything behind it."""
         return range(self.layout.known - 1, self.layout.rows) if self.complete else range(0)
@@ -56,15 +56,15 @@ class Plan:
 
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return sum(part.layout.rows for part in self.parts)
 
-    @property
+    @cached_property
     def wanted(self) -> int:
         return sum(len(part.wanted) for part in self.parts)
 
-    @property
+    @cached_property
     def positions(self) -> NDArray[np.int64]:
         if len(self.parts) == 1:
             return self.parts[0].positions
@@ -81,11 +81,13 @@ def plan_thread(thread: Thread, draft: Draft, tokens: TokenIds, chunk: int) -> P
     layout = lay_out(known, draft.parents, draft.masks)
     ids = np.empty(layout.rows, np.int64)
     ids[:known] = thread.tokens[thread.fed : thread.fed + known]
-    for node, token in zip(layout.nodes[1:], draft.tokens, strict=True):
-        ids[node] = token
-    for group in layout.groups:
-        for depth, row in enumerate(group):
-            ids[row] = tokens.mask_at(depth)
+    if draft.tokens:
+        ids[list(layout.nodes[1:])] = draft.tokens
+    masked = layout.mask_depths >= 0
+    if len(tokens.mask) > 1:
+        ids[masked] = np.array(tokens.mask)[layout.mask_depths[masked]]
+    elif tokens.mask:
+        ids[masked] = tokens.mask[0]
     return Part(thread, draft, layout, ids, layout.offsets + thread.fed, complete)
 
 

@@ -13,7 +13,7 @@ from spaceport.runtime.accept import Verdict
 from spaceport.runtime.draft import chain
 from spaceport.runtime.plan import Part, Plan, plan_thread
 from spaceport.runtime.sampling import Choose
-from spaceport.runtime.slots import Moves, Slots
+from spaceport.runtime.slots import NO_MOVES, Moves, Slots
 from spaceport.runtime.threads import Thread
 
 # Hears each token of a thread as it is written and whether it was drafted; answers whether the text ends with it.
@@ -72,19 +72,22 @@ class Request:
         for part, verdict in zip(plan.parts, verdicts, strict=True):
             slots = taken[first : first + part.layout.rows]
             first += part.layout.rows
-            rejected = np.ones(slots.size, np.bool_)
-            rejected[list(verdict.kept)] = False
-            self.slots.release(slots[rejected])
-            part.thread.sees[slots[~rejected]] = True
-            part.thread.fed += len(verdict.kept)
+            own = slots[list(verdict.kept)]
+            if own.size < slots.size:
+                rejected = np.ones(slots.size, np.bool_)
+                rejected[list(verdict.kept)] = False
+                self.slots.release(slots[rejected])
+            part.thread.sees[own] = True
+            part.thread.fed += own.size
             self._write(part.thread, verdict)
             if part.thread.ending is None:
-                kept.append(slots[~rejected])
+                kept.append(own)
             else:
                 self.release(part.thread)
-        moves = self.slots.settle(np.concatenate(kept) if kept else np.empty(0, np.int64))
-        for thread in self.live:
-            thread.move(*moves)
+        moves = self.slots.settle(np.concatenate(kept)) if kept else NO_MOVES
+        if moves[0].size:
+            for thread in self.live:
+                thread.move(*moves)
         return moves
 
     def release(self, thread: Thread) -> None:

@@ -9,6 +9,7 @@ from spaceport.graphs.signature import Lowering
 
 # Slots whose content an engine has to copy, and where to: all are read before any is written.
 Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
+NO_MOVES: Moves = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class SlotsExhausted(RuntimeError):
@@ -26,6 +27,8 @@ class Slots:
     def __init__(self, capacity: int, lowering: Lowering) -> None:
         self.capacity = capacity
         self.positions = np.zeros(capacity, np.int64)  # place in the text of what a slot holds
+        self.held = 0  # slots with a holder
+        self.height = 0  # one more than the highest held slot
         self._lowering = lowering
         self._holders = np.zeros(capacity, np.int32)
 
@@ -34,29 +37,21 @@ class Slots:
         """The slot that nobody ever holds."""
         return self.capacity - 1
 
-    @property
-    def held(self) -> int:
-        return int(np.count_nonzero(self._holders))
-
-    @property
-    def height(self) -> int:
-        """One more than the highest held slot."""
-        (taken,) = np.nonzero(self._holders)
-        return int(taken[-1]) + 1 if taken.size else 0
-
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slots for rows at these positions of the text, each held once from now on."""
         count = positions.size
-        if self._lowering == "scatter":
-            (free,) = np.nonzero(self._holders[: self.spare] == 0)
-            slots = free[:count]
+        end = min(self.height + count, self.spare)
+        if self._lowering == "append" or self.held == self.height:  # no gaps
+            slots = np.arange(self.height, end)
         else:
-            start = self.height
-            slots = np.arange(start, min(start + count, self.spare))
+            (free,) = np.nonzero(self._holders[:end] == 0)
+            slots = free[:count]
         if slots.size < count:
             raise SlotsExhausted(f"step needs {count} slots, {slots.size} are free: raise max_seq_len (--max-seq-len)")
         self._holders[slots] = 1
         self.positions[slots] = positions
+        self.held += count
+        self.height = max(self.height, int(slots[-1]) + 1)
         return slots
 
     def share(self, slots: NDArray[np.int64]) -> None:
@@ -67,14 +62,19 @@ class Slots:
 
     def release(self, slots: NDArray[np.int64]) -> None:
         """One holder less for each of these slots; without holders a slot is free."""
-        if not np.all(self._holders[slots] > 0):
+        if not slots.size:
+            return
+        left = self._holders[slots] - 1
+        if left.min() < 0:
             raise ValueError("only held slots can be released")
-        self._holders[slots] -= 1
+        self._holders[slots] = left
+        self.held -= int(np.count_nonzero(left == 0))
+        self._lower()
 
     def settle(self, slots: NDArray[np.int64]) -> Moves:
         """Where the rows just kept in `slots` are to move, as sources and targets; an append engine only."""
         if self._lowering == "scatter" or not slots.size:
-            return _NO_MOVE
+            return NO_MOVES
         below = slots.max() + 1
         free = self._holders[:below] == 0
         free[slots] = True
@@ -86,7 +86,10 @@ class Slots:
         self._holders[sources] = 0
         self._holders[targets] = holders
         self.positions[targets] = positions
+        self._lower()
         return sources, targets
 
-
-_NO_MOVE: Moves = (np.empty(0, np.int64), np.empty(0, np.int64))
+    def _lower(self) -> None:
+        """Let the height follow after slots at the top were freed."""
+        while self.height and not self._holders[self.height - 1]:
+            self.height -= 1

@@ -110,14 +110,17 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 def show(stream: Stream, drafts: bool) -> None:
     """The text as it comes; on a terminal drafted tokens are green, elsewhere they stand in brackets."""
+    terminal, open_bracket = sys.stdout.isatty(), False
     for piece in stream:
-        if drafts and piece.drafted and piece.text:
-            marked = click.style(piece.text, fg="green", underline=True) if sys.stdout.isatty() else f"[{piece.text}]"
-            click.echo(marked, nl=False)
-        else:
-            click.echo(piece.text, nl=False)
+        marked = drafts and piece.drafted
+        if not piece.text:
+            continue
+        if not terminal and marked != open_bracket:
+            click.echo("[" if marked else "]", nl=False)
+            open_bracket = marked
+        click.echo(click.style(piece.text, fg="green", underline=True) if terminal and marked else piece.text, nl=False)
         sys.stdout.flush()
-    click.echo()
+    click.echo("]" if open_bracket else "")
 
 
 def show_statistics(completion: Completion) -> None:

@@ -1,0 +1,45 @@
+"""Checkpoint for benchmarks: a Llama of any size with random weights, which cost what trained ones cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from spaceport.exporter.checkpoint import SAR_FILE
+from spaceport.exporter.quiet import quiet_libraries
+
+# name -> hidden size, feed-forward size, layers, heads, KV heads
+SHAPES = {"110m": (768, 2304, 12, 12, 4), "1b": (2048, 5632, 22, 32, 8)}
+VOCAB = 32000
+
+
+def make_checkpoint(folder: Path, shape: str, mask_slots: int = 5) -> None:
+    """Write a checkpoint with random weights, a byte-level tokenizer and one mask token."""
+    hidden, inner, layers, heads, kv_heads = SHAPES[shape]
+    quiet_libraries()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>", "[M]"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    told = {"mask_tokens": ["[M]"], "mask_slots": mask_slots, "fork_token": None, "child_token": None}
+    (folder / SAR_FILE).write_text(json.dumps(told) + "\n", "utf-8")

@@ -1,0 +1,70 @@
+"""`spaceport bench`: what steps cost on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.steps import loop_cost, step_costs
+from spaceport.tools.cli.screen import show_json, show_table
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure what steps cost on this machine."""
+
+
+@command.command("steps")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--rows", default="1,2,4,9,16,36", show_default=True, metavar="N,N,…", help="Numbers of rows to measure.")
+@click.option("--context", default=256, show_default=True, help="Tokens that the rows see.")
+@click.option("--rounds", default=30, show_default=True, help="Times that each is measured; the median counts.")
+@click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
+@click.option("--backend", type=click.Choice(("auto", "onnxruntime")), default="auto", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def steps(bundle: Path, rows: str, context: int, rounds: int, threads: int, backend: str, as_json: bool) -> None:
+    """Median time of a step of BUNDLE by its number of rows, and the time outside the engine in real decoding."""
+    counts = parse_rows(rows)
+    if context < 1 or rounds < 1:
+        raise OptionFault(f"--context is {context} and --rounds {rounds}: expected at least 1 of each")
+    with Runtime.open(bundle, backend=backend, threads=threads) as runtime:
+        manifest = runtime.bundle.manifest
+        most = min(runtime.engine.capacity - context - 1, runtime.engine.rows)
+        if max(counts) > most or context + 2 > runtime.max_seq_len:
+            raise OptionFault(
+                f"{max(counts)} rows behind {context} tokens do not fit into {runtime.max_seq_len}: lower --rows or --context"
+            )
+        costs = step_costs(runtime.engine, counts, context, rounds)
+        drafts = sorted({0, manifest.max_mask_slots})
+        loops = [loop_cost(runtime, manifest, k, context, rounds) for k in drafts]
+    if as_json:
+        show_json(
+            {
+                "context": context,
+                "threads": threads,
+                "steps": [asdict(c) for c in costs],
+                "loop": [asdict(c) for c in loops],
+            }
+        )
+        return
+    show_table(
+        f"Steps behind {context} tokens", ("rows", "ms", "ratio"), [(c.rows, c.milliseconds, c.ratio) for c in costs]
+    )
+    columns = ("mask slots", "steps", "ms in the engine", "ms outside")
+    table = [(c.mask_slots, c.steps, c.engine_milliseconds, f"{c.outside_milliseconds:.3f}") for c in loops]
+    show_table("\nDecoding, per step", columns, table)
+
+
+def parse_rows(text: str) -> list[int]:
+    """Numbers of rows from `1,2,4`."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise OptionFault(f"--rows is {text!r}: expected numbers with commas between them, such as 1,9,36") from None
+    if not counts or min(counts) < 1:
+        raise OptionFault(f"--rows is {text!r}: expected numbers of at least 1")
+    return counts

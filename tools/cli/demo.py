@@ -1,0 +1,97 @@
+"""`spaceport demo`: the whole way once: export a checkpoint, check it, decode plainly and with drafts."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import click
+
+from spaceport.exporter.export import Options, export
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.faults import InputFault
+from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.session import Completion, Runtime
+from spaceport.tools.cli.check import FAILED, check
+from spaceport.tools.cli.generate import show
+from spaceport.tools.cli.screen import show_table, stages
+
+PROMPTS_FILE = "prompts.json"
+_LONG = 256  # tokens of the longest case that is checked
+
+
+@click.command("demo")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "--prompt", "prompts", multiple=True, help="Prompt to decode; by default those in the checkpoint's prompts.json."
+)
+@click.option("--max-tokens", default=96, show_default=True, help="Most tokens to write.")
+@click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads.")
+def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads: int) -> int:
+    """Export CHECKPOINT into a temporary folder, check it, and write texts plainly and with drafts."""
+    quiet_libraries()
+    chosen = {prompt[:20]: prompt for prompt in prompts} or prompts_of(checkpoint)
+    with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as folder:
+        bundle = Path(folder) / "bundle"
+        with stages() as stage:
+            export(checkpoint, bundle, Options(), stage=stage)
+            findings = check(open_bundle(bundle), checkpoint, _LONG, "auto", threads, 0, False, stage)
+        worst = max(findings, key=lambda finding: finding.max_error)
+        click.echo(
+            f"\nchecked: {len(findings)} kinds of calls, largest difference to PyTorch {worst.max_error:.1e} "
+            f"(logits up to {worst.largest_logit:.0f}): {'passed' if all(findings) else 'FAILED'}\n"
+        )
+        with Runtime.open(bundle, threads=threads) as runtime:
+            same = compare(runtime, chosen, max_tokens)
+            name, prompt = next(iter(chosen.items()))
+            click.echo(f"\n{name}, accepted drafts marked:\n{prompt}", nl=False)
+            show(runtime.stream(prompt, max_tokens=max_tokens), drafts=True)
+    return 0 if same and all(findings) else FAILED
+
+
+def compare(runtime: Runtime, prompts: dict[str, str], max_tokens: int) -> bool:
+    """The table of all prompts with every number of mask slots; whether all texts were the plain ones."""
+    most = runtime.bundle.manifest.max_mask_slots
+    rows: list[Sequence[object]] = []
+    equal = True
+    for name, prompt in prompts.items():
+        plain, seconds = timed(runtime, prompt, max_tokens, 0)
+        rows.append((name, "plain", len(plain.tokens), plain.statistics.steps, 1.0, seconds * 1e3, "-"))
+        for slots in sorted({1, (most + 1) // 2, most} - {0}) if most else ():
+            drafted, seconds = timed(runtime, prompt, max_tokens, slots)
+            same = drafted.tokens == plain.tokens
+            equal = equal and same
+            found = drafted.statistics
+            verdict = "the same" if same else "DIFFERENT"
+            rows.append(
+                (name, f"k = {slots}", len(drafted.tokens), found.steps, found.tokens_per_step, seconds * 1e3, verdict)
+            )
+    show_table("", ("text", "drafts", "tokens", "steps", "tokens a step", "ms", "tokens"), rows)
+    return equal
+
+
+def timed(runtime: Runtime, prompt: str, max_tokens: int, slots: int) -> tuple[Completion, float]:
+    """A text and the shortest of three times that it took."""
+    times, completions = [], []
+    for _ in range(3):
+        started = perf_counter()
+        completions.append(runtime.generate(prompt, max_tokens=max_tokens, mask_slots=slots))
+        times.append(perf_counter() - started)
+    return completions[-1], min(times)
+
+
+def prompts_of(checkpoint: Path) -> dict[str, str]:
+    """Named prompts that a checkpoint brings along."""
+    file = checkpoint / PROMPTS_FILE
+    if not file.exists():
+        raise InputFault(f"{checkpoint}: no {PROMPTS_FILE} in it: name a prompt with --prompt")
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputFault(f"{file}: not JSON that can be read: {error}") from error
+    if not isinstance(found, dict) or not found or not all(isinstance(text, str) and text for text in found.values()):
+        raise InputFault(f"{file}: expected an object of names and prompts")
+    return found

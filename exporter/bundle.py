@@ -9,7 +9,9 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +22,7 @@ from spaceport.graphs.manifest import MANIFEST_FILE, Manifest, record_of
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
 _HERE = -100  # AT_FDCWD
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class TargetError(InputFault):
@@ -50,12 +53,15 @@ def writing(target: Path, overwrite: bool) -> Iterator[Path]:
     target = target.absolute()
     _sweep(target)
     partial = target.with_name(f"{_prefix(target)}{os.getpid()}")
-    partial.mkdir()
     try:
+        partial.mkdir()
         yield partial
-        _publish(partial, target)
+        check_target(target, overwrite)  # again: by now something else may stand there
+        with _undisturbed():
+            _publish(partial, target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with _undisturbed():  # by now `partial` is what came to nothing, or the old bundle
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
@@ -80,6 +86,23 @@ def require_space(folder: Path, size: int) -> None:
         raise TargetError(
             f"{folder}: {free / 1e9:.1f} GB free, the bundle needs about {size / 1e9:.1f} GB: make room or choose another disk"
         )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let an interrupt wait until the block has ended; only the main thread is ever interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    kept = {kind: signal.signal(kind, lambda number, frame: came.append(number)) for kind in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for kind, handler in kept.items():
+            signal.signal(kind, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _publish(partial: Path, target: Path) -> None:

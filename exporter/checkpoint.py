@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.manifest import MOST_MASK_SLOTS, TokenIds
 from spaceport.graphs.signature import Precision
 
 SAR_FILE = "sar_config.json"
@@ -193,8 +193,8 @@ def _mask_slots(ids: TokenIds, told: Any, asked: int | None) -> int:
     slots = (
         asked if asked is not None else told if told is not None else len(ids.mask) if distinct else DEFAULT_MASK_SLOTS
     )
-    if not isinstance(slots, int) or isinstance(slots, bool) or not 1 <= slots <= 64:
-        raise CheckpointError(f"mask slots are {slots!r}: expected 1 to 64")
+    if not isinstance(slots, int) or isinstance(slots, bool) or not 1 <= slots <= MOST_MASK_SLOTS:
+        raise CheckpointError(f"mask slots are {slots!r}: expected 1 to {MOST_MASK_SLOTS}")
     if distinct and slots > len(ids.mask):
         raise CheckpointError(
             f"{slots} mask slots, but {len(ids.mask)} mask tokens: expected one for each slot, or one for all"
@@ -218,15 +218,12 @@ def _sar_config(folder: Path) -> dict[str, Any]:
 
 
 def _token_id(token: str, role: str, tokenizer: Any, vocab: int) -> int:
-    """The id that a user names by number or by text."""
-    known = tokenizer.backend_tokenizer.token_to_id(token)
+    """The id that a user names by number or by text; digits are a number, though tokens of digits exist."""
+    known = int(token) if token.isascii() and token.isdigit() else tokenizer.backend_tokenizer.token_to_id(token)
     if known is None:
-        try:
-            known = int(token)
-        except ValueError:
-            raise CheckpointError(
-                f"{role} token {token!r} is not in the tokenizer: expected one of its tokens, or an id from 0 to {vocab - 1}"
-            ) from None
+        raise CheckpointError(
+            f"{role} token {token!r} is not in the tokenizer: expected one of its tokens, or an id from 0 to {vocab - 1}"
+        )
     if not 0 <= known < vocab:
         raise CheckpointError(
             f"{role} token {token!r} is id {known}, the model's vocabulary ends at {vocab - 1}: expected an id within it"

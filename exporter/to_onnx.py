@@ -12,7 +12,6 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import torch
-from onnxscript.rewriter import onnx_fusions
 from torch import Tensor
 
 from spaceport.graphs.decoder import Decoder
@@ -52,15 +51,19 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     signature = decoder.signature
     check_opset(opset, signature.lowering)
     model = trace(decoder)
-    if signature.dtype == "float32":  # the same fusions make an invalid graph of some half-precision models
-        onnx_fusions.fuse(model)
+    _give_norms_one_type(model)
     _forget_sources(model)
     model.graph.sort()
     model.opset_imports[""] = opset
     model.ir_version = _IR_VERSION[opset]
     path = folder / MODEL_FILE
     ir.save(model, path, external_data=DATA_FILE)
-    onnx.checker.check_model(str(path), full_check=True)
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise UntraceableModel(
+            f"{_family(decoder)} was traced into a graph that onnx rejects: {_reason(error)}"
+        ) from error
     hold_to_contract(path, signature)
 
 
@@ -85,8 +88,7 @@ def trace(decoder: Decoder) -> ir.Model:
                 verbose=False,
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, NotImplementedError) as error:
-        family = type(decoder.model).__name__
-        raise UntraceableModel(f"{family} could not be traced into a graph: {_reason(error)}") from error
+        raise UntraceableModel(f"{_family(decoder)} could not be traced into a graph: {_reason(error)}") from error
     assert program is not None
     _name_dimensions(program.model, signature)
     return program.model
@@ -140,6 +142,23 @@ def _forget_sources(model: ir.Model) -> None:
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
         value.metadata_props.clear()
         value.doc_string = None
+
+
+def _give_norms_one_type(model: ir.Model) -> None:
+    """Cast what goes into a fused norm to the type of its scale: of half-precision models whose norms reckon in
+    float32 the exporter's fusion makes norms of two types, which onnx rejects."""
+    for node in list(model.graph):
+        if node.op_type != "RMSNormalization":
+            continue
+        states, scale = node.inputs[:2]
+        if states is not None and scale is not None and scale.dtype is not None and states.dtype != scale.dtype:
+            cast = ir.node("Cast", [states], {"to": scale.dtype})
+            model.graph.insert_before(node, cast)
+            node.replace_input_with(0, cast.outputs[0])
+
+
+def _family(decoder: Decoder) -> str:
+    return type(decoder.model).__name__
 
 
 def _name_dimensions(model: ir.Model, signature: Signature) -> None:

@@ -73,7 +73,7 @@ def attention_interface(
     refuse_unknown(others)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     mask = plane(attention_mask, sliding_window is not None)
-    return grouped_attention(query, key, value, mask, scale, softcap).transpose(1, 2), None
+    return grouped_attention(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous(), None
 
 
 def scaled_dot_product(

@@ -24,6 +24,7 @@ Entrance = Literal["interface", "sdpa", "eager"]
 # Largest difference to the unmodified model, relative to its largest logit, that rounding explains.
 PROOF_TOLERANCE = {"float32": 1e-4, "float16": 5e-2}
 _PROOF_ROWS = 24
+_EXPERTS = "batched_mm"  # transformers' form of mixture-of-experts layers whose graph does not depend on the routing
 _PROOF_WINDOW = 512  # windows longer than this are trusted to be the same rule as shorter ones
 
 
@@ -95,6 +96,8 @@ def decoder_of(model: PreTrainedModel, lowering: Lowering, form: AttentionForm) 
         ids = _proof_ids(model, traits)
         expected = _unmodified_logits(model, ids, traits)
         _freeze_rotary(model)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation(_EXPERTS)
         dtype = "float16" if model.dtype == torch.float16 else "float32"
         signature = Signature(
             traits.layers,
@@ -106,7 +109,8 @@ def decoder_of(model: PreTrainedModel, lowering: Lowering, form: AttentionForm) 
             traits.window,
         )
         decoder = Decoder(model, signature, form, traits)
-        _prove(decoder, ids, expected)
+        with _reasons(model):
+            _prove(decoder, ids, expected)
     return decoder, traits
 
 
@@ -115,14 +119,15 @@ def refuse_by_config(model: PreTrainedModel) -> None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{_name(model)} is an encoder-decoder: expected a decoder-only causal language model")
-    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(
-            f"{_name(model)} takes positions from the order of the slots: expected a model that is given position_ids"
-        )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise UnsupportedModel(
             f"{_name(model)} has layers of kind {', '.join(sorted(kinds))}: expected full or sliding-window attention only"
+        )
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(
+            f"{_name(model)} takes no position_ids: it goes by the order of its cache, as ALiBi does, or by a running "
+            "state; expected rotary or learned positions"
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel(f"{_name(model)} lets tokens see later ones: expected causal attention")
@@ -167,20 +172,40 @@ def _traits(
             f"{_name(model)} has keys and values of shapes {listed}: expected one shape in all layers"
         )
     (_, heads, _, head_dim) = next(iter(shapes))
-    windows = {call["sliding_window"] for call in seen if call.get("sliding_window") is not None}
-    if len(windows) > 1:
-        raise UnsupportedModel(f"{_name(model)} has windows of {sorted(windows)} tokens: expected one size")
+    if entrance == "interface" and len(seen) < layers:
+        raise UnsupportedModel(
+            f"{_name(model)} hands its attention over in {len(seen)} of {layers} layers: expected every layer to"
+        )
+    window = _window(model, seen)
     repeats = _repeats(config, cache, heads)
     return Traits(
         layers,
         heads // repeats,
         head_dim,
         vocab_size,
-        next(iter(windows), None),
+        window,
         repeats,
         entrance,
         _max_positions(config),
     )
+
+
+def _window(model: PreTrainedModel, seen: list[dict[str, Any]]) -> int | None:
+    """The one window size that the layers pass to attention, if any does."""
+    windows = {call["sliding_window"] for call in seen if call.get("sliding_window") is not None}
+    if len(windows) > 1:
+        raise UnsupportedModel(f"{_name(model)} has windows of {sorted(windows)} tokens: expected one size")
+    config = model.config.get_text_config()
+    told = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True) and "sliding_attention" in (
+        getattr(config, "layer_types", None) or ("sliding_attention",)
+    )
+    if told and used and not windows and told < _max_positions(config):
+        raise UnsupportedModel(
+            f"{_name(model)} has sliding_window {told} in its configuration, but no layer passes a window to attention: "
+            "expected both or neither; set sliding_window to null if the model was trained without"
+        )
+    return next(iter(windows), None)
 
 
 def _repeats(config: Any, cache: kv.RecordingCache, heads: int) -> int:
@@ -236,36 +261,37 @@ def _unmodified_logits(model: PreTrainedModel, ids: Tensor, traits: Traits) -> T
 
 
 def _prove(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
-    """Feed a text in two calls at slots out of order and hold the logits against the unmodified model's."""
+    """Feed a text in two calls, the second in no order, and hold the logits against the unmodified model's."""
     signature = decoder.signature
     length = ids.shape[1]
-    capacity = visible_length(length + 1)
+    half = length // 2
+    capacity = visible_length(length)
     shape = (1, signature.kv_heads, capacity, signature.head_dim)
     past = [torch.zeros(shape, dtype=decoder.model.dtype, device=ids.device) for _ in signature.past]
-    order = torch.arange(length) + 1
+    dice = torch.Generator().manual_seed(1)
+    order = torch.cat((torch.arange(half), half + torch.randperm(length - half, generator=dice)))  # positions as fed
+    slots = torch.arange(capacity - length, capacity)  # of the rows as fed: a run up to the end of the buffer
     if signature.lowering == "scatter":
-        order = torch.randperm(capacity, generator=torch.Generator().manual_seed(1))[:length]
-    logits = []
-    for start, end in ((0, length // 2), (length // 2, length)):
-        rows = torch.arange(start, end)
+        slots = torch.randperm(capacity, generator=dice)[:length]
+    before = order[:, None] - order[None, :]  # row x row: how many positions the second lies before the first
+    logits = torch.empty_like(expected)
+    for start, end in ((0, half), (half, length)):
         visible = torch.zeros((1, 1, end - start, capacity), dtype=torch.bool)
         near = torch.zeros_like(visible)
-        for row in range(start, end):
-            visible[0, 0, row - start, order[: row + 1]] = True
-            near[0, 0, row - start, order[max(0, row + 1 - (signature.window or length)) : row + 1]] = True
+        visible[0, 0, :, slots] = before[start:end] >= 0
+        near[0, 0, :, slots] = (before[start:end] >= 0) & (before[start:end] < (signature.window or length))
         given = {
-            "input_ids": ids[:, start:end],
-            "position_ids": rows[None],
-            "slot_ids": order[None, start:end],
+            "input_ids": ids[:, order[start:end].to(ids.device)],
+            "position_ids": order[None, start:end],
+            "slot_ids": slots[None, start:end],
             "attention_mask": visible,
             "sliding_attention_mask": near,
-            "logit_rows": (rows - start)[None],
+            "logit_rows": torch.arange(end - start)[None],
         }
-        arguments = [given[tensor.name].to(ids.device) for tensor in signature.rows]
-        result = decoder(*arguments, *past)
-        logits.append(result[0])
+        result = decoder(*(given[tensor.name].to(ids.device) for tensor in signature.rows), *past)
+        logits[:, order[start:end].to(ids.device)] = result[0]
         past = list(result[1:])
-    difference = float((torch.cat(logits, dim=1) - expected).abs().max())
+    difference = float((logits - expected).abs().max())
     allowed = PROOF_TOLERANCE[signature.dtype] * max(1.0, float(expected.abs().max()))
     if not difference <= allowed:
         raise UnsupportedModel(
@@ -312,6 +338,8 @@ def _reasons(model: PreTrainedModel) -> Iterator[None]:
     """Tell what a model raises when it is run over rows and slots as a reason against it."""
     try:
         yield
+    except UnsupportedModel:
+        raise
     except attention.UnsupportedAttention as error:
         raise UnsupportedModel(f"{_name(model)} cannot be exported: {error}") from error
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, BinaryIO, cast
 
 from spaceport.graphs.faults import InputFault
@@ -16,9 +16,15 @@ TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 MODEL_FILE = "model.onnx"
 
+MOST_MASK_SLOTS = 64
+
 
 class ManifestError(InputFault):
     """A manifest that says something which cannot be; the message says what."""
+
+
+class NewerSchema(ManifestError):
+    """A manifest that a later version of spaceport wrote."""
 
 
 @dataclass(frozen=True)
@@ -76,54 +82,84 @@ class Manifest:
 
 
 def manifest_of(data: object) -> Manifest:
-    """The manifest that parsed JSON holds, every part of it checked."""
-    fields = _object(data, "manifest")
-    schema = _number(fields, "schema", 1)
+    """The manifest that parsed JSON holds, every part of it checked; nothing may be missing and nothing more be there."""
+    told = _object(data, "manifest")
+    schema = _number(told, "schema", 1)
     if schema > SCHEMA:
-        raise ManifestError(
+        raise NewerSchema(
             f"schema is {schema}, this version reads up to {SCHEMA}: update spaceport, or export again with this version"
         )
-    return Manifest(
+    _hold_to_fields(told, Manifest, "manifest")
+    manifest = Manifest(
         schema=schema,
-        signature=_signature(_object(fields.get("signature"), "signature")),
-        tokens=_tokens(_object(fields.get("tokens"), "tokens")),
-        max_mask_slots=_number(fields, "max_mask_slots", 0),
-        max_positions=_number(fields, "max_positions", 1),
-        family=_text(fields, "family"),
-        parameters=_number(fields, "parameters", 0),
-        opset=_number(fields, "opset", 1),
-        attention=_text(fields, "attention"),
-        special_tokens={
-            key: str(value) for key, value in _object(fields.get("special_tokens", {}), "special_tokens").items()
-        },
-        generation=_object(fields.get("generation", {}), "generation"),
-        files={name: _file(name, record) for name, record in _object(fields.get("files"), "files").items()},
-        versions={key: str(value) for key, value in _object(fields.get("versions", {}), "versions").items()},
+        signature=_signature(_object(told["signature"], "signature")),
+        tokens=_tokens(_object(told["tokens"], "tokens")),
+        max_mask_slots=_number(told, "max_mask_slots", 0),
+        max_positions=_number(told, "max_positions", 1),
+        family=_text(told, "family"),
+        parameters=_number(told, "parameters", 0),
+        opset=_number(told, "opset", 1),
+        attention=_text(told, "attention"),
+        special_tokens=_texts(told, "special_tokens"),
+        generation=_object(told["generation"], "generation"),
+        files={name: _file(name, record) for name, record in _object(told["files"], "files").items()},
+        versions=_texts(told, "versions"),
     )
+    _hold_together(manifest)
+    return manifest
 
 
-def _signature(fields: dict[str, Any]) -> Signature:
+def _hold_together(manifest: Manifest) -> None:
+    """Raise where parts that are right by themselves do not fit each other: decoding would fail, or write nonsense."""
+    tokens, slots, vocab = manifest.tokens, manifest.max_mask_slots, manifest.signature.vocab_size
+    if slots > MOST_MASK_SLOTS:
+        raise ManifestError(f"max_mask_slots is {slots}: expected at most {MOST_MASK_SLOTS}")
+    if slots and len(tokens.mask) != 1 and len(tokens.mask) < slots:
+        raise ManifestError(
+            f"max_mask_slots is {slots}, tokens.mask has {len(tokens.mask)}: expected one for all, or one for each"
+        )
+    if (tokens.fork is None) != (tokens.child is None):
+        raise ManifestError(f"tokens.fork is {tokens.fork}, tokens.child is {tokens.child}: expected both or none")
+    forking = () if tokens.fork is None or tokens.child is None else (tokens.fork, tokens.child)
+    beyond = [token for token in (*tokens.mask, *forking, *tokens.end) if token >= vocab]
+    if beyond:
+        raise ManifestError(f"tokens hold the id {beyond[0]}: expected ids from 0 to {vocab - 1}")
+
+
+def _signature(told: dict[str, Any]) -> Signature:
+    _hold_to_fields(told, Signature, "signature")
     try:
-        return Signature(**fields)
-    except (TypeError, ValueError) as error:
+        return Signature(**told)
+    except ValueError as error:
         raise ManifestError(f"signature: {error}") from error
 
 
-def _tokens(fields: dict[str, Any]) -> TokenIds:
+def _tokens(told: dict[str, Any]) -> TokenIds:
+    _hold_to_fields(told, TokenIds, "tokens")
     return TokenIds(
-        mask=_ids(fields, "mask"),
-        fork=None if fields.get("fork") is None else _number(fields, "fork", 0),
-        child=None if fields.get("child") is None else _number(fields, "child", 0),
-        end=_ids(fields, "end"),
+        mask=_ids(told, "mask"),
+        fork=None if told["fork"] is None else _number(told, "fork", 0),
+        child=None if told["child"] is None else _number(told, "child", 0),
+        end=_ids(told, "end"),
     )
 
 
 def _file(name: str, record: object) -> FileRecord:
-    fields = _object(record, f"files[{name!r}]")
-    digest = _text(fields, "sha256")
+    told = _object(record, f"files[{name!r}]")
+    _hold_to_fields(told, FileRecord, f"files[{name!r}]")
+    digest = _text(told, "sha256")
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
         raise ManifestError(f"sha256 of {name!r} is {digest!r}: expected 64 hexadecimal digits")
-    return FileRecord(digest, _number(fields, "size", 0))
+    return FileRecord(digest, _number(told, "size", 0))
+
+
+def _hold_to_fields(told: dict[str, Any], kind: type, name: str) -> None:
+    expected = {part.name for part in fields(kind)}
+    for wrong, names in (("lacks", expected - set(told)), ("has the unknown", set(told) - expected)):
+        if names:
+            raise ManifestError(
+                f"{name} {wrong} {', '.join(map(ascii, sorted(names)))}: expected {', '.join(sorted(expected))}"
+            )
 
 
 def _object(value: object, name: str) -> dict[str, Any]:
@@ -132,22 +168,27 @@ def _object(value: object, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], value)
 
 
-def _number(fields: dict[str, Any], name: str, least: int) -> int:
-    value = fields.get(name)
+def _number(told: dict[str, Any], name: str, least: int) -> int:
+    value = told.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ManifestError(f"{name} is {value!r}: expected a whole number of at least {least}")
     return value
 
 
-def _text(fields: dict[str, Any], name: str) -> str:
-    value = fields.get(name)
+def _text(told: dict[str, Any], name: str) -> str:
+    value = told[name]
     if not isinstance(value, str):
         raise ManifestError(f"{name} is {value!r}: expected text")
     return value
 
 
-def _ids(fields: dict[str, Any], name: str) -> tuple[int, ...]:
-    value = fields.get(name, [])
+def _texts(told: dict[str, Any], name: str) -> dict[str, str]:
+    values = _object(told[name], name)
+    return {key: _text(values, key) for key in values}
+
+
+def _ids(told: dict[str, Any], name: str) -> tuple[int, ...]:
+    value = told[name]
     if not isinstance(value, list) or not all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
     ):

@@ -49,7 +49,9 @@ class Signature:
             raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(PRECISIONS)}")
         if self.lowering not in LOWERINGS:
             raise ValueError(f"lowering is {self.lowering!r}: expected one of {', '.join(LOWERINGS)}")
-        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
+        if self.window is not None and (
+            not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1
+        ):
             raise ValueError(f"window is {self.window!r}: expected nothing or a whole number of at least 1")
 
     @property

@@ -15,12 +15,13 @@ from spaceport.graphs.manifest import (
     TOKENIZER_FILE,
     FileRecord,
     Manifest,
-    ManifestError,
+    NewerSchema,
     manifest_of,
     record_of,
 )
 
 _LARGEST_MANIFEST = 16 * 2**20
+_AGAIN = "copy the bundle again or export it again"
 
 
 class BundleError(InputFault):
@@ -41,7 +42,7 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     manifest = read_manifest(folder)
     for name in (MODEL_FILE, TOKENIZER_FILE):
         if name not in manifest.files:
-            raise BundleError(f"{folder}: the manifest lists no {name}: export the checkpoint again")
+            raise BundleError(f"{folder}: the manifest lists no {name}: expected one; export the checkpoint again")
     _refuse_foreign(folder)
     for name, record in manifest.files.items():
         _check(folder, name, record)
@@ -61,34 +62,37 @@ def read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{file}: {file.stat().st_size} bytes: expected at most {_LARGEST_MANIFEST}")
     try:
         return manifest_of(json.loads(file.read_text("utf-8")))
-    except (ManifestError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NewerSchema as error:
         raise BundleError(f"{file}: {error}") from error
+    except OSError as error:
+        raise BundleError(f"{file}: {error.strerror}: expected a file that can be read") from error
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits, ManifestError
+        raise BundleError(f"{file}: {error}; {_AGAIN}") from error
 
 
 def _refuse_foreign(folder: Path) -> None:
     """A graph may name any file beside it for its weights, so no file in the folder may stand for one outside."""
-    for file in folder.iterdir():
+    for file in folder.rglob("*"):
         if not stat.S_ISDIR(os.lstat(file).st_mode):
-            _check_regular(folder, file.name)
+            _check_regular(folder, file.relative_to(folder).as_posix())
 
 
 def _check(folder: Path, name: str, record: FileRecord) -> None:
     pure = PurePosixPath(name)
-    if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or str(pure) != name:
-        raise BundleError(f"{folder}: the manifest names {name!r}: expected a path inside the folder")
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or not name.isprintable() or str(pure) != name:
+        raise BundleError(f"{folder}: the manifest names {name!r}: expected a path inside the folder; {_AGAIN}")
     _check_regular(folder, name)
     file = folder / name
     size = file.stat().st_size
     if size != record.size:
-        raise BundleError(
-            f"{file}: {size} bytes, the manifest says {record.size}: copy the bundle again or export it again"
-        )
-    with file.open("rb") as stream:
-        found = record_of(stream)
+        raise BundleError(f"{file}: {size} bytes, the manifest says {record.size}: {_AGAIN}")
+    try:
+        with file.open("rb") as stream:
+            found = record_of(stream)
+    except OSError as error:
+        raise BundleError(f"{file}: {error.strerror}: expected a file that can be read") from error
     if found != record:
-        raise BundleError(
-            f"{file}: sha256 is {found.sha256[:12]}…, the manifest says {record.sha256[:12]}…: copy the bundle again or export it again"
-        )
+        raise BundleError(f"{file}: sha256 is {found.sha256[:12]}…, the manifest says {record.sha256[:12]}…: {_AGAIN}")
 
 
 def _check_regular(folder: Path, name: str) -> None:
@@ -99,7 +103,7 @@ def _check_regular(folder: Path, name: str) -> None:
     try:
         status = os.lstat(file)
     except OSError as error:
-        raise BundleError(f"{file}: {error.strerror}: copy the bundle again or export it again") from error
+        raise BundleError(f"{file}: {error.strerror}: {_AGAIN}") from error
     if not stat.S_ISREG(status.st_mode):
         raise BundleError(f"{file}: not a regular file: copy the bundle with its links resolved (cp -rL)")
     if status.st_nlink != 1:

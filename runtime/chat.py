@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -17,8 +17,9 @@ from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import Bundle
 
-# A template that loops without end would hang the caller: the sandbox bounds ranges, this bounds what it renders.
-_LONGEST_PROMPT = 10_000_000
+# Nested loops would hang the caller or fill the memory: the sandbox bounds a range, these bound all loops together.
+_LONGEST_PROMPT = 10_000_000  # characters
+_MOST_ROUNDS = 1_000_000
 
 Message = Mapping[str, Any]
 
@@ -32,9 +33,9 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def render(bundle: Bundle, messages: Sequence[Message]) -> str:
@@ -43,34 +44,47 @@ def render(bundle: Bundle, messages: Sequence[Message]) -> str:
         raise TemplateError(
             f"{bundle.path}: the checkpoint had no chat template: give a plain prompt instead of messages"
         )
-    _check(messages)
-    source = (bundle.path / TEMPLATE_FILE).read_text("utf-8")
+    given = {
+        **bundle.manifest.special_tokens,
+        "messages": _plain(messages),
+        "tools": None,  # as transformers gives them: many templates ask whether tools are none
+        "documents": None,
+        "add_generation_prompt": True,
+    }
     try:
-        template = _environment().from_string(source)
-        pieces, length = [], 0
-        for piece in template.generate(
-            messages=list(messages), add_generation_prompt=True, **bundle.manifest.special_tokens
-        ):
-            pieces.append(piece)
-            length += len(piece)
-            if length > _LONGEST_PROMPT:
-                raise TemplateError(f"chat template: rendered more than {_LONGEST_PROMPT} characters")
-        return "".join(pieces)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
-        if isinstance(error, TemplateError):
-            raise
+        return _joined(_template((bundle.path / TEMPLATE_FILE).read_text("utf-8")).generate(given))
+    except TemplateError:
+        raise
+    except Exception as error:  # a template is a program of its own, which may raise anything
         raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
 
 
-def _check(messages: Sequence[Message]) -> None:
+def _plain(messages: Sequence[Message]) -> list[Any]:
+    """A copy as plain data: of anything else a template could call the methods."""
     if not messages:
         raise TemplateError("messages are empty: expected at least one {'role': …, 'content': …}")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise TemplateError(f"message {number} is {message!r}: expected {{'role': …, 'content': …}}")
+    # What is None is left out, as transformers does: many templates would write it, or fail on it.
+    said = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        return list(json.loads(json.dumps(said)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TemplateError(f"messages: {error}: expected what JSON can hold") from error
 
 
-def _environment() -> jinja2.Environment:
+def _joined(pieces: Iterable[str]) -> str:
+    found, length = [], 0
+    for piece in pieces:
+        found.append(piece)
+        length += len(piece)
+        if length > _LONGEST_PROMPT:
+            raise TemplateError(f"chat template: rendered more than {_LONGEST_PROMPT} characters")
+    return "".join(found)
+
+
+def _template(source: str) -> jinja2.Template:
     """Jinja as the templates in the field expect it, without access to anything but what they are given."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
@@ -78,15 +92,38 @@ def _environment() -> jinja2.Environment:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     environment.filters["tojson"] = _to_json
-    return environment
+    environment.filters["counted"] = _counter()
+    parsed = environment.parse(source)
+    for loop in list(parsed.find_all(nodes.For)):
+        loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+    parsed.set_environment(environment)
+    return environment.from_string(parsed)
+
+
+def _counter() -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """A filter that counts the rounds of all loops that it stands in."""
+    rounds = 0
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
+        nonlocal rounds
+        for item in items:
+            rounds += 1
+            if rounds > _MOST_ROUNDS:
+                raise TemplateError(f"chat template: its loops go around more than {_MOST_ROUNDS} times")
+            yield item
+
+    return counted
 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **others: Any) -> str:
-    allowed = {name: others.pop(name) for name in ("separators", "sort_keys") if name in others}
-    if others:
-        raise jinja2.TemplateError(f"tojson takes no {', '.join(sorted(others))}")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **allowed)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

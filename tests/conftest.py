@@ -1,8 +1,13 @@
-"""The suite's surroundings: offline, repeatable, one thread for each process."""
+"""The suite's surroundings: offline, repeatable, one thread for each process; bundles that many tests need."""
 
+import fcntl
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from spaceport.graphs.signature import Lowering
 
 # Read by torch, tokenizers and huggingface_hub when they are imported, hence here and not in a fixture.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -11,3 +16,35 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads cost more than 
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+TINY = Path(__file__).parent / "data" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny trained checkpoint as a bundle with the scatter lowering; a test that changes it changes a copy."""
+    return exported_once(tmp_path_factory, "scatter")
+
+
+@pytest.fixture(scope="session")
+def tiny_append_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the append lowering."""
+    return exported_once(tmp_path_factory, "append")
+
+
+def exported_once(factory: pytest.TempPathFactory, lowering: Lowering) -> Path:
+    """The tiny bundle of a lowering, exported by the first of the session's processes that asks for it."""
+    # torch and transformers are imported only where a test needs a bundle
+    from spaceport.exporter.export import Options, export
+    from spaceport.exporter.quiet import quiet_libraries
+
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # each worker has a folder of its own within the session's
+    target = folder / f"tiny-{lowering}"
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            quiet_libraries()
+            export(TINY, target, Options(lowering=lowering))
+    return target

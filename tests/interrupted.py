@@ -1,0 +1,41 @@
+"""An export run again and again in a process that is killed: the victim of test_interrupted.py.
+
+Exports once and prints `ready`, then for each line on standard input forks a child that exports; the
+child prints its number, so that it can be interrupted or killed, and the parent how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from spaceport.exporter.export import Options, export
+from spaceport.exporter.quiet import quiet_libraries
+
+
+def main(checkpoint: Path, target: Path) -> None:
+    torch.set_num_threads(1)
+    quiet_libraries()
+    export(checkpoint, target, Options())  # what the libraries do once is done before the children are born
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                print(os.getpid(), flush=True)
+                export(checkpoint, target, Options(), overwrite=True)
+                code = 0
+            except KeyboardInterrupt:
+                code = 130
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

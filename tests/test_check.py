@@ -1,0 +1,190 @@
+"""Check: passes on a sound bundle, fails on every planted fault and names the case."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from spaceport.exporter.accuracy import difference, together
+from spaceport.graphs.manifest import manifest_of, record_of
+from spaceport.tools.cli import run
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tests" / "data" / "tiny"
+
+
+def check(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    code = run(["check", str(bundle), str(TINY), "--long", "200", "--threads", "1", *flags])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lowering", ["scatter", "append"])
+def test_a_sound_bundle_passes_in_every_case(
+    lowering: str, tiny_bundle: Path, tiny_append_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle if lowering == "scatter" else tiny_append_bundle, bundle)
+    code, out = check(bundle, capsys, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report == json.loads((bundle / "accuracy.json").read_text("utf-8"))
+    names = " ".join(case["case"] for case in report["cases"])
+    for kind in (
+        "prompt",
+        "chunks",
+        "cached rows",
+        "SPACE",
+        "random tree",
+        "padding",
+        "two requests",
+        "slot 64",
+        "long context",
+    ):
+        assert kind in names
+    assert all(case["passed"] and case["disagreements"] == 0 for case in report["cases"])
+    assert max(case["max_error"] for case in report["cases"]) < 1e-4
+    assert run(["inspect", str(bundle)]) == 0
+    assert "Accuracy: passed" in capsys.readouterr().out
+
+
+def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
+    """A bundle whose graph was changed and whose manifest was made to fit."""
+    shutil.copytree(source, folder)
+    model = onnx.load(str(folder / "model.onnx"))
+    change(model)
+    for name in ("model.onnx", "model.onnx.data"):
+        (folder / name).unlink()
+    onnx.save(
+        model, str(folder / "model.onnx"), save_as_external_data=True, location="model.onnx.data", size_threshold=1024
+    )
+    told = json.loads((folder / "manifest.json").read_text("utf-8"))
+    for name in ("model.onnx", "model.onnx.data"):
+        with (folder / name).open("rb") as stream:
+            record = record_of(stream)
+        told["files"][name] = {"sha256": record.sha256, "size": record.size}
+    manifest_of(told)
+    (folder / "manifest.json").write_text(json.dumps(told), "utf-8")
+    return folder
+
+
+def node_of(model: onnx.ModelProto, kind: str, number: int = 0) -> onnx.NodeProto:
+    return [node for node in model.graph.node if node.op_type == kind][number]
+
+
+def perturb_one_weight(model: onnx.ModelProto) -> None:
+    weight = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
+    values = numpy_helper.to_array(weight).copy()
+    values[5, 7] += 0.5
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+
+
+def swap_key_and_value(model: onnx.ModelProto) -> None:
+    key, value = node_of(model, "ScatterND", 0), node_of(model, "ScatterND", 1)
+    key.input[2], value.input[2] = value.input[2], key.input[2]
+
+
+def read_stale_keys(model: onnx.ModelProto) -> None:
+    """Attention reads the buffer as it was before the step's rows were written."""
+    written = node_of(model, "ScatterND", 0)
+    reader = next(node for node in model.graph.node if node.op_type == "Slice" and node.input[0] == written.output[0])
+    reader.input[0] = written.input[0]
+
+
+def ignore_the_mask(model: onnx.ModelProto) -> None:
+    where = next(node for node in model.graph.node if node.op_type == "Where" and "attention_mask" in node.input)
+    where.input[2] = where.input[1]
+
+
+def take_positions_for_granted(model: onnx.ModelProto) -> None:
+    """Every row gets the position of its slot: right for a plain text, wrong for a tree."""
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            if name == "position_ids":
+                node.input[place] = "slot_ids"
+
+
+@pytest.mark.parametrize(
+    "change", [perturb_one_weight, swap_key_and_value, read_stale_keys, ignore_the_mask, take_positions_for_granted]
+)
+def test_a_planted_fault_fails_and_is_named(
+    change: Callable[[onnx.ModelProto], None], tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = planted(tiny_bundle, tmp_path / "bundle", change)
+    code, out = check(bundle, capsys)
+    assert code == 4
+    assert "FAIL" in out
+    assert run(["inspect", str(bundle)]) == 0
+    assert "Accuracy: FAILED" in capsys.readouterr().out
+
+
+def test_positions_taken_from_slots_fail_only_where_they_differ(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = planted(tiny_bundle, tmp_path / "bundle", take_positions_for_granted)
+    _, out = check(bundle, capsys, "--json")
+    verdicts = {case["case"]: case["passed"] for case in json.loads(out)["cases"]}
+    assert verdicts["cached rows"]
+    assert not verdicts["SPACE steps, k = 5"]
+    assert not verdicts["random tree 1"]
+
+
+def test_a_bundle_of_another_checkpoint_is_refused(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(TINY, other)
+    config = json.loads((other / "config.json").read_text("utf-8"))
+    config["num_hidden_layers"] = 2
+    (other / "config.json").write_text(json.dumps(config), "utf-8")
+    assert run(["check", str(tiny_bundle), str(other)]) == 3
+    assert "layers is 2, the bundle's is 3: expected the checkpoint" in capsys.readouterr().err
+
+
+def logits(*rows: list[float]) -> NDArray[np.float32]:
+    return np.array([rows], np.float32)
+
+
+def test_a_finding_counts_disagreements_and_the_smallest_margin() -> None:
+    expected = logits([1.0, 3.0, 2.5], [0.0, 4.0, 1.0], [2.0, 2.25, 0.0])
+    got = logits([1.0, 2.0, 2.5], [0.0, 4.0, 1.0], [2.5, 2.25, 0.0])
+    found = difference("case", expected, got, 0.1)
+    assert (found.rows, found.disagreements, found.max_error, found.margin) == (3, 2, 1.0, 0.25)
+    assert not found.passed
+    assert difference("case", expected, expected, 0.1).margin is None
+
+
+def test_logits_that_are_not_numbers_fail_alone_and_together() -> None:
+    sound = difference("case", logits([1.0, 2.0]), logits([1.0, 2.0]), 0.1)
+    broken = difference("case", logits([1.0, 2.0]), logits([1.0, float("nan")]), 0.1)
+    assert sound.passed
+    assert not broken.passed
+    assert not together([sound, broken]).passed
+    assert not together([broken, sound]).passed
+
+
+def test_the_tolerance_grows_with_the_logits_and_not_below_one() -> None:
+    large = logits([0.0, 500.0])
+    assert difference("case", large, large + np.float32(0.04), 1e-4).passed
+    small = logits([0.0, 0.01])
+    assert not difference("case", small, small + np.float32(2e-4), 1e-4).passed
+
+
+def test_stock_polygraphy_runs_the_graph_on_the_shipped_loader(tiny_bundle: Path) -> None:
+    command = [
+        str(Path(sys.executable).with_name("polygraphy")), "run", str(tiny_bundle / "model.onnx"), "--onnxrt",
+        "--data-loader-script", str(ROOT / "tools" / "check" / "polygraphy_loader.py"), "--validate",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout
+    assert done.stdout.count("Output: logits is valid") == 4

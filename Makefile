@@ -21,7 +21,7 @@ TESTS ?=
 .PHONY: demo test check venv clean
 
 demo: venv
-	@$(BIN)/spaceport demo
+	@$(BIN)/spaceport demo tests/data/tiny
 
 test: check
 	@echo "test: pytest"

@@ -59,7 +59,17 @@ def compare(runtime: Runtime, prompts: dict[str, str], max_tokens: int) -> bool:
     equal = True
     for name, prompt in prompts.items():
         plain, seconds = timed(runtime, prompt, max_tokens, 0)
-        rows.append((name, "plain", len(plain.tokens), plain.statistics.steps, 1.0, seconds * 1e3, "-"))
+        rows.append(
+            (
+                name,
+                "plain",
+                len(plain.tokens),
+                plain.statistics.steps,
+                plain.statistics.tokens_per_step,
+                seconds * 1e3,
+                "-",
+            )
+        )
         for slots in sorted({1, (most + 1) // 2, most} - {0}) if most else ():
             drafted, seconds = timed(runtime, prompt, max_tokens, slots)
             same = drafted.tokens == plain.tokens
@@ -69,7 +79,7 @@ def compare(runtime: Runtime, prompts: dict[str, str], max_tokens: int) -> bool:
             rows.append(
                 (name, f"k = {slots}", len(drafted.tokens), found.steps, found.tokens_per_step, seconds * 1e3, verdict)
             )
-    show_table("", ("text", "drafts", "tokens", "steps", "tokens a step", "ms", "tokens"), rows)
+    show_table("", ("text", "drafts", "tokens", "steps", "tokens a step", "ms", "text against plain"), rows)
     return equal
 
 

@@ -72,7 +72,7 @@ def check(
     length = min(length, manifest.max_positions)
     capacity = capacity_for(manifest, length + 64)
     stage("loading the reference")
-    reference = open_reference(bundle, checkpoint, capacity, cases.REQUESTS, "float32", remote_code)
+    reference = open_reference(bundle, checkpoint, capacity, cases.REQUESTS, "float32", remote_code, threads)
     stage("recording the cases on the reference")
     feeds = cases.record(reference, manifest, length, seed)
     stage("comparing")

@@ -84,13 +84,9 @@ def open_runtime(bundle: Path, backend: str, checkpoint: Path | None, max_seq_le
         return Runtime.open(bundle, backend=backend, max_seq_len=max_seq_len, threads=threads)
     if checkpoint is None:
         raise OptionFault("--backend torch runs the checkpoint itself: name it with --checkpoint")
-    import torch
-
     from spaceport.tools.reference import open_reference_runtime
 
-    if threads:
-        torch.set_num_threads(threads)
-    return open_reference_runtime(open_bundle(bundle), checkpoint, max_seq_len)
+    return open_reference_runtime(open_bundle(bundle), checkpoint, max_seq_len, threads)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -14,6 +14,8 @@ from spaceport.runtime.plan import Plan, sees, within
 from spaceport.runtime.request import Request
 from spaceport.runtime.slots import Moves
 
+_NO_ROWS = np.zeros((1, 1), np.int64)  # a graph gives the logits of one row at least
+
 
 class EngineFault(RuntimeError):
     """An engine refused a step or failed in it; the message names the engine."""
@@ -73,7 +75,16 @@ class Engine(Protocol):
 def pack(
     engine: Engine, requests: Sequence[Request], plans: Sequence[Plan], taken: Sequence[NDArray[np.int64]]
 ) -> Batch:
-    """The arrays for one plan of each request; `requests` are in the order of their indices.
+    """The arrays for one plan of each request; `requests` are in the order of their indices."""
+    if len(requests) == 1 and len(plans[0].parts) == 1:
+        return pack_one(engine.signature, requests[0], plans[0], taken[0])
+    return pack_many(engine, requests, plans, taken)
+
+
+def pack_many(
+    engine: Engine, requests: Sequence[Request], plans: Sequence[Plan], taken: Sequence[NDArray[np.int64]]
+) -> Batch:
+    """Arrays as wide as the widest plan.
 
     Rows and requests that only fill up see slot 0, write where nobody reads and are never read themselves.
     """
@@ -99,12 +110,30 @@ def pack(
     return batch
 
 
+def pack_one(signature: Signature, request: Request, plan: Plan, slots: NDArray[np.int64]) -> Batch:
+    """What `pack` makes of one thread of one request: nothing is filled up, so the plan's own arrays serve."""
+    (part,) = plan.parts
+    mask = sees(plan, slots, visible_length(request.slots.height))
+    near = None
+    if signature.window is not None:
+        near = within(signature.window, mask, part.positions, request.slots.positions)[None, None]
+    return Batch(
+        first=request.index,
+        input_ids=part.tokens[None],
+        position_ids=part.positions[None],
+        slot_ids=slots[None],
+        attention_mask=mask[None, None],
+        logit_rows=part.layout.wanted[None] if part.complete else _NO_ROWS,
+        sliding_attention_mask=near,
+    )
+
+
 def split(plan: Plan, logits: NDArray[np.float32]) -> list[NDArray[np.float32]]:
     """The logits of one request, R x V, part by part."""
     lines, first = [], 0
     for part in plan.parts:
-        lines.append(logits[first : first + len(part.wanted)])
-        first += len(part.wanted)
+        lines.append(logits[first : first + part.wanted])
+        first += part.wanted
     return lines
 
 
@@ -125,8 +154,8 @@ def _place(batch: Batch, signature: Signature, request: Request, plan: Plan, slo
     for part in plan.parts:
         end = start + part.layout.rows
         batch.input_ids[line, start:end] = part.tokens
-        batch.logit_rows[line, wanted : wanted + len(part.wanted)] = np.array(part.wanted, np.int64) + start
-        start, wanted = end, wanted + len(part.wanted)
+        batch.logit_rows[line, wanted : wanted + part.wanted] = part.layout.wanted + start if part.complete else ()
+        start, wanted = end, wanted + part.wanted
     batch.position_ids[line, :rows] = positions
     batch.slot_ids[line, :rows] = slots
     if signature.lowering == "append":

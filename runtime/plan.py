@@ -28,6 +28,8 @@ class Layout:
     groups: tuple[tuple[int, ...], ...]  # rows of the mask slots behind each node
     ancestry: NDArray[np.bool_]  # rows x rows; True = the row or one of its ancestors
 
+    wanted: NDArray[np.int64]  # rows whose logits are wanted: the last known token and everything behind it
+
     @property
     def rows(self) -> int:
         return self.parents.size
@@ -44,10 +46,10 @@ class Part:
     positions: NDArray[np.int64]  # rows
     complete: bool  # False while more of the prompt is to come: then no logits are wanted
 
-    @cached_property
-    def wanted(self) -> range:
-        """Rows whose logits are wanted: the last known token and everything behind it."""
-        return range(self.layout.known - 1, self.layout.rows) if self.complete else range(0)
+    @property
+    def wanted(self) -> int:
+        """How many rows' logits are wanted."""
+        return self.layout.wanted.size if self.complete else 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Plan:
 
     @cached_property
     def wanted(self) -> int:
-        return sum(len(part.wanted) for part in self.parts)
+        return sum(part.wanted for part in self.parts)
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
@@ -117,8 +119,9 @@ def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         nodes=tuple(nodes),
         groups=tuple(groups),
         ancestry=_ancestry(parents),
+        wanted=np.arange(known - 1, len(parents)),
     )
-    for array in (layout.parents, layout.offsets, layout.mask_depths, layout.ancestry):
+    for array in (layout.parents, layout.offsets, layout.mask_depths, layout.ancestry, layout.wanted):
         array.setflags(write=False)  # one layout serves many steps
     return layout
 

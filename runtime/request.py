@@ -72,8 +72,9 @@ class Request:
         for part, verdict in zip(plan.parts, verdicts, strict=True):
             slots = taken[first : first + part.layout.rows]
             first += part.layout.rows
-            own = slots[list(verdict.kept)]
-            if own.size < slots.size:
+            own = slots
+            if len(verdict.kept) < slots.size:
+                own = slots[list(verdict.kept)]
                 rejected = np.ones(slots.size, np.bool_)
                 rejected[list(verdict.kept)] = False
                 self.slots.release(slots[rejected])

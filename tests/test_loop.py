@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hash_engine import END, MASKS, HashEngine, Language, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
+from spaceport.runtime.engine import pack_many, pack_one
 from spaceport.runtime.loop import step
 from spaceport.runtime.request import Request
 
@@ -143,6 +147,29 @@ def test_a_step_costs_no_call_for_a_finished_request() -> None:
     assert not short.live
     run_all(engine, [long])
     assert engine.calls - calls == long.statistics.steps - 1
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_the_short_way_of_packing_one_request_makes_the_same_arrays(
+    lowering: Lowering, window: int | None, chunk: int
+) -> None:
+    language = Language(4, 60, window=window)
+    engine = engine_for(language, 80, 3, lowering)
+    request = request_for(engine, list(range(9)), 40, 3, chunk=chunk)
+    while request.live:
+        plan = request.plan()
+        probe = deepcopy(request.slots)
+        slots = probe.take(plan.positions)
+        arguments = replace(request, slots=probe)
+        one = pack_one(engine.signature, arguments, plan, slots).arrays(engine.signature)
+        many = pack_many(engine, [arguments], [plan], [slots]).arrays(engine.signature)
+        for (name, array), (other, expected) in zip(one, many, strict=True):
+            assert name == other
+            assert array.dtype == expected.dtype
+            np.testing.assert_array_equal(array, expected, err_msg=name)
+        step(engine, [request])
 
 
 def run_all(engine: HashEngine, requests: Sequence[Request]) -> None:

@@ -49,7 +49,7 @@ def test_a_space_step_is_the_worked_table_of_the_method() -> None:
     assert part.layout.nodes == (0, 3, 6)
     assert part.layout.groups == ((1, 2), (4, 5), (7, 8))
     assert part.layout.mask_depths.tolist() == [-1, 0, 1, -1, 0, 1, -1, 0, 1]
-    assert list(part.wanted) == list(range(9))
+    assert part.layout.wanted.tolist() == list(range(9))
 
 
 def test_siblings_see_their_ancestors_and_not_each_other() -> None:
@@ -73,12 +73,13 @@ def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> No
     first = plan_thread(thread, chain([], 2, room=100), IDS, chunk=3)
     assert first.tokens.tolist() == [10, 11, 12]
     assert not first.complete
-    assert len(first.wanted) == 0
+    assert first.wanted == 0
     thread.fed = 3
     last = plan_thread(thread, chain([], 2, room=100), IDS, chunk=3)
     assert last.tokens.tolist() == [13, 14, M, M]
     assert last.positions.tolist() == [3, 4, 5, 6]
-    assert list(last.wanted) == [1, 2, 3]
+    assert last.layout.wanted.tolist() == [1, 2, 3]
+    assert last.wanted == 3
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Options:
 
     @property
     def opset(self) -> int:
-        return self.asked_opset or DEFAULT_OPSET[self.lowering]
+        return DEFAULT_OPSET[self.lowering] if self.asked_opset is None else self.asked_opset
 
     @property
     def form(self) -> AttentionForm:

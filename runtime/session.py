@@ -141,8 +141,6 @@ class Runtime:
         """The bundle on the best backend that is installed, with room for texts of `max_seq_len` tokens."""
         opened = open_bundle(bundle)
         length = seq_len(opened.manifest, max_seq_len)
-        if threads < 0:
-            raise OptionFault(f"threads is {threads}: expected 0 (one for each core) or more")
         engine = open_engine(opened, backend, capacity_for(opened.manifest, length), 1, threads)
         return cls(opened, engine, length)
 

@@ -11,6 +11,7 @@ from spaceport.exporter.export import Options, TokenFlags, decoder_from
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.faults import InputFault
 from spaceport.graphs.signature import Precision
+from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.session import Runtime, capacity_for, seq_len
@@ -31,6 +32,7 @@ def open_reference(
 ) -> TorchEngine:
     """The model that a bundle was made from, in the bundle's precision or another."""
     quiet_libraries()
+    check_threads(threads)
     if threads or bundle.manifest.parameters < _SMALL:
         torch.set_num_threads(threads or 1)
     signature = bundle.manifest.signature

@@ -37,7 +37,8 @@ class TorchEngine:
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         last = batch.first + batch.requests
-        rows = [torch.from_numpy(array).to(self.device) for _, array in batch.arrays(self.signature)]
+        arrays = [np.require(array, requirements="W") for _, array in batch.arrays(self.signature)]  # torch wants that
+        rows = [torch.from_numpy(array).to(self.device) for array in arrays]
         past = [buffer[batch.first : last] for buffer in self._kv]
         with torch.inference_mode():
             logits: NDArray[np.float32] = self._module(*rows, *past)[0].cpu().numpy()

@@ -47,9 +47,10 @@ class Recorder:
         arrays: dict[str, Array] = {name: array.copy() for name, array in batch.arrays(self.signature)}
         arrays["first"] = np.array([batch.first], np.int64)
         arrays["moves"] = np.array(self._moves, np.int64).reshape(-1, 3)
-        self.feeds.append(Feed(self.case, arrays))
         self._moves = []
-        return self.engine.run(batch)
+        logits = self.engine.run(batch)
+        self.feeds.append(Feed(self.case, arrays, logits.copy()))
+        return logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         for request, (sources, targets) in enumerate(moves, first):

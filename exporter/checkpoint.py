@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spaceport.graphs.faults import InputFault
@@ -88,11 +96,14 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=checkpoint.remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, by name
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
-        raise CheckpointError(f"{checkpoint.folder}: its weights cannot be loaded: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"{checkpoint.folder}: its weights cannot be loaded: {_reason(error)}: copy or download it again"
+        ) from error
     model, report = loaded
-    lost = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    lost = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise CheckpointError(
@@ -114,13 +125,16 @@ def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
         )
     told = _json(file)
     kind = told.get("model_type")
+    if not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not remote_code:
+        own = "it brings code of its own: say --trust-remote-code if you trust it"
+        raise CheckpointError(
+            f"{file}: architecture {kind!r} is not one that transformers {transformers.__version__} knows: "
+            + (own if "auto_map" in told else "expected one such as llama, qwen3 or mistral, or a newer transformers")
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, ImportError) as error:
-        own = "; it brings code of its own: say --trust-remote-code if you trust it" if "auto_map" in told else ""
-        raise CheckpointError(
-            f"{file}: architecture {kind!r} is not one that transformers knows{own}: {_first_line(error)}"
-        ) from error
+    except Exception as error:  # each family checks its configuration in its own way
+        raise CheckpointError(f"{file}: {_reason(error)}: expected a configuration of {kind!r}") from error
     remote = remote_code and "AutoModelForCausalLM" in (told.get("auto_map") or {})
     if config.is_encoder_decoder or (kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote):
         raise CheckpointError(
@@ -135,7 +149,7 @@ def _weights(folder: Path) -> None:
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(
             f"{folder}: its weights are pickles, which can run code when opened: expected *.safetensors; "
-            "save it again with save_pretrained(folder, safe_serialization=True)"
+            "save it again with save_pretrained"
         )
     raise CheckpointError(f"{folder}: no weights in it: expected *.safetensors")
 
@@ -148,8 +162,10 @@ def _tokenizer(folder: Path, remote_code: bool) -> Any:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise CheckpointError(f"{folder}: its tokenizer cannot be read: {_first_line(error)}") from error
+    except Exception as error:  # tokenizers raises Exception itself
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be read: {_reason(error)}: expected one as save_pretrained writes it"
+        ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
             f"{folder}: {type(tokenizer).__name__} exists in Python only: expected one with a tokenizer.json form"
@@ -194,10 +210,12 @@ def _mask_slots(ids: TokenIds, told: Any, asked: int | None) -> int:
         asked if asked is not None else told if told is not None else len(ids.mask) if distinct else DEFAULT_MASK_SLOTS
     )
     if not isinstance(slots, int) or isinstance(slots, bool) or not 1 <= slots <= MOST_MASK_SLOTS:
-        raise CheckpointError(f"mask slots are {slots!r}: expected 1 to {MOST_MASK_SLOTS}")
+        raise CheckpointError(
+            f"mask slots are {slots!r}: expected 1 to {MOST_MASK_SLOTS} as --max-mask-slots, or as mask_slots in {SAR_FILE}"
+        )
     if distinct and slots > len(ids.mask):
         raise CheckpointError(
-            f"{slots} mask slots, but {len(ids.mask)} mask tokens: expected one for each slot, or one for all"
+            f"{slots} mask slots, but {len(ids.mask)} mask tokens: expected one for each mask slot, or one for all"
         )
     return slots
 
@@ -265,6 +283,8 @@ def _json(file: Path) -> dict[str, Any]:
     return cast(dict[str, Any], data)
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """What a library raised, in one line; where the first line only announces the next, both."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    told = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
+    return f"{type(error).__name__}: {told}" if isinstance(error, KeyError) or not told else told

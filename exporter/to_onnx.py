@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from spaceport.exporter.projections import join_projections
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import MODEL_FILE
@@ -52,6 +53,8 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     check_opset(opset, signature.lowering)
     model = trace(decoder)
     _give_norms_one_type(model)
+    if signature.lowering == "scatter":  # TensorRT joins what it likes itself
+        join_projections(model)
     _forget_sources(model)
     model.graph.sort()
     model.opset_imports[""] = opset

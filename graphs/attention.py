@@ -49,12 +49,11 @@ def grouped_attention(
     batch, heads, rows, dim = query.shape
     groups = heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], groups * rows, dim) * scale
-    scores = torch.matmul(folded, key.transpose(-1, -2))
-    scores = scores.reshape(batch, key.shape[1], groups, rows, key.shape[2])
+    scores = torch.matmul(folded, key.transpose(-1, -2))  # B x Hkv x groups * T x A, group by group
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax((scores + mask[:, :, None]).to(torch.float32), dim=-1).to(query.dtype)
-    weights = weights.reshape(batch, key.shape[1], groups * rows, key.shape[2])
+    hidden = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
+    weights = torch.softmax((scores + hidden).to(torch.float32), dim=-1).to(query.dtype)
     return torch.matmul(weights, value).reshape(batch, heads, rows, dim)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from pathlib import Path
 
 import click
 
@@ -13,6 +14,9 @@ from spaceport import __version__
 from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
 
 OK, FAULT, USAGE, INPUT, ACCURACY, MISSING, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+
+# What brings a package; all others come with [export].
+EXTRAS = {"onnxruntime": "[cpu]", "numpy": "", "tokenizers": "", "jinja2": ""}
 
 COMMANDS = {
     "export": "Write a checkpoint as a bundle.",
@@ -34,15 +38,7 @@ class Lazy(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        try:
-            command: click.Command = import_module(f"spaceport.tools.cli.{name}").command
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] == "spaceport":
-                raise
-            extra = "cpu" if error.name == "onnxruntime" else "export"
-            raise MissingPart(
-                f"`spaceport {name}` needs the package {error.name}, which is not installed: pip install 'spaceport[{extra}]'"
-            ) from error
+        command: click.Command = import_module(f"spaceport.tools.cli.{name}").command
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -58,7 +54,9 @@ def cli() -> None:
 
 def main() -> None:
     """Run a command and end the process with the code that its outcome has."""
-    sys.exit(run(sys.argv[1:]))
+    with Path(os.devnull).open("r+") as nowhere:  # for streams that were closed before the program began
+        sys.stdin, sys.stdout, sys.stderr = sys.stdin or nowhere, sys.stdout or nowhere, sys.stderr or nowhere
+        sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
@@ -75,6 +73,8 @@ def run(arguments: list[str]) -> int:
         return _fail(error, INPUT)
     except MissingPart as error:
         return _fail(error, MISSING)
+    except ModuleNotFoundError as error:
+        return _lacking(error, arguments)
     except (click.Abort, KeyboardInterrupt):
         click.echo("\nspaceport: interrupted", err=True)
         return INTERRUPTED
@@ -84,12 +84,27 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         return _fail(f"{error.filename or 'system'}: {error.strerror or error}", FAULT)
     except Exception:  # noqa: BLE001  (whatever is left is a fault of ours: say so, with all that is known of it)
-        traceback.print_exc()
-        click.echo("\nspaceport: this is a fault in spaceport itself; please report it with the lines above", err=True)
-        return FAULT
+        return _fault()
     return result if isinstance(result, int) else OK
 
 
 def _fail(error: object, code: int) -> int:
     click.echo(f"spaceport: {error}", err=True)
     return code
+
+
+def _fault() -> int:
+    traceback.print_exc()
+    click.echo("\nspaceport: this is a fault in spaceport itself; please report it with the lines above", err=True)
+    return FAULT
+
+
+def _lacking(error: ModuleNotFoundError, arguments: list[str]) -> int:
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "spaceport"):
+        return _fault()
+    extra = EXTRAS.get(package, "[export]")
+    return _fail(
+        f"`spaceport {arguments[0]}` needs the package {package}, which is not installed: pip install 'spaceport{extra}'",
+        MISSING,
+    )

@@ -33,7 +33,9 @@ FAILED = 4  # exit code
 )
 @click.option("--backend", type=click.Choice(("auto", "onnxruntime")), default="auto", show_default=True)
 @click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random prompts and trees.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random prompts and trees."
+)
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import ACCURACY_FILE, Manifest
+from spaceport.graphs.manifest import ACCURACY_FILE, MODEL_FILE, Manifest
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.session import capacity_for, seq_len
 from spaceport.tools.cli.screen import show_json, show_table, size
@@ -103,12 +103,13 @@ def memory_of(manifest: Manifest, requests: int, length: int) -> dict[str, int]:
 
 
 def accuracy(bundle: Bundle) -> dict[str, Any] | None:
-    """What the last check of the bundle found."""
+    """What the last check of this very graph found."""
     file = bundle.path / ACCURACY_FILE
     if not file.exists():
         return None
     try:
         found = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):  # ValueError: not UTF-8, not JSON
         return {"passed": False, "fault": f"{ACCURACY_FILE} is not JSON that can be read"}
-    return found if isinstance(found, dict) else None
+    of_this_graph = isinstance(found, dict) and found.get("model") == bundle.manifest.files[MODEL_FILE].sha256
+    return found if of_this_graph else None

@@ -84,7 +84,7 @@ def require_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise TargetError(
-            f"{folder}: {free / 1e9:.1f} GB free, the bundle needs about {size / 1e9:.1f} GB: make room or choose another disk"
+            f"{folder}: {free / 1e6:.0f} MB free, the bundle needs about {size / 1e6:.0f} MB: make room or choose another disk"
         )
 
 

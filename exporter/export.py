@@ -55,7 +55,7 @@ def export(
     decoder, traits = decoder_from(checkpoint, options, lambda: stage("proving the graph module equal to the model"))
     with writing(target, overwrite) as partial:
         parameters = sum(parameter.numel() for parameter in decoder.parameters())
-        require_space(partial, parameters * BYTES[options.dtype])
+        require_space(partial.parent, parameters * BYTES[options.dtype])
         stage("tracing and writing the graph")
         to_onnx(decoder, partial, options.opset)
         (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")

@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAULT
     except OSError as error:
-        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", FAULT)
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, FAULT)
     except Exception:  # noqa: BLE001  (whatever is left is a fault of ours: say so, with all that is known of it)
         return _fault()
     return result if isinstance(result, int) else OK

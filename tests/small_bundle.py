@@ -1,0 +1,56 @@
+"""A bundle of a few kilobytes that no engine could run: for what is checked before one does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from spaceport.exporter.bundle import seal
+from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.signature import Signature
+from spaceport.runtime.bundle import BundleError, open_bundle
+
+DATA_FILE = "model.onnx.data"
+
+
+def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
+    """Write a small bundle into a folder that is there."""
+    (folder / MODEL_FILE).write_bytes(content)
+    (folder / DATA_FILE).write_bytes(bytes(range(256)) * 8)
+    (folder / TOKENIZER_FILE).write_text(Tokenizer(models.WordLevel({"a": 0}, "a")).to_str())
+    manifest = Manifest(
+        signature=Signature(2, 2, 16, 640, "float32", "scatter", window=32),
+        tokens=TokenIds(mask=(4, 5), fork=6, child=7, end=(1, 3)),
+        max_mask_slots=2,
+        max_positions=1024,
+        family="llama",
+        parameters=12345,
+        opset=23,
+        attention="plain",
+        special_tokens={"bos_token": "<s>"},
+        generation={"eos_token_id": [1, 3], "temperature": 0.5},
+        versions={"spaceport": "0.1.0"},
+    )
+    return seal(folder, manifest)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest in place."""
+    file = folder / MANIFEST_FILE
+    told = json.loads(file.read_text("utf-8"))
+    change(told)
+    file.write_text(json.dumps(told), "utf-8")
+
+
+def refused(folder: Path, message: str) -> None:
+    """Hold that a bundle does not open, and says where, why and what to do."""
+    with pytest.raises(BundleError, match=message) as caught:
+        open_bundle(folder)
+    assert str(folder) in str(caught.value)
+    assert re.search(r"expected|the manifest says|copy the bundle|export", str(caught.value))

@@ -2,7 +2,7 @@
 # make test   everything that must pass               make clean   leaves the sources and the environment
 # make check  format, lint and types
 #
-# PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four processors,
+# PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four processors (2 by default),
 # TESTS="tests/test_plan.py -k tree" runs some of them.
 
 VENV := .venv
@@ -15,7 +15,7 @@ SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_in
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
 	if $$p -c '$(SUPPORTED)' 2>/dev/null; then echo $$p; break; fi; done)
 
-JOBS ?= 0
+JOBS ?= 2
 TESTS ?=
 
 .PHONY: demo test check venv clean

@@ -15,9 +15,10 @@ from spaceport.exporter.bundle import check_target, require_space, seal, writing
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
-from spaceport.graphs.decoder import AttentionForm, Decoder, Traits, decoder_of
+from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
 from spaceport.graphs.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.signature import BYTES, Lowering, Precision
+from spaceport.graphs.traits import Traits
 
 # Hears the name of each stage as it begins.
 Stage = Callable[[str], None]

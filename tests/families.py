@@ -1,0 +1,200 @@
+"""Families: tiny random models of each kind that can be exported, and of those that must be refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from spaceport.graphs.signature import LOWERINGS, Lowering
+
+VOCAB = 97
+POSITIONS = 192
+WINDOW = 16  # far shorter than the texts
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model: its model_type and what its configuration has beyond the tiny sizes."""
+
+    name: str
+    model_type: str
+    options: dict[str, Any] = field(default_factory=dict)
+    lowerings: tuple[Lowering, ...] = LOWERINGS
+    replaceable: bool = True  # False: its attention can only be kept, so the graph has no Attention operator
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A family that the contract cannot tell exactly, and how the reason reads."""
+
+    family: Family
+    reason: str  # a pattern
+
+    def __str__(self) -> str:
+        return self.family.name
+
+
+def build(family: Family, dtype: torch.dtype = torch.float32, attention: str | None = None) -> PreTrainedModel:
+    """A model with weights so large that every token of the context moves the logits; the same at each call."""
+    config = AutoConfig.for_model(family.model_type, **{**TINY, **family.options})
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    dice = torch.Generator().manual_seed(7)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(7)
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+        for parameter in model.parameters():
+            noise = 0.2 * torch.randn(parameter.shape, generator=dice)
+            # vectors are norms and biases: they stay near what they are
+            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+    model.eval()
+    return model
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """The rotary embedding of a configuration."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+GROUPED = {"num_key_value_heads": 2}
+ROPE_ONLY = {"num_key_value_heads": 2, "num_hidden_layers": 1}  # what differs happens before the KV buffer
+WIDE = {"num_key_value_heads": 2, "head_dim": 16}  # heads times head_dim is twice the hidden size
+SLIDING = {"sliding_window": WINDOW}
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": POSITIONS}
+
+FAMILIES = (
+    Family("llama", "llama", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
+    Family(
+        "llama, llama3 rope",
+        "llama",
+        ROPE_ONLY
+        | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    ),
+    Family("llama, linear rope", "llama", ROPE_ONLY | rope("linear", factor=4.0)),
+    Family("llama, dynamic rope", "llama", ROPE_ONLY | rope("dynamic", factor=4.0)),
+    Family("llama, yarn rope", "llama", ROPE_ONLY | rope("yarn", factor=4.0, original_max_position_embeddings=48)),
+    Family("qwen2", "qwen2", {**GROUPED, **SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
+    Family("qwen3", "qwen3", WIDE),
+    Family("mistral", "mistral", WIDE | SLIDING),
+    Family("phi3", "phi3", GROUPED | SLIDING),
+    Family(
+        "phi3, longrope",
+        "phi3",
+        {**GROUPED, "max_position_embeddings": 640, "original_max_position_embeddings": 160}
+        | rope("longrope", factor=4.0, short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[2.0, 3.0, 5.0, 9.0]),
+    ),
+    Family("gemma2", "gemma2", {**WIDE, **SLIDING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    Family("gemma3", "gemma3_text", {**WIDE, **MIXED, "query_pre_attn_scalar": 16}),
+    Family("glm", "glm", WIDE),
+    Family("glm4", "glm4", WIDE),
+    Family("gpt_neox", "gpt_neox"),
+    Family("falcon, 7B style", "falcon", {"multi_query": True, "new_decoder_architecture": False, "bias": False}),
+    Family("falcon, 40B style", "falcon", {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": False}),
+    Family("opt", "opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    Family("olmo2", "olmo2", GROUPED),
+    Family("internlm3", "internlm3", {**WIDE, "bias": True, "qkv_bias": True}),
+    # Near relatives of those above: one lowering each.
+    Family("gemma", "gemma", WIDE, ("append",)),
+    Family("gpt2", "gpt2", GPT2, ("scatter",)),
+    Family("gptj", "gptj", {**GPT2, "rotary_dim": 4}, ("append",), replaceable=False),
+    Family("granite", "granite", {**GROUPED, "attention_multiplier": 0.3, "residual_multiplier": 0.5}, ("scatter",)),
+    Family("cohere", "cohere", {**GROUPED, "use_qk_norm": True, "logit_scale": 1.0}, ("append",)),
+    Family("stablelm", "stablelm", {**GROUPED, "use_qkv_bias": True, "qk_layernorm": True}, ("scatter",)),
+    Family("starcoder2", "starcoder2", GROUPED | SLIDING, ("append",)),
+    Family("smollm3", "smollm3", {**GROUPED, "no_rope_layers": [1, 0]}, ("scatter",)),
+    Family("phi", "phi", {**GROUPED, "qk_layernorm": True}, ("append",)),
+    Family("qwen3_moe", "qwen3_moe", WIDE | EXPERTS, ("scatter",)),
+    Family("mixtral", "mixtral", {**GROUPED, "num_local_experts": 4}, ("append",)),
+)
+
+NOT_DECODER = "not a decoder-only causal language model"
+NOT_ATTENTION = "expected full or sliding-window attention only"
+NO_POSITIONS = "takes no position_ids"
+
+REFUSED = (
+    Refused(Family("t5", "t5"), NOT_DECODER),
+    Refused(Family("bart", "bart", {"encoder_layers": 1, "decoder_layers": 1}), NOT_DECODER),
+    Refused(Family("mamba", "mamba"), NOT_ATTENTION),
+    Refused(Family("rwkv", "rwkv"), NO_POSITIONS),
+    Refused(
+        Family("qwen3_next", "qwen3_next", {**WIDE, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]}),
+        f"linear_attention: {NOT_ATTENTION}",
+    ),
+    Refused(Family("lfm2", "lfm2", {**GROUPED, "layer_types": ["conv", "full_attention"]}), f"conv: {NOT_ATTENTION}"),
+    Refused(
+        Family("llama4", "llama4_text", {**WIDE, "num_local_experts": 2, "intermediate_size_mlp": 48}),
+        f"chunked_attention: {NOT_ATTENTION}",
+    ),
+    Refused(Family("bloom", "bloom", {"n_layer": 2, "n_head": 4}), NO_POSITIONS),
+    Refused(Family("mpt", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}), NO_POSITIONS),
+    Refused(Family("falcon, alibi", "falcon", {"alibi": True, "new_decoder_architecture": False}), NO_POSITIONS),
+    Refused(
+        Family("gpt_neo", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
+        "depends on more than positions and visibility",
+    ),
+    Refused(Family("gpt_oss", "gpt_oss", {**WIDE, **SLIDING, "num_local_experts": 4}), "its attention takes s_aux"),
+    Refused(
+        Family(
+            "gemma3n",
+            "gemma3n_text",
+            {
+                **WIDE,
+                **SLIDING,
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "vocab_size_per_layer_input": 640,
+                "hidden_size_per_layer_input": 8,
+                "laurel_rank": 4,
+                "activation_sparsity_pattern": [0.0] * 4,
+            },
+        ),
+        r"cached keys and values in layers \[0, 1\] of 4",
+    ),
+    Refused(
+        Family(
+            "gemma4",
+            "gemma4_text",
+            {**WIDE, **MIXED, "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        ),
+        "keys and values of shapes",
+    ),
+    Refused(
+        Family(
+            "deepseek_v3",
+            "deepseek_v3",
+            {
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 16,
+                "first_k_dense_replace": 2,
+            },
+        ),
+        "keys and values of shapes",
+    ),
+    Refused(
+        Family("phimoe, window", "phimoe", {**GROUPED, **SLIDING, "num_local_experts": 4}),
+        "no layer passes a window to attention",
+    ),
+)

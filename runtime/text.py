@@ -109,9 +109,3 @@ def encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
             f"character {error.start} is {text[error.start]!r}, half of a surrogate pair: expected text that UTF-8 can hold"
         ) from error
     return list(tokenizer.encode(text, add_special_tokens=special).ids)
-
-
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens, shown piece by piece as a stream would show it."""
-    stream = TextStream(tokenizer)
-    return "".join(stream.push(token) for token in tokens) + stream.finish()

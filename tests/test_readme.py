@@ -42,3 +42,15 @@ def test_every_link_leads_to_a_file() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_demo_checks_the_graph_and_finds_every_drafted_text_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", str(ROOT / "tests" / "data" / "tiny"), "--max-tokens", "96"]) == 0
+    out = capsys.readouterr().out
+    table = re.findall(r"^(.+?)  +(plain|k = \d) +(\d+) +(\d+) .* (-|the same|DIFFERENT)$", out, re.MULTILINE)
+    assert len(table) == 3 * 4
+    shown = re.findall(r"^(.+?)  +(plain|k = \d) +(\d+) +(\d+) .* (-|the same)$", README, re.MULTILINE)
+    assert len(shown) == 6
+    assert set(shown) <= set(table), "the README shows what the demo prints, times apart"
+    assert {row[-1] for row in table} == {"-", "the same"}
+    assert "passed" in out

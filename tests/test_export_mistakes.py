@@ -219,8 +219,7 @@ def test_an_interrupt_ends_an_export_and_leaves_nothing(tmp_path: Path, kind: si
     command = [sys.executable, "-c", PROGRAM, "export", str(TINY), str(tmp_path / "bundle")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        while "tracing" not in process.stderr.readline():
-            pass
+        assert any("tracing" in line for line in iter(process.stderr.readline, ""))
         process.send_signal(kind)
         output, errors = process.communicate()
     assert (process.returncode, output) == (INTERRUPTED, "")

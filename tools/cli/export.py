@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -81,12 +82,13 @@ def command(
     The special tokens come from the checkpoint's sar_config.json; a flag here goes before it. Without a mask token
     the bundle decodes plainly.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts: list[int] = []
+    _listen(interrupts)
     quiet_libraries()
     tokens = TokenFlags(mask, fork, child, max_mask_slots)
     options = Options(lowering, dtype, attention, opset, tokens, trust_remote_code)
     with stages() as stage:
-        manifest = export(checkpoint, bundle, options, overwrite, stage)
+        manifest = export(checkpoint, bundle, options, overwrite, lambda name: _begin(name, stage, interrupts))
     if as_json:
         show_json(manifest.as_dict())
         return
@@ -97,6 +99,19 @@ def command(
     click.echo(f"{bundle}: {manifest.family}, {manifest.parameters:,} parameters, {size(total)}, {drafts}")
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """A polite kill ends an export as Ctrl-C does: with nothing left behind."""
-    raise KeyboardInterrupt
+def _listen(interrupts: list[int]) -> None:
+    """Let a polite kill end an export as Ctrl-C does: with nothing left behind."""
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, heard)
+
+
+def _begin(name: str, stage: Callable[[str], None], interrupts: list[int]) -> None:
+    """Begin a stage, unless an interrupt was lost: Python drops one that comes while a weak reference is cleared."""
+    if interrupts:
+        raise KeyboardInterrupt
+    stage(name)

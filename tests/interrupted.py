@@ -14,6 +14,7 @@ import torch
 
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.tools.cli import run
 
 
 def main(checkpoint: Path, target: Path) -> None:
@@ -24,13 +25,11 @@ def main(checkpoint: Path, target: Path) -> None:
     for _ in sys.stdin:
         child = os.fork()
         if child == 0:
-            code = 1
+            code = 130
             try:
                 print(os.getpid(), flush=True)
-                export(checkpoint, target, Options(), overwrite=True)
-                code = 0
-            except KeyboardInterrupt:
-                code = 130
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the command says would be taken for numbers
+                code = run(["export", str(checkpoint), str(target), "--overwrite"])
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from spaceport.graphs.manifest import MANIFEST_FILE
 from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, OK, USAGE, run
+from spaceport.tools.cli.export import listening
 
 TINY = Path(__file__).parent / "data" / "tiny"
 PROGRAM = "from spaceport.tools.cli import main; main()"
@@ -226,6 +227,28 @@ def test_an_interrupt_ends_an_export_and_leaves_nothing(tmp_path: Path, kind: si
     assert errors.split()[-2:] == ["spaceport:", "interrupted"]
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
+
+
+def interrupted_in_a_library(kind: signal.Signals) -> None:
+    """As torch does: an interrupt in the middle of tracing may come out as an error of tracing."""
+    with listening():
+        try:
+            signal.raise_signal(kind)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("could not be traced") from error
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
+def test_an_interrupt_that_a_library_makes_an_error_of_is_still_one(kind: signal.Signals) -> None:
+    before = signal.getsignal(kind)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_in_a_library(kind)
+    assert signal.getsignal(kind) == before
+
+
+def test_an_error_without_an_interrupt_stays_what_it_is() -> None:
+    with pytest.raises(ValueError, match="wrong"), listening():
+        raise ValueError("wrong")
 
 
 def test_with_json_an_export_says_its_manifest_and_nothing_else_on_stdout(tmp_path: Path, capfd: Capture) -> None:

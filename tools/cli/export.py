@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,12 +83,10 @@ def command(
     The special tokens come from the checkpoint's sar_config.json; a flag here goes before it. Without a mask token
     the bundle decodes plainly.
     """
-    interrupts: list[int] = []
-    _listen(interrupts)
     quiet_libraries()
     tokens = TokenFlags(mask, fork, child, max_mask_slots)
     options = Options(lowering, dtype, attention, opset, tokens, trust_remote_code)
-    with stages() as stage:
+    with listening() as interrupts, stages() as stage:
         manifest = export(checkpoint, bundle, options, overwrite, lambda name: _begin(name, stage, interrupts))
     if as_json:
         show_json(manifest.as_dict())
@@ -99,15 +98,25 @@ def command(
     click.echo(f"{bundle}: {manifest.family}, {manifest.parameters:,} parameters, {size(total)}, {drafts}")
 
 
-def _listen(interrupts: list[int]) -> None:
-    """Let a polite kill end an export as Ctrl-C does: with nothing left behind."""
+@contextmanager
+def listening() -> Iterator[list[int]]:
+    """Let a polite kill end an export as Ctrl-C does, with nothing left behind; the interrupts that came so far."""
+    interrupts: list[int] = []
 
     def heard(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
         raise KeyboardInterrupt
 
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, heard)
+    kept = {kind: signal.signal(kind, heard) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupts
+    except Exception as error:
+        if interrupts:  # torch makes errors of its own of some
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        for kind, handler in kept.items():
+            signal.signal(kind, handler)
 
 
 def _begin(name: str, stage: Callable[[str], None], interrupts: list[int]) -> None:

@@ -41,7 +41,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "venv: installing the pinned packages into $(VENV) (minutes the first time)"
 	@$(PIP) pip setuptools
-	@$(PIP) --no-build-isolation -e '.[cpu,export,dev]'
+	@$(PIP) --no-build-isolation -e '.[cpu,tune,dev]'
 	@touch $@
 
 $(BIN)/python:

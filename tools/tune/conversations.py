@@ -1,0 +1,163 @@
+"""Conversations: what a file of training texts says, one JSON object on each line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spaceport.graphs.faults import InputFault
+
+ROLES = ("system", "user", "assistant", "tool")
+TEXT = "text"  # role of a plain text's only turn
+LONGEST_LINE = 64 * 2**20  # bytes; a file without line ends is no JSONL, and need not fill the memory to be told so
+
+_FORMS = (("messages",), ("prompt", "response"), ("text",))
+_EXPECTED = 'expected one of "messages", "prompt" with "response", and "text"'
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says: a role of a chat, or `text` for a plain text."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of one line of a file; lines count from 1."""
+
+    line: int
+    turns: tuple[Turn, ...]
+
+    @property
+    def answer(self) -> str | None:
+        """What the assistant said last; a plain text has no answer."""
+        return next((turn.content for turn in reversed(self.turns) if turn.role == "assistant"), None)
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """All conversations of a JSONL file, in its order."""
+    conversations = []
+    for line, text in _lines(path):
+        try:
+            conversations.append(Conversation(line, _turns(_object(text))))
+        except InputFault as error:
+            raise InputFault(f"{path} line {line}: {error}") from error
+    if not conversations:
+        raise InputFault(f"{path}: holds no conversation: expected at least one line of JSON")
+    return conversations
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers."""
+    if path.is_dir():
+        raise InputFault(f"{path}: is a folder: expected a file of conversations, one JSON object on each line")
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while text := file.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(text) > LONGEST_LINE:
+                    raise InputFault(
+                        f"{path} line {number}: longer than {LONGEST_LINE:,} bytes: expected one conversation on each line"
+                    )
+                text = text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text
+                if text.strip():
+                    yield number, text
+    except FileNotFoundError as error:
+        raise InputFault(f"{path}: no such file: expected conversations, one JSON object on each line") from error
+    except OSError as error:
+        raise InputFault(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputFault(f"not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from error
+    except RecursionError as error:
+        raise InputFault("JSON that is nested too deeply: expected a flat object") from error
+    except ValueError as error:
+        found = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise InputFault(
+            f'not JSON ({found}): expected one object on each line; plain text goes in as {{"text": "..."}}'
+        ) from error
+    if not isinstance(data, dict):
+        raise InputFault(f"holds {_kind(data)}: expected an object on each line")
+    return data
+
+
+def _turns(data: dict[str, Any]) -> tuple[Turn, ...]:
+    """The turns of a line, whichever of the three forms it has."""
+    forms = [form for form in _FORMS if all(name in data for name in form)]
+    if len(forms) > 1:
+        names = " and ".join(f'"{form[0]}"' for form in forms)
+        raise InputFault(f"holds {names}: {_EXPECTED}, not several")
+    if not forms:
+        half = next((name for name in ("prompt", "response") if name in data), None)
+        found = f'"{half}" alone' if half else ", ".join(f'"{name[:40]}"' for name in list(data)[:5]) or "nothing"
+        raise InputFault(f"holds {found}: {_EXPECTED}")
+    if forms[0] == ("messages",):
+        return _messages(data["messages"])
+    if forms[0] == ("text",):
+        return (Turn(TEXT, _content(data["text"], '"text"')),)
+    return (
+        Turn("user", _content(data["prompt"], '"prompt"')),
+        Turn("assistant", _content(data["response"], '"response"')),
+    )
+
+
+def _messages(messages: Any) -> tuple[Turn, ...]:
+    if not isinstance(messages, list) or not messages:
+        found = "is an empty list" if messages == [] else f"is {_kind(messages)}"
+        raise InputFault(f'"messages" {found}: expected a list of turns, each with "role" and "content"')
+    turns: list[Turn] = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise InputFault(f'turn {number} is {_kind(message)}: expected an object with "role" and "content"')
+        role = message.get("role")
+        if role not in ROLES:
+            raise InputFault(f"turn {number} has role {_shown(role)}: expected one of {', '.join(ROLES)}")
+        _in_order(number, role, turns)
+        turns.append(Turn(role, _content(message.get("content"), f"the content of turn {number} ({role})")))
+    if all(turn.role != "assistant" for turn in turns):
+        raise InputFault("no assistant turn in messages: expected at least one, it is what is learned")
+    return tuple(turns)
+
+
+def _in_order(number: int, role: str, before: list[Turn]) -> None:
+    """Refuse a turn that nobody can say at this place."""
+    last = before[-1].role if before else None
+    if role == "system" and before:
+        raise InputFault(f"turn {number} is of the system: expected it first, or not at all")
+    if role == "assistant" and last is None:
+        raise InputFault(f"turn {number} is of the assistant: expected a turn before it that it answers")
+    if role == "assistant" and last == "assistant":
+        raise InputFault(f"turns {number - 1} and {number} are both of the assistant: join them into one")
+    if role == "tool" and all(turn.role != "assistant" for turn in before):
+        raise InputFault(f"turn {number} is of a tool: expected a turn of the assistant before it, which called it")
+
+
+def _content(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise InputFault(f"{what} is {_kind(value)}: expected a string")
+    if not value.strip():
+        raise InputFault(f"{what} is empty: expected text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputFault(f"{what} holds half of a character ({value[error.start]!r}): expected whole ones") from error
+    return value
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _shown(value: Any) -> str:
+    return repr(value[:40]) if isinstance(value, str) else _kind(value)

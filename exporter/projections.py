@@ -11,11 +11,11 @@ import onnx_ir as ir
 def join_projections(model: ir.Model) -> int:
     """Replace products of the same input with constant weights (query, key and value; gate and up) by one product and
     a split; how many were made. One-row steps take 0.95 of the time on ONNX Runtime's CPU backend."""
-    products: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+    products: dict[tuple[ir.Value, bool], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         states, weight = node.inputs[:2] if node.op_type == "MatMul" else (None, None)
         if states is not None and weight is not None and weight.is_initializer() and _is_only_here(weight):
-            products[states].append(node)
+            products[states, _is_gated(node)].append(node)
     groups = [nodes for nodes in products.values() if len(nodes) > 1]
     for nodes in groups:
         _join(model.graph, nodes)
@@ -25,6 +25,12 @@ def join_projections(model: ir.Model) -> int:
 def _is_only_here(weight: ir.Value) -> bool:
     """Tied weights have another use and stay as they are: joined they would be stored twice."""
     return len(weight.uses()) == 1 and weight.shape is not None and len(weight.shape) == 2
+
+
+def _is_gated(node: ir.Node) -> bool:
+    """What adapters add to some rows is joined apart: in a product of another width a kernel may sum in another order,
+    and the other rows must stay what they are without adapters, to the bit."""
+    return [user.op_type for user in node.outputs[0].consumers()] == ["Where"]
 
 
 def _join(graph: ir.Graph, nodes: list[ir.Node]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from spaceport.graphs.manifest import TokenIds
+from spaceport.runtime.engine import Engine
 from spaceport.runtime.loop import step
 from spaceport.runtime.request import Request, Statistics, new_thread
 from spaceport.runtime.session import DEFAULT_CHUNK, Runtime
@@ -98,45 +100,39 @@ def write_line(
     """One thread, up to `limit` tokens with its prompt; empty where the prompt leaves no room."""
     if len(prompt) >= limit:
         return Line(tuple(prompt), (), fork, "length", Statistics(prompt_tokens=len(prompt)))
-    heard = _Heard()
-    choices = Choices(runtime.bundle.manifest.tokens, prompt[-1], len(prompt), banned)
-    request = _request(runtime, prompt, limit, mask_slots, choices, heard)
+    choices = Choices(runtime.bundle.manifest.tokens, banned)
+    choices.tell(prompt[-1], len(prompt) - 1)
+    request = request_for(runtime.engine, runtime.bundle.manifest.tokens, prompt, limit, mask_slots, choices)
+    written_in: list[int] = []
+
+    def hear(thread: Thread, token: int, drafted: bool) -> bool:
+        written_in.append(request.statistics.steps)
+        return False
+
+    request.listener = hear
     while request.live:
         step(runtime.engine, [request])
     (thread,) = request.threads
     assert thread.ending is not None
-    end = (choices.made[len(thread.tokens)],) if thread.ending == "end" else ()
+    end = (choices[len(thread.tokens)],) if thread.ending == "end" else ()
     own = (*thread.written, *end)
-    return Line(tuple(prompt), own, fork, thread.ending, request.statistics, tuple(heard.steps))
+    return Line(tuple(prompt), own, fork, thread.ending, request.statistics, tuple(written_in))
 
 
-@dataclass
-class _Heard:
-    """Hears which step wrote each token."""
-
-    statistics: Statistics = field(default_factory=Statistics)
-    steps: list[int] = field(default_factory=list)
-
-    def __call__(self, thread: Thread, token: int, drafted: bool) -> bool:
-        self.steps.append(self.statistics.steps)
-        return False
-
-
-def _request(
-    runtime: Runtime, prompt: Sequence[int], limit: int, mask_slots: int, choices: Choices, heard: _Heard
+def request_for(
+    engine: Engine, tokens: TokenIds, prompt: Sequence[int], limit: int, mask_slots: int, choices: Choices
 ) -> Request:
-    tokens, engine = runtime.bundle.manifest.tokens, runtime.engine
-    heard.statistics.prompt_tokens = len(prompt)
+    """A request that is alone on its engine."""
     return Request(
         index=0,
         slots=Slots(engine.capacity, engine.signature.lowering),
         threads=[new_thread(prompt, engine.capacity)],
         tokens=tokens,
         choose=choices,
-        listener=heard,
+        listener=lambda thread, token, drafted: False,
         limit=limit,
         mask_slots=mask_slots,
-        chunk=DEFAULT_CHUNK,
+        chunk=min(DEFAULT_CHUNK, engine.rows),
         end=frozenset(tokens.end),
-        statistics=heard.statistics,
+        statistics=Statistics(prompt_tokens=len(prompt)),
     )

@@ -12,21 +12,28 @@ from spaceport.runtime.sampling import greedy
 
 
 class Choices:
-    """The likeliest token that may be written; [Fork] is never one right behind [Fork].
+    """The likeliest token that may be written; right behind [Fork] that is never another.
 
-    What stands before a place is known from the choices before it, so the places of a line are asked for in order.
+    What stands before a place is what was told or chosen for it last, so the places of a line are asked for in order.
     """
 
-    def __init__(self, tokens: TokenIds, last: int, place: int, banned: Collection[int] = ()) -> None:
-        """For what follows the token `last`, which stands right before `place`."""
+    def __init__(self, tokens: TokenIds, banned: Collection[int] = ()) -> None:
         never = {*tokens.unwritable, *banned}
         self._fork = tokens.fork
         self._anywhere = greedy(never)
         self._behind_fork = greedy(never if tokens.fork is None else {*never, tokens.fork})
-        self.made = {place - 1: last}
+        self._at: dict[int, int] = {}
+
+    def __getitem__(self, place: int) -> int:
+        """What was chosen for a place."""
+        return self._at[place]
+
+    def tell(self, token: int, place: int) -> None:
+        """This token stands at this place."""
+        self._at[place] = token
 
     def __call__(self, logits: NDArray[np.float32], path: tuple[int, ...], place: int) -> int:
-        behind_fork = self._fork is not None and self.made.get(place - 1) == self._fork
+        behind_fork = self._fork is not None and self._at.get(place - 1) == self._fork
         choose = self._behind_fork if behind_fork else self._anywhere
-        self.made[place] = choose(logits, path, place)
-        return self.made[place]
+        self._at[place] = choose(logits, path, place)
+        return self._at[place]

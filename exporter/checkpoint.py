@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +20,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spaceport.graphs.faults import InputFault
+from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
+from spaceport.exporter.sar_config import CheckpointError as CheckpointError
+from spaceport.exporter.sar_config import read_json, read_sar_config
 from spaceport.graphs.manifest import MOST_MASK_SLOTS, TokenIds
 from spaceport.graphs.signature import Precision
 
-SAR_FILE = "sar_config.json"
 DEFAULT_MASK_SLOTS = 5  # what SPACE was published with, for a checkpoint that names its mask token and nothing else
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
-
-
-class CheckpointError(InputFault):
-    """A folder that cannot be exported; the message says what was found, what is expected and what to do."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) 
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     tokens, mask_slots = _tokens(folder, config, tokenizer, generation, flags)
     return Checkpoint(
         folder=folder,
@@ -123,7 +119,7 @@ def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
         raise CheckpointError(
             f"{folder}: no config.json in it: expected a checkpoint (config.json, *.safetensors, tokenizer)"
         )
-    told = _json(file)
+    told = read_json(file)
     kind = told.get("model_type")
     if not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not remote_code:
         own = "it brings code of its own: say --trust-remote-code if you trust it"
@@ -176,7 +172,7 @@ def _tokenizer(folder: Path, remote_code: bool) -> Any:
 def _tokens(
     folder: Path, config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], flags: TokenFlags
 ) -> tuple[TokenIds, int]:
-    told = _sar_config(folder)
+    told = read_sar_config(folder)
     vocab = int(config.get_text_config().vocab_size)
     masks = flags.mask or tuple(str(token) for token in told.get("mask_tokens") or ())
     fork = flags.fork if flags.fork is not None else told.get("fork_token")
@@ -220,21 +216,6 @@ def _mask_slots(ids: TokenIds, told: Any, asked: int | None) -> int:
     return slots
 
 
-def _sar_config(folder: Path) -> dict[str, Any]:
-    file = folder / SAR_FILE
-    if not file.exists():
-        return {}
-    told = _json(file)
-    unknown = sorted(set(told) - {"mask_tokens", "mask_slots", "fork_token", "child_token"})
-    if unknown:
-        raise CheckpointError(
-            f"{file}: unknown entries {', '.join(unknown)}: expected mask_tokens, mask_slots, fork_token, child_token"
-        )
-    if not isinstance(told.get("mask_tokens") or [], list):
-        raise CheckpointError(f"{file}: mask_tokens is {told['mask_tokens']!r}: expected a list")
-    return told
-
-
 def _token_id(token: str, role: str, tokenizer: Any, vocab: int) -> int:
     """The id that a user names by number or by text; digits are a number, though tokens of digits exist."""
     known = int(token) if token.isascii() and token.isdigit() else tokenizer.backend_tokenizer.token_to_id(token)
@@ -271,16 +252,6 @@ def _template(tokenizer: Any) -> str | None:
     if isinstance(template, dict):
         template = template.get("default")
     return template if isinstance(template, str) else None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{file}: not JSON that can be read: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file}: holds {type(data).__name__}: expected an object")
-    return cast(dict[str, Any], data)
 
 
 def _reason(error: BaseException) -> str:

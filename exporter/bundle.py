@@ -1,4 +1,4 @@
-"""Bundle writing: a folder made beside its target and put in its place when it is whole."""
+"""Bundle writing: a folder made beside its target and put in its place when it is whole; checkpoints are written so too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spaceport.graphs.faults import InputFault
@@ -25,42 +25,53 @@ _HERE = -100  # AT_FDCWD
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a folder is: its name, and the file by which it is known."""
+
+    noun: str
+    mark: str
+
+
+BUNDLE = Kind("bundle", MANIFEST_FILE)
+
+
 class TargetError(InputFault):
-    """A bundle cannot be written where it was asked for; nothing there was changed."""
+    """A folder cannot be written where it was asked for; nothing there was changed."""
 
 
-def check_target(target: Path, overwrite: bool) -> None:
-    """Raise if a bundle could not be put at `target`, before any work is done for it."""
+def check_target(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> None:
+    """Raise if a folder could not be put at `target`, before any work is done for it."""
     parent = target.absolute().parent
     if not parent.is_dir():
         raise TargetError(f"{parent}: no such folder: make it first")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise TargetError(f"{parent}: no permission to write in it: choose another place for the bundle")
+        raise TargetError(f"{parent}: no permission to write in it: choose another place for the {kind.noun}")
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
         raise TargetError(f"{target}: exists and is not a folder: choose another name")
-    if not (target / MANIFEST_FILE).exists() and any(target.iterdir()):
-        raise TargetError(f"{target}: holds files but no bundle: choose another name, it would be lost")
+    if not (target / kind.mark).exists() and any(target.iterdir()):
+        raise TargetError(f"{target}: holds files but no {kind.noun}: choose another name, it would be lost")
     if not overwrite and any(target.iterdir()):
-        raise TargetError(f"{target}: a bundle is there already: say --overwrite to replace it")
+        raise TargetError(f"{target}: a {kind.noun} is there already: say --overwrite to replace it")
 
 
 @contextmanager
-def writing(target: Path, overwrite: bool) -> Iterator[Path]:
+def writing(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> Iterator[Path]:
     """A folder to fill; it takes the target's place when the block ends well, and is removed when it does not."""
-    check_target(target, overwrite)
+    check_target(target, overwrite, kind)
     target = target.absolute()
     _sweep(target)
     partial = target.with_name(f"{_prefix(target)}{os.getpid()}")
     try:
         partial.mkdir()
         yield partial
-        check_target(target, overwrite)  # again: by now something else may stand there
+        check_target(target, overwrite, kind)  # again: by now something else may stand there
         with _undisturbed():
             _publish(partial, target)
     finally:
-        with _undisturbed():  # by now `partial` is what came to nothing, or the old bundle
+        with _undisturbed():  # by now `partial` is what came to nothing, or the old folder
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -79,12 +90,12 @@ def seal(folder: Path, manifest: Manifest) -> Manifest:
     return sealed
 
 
-def require_space(folder: Path, size: int) -> None:
+def require_space(folder: Path, size: int, kind: Kind = BUNDLE) -> None:
     """Raise if the disk has no room for `size` bytes more."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise TargetError(
-            f"{folder}: {free / 1e6:.0f} MB free, the bundle needs about {size / 1e6:.0f} MB: make room or choose another disk"
+            f"{folder}: {free / 1e6:.0f} MB free, the {kind.noun} needs about {size / 1e6:.0f} MB: make room or choose another disk"
         )
 
 
@@ -106,7 +117,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Put a whole folder in its place: at every moment the old bundle or the new one is there."""
+    """Put a whole folder in its place: at every moment the old folder or the new one is there."""
     if not target.exists() or not any(target.iterdir()):
         partial.rename(target)
     elif not _exchange(partial, target):
@@ -141,7 +152,7 @@ def _prefix(target: Path) -> str:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what exports to this target left that were killed."""
+    """Remove what was begun for this target and killed."""
     for file in target.parent.iterdir():
         found = re.fullmatch(re.escape(_prefix(target)) + r"(\d+)", file.name)
         if found and not _alive(int(found[1])):

@@ -12,7 +12,7 @@ NAME = "spaceport"
 
 # A hidden slot's score falls by this much: enough that its weight is exactly 0, small enough that a row which
 # sees nothing stays finite, and within the type (-1e9 is -inf in float16).
-HIDDEN = {torch.float32: -1e9, torch.float16: -1e4}
+HIDDEN = {torch.float32: -1e9, torch.bfloat16: -1e9, torch.float16: -1e4}
 
 # What the attention interface may pass that changes nothing, or nothing that is not handled here.
 _HARMLESS = frozenset(

@@ -70,9 +70,9 @@ def decoder_of(model: PreTrainedModel, lowering: Lowering, form: AttentionForm) 
             raise UnsupportedModel(
                 f"{name_of(model)} has an attention of its own that cannot be replaced: use plain attention"
             )
-        ids = _proof_ids(model, traits)
-        expected = _unmodified_logits(model, ids, traits)
-        _freeze_rotary(model)
+        ids = proof_ids(model, traits)
+        expected = unmodified_logits(model, ids, traits)
+        freeze_rotary(model)
         if model._can_set_experts_implementation():
             model.set_experts_implementation(_EXPERTS)
         dtype = "float16" if model.dtype == torch.float16 else "float32"
@@ -91,7 +91,7 @@ def decoder_of(model: PreTrainedModel, lowering: Lowering, form: AttentionForm) 
     return decoder, traits
 
 
-def _freeze_rotary(model: PreTrainedModel) -> None:
+def freeze_rotary(model: PreTrainedModel) -> None:
     """Keep rotary frequencies at their first values: some kinds change them with the length of the text seen so far,
     and then what is cached would depend on how the text was cut into steps."""
 
@@ -106,14 +106,16 @@ def _freeze_rotary(model: PreTrainedModel) -> None:
             module.rope_type = {layer: frozen(value) for layer, value in kind.items()}  # type: ignore[assignment]
 
 
-def _proof_ids(model: PreTrainedModel, traits: Traits) -> Tensor:
+def proof_ids(model: PreTrainedModel, traits: Traits) -> Tensor:
+    """A text to prove a rewritten model with: longer than the model's window, where that is short."""
     rows = _PROOF_ROWS + (traits.window if traits.window and traits.window <= _PROOF_WINDOW else 0)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, traits.vocab_size, (1, min(rows, traits.max_positions)), generator=generator)
     return ids.to(model.device)
 
 
-def _unmodified_logits(model: PreTrainedModel, ids: Tensor, traits: Traits) -> Tensor:
+def unmodified_logits(model: PreTrainedModel, ids: Tensor, traits: Traits) -> Tensor:
+    """What the model itself says of a text, by its own attention."""
     if traits.entrance == "interface":
         model.set_attn_implementation("eager")
     return cast(Tensor, model(input_ids=ids, use_cache=False).logits.float())

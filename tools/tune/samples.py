@@ -1,0 +1,181 @@
+"""Samples: conversations as packed token trees, with the tokens that carry loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.tools.tune.conversations import Conversation
+from spaceport.tools.tune.extract import Tree, extract
+from spaceport.tools.tune.spelling import HoldsControl, Spelling
+
+NO_PARENT = -1
+
+# What is counted while conversations become samples.
+FORKED, WHOLE, CUT = "forked", "unforked", "cut at the cutoff"
+CHILD_LOST = "children dropped: [Child] lies beyond the cutoff"
+TOO_LONG = "dropped: the answer begins beyond the cutoff"
+TOO_SHORT = "dropped: nothing to learn in it"
+CONTROL = "dropped: the text holds a mask, fork or child token"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text as a tree of tokens: the spine and, behind each [Fork], a child; a place is an index of the arrays."""
+
+    line: int  # of the data file
+    ids: NDArray[np.int64]
+    parents: NDArray[np.int64]  # place of the token before it on its path, NO_PARENT for the first
+    learned: NDArray[np.bool_]  # whether its parent learns to predict it
+
+    @property
+    def size(self) -> int:
+        return int(self.ids.size)
+
+
+@dataclass
+class Prepared:
+    """The samples of a data file, and what was met on the way."""
+
+    forked: list[Sample] = field(default_factory=list)
+    unforked: list[Sample] = field(default_factory=list)  # the forked ones once more, each in one line
+    whole: list[Sample] = field(default_factory=list)  # answers with no tree, and plain texts
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class _Growing:
+    """A sample under way."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.parents: list[int] = []
+        self.learned: list[bool] = []
+        self._tip = NO_PARENT
+
+    def add(self, ids: Sequence[int], learned: bool) -> None:
+        """Go on with these tokens."""
+        for token in ids:
+            self.ids.append(token)
+            self.parents.append(self._tip)
+            self.learned.append(learned)
+            self._tip = len(self.ids) - 1
+
+    def branch(self, child: int, detail: Sequence[int]) -> None:
+        """Let a child hang from the last token, and stay there."""
+        tip = self._tip
+        self.add([child], learned=False)
+        self.add(detail, learned=True)
+        self._tip = tip
+
+    def sample(self, line: int) -> Sample:
+        return Sample(
+            line, np.array(self.ids, np.int64), np.array(self.parents, np.int64), np.array(self.learned, np.bool_)
+        )
+
+
+def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: int) -> Prepared:
+    """Every conversation as samples; an answer with a paragraph tree forks if the model has the tokens for it."""
+    prepared = Prepared()
+    for conversation in conversations:
+        tree = _tree(conversation) if spelling.forks else None
+        try:
+            samples = list(_spelled(conversation, spelling, tree, cutoff))
+            flat = list(_spelled(conversation, spelling, None, cutoff)) if tree else []
+        except HoldsControl:
+            prepared.counts[CONTROL] += 1
+            continue
+        kept = [_kept(sample, spelling, cutoff, prepared.counts) for sample in samples]
+        whole = [sample for sample in kept if sample is not None]
+        if tree is None:
+            prepared.whole += whole
+        elif whole:
+            prepared.forked += whole
+            prepared.unforked += [_cut(sample, spelling, cutoff) for sample in flat]
+        prepared.counts[WHOLE if tree is None else FORKED] += len(whole)
+    return prepared
+
+
+def _tree(conversation: Conversation) -> Tree | None:
+    last = conversation.turns[-1]
+    found = extract(last.content) if last.role == "assistant" else None
+    return found if isinstance(found, Tree) else None
+
+
+def _spelled(conversation: Conversation, spelling: Spelling, tree: Tree | None, cutoff: int) -> Iterator[Sample]:
+    if conversation.turns[0].role == "text":
+        yield from _windows(conversation, spelling, cutoff)
+        return
+    growing = _Growing()
+    exchanges = spelling.exchanges(conversation)
+    for exchange in exchanges:
+        last = exchange is exchanges[-1]
+        opening = spelling.start if spelling.render is None else ()
+        growing.add([*opening, *spelling.spell(exchange.before)], learned=False)
+        growing.add(spelling.spell(exchange.lead), learned=True)
+        end, apart = spelling.ending(exchange.after)
+        if last and tree is not None:
+            _grow(growing, tree, end, spelling)
+        else:
+            growing.add(spelling.spell(exchange.answer), learned=True)
+        growing.add(end, learned=True)
+        if not last:
+            growing.add(apart, learned=False)
+    yield growing.sample(conversation.line)
+
+
+def _grow(growing: _Growing, tree: Tree, end: Sequence[int], spelling: Spelling) -> None:
+    """The heads as the spine; behind each that has a detail a [Fork], whose child writes it."""
+    fork, child = spelling.tokens.fork, spelling.tokens.child
+    for paragraph in tree.paragraphs:
+        growing.add(spelling.spell(paragraph.head), learned=True)
+        if paragraph.detail is not None and fork is not None and child is not None:
+            growing.add([fork], learned=True)
+            growing.branch(child, [*spelling.spell(paragraph.detail), *end])
+
+
+def _windows(conversation: Conversation, spelling: Spelling, cutoff: int) -> Iterator[Sample]:
+    """A plain text in pieces of at most the cutoff; the last one ends."""
+    ids = [*spelling.spell(conversation.turns[0].content), spelling.end]
+    given = 0 if spelling.start else 1  # with nothing before it, a first token cannot be learned
+    step = cutoff - len(spelling.start)
+    for first in range(0, len(ids), step):
+        piece = ids[first : first + step]
+        growing = _Growing()
+        growing.add([*spelling.start, *piece[:given]], learned=False)
+        growing.add(piece[given:], learned=True)
+        yield growing.sample(conversation.line)
+
+
+def _kept(sample: Sample, spelling: Spelling, cutoff: int, counts: Counter[str]) -> Sample | None:
+    """The sample within the cutoff, or nothing if that leaves nothing to learn; either is counted."""
+    kept = _cut(sample, spelling, cutoff)
+    if kept.size < sample.size:
+        counts[CUT] += 1
+        counts[CHILD_LOST] += int(
+            (sample.ids == spelling.tokens.child).sum() - (kept.ids == spelling.tokens.child).sum()
+        )
+    if kept.learned.any():
+        return kept
+    counts[TOO_LONG if sample.learned.any() else TOO_SHORT] += 1
+    return None
+
+
+def _cut(sample: Sample, spelling: Spelling, cutoff: int) -> Sample:
+    """The sample without what stands at the cutoff or beyond, and without a [Child] that nothing is left of."""
+    positions = np.zeros(sample.size, np.int64)
+    for place, parent in enumerate(sample.parents):
+        positions[place] = 0 if parent == NO_PARENT else positions[parent] + 1
+    keep = positions < cutoff
+    if keep.all():
+        return sample
+    bare = sample.ids == spelling.tokens.child
+    bare[sample.parents[keep & (sample.parents != NO_PARENT)]] = False
+    keep &= ~bare
+    places = np.cumsum(keep) - 1
+    parents = sample.parents[keep]
+    moved = np.where(parents == NO_PARENT, NO_PARENT, places[parents])
+    return Sample(sample.line, sample.ids[keep], moved, sample.learned[keep])

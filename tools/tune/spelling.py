@@ -1,0 +1,130 @@
+"""Spelling: how conversations are written in the tokens of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spaceport.graphs.faults import InputFault
+from spaceport.graphs.manifest import TokenIds
+from spaceport.tools.tune.conversations import Conversation, Turn
+
+# The text of some turns by the chat template; the second argument asks it to go on to where the assistant begins.
+Render = Callable[[Sequence[Turn], bool], str]
+
+
+class SpellingError(InputFault):
+    """A conversation that a model's tokens or template cannot tell; the message names the line."""
+
+
+class HoldsControl(ValueError):
+    """A text that holds a mask, fork or child token: it would be taken for one of ours."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One answer and what stands before it."""
+
+    before: str  # from the end of the last exchange to where the assistant begins
+    lead: str  # what the template writes between that and the answer's own text
+    answer: str
+    after: str  # what the template writes behind the answer
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A model's tokenizer, chat template and special tokens, as far as writing conversations goes."""
+
+    encode: Callable[[str], list[int]]  # adds no special tokens
+    render: Render | None
+    start: tuple[int, ...]  # what opens a plain text
+    end: int  # ends what the template does not end itself
+    tokens: TokenIds
+
+    @property
+    def forks(self) -> bool:
+        return self.tokens.fork is not None
+
+    def spell(self, text: str) -> list[int]:
+        """The tokens of a text that holds none of ours."""
+        ids = self.encode(text)
+        if not self._control.isdisjoint(ids):
+            raise HoldsControl
+        return ids
+
+    def ending(self, after: str) -> tuple[list[int], list[int]]:
+        """The tokens that end an answer, and those that only separate it from the next turn."""
+        ids = self.spell(after)
+        ends = [place for place, token in enumerate(ids) if token in self.tokens.end]
+        return (ids[: ends[0] + 1], ids[ends[0] + 1 :]) if ends else ([self.end], ids)
+
+    def exchanges(self, conversation: Conversation) -> list[Exchange]:
+        """The answers of a conversation, each with what stands before it."""
+        turns = conversation.turns
+        if self.render is None:
+            return [self._bare(conversation)]
+        found: list[Exchange] = []
+        told = ""
+        for place, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            asked, whole = self.render(turns[:place], True), self.render(turns[: place + 1], False)
+            content = turn.content if turn.content in whole[len(asked) :] else turn.content.strip()
+            lead, _, after = whole[len(asked) :].partition(content)
+            if not whole.startswith(asked) or asked + lead + content + after != whole:
+                raise SpellingError(
+                    f"line {conversation.line}: the chat template does not write the answer {_short(turn.content)} behind the "
+                    "prompt for it: expected a template whose generation prompt is how its answers begin"
+                )
+            if not asked.startswith(told):  # some templates tell earlier answers otherwise: then they are context only
+                found, told = [], ""
+            found.append(Exchange(asked[len(told) :], lead, content, after))
+            told = whole
+        return found
+
+    @property
+    def _control(self) -> frozenset[int]:
+        more = (self.tokens.fork, self.tokens.child)
+        return frozenset((*self.tokens.mask, *(token for token in more if token is not None)))
+
+    def _bare(self, conversation: Conversation) -> Exchange:
+        """A prompt and its response where there is no template: one behind the other."""
+        turns = conversation.turns
+        if [turn.role for turn in turns] != ["user", "assistant"]:
+            raise SpellingError(
+                f"line {conversation.line}: messages, but the tokenizer has no chat template: expected prompt and response, "
+                "or a tokenizer with a template"
+            )
+        return Exchange(turns[0].content, "", turns[1].content, "")
+
+
+def spelling_of(tokenizer: Any, tokens: TokenIds) -> Spelling:
+    """The spelling of a transformers tokenizer."""
+    backend = tokenizer.backend_tokenizer
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def render(turns: Sequence[Turn], ask: bool) -> str:
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=ask, tokenize=False)
+        return text
+
+    if not tokens.end:
+        raise SpellingError(
+            "the checkpoint names no end-of-text token: expected eos_token_id in generation_config.json"
+        )
+    return Spelling(encode, render if tokenizer.chat_template else None, opening(backend), tokens.end[0], tokens)
+
+
+def opening(backend: Any) -> tuple[int, ...]:
+    """The special tokens that a tokenizer puts before a text."""
+    bare: list[int] = backend.encode("a", add_special_tokens=False).ids
+    whole: list[int] = backend.encode("a", add_special_tokens=True).ids
+    return tuple(whole[: whole.index(bare[0])]) if bare and bare[0] in whole else ()
+
+
+def _short(text: str) -> str:
+    return ascii(text if len(text) <= 40 else text[:37] + "...")

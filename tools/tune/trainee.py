@@ -1,0 +1,148 @@
+"""Trainee: a transformers causal LM run over packed rows, and the losses of what they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from spaceport.graphs import attention
+from spaceport.graphs.decoder import PROOF_TOLERANCE, freeze_rotary, proof_ids, unmodified_logits
+from spaceport.graphs.traits import Traits, UnsupportedModel, name_of, probe, reasons, refuse_by_config
+from spaceport.tools.tune.packing import IGNORED, Batch
+
+NAME = "spaceport-tune"
+
+
+# What a batch came to, 3 x (1 + mask slots): sums of the losses, of right predictions, of predictions; column 0 is the
+# tokens' own next tokens, column i mask slot i.
+LOSS, RIGHT, COUNT = 0, 1, 2
+
+
+class Trainee(nn.Module):
+    """A model that takes packed rows: any visibility that parents can say, in every family that can be exported."""
+
+    def __init__(self, model: PreTrainedModel, traits: Traits, mask_slots: int) -> None:
+        super().__init__()
+        self.model = model
+        self._traits = traits
+        self._mask_slots = mask_slots
+        if traits.entrance == "interface":
+            model.set_attn_implementation(NAME)
+
+    def forward(self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor) -> Tensor:
+        learned = targets != IGNORED
+        logits = self.logits(ids, positions, visible, learned)
+        told, slots = targets[learned], mask_slots[learned]
+        each = cross_entropy(logits, told, reduction="none")
+        right = (logits.detach().argmax(-1) == told).to(each.dtype)
+        sums = torch.zeros(3, self._mask_slots + 1, dtype=each.dtype, device=each.device)
+        return sums.index_add(1, slots, torch.stack((each, right, torch.ones_like(each))))
+
+    def logits(self, ids: Tensor, positions: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
+        """The logits of the wanted rows (B x T, bool), one below the other: N x V."""
+        with _picked(self.model, wanted):
+            output = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=self._mask(visible, positions),
+                use_cache=False,
+            )
+        return cast(Tensor, output.logits)[0].float()
+
+    def _mask(self, visible: Tensor, positions: Tensor) -> Tensor:
+        planes = visible[:, None]
+        if self._traits.window is not None:
+            near = positions[:, :, None] - positions[:, None, :] < self._traits.window
+            planes = torch.cat((planes, (visible & near)[:, None]), dim=1)
+        if self._traits.entrance == "interface":
+            return planes
+        return attention.additive(planes, _working_type(self.model))
+
+
+def trainee_of(model: PreTrainedModel, mask_slots: int) -> Trainee:
+    """The model as a trainee, proven to say what the model itself says; a model that cannot be one is refused."""
+    refuse_by_config(model)
+    model.eval()
+    with torch.no_grad():
+        traits = probe(model)
+        ids = proof_ids(model, traits)
+        expected = unmodified_logits(model, ids, traits)
+        freeze_rotary(model)
+        trainee = Trainee(model, traits, mask_slots)
+        with reasons(model):
+            _prove(trainee, ids, expected)
+    return trainee
+
+
+def run(trainee: nn.Module, batch: Batch) -> Tensor:
+    """What a batch comes to, through whatever the trainee is wrapped in."""
+    return cast(Tensor, trainee(*batch.tensors))
+
+
+def _prove(trainee: Trainee, ids: Tensor, expected: Tensor) -> None:
+    """Feed a text in no order and hold the logits against the unmodified model's."""
+    order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(1)).to(ids.device)
+    visible = (order[:, None] >= order[None, :])[None]
+    wanted = torch.ones_like(ids, dtype=torch.bool)
+    logits = trainee.logits(ids[:, order], order[None], visible, wanted)
+    difference = float((logits - expected[0, order]).abs().max())
+    dtype = str(trainee.model.dtype).removeprefix("torch.")
+    allowed = PROOF_TOLERANCE.get(dtype, PROOF_TOLERANCE["float16"]) * max(1.0, float(expected.abs().max()))
+    if not difference <= allowed:
+        raise UnsupportedModel(
+            f"{name_of(trainee.model)} over packed rows differs from the model by {difference:.3g} in its logits (at most "
+            f"{allowed:.3g} expected): something in its attention depends on more than positions and visibility"
+        )
+
+
+@contextmanager
+def _picked(model: PreTrainedModel, wanted: Tensor) -> Iterator[None]:
+    """Let only the wanted rows reach the output embedding: B x T x hidden becomes 1 x N x hidden."""
+
+    def pick(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (hidden, *others) = arguments
+        return (hidden[wanted][None], *others)
+
+    handle = cast(nn.Module, model.get_output_embeddings()).register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,  # B x planes x T x T, bool
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own attention; torch's kernels where they can say it."""
+    attention.refuse_unknown(others)
+    mask = attention.plane(attention_mask, sliding_window is not None)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if softcap is None:
+        grouped = query.shape[1] != key.shape[1]
+        output = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale, enable_gqa=grouped)
+    else:
+        output = attention.grouped_attention(query, key, value, mask, scale, softcap)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _working_type(model: PreTrainedModel) -> torch.dtype:
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
+AttentionInterface.register(NAME, _attend)

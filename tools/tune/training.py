@@ -1,0 +1,172 @@
+"""Training: the steps of a course, on whatever processes and devices accelerate was launched with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from spaceport.graphs.faults import InputFault
+from spaceport.tools.tune.course import Course
+from spaceport.tools.tune.packing import IGNORED, Row, collate
+from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.trainee import COUNT, LOSS, RIGHT, Trainee, run
+
+_NOTHING = Row(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0)))
+
+
+class Diverged(InputFault):
+    """A training whose loss is not a number any more; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the steps since the last measurement came to; index 0 is the tokens' own next token, index i mask slot i."""
+
+    step: int  # steps done
+    steps: int  # of the whole training
+    epoch: float
+    rate: float
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    tokens: int  # fed since the training began, padding left out
+    tokens_per_second: float
+    seconds: float
+
+    @property
+    def mask_accuracies(self) -> tuple[float, ...]:
+        return self.accuracies[1:]
+
+
+class Training:
+    """A trainee on its way through a course."""
+
+    def __init__(self, accelerator: Accelerator, trainee: Trainee, course: Course, settings: Settings) -> None:
+        self.accelerator = accelerator
+        self.course = course
+        self.step = 0  # steps done
+        self.tokens = 0
+        self._settings = settings
+        optimizer = torch.optim.AdamW(
+            _groups(trainee, settings.weight_decay), lr=settings.rate, betas=settings.betas, fused=_fused(accelerator)
+        )
+        self.trainee: nn.Module
+        self.trainee, self._optimizer = accelerator.prepare(trainee, optimizer)
+        self._sums = torch.zeros(3, settings.slots + 1, device=accelerator.device)
+        self._since = (time.perf_counter(), 0)
+        self._began = time.perf_counter()
+
+    def learn(self) -> None:
+        """One step: the gradients of all its rows, and one update."""
+        rows = self.course.rows(self.step)
+        self.trainee.train()
+        own, micro = self._share(rows)
+        totals = _totals(rows, self._settings.slots)
+        for first in range(0, len(own), micro):
+            last = first + micro >= len(own)
+            if last:
+                self._backward(own[first : first + micro], totals)
+            else:
+                with self.accelerator.no_sync(self.trainee):
+                    self._backward(own[first : first + micro], totals)
+        self.accelerator.clip_grad_norm_(self.trainee.parameters(), self._settings.clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.rate()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step += 1
+        self.tokens += sum(row.ids.size for row in rows)
+
+    def rate(self) -> float:
+        """The learning rate of the next step: a linear warm-up, then a cosine to zero."""
+        warm = max(1, round(self._settings.warmup * self.course.steps))
+        if self.step < warm:
+            return self._settings.rate * (self.step + 1) / warm
+        share = (self.step - warm) / max(1, self.course.steps - warm)
+        return self._settings.rate * (0.5 + 0.5 * math.cos(math.pi * share))
+
+    def measure(self) -> Measured:
+        """What came of the steps since the last measurement, over all processes."""
+        sums: Tensor = self.accelerator.reduce(self._sums, "sum")
+        now = time.perf_counter()
+        before, tokens = self._since
+        measured = self._measured(sums, (self.tokens - tokens) / max(1e-9, now - before), now - self._began)
+        self._sums = torch.zeros_like(self._sums)
+        self._since = (now, self.tokens)
+        if not math.isfinite(measured.losses[0]):
+            raise Diverged(
+                f"the loss is {measured.losses[0]} after {self.step} steps: expected a number; lower --learning-rate "
+                f"(now {self._settings.rate:g}), or train in float32"
+            )
+        return measured
+
+    @torch.no_grad()
+    def evaluate(self, rows: Sequence[Row]) -> Measured:
+        """What rows that are not learned come to."""
+        self.trainee.eval()
+        own, micro = self._share(sorted(rows, key=lambda row: -row.ids.size))
+        sums = torch.zeros_like(self._sums)
+        for first in range(0, len(own), micro):
+            sums += run(self.trainee, collate(own[first : first + micro]).to(self.accelerator.device)).detach()
+        return self._measured(self.accelerator.reduce(sums, "sum"), 0.0, time.perf_counter() - self._began)
+
+    def _backward(self, rows: Sequence[Row], totals: Tensor) -> None:
+        sums = run(self.trainee, collate(rows).to(self.accelerator.device))
+        own, masks = totals.tolist()
+        # processes average their gradients: each gives its share of the whole step's mean
+        loss = sums[LOSS, 0] / own + self._settings.mask_weight * sums[LOSS, 1:].sum() / max(1.0, masks)
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+        self._sums += sums.detach()
+
+    def _share(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
+        """The rows that this process computes, and how many at once: every process makes as many calls."""
+        processes = self.accelerator.num_processes
+        each = -(-len(rows) // processes)
+        own = list(rows[self.accelerator.process_index :: processes])
+        return own + [_NOTHING] * (each - len(own)), self._settings.micro_batch
+
+    def _measured(self, sums: Tensor, speed: float, seconds: float) -> Measured:
+        counts = sums[COUNT].clamp(min=1)
+        return Measured(
+            step=self.step,
+            steps=self.course.steps,
+            epoch=self.step / self.course.epoch_steps,
+            rate=self.rate(),
+            losses=tuple((sums[LOSS] / counts).tolist()),
+            accuracies=tuple((sums[RIGHT] / counts).tolist()),
+            tokens=self.tokens,
+            tokens_per_second=speed,
+            seconds=seconds,
+        )
+
+
+def _totals(rows: Sequence[Row], slots: int) -> Tensor:
+    """How many tokens, and how many mask slots, a step has a loss for."""
+    own = sum(int(((row.targets != IGNORED) & (row.mask_slots == 0)).sum()) for row in rows)
+    masks = sum(int((row.mask_slots > 0).sum()) for row in rows)
+    return torch.tensor([own, masks])
+
+
+def _groups(trainee: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """Parameters with and without weight decay: vectors and embeddings go without."""
+    found: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for module in trainee.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                found[parameter.dim() > 1 and not isinstance(module, nn.Embedding)].append(parameter)
+    plain = {id(parameter) for parameter in found[False]}
+    decayed = [parameter for parameter in dict.fromkeys(found[True]) if id(parameter) not in plain]
+    return [
+        {"params": decayed, "weight_decay": decay},
+        {"params": list(dict.fromkeys(found[False])), "weight_decay": 0.0},
+    ]
+
+
+def _fused(accelerator: Accelerator) -> bool:
+    return accelerator.device.type in ("cpu", "cuda")

@@ -20,9 +20,11 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from spaceport.exporter.adapter import ADAPTER_FILE, apply_adapter, read_adapter
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.exporter.sar_config import read_json, read_sar_config
+from spaceport.graphs.gated import Adapter
 from spaceport.graphs.manifest import MOST_MASK_SLOTS, TokenIds
 from spaceport.graphs.signature import Precision
 
@@ -54,6 +56,7 @@ class Checkpoint:
     special_tokens: dict[str, str]
     generation: dict[str, Any]
     remote_code: bool
+    adapter: Adapter | None  # of mask rows
 
 
 def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) -> Checkpoint:
@@ -78,11 +81,12 @@ def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) 
         },
         generation=generation,
         remote_code=remote_code,
+        adapter=read_adapter(folder, tokens),
     )
 
 
 def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
-    """The model with every weight taken from the checkpoint."""
+    """The model with every weight taken from the checkpoint, and its adapter if it has one."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
@@ -106,6 +110,8 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
             f"{checkpoint.folder}: weights {', '.join(lost[:3])}{more} are missing or of another shape: expected every weight of "
             f"{type(model).__name__}; save the checkpoint again with save_pretrained"
         )
+    if checkpoint.adapter is not None:
+        apply_adapter(model, checkpoint.folder, checkpoint.tokens.mask, checkpoint.adapter)
     return cast(PreTrainedModel, model.eval())
 
 
@@ -140,7 +146,7 @@ def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
 
 
 def _weights(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
+    if any(file.name != ADAPTER_FILE for file in folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Sar_config: what a checkpoint folder says of its special tokens, beside the model's own files."""
+"""Sar_config: what a checkpoint folder says of its special tokens and of its adapter, beside the model's own files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spaceport.graphs.faults import InputFault
 
 SAR_FILE = "sar_config.json"
 
-_ENTRIES = ("mask_tokens", "mask_slots", "fork_token", "child_token")
+_ENTRIES = ("mask_tokens", "mask_slots", "fork_token", "child_token", "mask_adapter")
 
 
 class CheckpointError(InputFault):

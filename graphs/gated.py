@@ -95,7 +95,8 @@ class GatedLinear(nn.Linear):
         narrow = nn.functional.linear(states, self.A)
         # Gated where it is narrowest. Chosen, not multiplied by 0: an overflow of another row stays without effect.
         narrow = torch.where(self.gate.over(states), narrow, torch.zeros((), dtype=narrow.dtype, device=narrow.device))
-        return super().forward(states) + nn.functional.linear(narrow, self.B * self.scale)
+        wide = self.B if self.scale == 1 else self.B * self.scale
+        return super().forward(states) + nn.functional.linear(narrow, wide)
 
 
 def gate_model(
@@ -158,6 +159,14 @@ def load_adapter(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
             shapes = f"{tuple(tensor.shape)}: expected {tuple(expected[name].shape)}"
             raise AdapterFault(f"adapter tensor {name} has shape {shapes}, by the rank and the sizes of the model")
         expected[name].copy_(tensor)
+
+
+def fold_scale(model: PreTrainedModel) -> None:
+    """Multiply the adapters' scale into their second halves, for a model that is not tuned further: a graph that holds
+    the product needs not reckon it in each step."""
+    for module in _gated(model).values():
+        module.B.detach().mul_(module.scale)
+        module.scale = 1.0
 
 
 def _gated(model: PreTrainedModel) -> dict[str, GatedLinear]:

@@ -1,0 +1,98 @@
+"""Adapter: what is tuned for mask rows only, as a file beside the weights of a checkpoint, which stay as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config, write_sar_config
+from spaceport.graphs.faults import InputFault
+from spaceport.graphs.gated import Adapter, adapter_state, fold_scale, gate_model, load_adapter
+from spaceport.graphs.manifest import TokenIds
+
+ADAPTER_FILE = "mask_adapter.safetensors"  # transformers reads model*.safetensors and takes it for nothing of its own
+
+_LIKE = '{"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}'
+
+
+def read_adapter(folder: Path, tokens: TokenIds) -> Adapter | None:
+    """The adapter that a checkpoint folder holds, checked as far as that goes without the model; nothing if none."""
+    told, file = read_sar_config(folder).get("mask_adapter"), folder / ADAPTER_FILE
+    if told is None:
+        if file.exists():
+            raise CheckpointError(
+                f"{file}: no mask_adapter in {SAR_FILE} tells what it is: expected an entry such as {_LIKE}; "
+                "add it, or remove the file"
+            )
+        return None
+    adapter = _entry(folder / SAR_FILE, told)
+    if not file.exists():
+        raise CheckpointError(
+            f"{folder}: {SAR_FILE} names a mask_adapter, but there is no {ADAPTER_FILE}: copy it there, or set the entry "
+            "to null to go without"
+        )
+    if not tokens.mask:
+        raise CheckpointError(
+            f"{folder}: {SAR_FILE} names a mask_adapter, but no mask token is known: name it with --mask-token, or as "
+            f"mask_tokens in {SAR_FILE}"
+        )
+    _hold_to_rank(file, adapter.rank)
+    return adapter
+
+
+def apply_adapter(model: PreTrainedModel, folder: Path, mask_ids: tuple[int, ...], adapter: Adapter) -> None:
+    """Give a model the adapter of its checkpoint folder."""
+    try:
+        gate_model(model, mask_ids, adapter.rank, adapter.alpha, adapter.targets)
+        load_adapter(model, load_file(folder / ADAPTER_FILE))
+        fold_scale(model)
+    except InputFault as error:
+        raise CheckpointError(
+            f"{folder / ADAPTER_FILE}: {error}; copy the file that belongs to this checkpoint, or correct mask_adapter in "
+            f"{SAR_FILE}"
+        ) from error
+
+
+def write_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> None:
+    """Put the adapter of a model into its checkpoint folder: the tensors as they are, and what they are."""
+    save_file({name: tensor.contiguous().cpu() for name, tensor in adapter_state(model).items()}, folder / ADAPTER_FILE)
+    (folder / ADAPTER_FILE).chmod(0o644)  # safetensors writes for the owner alone
+    entry = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": list(adapter.targets)}
+    write_sar_config(folder, {"mask_adapter": entry})
+
+
+def _entry(file: Path, told: Any) -> Adapter:
+    expected = {"rank", "alpha", "targets"}
+    if not isinstance(told, dict) or set(told) != expected:
+        got = f"has the entries {', '.join(sorted(told)) or 'none'}" if isinstance(told, dict) else f"is {told!r}"
+        raise CheckpointError(f"{file}: mask_adapter {got}: expected null, or rank, alpha and targets as in {_LIKE}")
+    rank, alpha, targets = told["rank"], told["alpha"], told["targets"]
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise CheckpointError(f"{file}: rank of mask_adapter is {rank!r}: expected a whole number of at least 1")
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
+        raise CheckpointError(f"{file}: alpha of mask_adapter is {alpha!r}: expected a number above 0")
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(
+            f"{file}: targets of mask_adapter are {targets!r}: expected a list of names of linear modules"
+        )
+    return Adapter(rank, alpha, tuple(targets))
+
+
+def _hold_to_rank(file: Path, rank: int) -> None:
+    """Raise where the file cannot be read or has another rank than is told; only its head is read."""
+    try:
+        with safe_open(file, "pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}: copy it again") from error
+    for name, shape in shapes.items():
+        found = shape[0 if name.endswith(".A") else -1] if len(shape) == 2 else None
+        if found != rank:
+            raise CheckpointError(
+                f"{file}: {name} has shape {tuple(shape)}, the rank of mask_adapter in {SAR_FILE} is {rank}: expected rank x "
+                "in for A and out x rank for B; correct the rank, or copy the file that belongs to this checkpoint"
+            )

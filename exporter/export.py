@@ -63,7 +63,7 @@ def export(
         if checkpoint.template is not None:
             (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
         stage("sealing the bundle")
-        return seal(partial, _manifest(checkpoint, decoder, traits, options, parameters))
+        return seal(partial, manifest_for(checkpoint, decoder, traits, options, parameters))
 
 
 def decoder_from(
@@ -76,7 +76,10 @@ def decoder_from(
         return decoder_of(model, options.lowering, options.form)
 
 
-def _manifest(checkpoint: Checkpoint, decoder: Decoder, traits: Traits, options: Options, parameters: int) -> Manifest:
+def manifest_for(
+    checkpoint: Checkpoint, decoder: Decoder, traits: Traits, options: Options, parameters: int
+) -> Manifest:
+    """The manifest of a checkpoint's bundle, no file recorded yet."""
     packages = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
     return Manifest(
         signature=decoder.signature,

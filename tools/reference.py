@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from spaceport.exporter.checkpoint import open_checkpoint
-from spaceport.exporter.export import Options, TokenFlags, decoder_from
+from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
+from spaceport.exporter.export import Options, TokenFlags, decoder_from, manifest_for
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.faults import InputFault
+from spaceport.graphs.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.signature import Precision
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
@@ -32,9 +37,7 @@ def open_reference(
 ) -> TorchEngine:
     """The model that a bundle was made from, in the bundle's precision or another."""
     quiet_libraries()
-    check_threads(threads)
-    if threads or bundle.manifest.parameters < _SMALL:
-        torch.set_num_threads(threads or 1)
+    _set_threads(threads, bundle.manifest.parameters)
     signature = bundle.manifest.signature
     options = Options(signature.lowering, dtype or signature.dtype, "plain", remote_code=remote_code)
     decoder, _ = decoder_from(open_checkpoint(checkpoint, TokenFlags(), remote_code), options)
@@ -52,3 +55,33 @@ def open_reference_runtime(bundle: Bundle, checkpoint: Path, max_seq_len: int | 
     length = seq_len(bundle.manifest, max_seq_len)
     capacity = capacity_for(bundle.manifest, length)
     return Runtime(bundle, open_reference(bundle, checkpoint, capacity, 1, threads=threads), length)
+
+
+@contextmanager
+def checkpoint_runtime(checkpoint: Checkpoint, max_seq_len: int | None, threads: int = 0) -> Iterator[Runtime]:
+    """A runtime over a checkpoint's own PyTorch model in float32, with nothing exported."""
+    quiet_libraries()
+    options = Options(remote_code=checkpoint.remote_code)
+    decoder, traits = decoder_from(checkpoint, options)
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    _set_threads(threads, parameters)
+    manifest = manifest_for(checkpoint, decoder, traits, options, parameters)
+    length = seq_len(manifest, max_seq_len)
+    with tempfile.TemporaryDirectory(prefix="spaceport-checkpoint-") as folder:
+        (Path(folder) / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
+        if checkpoint.template is not None:
+            (Path(folder) / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
+        files = {}
+        for file in Path(folder).iterdir():
+            with file.open("rb") as stream:
+                files[file.name] = record_of(stream)
+        bundle = Bundle(Path(folder), replace(manifest, files=files))
+        engine = TorchEngine(decoder, decoder.signature, capacity_for(manifest, length), 1, "cpu")
+        with Runtime(bundle, engine, length) as runtime:
+            yield runtime
+
+
+def _set_threads(threads: int, parameters: int) -> None:
+    check_threads(threads)
+    if threads or parameters < _SMALL:
+        torch.set_num_threads(threads or 1)

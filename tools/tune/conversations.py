@@ -65,7 +65,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     raise InputFault(
                         f"{path} line {number}: longer than {LONGEST_LINE:,} bytes: expected one conversation on each line"
                     )
-                text = text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text
+                text = text.removeprefix(b"\xef\xbb\xbf")  # a byte order mark; joined files have several
                 if text.strip():
                     yield number, text
     except FileNotFoundError as error:

@@ -44,6 +44,7 @@ _NUMBER = re.compile(r"^([ \t]*)(?:\*\*|__)?(\d{1,3})\.(?!\d)", re.MULTILINE)  #
 _TITLE = re.compile(r"[^\S\n]*(?=[^\s:：])(?:`[^`\n]*`|[^`\n])*?(?:：|:(?=[\s*_]|[^\x00-\x7f]|\Z))")
 _EMPHASIS = re.compile(r"\*\*|__|[*_]")
 _BLANK = re.compile(r"\n\s*\n")  # ends where the next line that is not blank begins
+_INDENT = re.compile(r"[ \t]*")
 _BULLET = re.compile(r"[^\S\n]*[-*+•]\s")
 # Chinese and Japanese put no space between sentences.
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]*_]*(?=\s)|[。！？][”’」』）]*")
@@ -135,7 +136,7 @@ def _last_end(answer: str, title: int, margin: int) -> int:
     """Where the last item's detail ends: before a paragraph that is neither indented nor a bullet."""
     detail = len(answer) - len(answer[title:].lstrip())  # a blank line between title and detail ends nothing
     for blank in _BLANK.finditer(answer, detail):
-        indent = re.compile(r"[ \t]*").match(answer, blank.end())
+        indent = _INDENT.match(answer, blank.end())
         if not (indent and _width(indent[0]) >= margin) and not _BULLET.match(answer, blank.end()):
             return blank.start()
     return len(answer)
@@ -156,9 +157,8 @@ def _from_paragraphs(answer: str) -> Tree | Refusal:
 def _pieces(answer: str) -> Iterator[str]:
     """The paragraphs, each with the white space before it."""
     start, last = 0, len(answer.rstrip())
-    first = len(answer) - len(answer.lstrip())
-    for end in [*(blank.start() for blank in _BLANK.finditer(answer, first, last)), last]:
-        piece = answer[start:end].rstrip()  # of Windows line ends half is left
+    for end in [*(blank.start() for blank in _BLANK.finditer(answer)), last]:
+        piece = answer[start:end].rstrip()  # half of a Windows line end is left there
         if piece:
             yield piece
         start += len(piece)

@@ -1,0 +1,260 @@
+"""Extractors: which answers have a paragraph tree, where it is cut, and why the others have none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.tools.tune.extract import REASONS, Refusal, Tree, extract
+
+Cut = list[tuple[str, str | None]]
+
+FIRST = ("1. Red:", " the colour of fire")
+REST: Cut = [("\n2. Green:", " the colour of grass"), ("\n3. Blue:", " the colour of the sea")]
+
+LISTS: dict[str, Cut] = {
+    "items one below the other": [FIRST, *REST],
+    "items apart": [FIRST, ("\n\n2. Green:", " the colour of grass"), ("\n\n3. Blue:", " the colour of the sea")],
+    "text before the first item": [("Three colours:\n\n1. Red:", " the colour of fire"), *REST],
+    "text after the last item": [FIRST, *REST, ("\n\nThere are more.", None)],
+    "two paragraphs after it": [FIRST, *REST, ("\n\nThere are more.\n\nAsk: me anything.", None)],
+    "an end of line at the end": [FIRST, *REST, ("\n", None)],
+    "four items": [FIRST, *REST, ("\n4. Grey:", " ten letters")],
+    "a detail of ten characters": [("1. Red:", " 0123456789"), *REST],
+    "full-width colons": [
+        ("1. 红：", "火的颜色也是血的颜色"),
+        ("\n2. 绿：", "草的颜色也是树的颜色"),
+        ("\n3. 蓝：", "海的颜色也是天的颜色"),
+    ],
+    "a colon before text that needs no space": [("1. 红:", "火的颜色也是血的颜色"), *REST],
+    "bold titles": [("1. **Red**:", " the colour of fire"), *REST],
+    "bold titles and colons": [("1. **Red:**", " the colour of fire"), *REST],
+    "bold items": [("**1. Red:**", " the colour of fire"), ("\n__2. Green:__", " the colour of grass"), REST[1]],
+    "italic titles and colons": [("1. *Red:*", " the colour of fire"), *REST],
+    "a detail that begins in bold": [("1. 红：", "**火的颜色**也是血的颜色"), *REST],
+    "no space after the number": [("1.Red:", " the colour of fire"), *REST],
+    "a title in code": [("1. `dict[a: b]`:", " the colour of fire"), *REST],
+    "a title with a time": [("1. Red, at 10:30:", " the colour of fire"), *REST],
+    "a second colon": [("1. Red:", " the colour: of fire"), *REST],
+    "details below their titles": [("1. Red:", "\n   the colour of fire"), *REST],
+    "a last detail below its title": [FIRST, REST[0], ("\n3. Blue:", "\n\nthe colour of the sea"), ("\n\nDone.", None)],
+    "details of several lines": [("1. Red:", " the colour\nof fire\n  and of cherries"), *REST],
+    "details of several paragraphs": [("1. Red:", " the colour of fire\n\nIt is bright."), *REST],
+    "a last detail of several paragraphs": [
+        FIRST,
+        REST[0],
+        ("\n3. Blue:", " the colour of the sea\n\n   It is deep.\n\n- bullet"),
+        ("\n\nDone.", None),
+    ],
+    "a number inside an item": [("1. Red:", " the colour of\n   1. fire\n   2. cherries"), *REST],
+    "a decimal at the start of a line": [("1. Red:", " the colour of\n1.5 litres of wine"), *REST],
+    "a year at the start of a line": [("1. Red:", " the colour of\n1917. And of fire"), *REST],
+    "numbers that stand to the right": [(" 1. Red:", " the colour of fire"), *REST],
+    "a crooked list": [FIRST, ("\n 2. Green:", " the colour of grass"), REST[1]],
+    "an indented list": [(" 1. Red:", " the colour of fire"), ("\n 2. A:", " 0123456789"), ("\n 3. B:", " 0123456789")],
+    "Windows line ends": [
+        ("Three:\r\n\r\n1. Red:", " the colour of fire"),
+        ("\r\n\r\n2. Green:", " the colour\r\n  of grass"),
+        ("\r\n3. Blue:", " the colour of the sea"),
+        ("\r\n\r\nDone.\r\n", None),
+    ],
+}
+
+LONG = ("This is the first sentence.", " And a second one. And a third.")
+MORE: Cut = [("\n\nA paragraph goes on here.", " More."), ("\n\nThe last one begins so.", " End.")]
+
+PARAGRAPHS: dict[str, Cut] = {
+    "three paragraphs": [LONG, *MORE],
+    "a paragraph of one sentence": [LONG, ("\n\nOnly one sentence in this one.", None), *MORE],
+    "a paragraph without a mark": [("Introduction", None), ("\n\nThis is the first sentence.", " And."), *MORE],
+    "a first sentence that is too short": [("Yes. That is right, as it is.", " So it is."), *MORE],
+    "a head of twenty characters": [("Twenty letters, yes.", " They are enough."), *MORE],
+    "a question": [("Is this the first sentence?", " It is."), *MORE],
+    "an exclamation": [("What a first sentence it is!", " It is."), *MORE],
+    "a quotation": [('He said "this is the first."', " It is."), *MORE],
+    "a mark inside a word": [("The file is called main.py and more.", " It is."), *MORE],
+    "bold heads": [("**This is the first sentence.**", " It is."), *MORE],
+    "no space between sentences": [("这是第一句话，它至少有二十个字那么长，没错。", "这是第二句。"), *MORE],
+    "several lines": [("This is the first\nsentence.", " It\nis."), *MORE],
+    "lines of white space": [LONG, ("\n \t\n\nA paragraph goes on here.", " More."), MORE[1]],
+    "white space around": [("\n\n  This is the first sentence.", " And."), *MORE, ("\n\n", None)],
+    "Windows line ends": [
+        ("This is the first sentence.", " And."),
+        ("\r\n\r\nA paragraph goes on here.", "\r\nMore."),
+        ("\r\n\r\nThe last one begins so.", " End."),
+        ("\r\n", None),
+    ],
+    "words that only end as a title does": [("They stood on the quadr.", " More."), *MORE],
+    "a list without titles": [
+        ("1. Wash the vegetables well.", " Use cold water."),
+        ("\n\n2. Cut them into pieces.", " Mind your fingers."),
+        ("\n\n3. Boil for ten minutes.", " Then eat."),
+    ],
+}
+
+
+def joined(cut: Cut) -> str:
+    return "".join(head + (detail or "") for head, detail in cut)
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_numbered_list_is_cut_behind_its_titles(kind: str) -> None:
+    expect("list", LISTS[kind])
+
+
+@pytest.mark.parametrize("kind", PARAGRAPHS)
+def test_paragraphs_are_cut_behind_their_first_sentences(kind: str) -> None:
+    expect("paragraphs", PARAGRAPHS[kind])
+
+
+def expect(kind: str, cut: Cut) -> None:
+    tree = extract(joined(cut))
+    assert isinstance(tree, Tree), tree
+    assert [(paragraph.head, paragraph.detail) for paragraph in tree.paragraphs] == cut
+    assert (tree.kind, tree.text) == (kind, joined(cut))
+    assert tree.forks == sum(detail is not None for _, detail in cut)
+
+
+LIST, PROSE = joined([FIRST, *REST]), joined([LONG, *MORE])
+REFUSALS = [
+    ("code fence", f"{LIST}\n```\ncode\n```"),
+    ("code fence", f"{PROSE}\n\n~~~\ncode\n~~~"),
+    ("formula", f"{LIST} $$x$$"),
+    ("formula", f"{PROSE} $$x$$"),
+    ("link", f"{LIST}, see http://a.b"),
+    ("link", f"{PROSE} See HTTPS://a.b"),
+    ("rule", f"{LIST}\n\n---\n"),
+    ("rule", f"{PROSE}\n| --- |"),
+    ("angle bracket", f"{LIST} <b"),
+    ("angle bracket", f"{PROSE} b>"),
+    ("equals sign", f"{LIST} a = b"),
+    ("equals sign", f"{PROSE} a=b"),
+    ("fewer than 3 items", "1. Red: the colour of fire"),
+    ("fewer than 3 items", joined([FIRST, REST[0]])),
+    ("fewer than 3 items", "1. Red: the colour of\n   1. fire\n   2. cherries\n2. Green: the colour of grass"),
+    ("numbers out of order", LIST.replace("3.", "4.")),
+    ("numbers out of order", LIST.replace("2.", "1.").replace("3.", "1.")),
+    ("numbers out of order", LIST.replace("3.", "5.").replace("2.", "4.").replace("1.", "3.")),
+    ("numbers out of order", f"{LIST}\n\nAnd:\n\n{LIST}"),
+    ("nested list", LIST.replace("fire", "fire\n\n   1. and of cherries")),
+    ("nested list", LIST.replace("fire", "fire\r\n \r\n\t1. and of cherries")),
+    ("nested list", f"{LIST}\n\n   1. and of the sky"),
+    ("item without a title", LIST.replace("Green: ", "")),
+    ("item without a title", LIST.replace("Green: ", ": ")),
+    ("item without a title", LIST.replace("Green: ", "At 10:30 ")),
+    ("item without a title", LIST.replace("Green: ", "`a: b` ")),
+    ("item without a title", LIST.replace("Green: ", "\nGreen: ")),
+    ("detail under 10 characters", LIST.replace("the colour of fire", "012345678")),
+    ("detail under 10 characters", LIST.replace("the colour of fire", "")),
+    ("detail under 10 characters", LIST.replace("the colour of the sea", "012345678\n\nThere are more colours.")),
+    ("abbreviation", PROSE.replace("And a second", "And Dr. Who")),
+    ("abbreviation", PROSE.replace("And a second", "And MRS. Who")),
+    ("abbreviation", PROSE.replace("And a second", "(mr. Who)")),
+    ("fewer than 3 paragraphs", ""),
+    ("fewer than 3 paragraphs", " \r\n "),
+    ("fewer than 3 paragraphs", "Yes."),
+    ("fewer than 3 paragraphs", joined([LONG, MORE[0]])),
+    ("fewer than 3 paragraphs", PROSE.replace("\n\n", "\n")),
+    ("fewer than 3 forks", PROSE.replace(" More.", "")),
+    ("fewer than 3 forks", PROSE.replace("A paragraph goes on here", "Only 18 letters so")),
+]
+
+
+@pytest.mark.parametrize(("reason", "answer"), REFUSALS)
+def test_an_answer_without_a_tree_is_refused_with_its_reason(reason: str, answer: str) -> None:
+    assert extract(answer) == Refusal(reason)  # type: ignore[arg-type]
+
+
+def test_every_reason_has_an_answer_that_it_refuses() -> None:
+    assert {reason for reason, _ in REFUSALS} == set(REASONS)
+
+
+def test_the_answers_of_the_refusals_have_trees_without_what_is_refused() -> None:
+    assert (extract(LIST), extract(PROSE)) == (tree_of(LIST), tree_of(PROSE))
+
+
+def test_a_refused_list_is_tried_as_paragraphs() -> None:
+    prose = joined(PARAGRAPHS["a list without titles"])
+    assert tree_of(prose).kind == "paragraphs"
+    assert extract(prose.replace("\n\n", "\n")) == Refusal("item without a title")
+
+
+def test_a_list_goes_before_paragraphs() -> None:
+    both = joined([FIRST, *REST]).replace("\n", ". Such is it. So it is.\n\n") + ". So it is."
+    assert tree_of(both).kind == "list"
+
+
+def tree_of(answer: str) -> Tree:
+    found = extract(answer)
+    assert isinstance(found, Tree), found
+    return found
+
+
+WORDS = st.lists(
+    st.sampled_from(["red", "Äpfel", "and", "日本", "🚀", "10:30", "*so*", "**b**", "it:", "a.b", "sea."]), max_size=12
+).map(" ".join)
+ENDS = st.sampled_from([*["\n", "\n\n", "\r\n", "\r\n\r\n", "\n \n"] * 4, "\n   ", "\n\n   "])
+TITLED = ["Red:", "**Red:**", "**Red**:", "红：", "`a: b`:", "_Red:_"]
+TITLES = st.sampled_from([*TITLED * 3, "Red"])
+ITEMS = st.lists(st.tuples(TITLES, WORDS, ENDS), min_size=3, max_size=6)
+SENTENCES = st.lists(st.tuples(WORDS, st.sampled_from([". ", "! ", "? ", "。", ".\n", ""])), max_size=4)
+LEADS = st.sampled_from(["", "\n", "Here they are:\n\n", "So. "])
+
+
+@st.composite
+def lists(draw: st.DrawFn) -> str:
+    items = draw(ITEMS)
+    listed = "".join(f"{i}. {title} {words} enough of it{end}" for i, (title, words, end) in enumerate(items, 1))
+    return draw(LEADS) + listed + draw(WORDS)
+
+
+@st.composite
+def prose(draw: st.DrawFn) -> str:
+    told = [
+        f"This is how {words} {first}. " + "".join(word + mark for word, mark in rest) + end
+        for words, first, rest, end in draw(st.lists(st.tuples(WORDS, WORDS, SENTENCES, ENDS), min_size=3, max_size=6))
+    ]
+    return draw(LEADS) + "\n\n".join(told)
+
+
+def whole(answer: str) -> bool:
+    """Hold what is true of every answer; whether it has a tree."""
+    found = extract(answer)
+    if isinstance(found, Refusal):
+        assert found.reason in REASONS
+        return False
+    assert found.text == answer
+    assert found.forks >= 3
+    assert all(paragraph.head for paragraph in found.paragraphs)
+    assert all(paragraph.detail is None or paragraph.detail.strip() for paragraph in found.paragraphs)
+    assert all(len((paragraph.detail or "a" * 10).strip()) >= 10 for paragraph in found.paragraphs) or (
+        found.kind == "paragraphs"
+    )
+    return True
+
+
+@pytest.mark.parametrize("answers", [lists(), prose()], ids=["lists", "paragraphs"])
+def test_joining_a_tree_gives_back_the_answer(answers: st.SearchStrategy[str]) -> None:
+    found = []
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @given(answer=answers)
+    def joins(answer: str) -> None:
+        found.append(whole(answer))
+
+    joins()
+    assert sum(found) > len(found) / 2
+
+
+@settings(max_examples=500, deadline=None)
+@given(answer=st.text() | st.text(alphabet="12.: \n\r\ta*_`。：!-A", max_size=60))
+def test_no_text_is_too_odd_to_be_read(answer: str) -> None:
+    whole(answer)
+
+
+@pytest.mark.parametrize(
+    "piece", ["1. ", "\n", "\n ", "1. a: ", ". ", ".'", ":", "`", " ", "\r\n\r\n", "*", "1.\n\n", "a. b\n\n"]
+)
+def test_long_answers_are_read_in_time_that_grows_with_their_length(piece: str) -> None:
+    whole(piece * (200_000 // len(piece)))  # with a search in every place of every other it would take minutes

@@ -1,0 +1,1 @@
+"""Demo model: what its data are made of, where its training starts and what it can do."""

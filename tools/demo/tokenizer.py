@@ -1,0 +1,50 @@
+"""Tokenizer: byte-level BPE with a small vocabulary, trained on the corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+TOKENS = 1264  # with the four below; those of a tuning come behind them
+LONGEST_TEXT = 1024  # tokens
+
+BOS, EOS, START, END = "<s>", "</s>", "<|start|>", "<|end|>"
+
+_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def train_tokenizer(texts: Iterable[str], size: int = TOKENS) -> PreTrainedTokenizerFast:
+    """A tokenizer over all 256 bytes that splits numbers into digits and opens every text with bos."""
+    core = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    core.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[BOS, EOS, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    bos = [(BOS, core.token_to_id(BOS))]
+    opening = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=bos)
+    core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), opening])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=BOS,
+        eos_token=EOS,
+        extra_special_tokens=[START, END],
+        chat_template=_TEMPLATE,
+        model_max_length=LONGEST_TEXT,
+        clean_up_tokenization_spaces=False,
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,10 @@ class Tally:
         """Share of right predictions of each slot from 0; nothing where there were none."""
         return [got / of if of else None for got, of in zip(self.right, self.asked, strict=True)]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The counts and what follows from them."""
+        return {**asdict(self), "accuracy": self.accuracy, "tokens_per_step": self.tokens_per_step}
+
     @property
     def tokens_per_step(self) -> list[float | None]:
         """Tokens that a step writes with 0, 1, ... mask slots."""
@@ -87,6 +92,10 @@ class Forks:
         self.written += int(there.sum())
         self.predicted += int(told.sum())
         self.right += int((told & there).sum())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts and what follows from them."""
+        return {**asdict(self), "precision": self.precision, "recall": self.recall}
 
     @property
     def precision(self) -> float | None:

@@ -32,6 +32,8 @@ class Conversation:
 
     line: int
     turns: tuple[Turn, ...]
+    fork: bool = True  # False: its answer is learned in one line, though it has a tree
+    ends: bool = True  # False: a plain text that is a piece of a longer one, so nothing ends with it
 
     @property
     def answer(self) -> str | None:
@@ -44,7 +46,8 @@ def read_conversations(path: Path) -> list[Conversation]:
     conversations = []
     for line, text in _lines(path):
         try:
-            conversations.append(Conversation(line, _turns(_object(text))))
+            data = _object(text)
+            conversations.append(Conversation(line, _turns(data), _flag(data, "fork"), _flag(data, "ends")))
         except InputFault as error:
             raise InputFault(f"{path} line {line}: {error}") from error
     if not conversations:
@@ -109,6 +112,13 @@ def _turns(data: dict[str, Any]) -> tuple[Turn, ...]:
         Turn("user", _content(data["prompt"], '"prompt"')),
         Turn("assistant", _content(data["response"], '"response"')),
     )
+
+
+def _flag(data: dict[str, Any], name: str) -> bool:
+    told = data.get(name, True)
+    if not isinstance(told, bool):
+        raise InputFault(f'"{name}" is {_kind(told)}: expected true or false')
+    return told
 
 
 def _messages(messages: Any) -> tuple[Turn, ...]:

@@ -81,7 +81,7 @@ def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: i
     """Every conversation as samples; an answer with a paragraph tree forks if the model has the tokens for it."""
     prepared = Prepared()
     for conversation in conversations:
-        tree = _tree(conversation) if spelling.forks else None
+        tree = _tree(conversation) if spelling.forks and conversation.fork else None
         try:
             samples = list(_spelled(conversation, spelling, tree, cutoff))
             flat = list(_spelled(conversation, spelling, None, cutoff)) if tree else []
@@ -139,15 +139,31 @@ def _grow(growing: _Growing, tree: Tree, end: Sequence[int], spelling: Spelling)
 
 def _windows(conversation: Conversation, spelling: Spelling, cutoff: int) -> Iterator[Sample]:
     """A plain text in pieces of at most the cutoff; the last one ends."""
-    ids = [*spelling.spell(conversation.turns[0].content), spelling.end]
+    pieces = list(_pieces(conversation.turns[0].content, spelling, cutoff - len(spelling.start) - 1))
     given = 0 if spelling.start else 1  # with nothing before it, a first token cannot be learned
-    step = cutoff - len(spelling.start)
-    for first in range(0, len(ids), step):
-        piece = ids[first : first + step]
+    for piece in pieces:
         growing = _Growing()
         growing.add([*spelling.start, *piece[:given]], learned=False)
         growing.add(piece[given:], learned=True)
+        if piece is pieces[-1] and conversation.ends:
+            growing.add([spelling.end], learned=True)
         yield growing.sample(conversation.line)
+
+
+def _pieces(text: str, spelling: Spelling, room: int) -> Iterator[list[int]]:
+    """The tokens of as many whole lines as there is room for; a line that is longer is cut where it must be."""
+    window, size = "", 0
+    for line in text.splitlines(keepends=True):
+        more = len(spelling.spell(line))
+        if window and size + more > room:
+            yield from _cut_tokens(spelling.spell(window), room)
+            window, size = "", 0
+        window, size = window + line, size + more
+    yield from _cut_tokens(spelling.spell(window), room)
+
+
+def _cut_tokens(ids: Sequence[int], room: int) -> Iterator[list[int]]:
+    yield from (list(ids[first : first + room]) for first in range(0, len(ids), room))
 
 
 def _kept(sample: Sample, spelling: Spelling, cutoff: int, counts: Counter[str]) -> Sample | None:
@@ -166,6 +182,8 @@ def _kept(sample: Sample, spelling: Spelling, cutoff: int, counts: Counter[str])
 
 def _cut(sample: Sample, spelling: Spelling, cutoff: int) -> Sample:
     """The sample without what stands at the cutoff or beyond, and without a [Child] that nothing is left of."""
+    if sample.size <= cutoff:
+        return sample
     positions = np.zeros(sample.size, np.int64)
     for place, parent in enumerate(sample.parents):
         positions[place] = 0 if parent == NO_PARENT else positions[parent] + 1

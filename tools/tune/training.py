@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from spaceport.graphs.faults import InputFault
 from spaceport.tools.tune.course import Course
 from spaceport.tools.tune.packing import IGNORED, Row, collate
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.trainee import COUNT, LOSS, RIGHT, Trainee, run
+from spaceport.tools.tune.vocabulary import embedding_rows
 
 _NOTHING = Row(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0)))
 
@@ -54,7 +56,10 @@ class Training:
         self.tokens = 0
         self._settings = settings
         optimizer = torch.optim.AdamW(
-            _groups(trainee, settings.weight_decay), lr=settings.rate, betas=settings.betas, fused=_fused(accelerator)
+            _groups(trainee.model, settings.weight_decay),
+            lr=settings.rate,
+            betas=settings.betas,
+            fused=_fused(accelerator),
         )
         self.trainee: nn.Module
         self.trainee, self._optimizer = accelerator.prepare(trainee, optimizer)
@@ -153,19 +158,14 @@ def _totals(rows: Sequence[Row], slots: int) -> Tensor:
     return torch.tensor([own, masks])
 
 
-def _groups(trainee: nn.Module, decay: float) -> list[dict[str, Any]]:
+def _groups(model: PreTrainedModel, decay: float) -> list[dict[str, Any]]:
     """Parameters with and without weight decay: vectors and embeddings go without."""
-    found: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for module in trainee.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                found[parameter.dim() > 1 and not isinstance(module, nn.Embedding)].append(parameter)
-    plain = {id(parameter) for parameter in found[False]}
-    decayed = [parameter for parameter in dict.fromkeys(found[True]) if id(parameter) not in plain]
-    return [
-        {"params": decayed, "weight_decay": decay},
-        {"params": list(dict.fromkeys(found[False])), "weight_decay": 0.0},
-    ]
+    bare = {id(rows) for rows in embedding_rows(model)}
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    plain = [parameter for parameter in learned if parameter.dim() < 2 or id(parameter) in bare]
+    decayed = [parameter for parameter in learned if parameter.dim() > 1 and id(parameter) not in bare]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _fused(accelerator: Accelerator) -> bool:

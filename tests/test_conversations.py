@@ -89,6 +89,16 @@ def test_the_answer_is_what_the_assistant_said_last(tmp_path: Path, roles: list[
     assert found.answer == str(answer)
 
 
+def test_a_line_may_say_that_it_does_not_fork_or_end(tmp_path: Path) -> None:
+    lines = [
+        '{"text": "a", "fork": false}',
+        '{"text": "a", "ends": false}',
+        '{"text": "a", "fork": true, "ends": true}',
+    ]
+    found = read_conversations(written(tmp_path, "\n".join(lines)))
+    assert [(one.fork, one.ends) for one in found] == [(False, True), (True, False), (True, True)]
+
+
 def test_a_plain_text_has_no_answer(tmp_path: Path) -> None:
     assert read_conversations(written(tmp_path, '{"text": "Plain."}'))[0].answer is None
 
@@ -117,6 +127,8 @@ MISTAKES: dict[str, tuple[str | bytes, str]] = {
     "response blank": ('{"prompt": "a", "response": " \\n"}', '"response" is empty: expected text'),
     "text null": ('{"text": null}', '"text" is null: expected a string'),
     "text true": ('{"text": true}', '"text" is true or false: expected a string'),
+    "fork a word": ('{"text": "a", "fork": "no"}', '"fork" is a string: expected true or false'),
+    "ends null": ('{"text": "a", "ends": null}', '"ends" is null: expected true or false'),
     "half a character": (
         '{"text": "a \\ud83d b"}',
         r'"text" holds half of a character \(\'\\ud83d\'\): expected whole',

@@ -1,0 +1,246 @@
+"""`spaceport tune data`: what a file of conversations teaches about forking."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.tools.cli.screen import show_json, show_table, stages
+from spaceport.tools.tune.conversations import read_conversations
+from spaceport.tools.tune.extract import Refusal, Tree
+from spaceport.tools.tune.report import Finding, Report, find, report
+from spaceport.tools.tune.rows import check_target, rows_of, write_rows
+from spaceport.tools.tune.samples import Sample
+from spaceport.tools.tune.settings import Settings
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A data file, read."""
+
+    file: Path
+    findings: list[Finding]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows that are to be written."""
+
+    checkpoint: Path
+    file: Path
+    cutoff: int
+    overwrite: bool
+    remote_code: bool
+
+
+@click.command("data")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--example", type=int, metavar="N", help="Draw the tree of line N; by default the first there is.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Checkpoint whose tokens and chat template the rows are written in.",
+)
+@click.option("--rows", type=click.Path(path_type=Path), metavar="OUT", help="Write the prepared rows as JSONL.")
+@click.option(
+    "--cutoff", default=Settings().cutoff, show_default=True, metavar="N", help="Longest row: tokens along a path."
+)
+@click.option("--overwrite", is_flag=True, help="Replace a file of rows that is there already.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings along.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def command(
+    files: tuple[Path, ...],
+    example: int | None,
+    checkpoint: Path | None,
+    rows: Path | None,
+    cutoff: int,
+    overwrite: bool,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
+    """Show how many answers of FILE (JSONL) have a tree of paragraphs, why the others have none, and one of the trees.
+
+    Of each conversation the last answer is looked at. With --checkpoint and --rows, what a model is taught is written
+    too: one row a line, with its token ids, the place of the token before each (-1 for the first) and which are learned.
+    """
+    check_options(files, example)
+    order = order_of(files, checkpoint, rows, Settings(cutoff=cutoff).cutoff, overwrite, trust_remote_code)
+    with stages() as stage:
+        readings = [_read(file, stage) for file in files]
+        drawn = chosen(readings, example)
+        written = None if order is None else _write(readings, order, stage)
+    if as_json:
+        show_json(as_dict(readings, drawn, written))
+        return
+    show(readings)
+    if drawn is not None:
+        show_example(*drawn)
+    if written is not None:
+        show_table(f"\n{rows}: {written['rows']} rows", ("what", "count"), list(written["counts"].items()))
+
+
+def check_options(files: Sequence[Path], example: int | None) -> None:
+    """Raise for what can be told wrong before any file is opened."""
+    if example is not None and len(files) > 1:
+        raise OptionFault(
+            f"--example {example} with {len(files)} files: expected one file, whose line {example} is meant"
+        )
+
+
+def order_of(
+    files: Sequence[Path], checkpoint: Path | None, rows: Path | None, cutoff: int, overwrite: bool, remote_code: bool
+) -> Order | None:
+    """What is to be written, if anything is, with its place checked."""
+    if checkpoint is None and rows is None:
+        return None
+    if checkpoint is None or rows is None:
+        given, lacking = ("--rows", "--checkpoint") if checkpoint is None else ("--checkpoint", "--rows")
+        raise OptionFault(f"{given} without {lacking}: rows are written in a checkpoint's tokens, give both or neither")
+    if any(rows.resolve() == file.resolve() for file in files):
+        raise OptionFault(f"--rows {rows} is one of the files that are read: choose another name, it would be lost")
+    check_target(rows, overwrite)
+    return Order(checkpoint, rows, cutoff, overwrite, remote_code)
+
+
+def chosen(readings: Sequence[Reading], example: int | None) -> tuple[Path, Finding] | None:
+    """The finding to draw: that of the asked line, or the first tree of all."""
+    findings = [(reading.file, finding) for reading in readings for finding in reading.findings]
+    if example is None:
+        return next((found for found in findings if isinstance(found[1].found, Tree)), None)
+    for file, finding in findings:
+        if finding.conversation.line == example:
+            return file, finding
+    raise OptionFault(
+        f"--example {example}: no conversation on this line of {readings[0].file}: expected one of its "
+        f"{len(findings)} lines that are not blank, from {findings[0][1].conversation.line} to "
+        f"{findings[-1][1].conversation.line}"
+    )
+
+
+def show(readings: Sequence[Reading]) -> None:
+    """The numbers of every file and of all together, and the refusals."""
+    reports = [report(reading.findings) for reading in readings]
+    names = [str(reading.file) for reading in readings]
+    total = _total(readings)
+    if len(readings) > 1:
+        reports, names = [*reports, total], [*names, "all"]
+    lines: list[tuple[str, Callable[[Report], object]]] = [
+        ("conversations", lambda found: found.conversations),
+        ("answers", lambda found: found.answers),
+        ("told not to fork", lambda found: found.told_whole),
+        ("forked as a list", lambda found: found.lists),
+        ("forked as paragraphs", lambda found: found.paragraphs),
+        ("forks per tree, mean", lambda found: found.mean_forks),
+        ("forks per tree, most", lambda found: found.most_forks or None),
+        ("characters of answers", lambda found: found.characters),
+        ("share of them in details", lambda found: found.detail_share),
+    ]
+    show_table("", ("what", *names), [(label, *map(number, reports)) for label, number in lines])
+    if total.refusals:
+        refused = [(reason, *(found.refusals.get(reason, 0) for found in reports)) for reason in total.refusals]
+        show_table("\nAnswers without a tree", ("reason", *names), refused)
+
+
+def show_example(file: Path, finding: Finding) -> None:
+    """One tree: heads, and below each the detail that a child thread may write."""
+    label = f"{file} line {finding.conversation.line}: "
+    if not isinstance(finding.found, Tree):
+        click.echo(f"\n{label}no tree: {_refused(finding)}")
+        return
+    tree = finding.found
+    label += f"{'a list' if tree.kind == 'list' else 'paragraphs'}, {tree.forks} forks"
+    pieces = [(_line(paragraph.head), paragraph.detail) for paragraph in tree.paragraphs if paragraph.head.strip()]
+    click.echo()
+    if sys.stdout.isatty():
+        _draw(label, pieces)
+        return
+    click.echo(label)
+    for head, detail in pieces:
+        click.echo(f"  {head}")
+        if detail is not None:
+            click.echo(f"      {_line(detail)}")
+
+
+def as_dict(
+    readings: Sequence[Reading], drawn: tuple[Path, Finding] | None, written: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Everything that is shown, for machines."""
+    return {
+        "files": [{"file": str(reading.file), **report(reading.findings).as_dict()} for reading in readings],
+        "all": _total(readings).as_dict(),
+        "example": None if drawn is None else _example(*drawn),
+        "written": written,
+    }
+
+
+def _read(file: Path, stage: Callable[[str], None]) -> Reading:
+    stage(f"reading {file}")
+    return Reading(file, [find(conversation) for conversation in read_conversations(file)])
+
+
+def _write(readings: Sequence[Reading], order: Order, stage: Callable[[str], None]) -> dict[str, Any]:
+    """Write the rows; how many, and what was counted on the way."""
+    stage(f"opening {order.checkpoint}")
+    from spaceport.exporter.quiet import quiet_libraries  # torch and transformers are read only where rows are written
+    from spaceport.tools.tune.checkpoint_spelling import checkpoint_spelling
+
+    quiet_libraries()
+    spelling = checkpoint_spelling(order.checkpoint, order.remote_code)
+    stage(f"writing {order.file}")
+    samples: list[tuple[Path, Sample]] = []
+    counts: Counter[str] = Counter()
+    for reading in readings:
+        conversations = [finding.conversation for finding in reading.findings]
+        found, counted = rows_of(reading.file, conversations, spelling, order.cutoff)
+        samples += [(reading.file, sample) for sample in found]
+        counts += counted
+    write_rows(order.file, samples, order.overwrite)
+    if not spelling.forks:
+        click.echo(f"{order.checkpoint} has no fork token: no row forks; `spaceport tune` adds one", err=True)
+    return {"file": str(order.file), "rows": len(samples), "counts": dict(counts)}
+
+
+def _total(readings: Sequence[Reading]) -> Report:
+    return report([finding for reading in readings for finding in reading.findings])
+
+
+def _refused(finding: Finding) -> str:
+    if isinstance(finding.found, Refusal):
+        return finding.found.reason
+    return "no answer in it" if finding.conversation.answer is None else "the line says that it does not fork"
+
+
+def _example(file: Path, finding: Finding) -> dict[str, Any]:
+    told: dict[str, Any] = {"file": str(file), "line": finding.conversation.line}
+    if not isinstance(finding.found, Tree):
+        return {**told, "kind": None, "reason": _refused(finding)}
+    paragraphs = [{"head": piece.head, "detail": piece.detail} for piece in finding.found.paragraphs]
+    return {**told, "kind": finding.found.kind, "paragraphs": paragraphs}
+
+
+def _line(text: str) -> str:
+    """A text in one line, with nothing in it that a terminal would obey."""
+    line = " ".join(text.split())
+    return "".join("\ufffd" if unicodedata.category(sign) == "Cc" else sign for sign in line)
+
+
+def _draw(label: str, pieces: Sequence[tuple[str, str | None]]) -> None:
+    from rich import tree
+    from rich.console import Console
+    from rich.text import Text
+
+    root = tree.Tree(Text(label))
+    for head, detail in pieces:
+        branch = root.add(Text(head, "bold"))
+        if detail is not None:
+            branch.add(Text(_line(detail), "cyan"))
+    Console().print(root)

@@ -1,0 +1,86 @@
+"""Report: what the extractors make of conversations, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spaceport.tools.tune.conversations import Conversation
+from spaceport.tools.tune.extract import Reason, Refusal, Tree, extract
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the extractors make of one conversation; nothing if it has no answer or says that it does not fork."""
+
+    conversation: Conversation
+    found: Tree | Refusal | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The numbers of some findings."""
+
+    conversations: int
+    answers: int
+    told_whole: int  # answers whose lines say that they do not fork
+    lists: int
+    paragraphs: int
+    forks: int  # of all trees
+    most_forks: int  # of one tree
+    characters: int  # of the answers
+    in_details: int  # of them, those that child threads may write
+    refusals: dict[Reason, int]  # the most frequent first
+
+    @property
+    def trees(self) -> int:
+        return self.lists + self.paragraphs
+
+    @property
+    def mean_forks(self) -> float | None:
+        return self.forks / self.trees if self.trees else None
+
+    @property
+    def detail_share(self) -> float | None:
+        return self.in_details / self.characters if self.characters else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "conversations": self.conversations,
+            "answers": self.answers,
+            "told_not_to_fork": self.told_whole,
+            "forked": {"list": self.lists, "paragraphs": self.paragraphs},
+            "forks": self.forks,
+            "forks_per_tree": {"mean": self.mean_forks, "max": self.most_forks or None},
+            "characters": self.characters,
+            "characters_in_details": self.in_details,
+            "refusals": self.refusals,
+        }
+
+
+def find(conversation: Conversation) -> Finding:
+    """What the extractors make of a conversation's last answer."""
+    answer = conversation.answer if conversation.fork else None
+    return Finding(conversation, None if answer is None else extract(answer))
+
+
+def report(findings: Sequence[Finding]) -> Report:
+    """The numbers of these findings."""
+    answers = [finding for finding in findings if finding.conversation.answer is not None]
+    trees = [finding.found for finding in findings if isinstance(finding.found, Tree)]
+    refusals = Counter(finding.found.reason for finding in findings if isinstance(finding.found, Refusal))
+    lists = sum(tree.kind == "list" for tree in trees)
+    return Report(
+        conversations=len(findings),
+        answers=len(answers),
+        told_whole=sum(finding.found is None for finding in answers),
+        lists=lists,
+        paragraphs=len(trees) - lists,
+        forks=sum(tree.forks for tree in trees),
+        most_forks=max((tree.forks for tree in trees), default=0),
+        characters=sum(len(finding.conversation.answer or "") for finding in findings),
+        in_details=sum(len(paragraph.detail or "") for tree in trees for paragraph in tree.paragraphs),
+        refusals=dict(refusals.most_common()),
+    )

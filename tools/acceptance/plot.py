@@ -14,7 +14,6 @@ from spaceport.tools.acceptance.tally import Tally
 
 # Okabe and Ito's blue and vermilion, which people of every colour vision tell apart; the marks differ as well.
 _OWN, _GIVEN = ("#0072B2", "o", "own answers", 8), ("#D55E00", "s", "given answers", -14)
-_GREY = "#555555"
 
 
 def draw(found: Acceptance, file: Path, title: str) -> None:
@@ -31,7 +30,6 @@ def draw(found: Acceptance, file: Path, title: str) -> None:
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
     _frame(speed, "Tokens a step", "mask slots in use (0: plain decoding)", slots)
     speed.set_ylim(0, 1.15 * max(1.0, _most(found.own), _most(found.given)))
-    speed.axhline(1.0, color=_GREY, linewidth=0.8, linestyle=":")
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
 

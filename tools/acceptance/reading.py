@@ -40,9 +40,11 @@ def read_line(
     reading = _Reading(engine, request, choices, line, len(prompt))
     found = np.full((len(answer), 1 + mask_slots), NOTHING, np.int64)
     found[:, 0] = reading.feed()
-    groups = reading.room // mask_slots if mask_slots else 0
+    if not mask_slots:
+        return found
+    groups = max(1, reading.room // mask_slots)  # of one call
     last = len(answer) - 1  # nothing is left to predict for the masks behind the token before it
-    for first in range(0, last, groups) if groups else ():
+    for first in range(0, last, groups):
         reading.draft(range(first, min(first + groups, last)), found)
     return found
 
@@ -70,7 +72,7 @@ class _Reading:
         found: list[int] = []
         (thread,) = self.request.threads
         while thread.fed < len(thread.tokens):
-            part = plan_thread(thread, PLAIN, self.request.tokens, self.room)
+            part = plan_thread(thread, PLAIN, self.request.tokens, min(ROWS, self.engine.rows))
             wanted = np.flatnonzero(part.positions >= self.start - 1)
             part = replace(part, layout=replace(part.layout, wanted=wanted), complete=wanted.size > 0)
             slots, (logits,) = self._run(Plan((part,)))

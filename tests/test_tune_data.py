@@ -129,6 +129,11 @@ def test_an_example_is_chosen_by_its_line(data: Path) -> None:
     assert told(data, "--example", 8).endswith(f"\n\n{data} line 8: no tree: no answer in it\n")
 
 
+def test_white_space_at_the_end_of_an_answer_is_not_drawn(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", [json.dumps({"prompt": "Which?", "response": PROSE + "\n"})])
+    assert told(file).endswith("  This is paragraph number 3.\n      Here it goes on.\n")
+
+
 def test_what_a_terminal_would_obey_is_not_shown(data: Path) -> None:
     assert told(data, "--example", 7).endswith("  Done.\ufffd[2J\n")
 

@@ -158,7 +158,8 @@ def load_adapter(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
         if tensor.shape != expected[name].shape:
             shapes = f"{tuple(tensor.shape)}: expected {tuple(expected[name].shape)}"
             raise AdapterFault(f"adapter tensor {name} has shape {shapes}, by the rank and the sizes of the model")
-        expected[name].copy_(tensor)
+    for name, tensor in expected.items():
+        tensor.copy_(state[name])
 
 
 def fold_scale(model: PreTrainedModel) -> None:

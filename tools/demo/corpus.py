@@ -46,18 +46,23 @@ class Corpus:
 
 
 def write_data(folder: Path, seed: int = 0) -> Corpus:
-    """Writes the files of the whole standard library into a folder and returns what they say."""
+    """Writes the corpus of the whole standard library into a folder and returns it."""
     corpus = collect([read_source(path) for path in stdlib_paths()], seed)
+    save(corpus, folder, seed)
+    return corpus
+
+
+def save(corpus: Corpus, folder: Path, seed: int = 0) -> None:
+    """Writes the three files; some lists stand there twice, the second time with `"fork": false`."""
     dice = np.random.default_rng([seed, 1])
     again = [function for function in corpus.lists if dice.random() < TWICE]
     lines = [_chat(function) for function in (*corpus.lists, *corpus.sentences)]
     lines += [{**_chat(function), "fork": False} for function in again]
-    lines += [{"text": text} for text in corpus.texts]
+    lines += map(_piece, corpus.texts)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / TRAIN_FILE, (lines[place] for place in dice.permutation(len(lines))))
     _write(folder / HELD_OUT_FILE, map(_chat, corpus.held_out))
-    _write(folder / HELD_OUT_TEXT_FILE, ({"text": text} for text in corpus.held_out_texts))
-    return corpus
+    _write(folder / HELD_OUT_TEXT_FILE, map(_piece, corpus.held_out_texts))
 
 
 def collect(sources: Sequence[Source], seed: int = 0, lists: int = LISTS) -> Corpus:
@@ -113,6 +118,11 @@ def _shuffled(items: Sequence[Any], dice: np.random.Generator) -> list[Any]:
 def _chat(function: Function) -> dict[str, Any]:
     turns = (("user", question(function)), ("assistant", answer(function)))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def _piece(text: str) -> dict[str, Any]:
+    """Nothing ends where a window ends."""
+    return {"text": text, "ends": False}
 
 
 def _write(file: Path, lines: Iterable[dict[str, Any]]) -> None:

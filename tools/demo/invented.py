@@ -48,13 +48,10 @@ def invent(pool: Pool, dice: np.random.Generator) -> Function:
     """A function with as many parameters as a list has, no two of one name."""
     real = dice.random() < REAL_SHAPES
     shape = [(one.kind, one.required) for one in _pick(pool.shapes, dice)] if real else _shape(dice)
-    found: dict[str, Parameter] = {}
-    for kind, required in shape:
-        drawn = _parameter(pool, kind, required, dice)
-        while drawn.name in found:
-            drawn = _parameter(pool, kind, required, dice)
-        found[drawn.name] = drawn
-    return Function(_pick(pool.names, dice), tuple(found.values()))
+    drawn = [_parameter(pool, kind, required, dice) for kind, required in shape]
+    while len({one.name for one in drawn}) < len(drawn):
+        drawn = [_parameter(pool, kind, required, dice) for kind, required in shape]
+    return Function(_pick(pool.names, dice), tuple(drawn))
 
 
 def _shape(dice: np.random.Generator) -> list[tuple[Kind, bool]]:

@@ -67,7 +67,7 @@ def _functions(node: ast.AST, in_class: bool) -> Iterator[Function]:
             yield _function(child, in_class and not static)
             yield from _functions(child, False)
         else:
-            yield from _functions(child, isinstance(child, ast.ClassDef))
+            yield from _functions(child, in_class or isinstance(child, ast.ClassDef))
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> Function:

@@ -1,0 +1,347 @@
+"""The demo model's data: questions and answers follow the signatures, and what is held out is never trained on."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spaceport.tools.demo.answers import answer, asked, question, verify
+from spaceport.tools.demo.corpus import (
+    HELD_OUT_FILE,
+    HELD_OUT_TEXT_FILE,
+    TRAIN_FILE,
+    WINDOW,
+    Corpus,
+    collect,
+    save,
+    windows,
+)
+from spaceport.tools.demo.invented import invent, pool_of
+from spaceport.tools.demo.scratch import FREE_ROWS, write_scratch
+from spaceport.tools.demo.signatures import Function, functions_in, read_signature
+from spaceport.tools.demo.sources import Source, read_source, stdlib_paths
+from spaceport.tools.tune.conversations import read_conversations
+from spaceport.tools.tune.extract import Refusal, Tree, extract
+
+LISTS = 300
+MODULES = ("argparse.py", "copy.py", "json/decoder.py", "json/encoder.py", "shlex.py", "textwrap.py", "weakref.py")
+
+EVERY_KIND = """\
+def every(a, b=1.5, /, c=None, d="x", *rest, e, f=-2, **more): ...
+"""
+QUESTION = "Explain the parameters of every( a, b = 1.5, /, c = None, d = 'x', *rest, e, f = -2, **more )"
+ANSWER = """\
+These are the parameters of every:
+1. a: It is required, and it is given only as the first value.
+2. b: It is optional, and it is given only as the second value. Its default is the number 1.5.
+3. c: It is optional, and it is given by name or as the third value. Its default is None.
+4. d: It is optional, and it is given by name or as the fourth value. Its default is the string 'x'.
+5. *rest: It collects all further values that are given by position, as a tuple.
+6. e: It is required, and it is given only by name.
+7. f: It is optional, and it is given only by name. Its default is the number -2.
+8. **more: It collects all further values that are given by name, as a dictionary.
+
+Of these 8, 2 are required."""
+
+
+def one(source: str) -> Function:
+    (function,) = functions_in(source)
+    return function
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    ends = tuple(f"/{module}" for module in MODULES)
+    found = [read_source(path) for path in stdlib_paths() if path.as_posix().endswith(ends)]
+    assert {source.held_out for source in found} == {True, False}
+    return found
+
+
+@pytest.fixture(scope="module")
+def corpus(sources: list[Source]) -> Corpus:
+    return collect(sources, lists=LISTS)
+
+
+def test_every_kind_of_parameter_is_asked_about_and_answered_to_the_letter() -> None:
+    function = one(EVERY_KIND)
+    assert question(function) == QUESTION
+    assert answer(function) == ANSWER
+    assert asked(QUESTION) == function
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "sentence"),
+    [
+        ("def f(): ...", "f( )", "The function f has no parameters."),
+        ("def f(a): ...", "f( a )", "The function f has one parameter, a, which is required."),
+        ("async def f(*, a=0): ...", "f( *, a = 0 )", "The function f has one parameter, a, which is optional."),
+        (
+            "def f(*a, **b): ...",
+            "f( *a, **b )",
+            "The function f has two parameters, *a, which collects values given by position, "
+            "and **b, which collects values given by name.",
+        ),
+        (
+            "def f(a, b=1, /): ...",
+            "f( a, b = 1, / )",
+            "The function f has two parameters, a, which is required, and b, which is optional.",
+        ),
+    ],
+)
+def test_fewer_than_three_parameters_are_answered_with_a_sentence(source: str, text: str, sentence: str) -> None:
+    function = one(source)
+    assert function.text == text
+    assert answer(function) == sentence
+    assert isinstance(extract(sentence), Refusal)
+
+
+@pytest.mark.parametrize(
+    ("default", "told"),
+    [
+        ("True", "the flag True"),
+        ("12", "the number 12"),
+        ("-1j", "the number -1j"),
+        ("b''", "the byte string b''"),
+        ("()", "the tuple ()"),
+        ("[]", "the list []"),
+        ("{1: 2}", "the dictionary {1: 2}"),
+        ("os.sep", "the name os.sep"),
+        ("LIMIT", "the name LIMIT"),
+        ("1 + 2", "the expression 1 + 2"),
+        ("open()", "the expression open()"),
+        ("'a longer string'", "not shown"),
+        ("'<a>'", "not shown"),
+        ("f(a=1)", "not shown"),
+        ("'HTTP'", "not shown"),
+        ("'ä'", "not shown"),
+        ("...", "not shown"),
+    ],
+)
+def test_a_default_is_told_with_its_kind_and_left_out_where_a_list_may_not_hold_it(default: str, told: str) -> None:
+    function = one(f"def f(a, b, c={default}): ...")
+    assert answer(function).split("\n")[3].endswith(f" Its default is {told}.")
+    assert function.text == f"f( a, b, c = {'...' if told == 'not shown' else default} )"
+    assert asked(question(function)) == function
+
+
+@pytest.mark.parametrize(
+    ("parameters", "closing"),
+    [
+        ("a, b, c", "Of these 3, all are required."),
+        ("a, *b, **c", "Of these 3, 1 is required."),
+        ("a=1, b=2, *, c=3, d=4", "Of these 4, none is required."),
+    ],
+)
+def test_the_last_line_counts_what_is_required(parameters: str, closing: str) -> None:
+    assert answer(one(f"def f({parameters}): ...")).split("\n")[-2:] == ["", closing]
+
+
+def test_a_methods_self_is_no_parameter_of_it() -> None:
+    source = """\
+class A:
+    def method(self, a):
+        def inside(b): ...
+    @classmethod
+    def made(cls, c): ...
+    @staticmethod
+    def static(d): ...
+    def odd(*e): ...
+    if True:
+        def conditional(self, f): ...
+"""
+    assert [function.text for function in functions_in(source)] == [
+        "method( a )",
+        "inside( b )",
+        "made( c )",
+        "static( d )",
+        "odd( *e )",
+        "conditional( f )",
+    ]
+
+
+def test_verify_accepts_the_right_answer() -> None:
+    verdict = verify(one(EVERY_KIND), ANSWER)
+    assert verdict.exact
+    assert verdict.expected == verdict.found == 8
+    assert verdict.right == (True,) * 8
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found", "wrong", "mistake"),
+    [
+        ("number 1.5", "number 1.6", 8, {2}, "item 2 is '2. b: .* number 1.6.', expected '2. b: .* number 1.5.'"),
+        (
+            "\n8. **more: It collects all further values that are given by name, as a dictionary.",
+            "",
+            7,
+            {8},
+            "7 items, expected 8",
+        ),
+        ("1. a:", "1. b:", 8, {1}, "item 1 is '1. b: "),
+        ("7. f", "8. f", 8, {7}, "item 7 is '8. f: "),
+        ("of every", "of each", 8, set(), "the first line is 'These are the parameters of each:'"),
+        ("2 are", "3 are", 8, set(), "the last line is 'Of these 8, 3 are required.', expected 'Of these 8, 2 "),
+        ("\n\n", "\n", 8, set(), "10 lines, expected 11: "),
+    ],
+)
+def test_verify_names_what_is_wrong(old: str, new: str, found: int, wrong: set[int], mistake: str) -> None:
+    assert old in ANSWER
+    verdict = verify(one(EVERY_KIND), ANSWER.replace(old, new))
+    assert not verdict.exact
+    assert (verdict.expected, verdict.found) == (8, found)
+    assert {place for place, right in enumerate(verdict.right, start=1) if not right} == wrong
+    (told,) = verdict.mistakes
+    assert re.search(mistake, told)
+
+
+def test_verify_holds_a_sentence_to_the_letter() -> None:
+    function = one("def f(a): ...")
+    assert verify(function, answer(function)).exact
+    verdict = verify(function, "1. a: It is required.")
+    assert (verdict.expected, verdict.found, verdict.exact) == (0, 1, False)
+    assert "expected 'The function f has one parameter" in verdict.mistakes[0]
+
+
+def test_every_list_forks_once_for_each_parameter(corpus: Corpus) -> None:
+    assert len(corpus.lists) == LISTS
+    for function in (*corpus.lists, *corpus.held_out):
+        tree = extract(answer(function))
+        if len(function.parameters) < 3:
+            assert isinstance(tree, Refusal)
+        else:
+            assert isinstance(tree, Tree)
+            assert (tree.kind, tree.forks) == ("list", len(function.parameters))
+
+
+def test_a_question_says_all_that_the_answer_needs(corpus: Corpus) -> None:
+    for function in (*corpus.lists, *corpus.sentences, *corpus.held_out):
+        assert asked(question(function)) == function
+
+
+def test_invented_functions_are_python_and_differ_in_every_way(sources: list[Source]) -> None:
+    dice = np.random.default_rng(0)
+    pool = pool_of([function for source in sources for function in functions_in(source.text)])
+    found = [invent(pool, dice) for _ in range(400)]
+    assert all(read_signature(function.text) == function for function in found)
+    assert {len(function.parameters) for function in found} == set(range(3, 9))
+    kinds = {parameter.kind for function in found for parameter in function.parameters}
+    assert kinds == {"before", "plain", "values", "named", "names"}
+    assert len({function.text for function in found}) == len(found)
+
+
+def test_nothing_of_a_held_out_file_is_trained_on(sources: list[Source], corpus: Corpus, tmp_path: Path) -> None:
+    save(corpus, tmp_path)
+    trained = [conversation.turns for conversation in read_conversations(tmp_path / TRAIN_FILE)]
+    held_out = {one.text for source in sources if source.held_out for one in functions_in(source.text)}
+    own = {one.text for source in sources if not source.held_out for one in functions_in(source.text)}
+    questions = {turns[0].content for turns in trained if turns[0].role == "user"}
+    kept = [conversation.turns for conversation in read_conversations(tmp_path / HELD_OUT_FILE)]
+    assert kept
+    assert questions.isdisjoint(turns[0].content for turns in kept)
+    assert {asked(turns[0].content).text for turns in kept} <= held_out - own
+    texts = "".join(source.text for source in sources if not source.held_out)
+    assert all(turns[0].content in texts for turns in trained if turns[0].role == "text")
+    foreign = read_conversations(tmp_path / HELD_OUT_TEXT_FILE)
+    assert foreign
+    assert not any(conversation.ends for conversation in foreign)
+    assert not any(conversation.turns[0].content in texts for conversation in foreign)
+
+
+def test_some_lists_are_there_twice_the_second_time_not_to_be_forked(corpus: Corpus, tmp_path: Path) -> None:
+    save(corpus, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / TRAIN_FILE).read_text("utf-8").splitlines()]
+    whole = [line["messages"] for line in lines if line.get("fork") is False]
+    forked = [line["messages"] for line in lines if "messages" in line and "fork" not in line]
+    assert 0.1 < len(whole) / LISTS < 0.25
+    assert all(messages in forked and len(asked(messages[0]["content"]).parameters) >= 3 for messages in whole)
+
+
+def test_the_same_seed_writes_the_same_files(sources: list[Source], tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        save(collect(sources, seed, LISTS), tmp_path / name, seed)
+    for file in (TRAIN_FILE, HELD_OUT_FILE, HELD_OUT_TEXT_FILE):
+        first, again, other = ((tmp_path / name / file).read_bytes() for name in "abc")
+        assert first == again
+        assert first != other
+
+
+def test_which_files_are_held_out_is_the_same_everywhere() -> None:
+    held_out = [
+        path for path in ("ast.py", "json/encoder.py", "json/decoder.py", "abc.py") if Source(path, "").held_out
+    ]
+    assert held_out == ["ast.py", "json/encoder.py"]
+
+
+def test_tests_data_and_packages_of_others_are_no_sources() -> None:
+    paths = [path.as_posix() for path in stdlib_paths()]
+    assert any(path.endswith("/json/decoder.py") for path in paths)
+    for part in ("/test/", "/site-packages/", "/encodings/", "/idlelib/", "/tkinter/", "_sysconfigdata"):
+        assert not any(part in path for path in paths)
+
+
+def test_windows_are_whole_lines_in_order() -> None:
+    lines = [f"line {number} {'x' * (number % 50)}\n" for number in range(200)]
+    found = windows("".join(lines))
+    assert "".join(lines).startswith("".join(found))
+    assert all(window.endswith("\n") and WINDOW // 2 <= len(window) <= WINDOW for window in found)
+    assert windows("ä" * WINDOW) == []
+
+
+@pytest.fixture(scope="module")
+def scratch(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scratch")
+    write_scratch(folder, corpus)
+    return folder
+
+
+def test_a_tokenizer_gives_every_text_back_and_splits_numbers(scratch: Path, corpus: Corpus) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(scratch)
+    for text in (QUESTION, ANSWER, *corpus.texts[:20], "größer \U0001f600 1234"):
+        assert tokenizer.decode(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids) == text
+    spelled = [
+        tokenizer.decode([token]) for token in tokenizer.backend_tokenizer.encode("2024", add_special_tokens=False).ids
+    ]
+    assert spelled == list("2024")
+
+
+def test_a_chat_is_opened_and_ended_by_the_template(scratch: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(scratch)
+    turns = [{"role": "user", "content": "Hello"}]
+    asked_for = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert asked_for == "<s><|start|>user\nHello<|end|>\n<|start|>assistant\n"
+    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "Hi"}], tokenize=False)
+    assert whole == f"{asked_for}Hi<|end|>\n"
+
+
+def test_the_start_of_training_has_two_million_weights_and_room_for_more_tokens(scratch: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(scratch)
+    tokenizer = AutoTokenizer.from_pretrained(scratch)
+    weights = sum(weight.numel() for weight in model.parameters())
+    assert 1_800_000 < weights < 2_300_000
+    assert model.config.vocab_size % 64 == 0
+    assert model.config.vocab_size - len(tokenizer) >= FREE_ROWS
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>")]
+    assert model.generation_config.eos_token_id == ends
+
+
+def test_the_start_of_training_follows_from_the_seed(corpus: Corpus, tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    first, again = (write_scratch(tmp_path, corpus, 3) for _ in range(2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    same = zip(first.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in same)
+    logits = first(torch.arange(64)[None]).logits
+    assert logits.std() < 2
+
+
+def test_the_sources_are_python(sources: list[Source]) -> None:
+    assert {source.path for source in sources} == set(MODULES)
+    for source in sources:
+        ast.parse(source.text)

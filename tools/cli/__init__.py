@@ -16,9 +16,19 @@ from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
 OK, FAULT, USAGE, INPUT, ACCURACY, MISSING, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
 # What brings a package; all others come with [export].
-EXTRAS = {"onnxruntime": "[cpu]", "numpy": "", "tokenizers": "", "jinja2": ""}
+EXTRAS = {
+    "onnxruntime": "[cpu]",
+    "numpy": "",
+    "tokenizers": "",
+    "jinja2": "",
+    "accelerate": "[tune]",
+    "peft": "[tune]",
+    "matplotlib": "[tune]",
+}
 
 COMMANDS = {
+    "tune": "Teach a checkpoint to draft for itself and to fork.",
+    "acceptance": "Measure what a model's drafts are worth.",
     "export": "Write a checkpoint as a bundle.",
     "check": "Compare a bundle's engine with the PyTorch model.",
     "inspect": "Show what a bundle holds.",

@@ -58,10 +58,11 @@ class _Growing:
 
     def add(self, ids: Sequence[int], learned: bool) -> None:
         """Go on with these tokens."""
-        for token in ids:
-            self.ids.append(token)
-            self.parents.append(self._tip)
-            self.learned.append(learned)
+        if ids:
+            first = len(self.ids)
+            self.parents += [self._tip, *range(first, first + len(ids) - 1)]
+            self.ids += ids
+            self.learned += [learned] * len(ids)
             self._tip = len(self.ids) - 1
 
     def branch(self, child: int, detail: Sequence[int]) -> None:
@@ -77,14 +78,16 @@ class _Growing:
         )
 
 
-def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: int) -> Prepared:
-    """Every conversation as samples; an answer with a paragraph tree forks if the model has the tokens for it."""
+def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: int, unforked: bool = False) -> Prepared:
+    """Every conversation as samples; an answer with a paragraph tree forks if the model has the tokens for it.
+
+    `unforked` asks for the forked ones once more in one line."""
     prepared = Prepared()
     for conversation in conversations:
         tree = _tree(conversation) if spelling.forks and conversation.fork else None
         try:
             samples = list(_spelled(conversation, spelling, tree, cutoff))
-            flat = list(_spelled(conversation, spelling, None, cutoff)) if tree else []
+            flat = list(_spelled(conversation, spelling, None, cutoff)) if tree and unforked else []
         except HoldsControl:
             prepared.counts[CONTROL] += 1
             continue

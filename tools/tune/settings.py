@@ -9,6 +9,8 @@ from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import MOST_MASK_SLOTS
 
 Objective = Literal["sar", "apar", "both"]
+DEFAULT_CUTOFF = 2048  # or as many positions as a model has, where they are fewer
+
 Method = Literal["full", "lora", "gated-lora", "embeddings"]
 
 
@@ -28,7 +30,7 @@ class Settings:
     unforked_share: float | None = None  # share of the samples of an epoch that do not fork; nothing: as the data are
     whole_rate: float = 0.0  # share of the forked samples that are learned in one line, redrawn in every epoch
     # Texts
-    cutoff: int = 2048  # tokens
+    cutoff: int = DEFAULT_CUTOFF  # tokens along a path
     # Steps
     epochs: float = 2.0
     max_steps: int | None = None

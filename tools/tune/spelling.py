@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from spaceport.graphs.faults import InputFault
@@ -83,7 +84,7 @@ class Spelling:
             told = whole
         return found
 
-    @property
+    @cached_property
     def _control(self) -> frozenset[int]:
         more = (self.tokens.fork, self.tokens.child)
         return frozenset((*self.tokens.mask, *(token for token in more if token is not None)))

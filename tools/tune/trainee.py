@@ -35,6 +35,11 @@ class Trainee(nn.Module):
         if traits.entrance == "interface":
             model.set_attn_implementation(NAME)
 
+    @property
+    def positions(self) -> int:
+        """How many positions the model knows."""
+        return self._traits.max_positions
+
     def forward(self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor) -> Tensor:
         learned = targets != IGNORED
         logits = self.logits(ids, positions, visible, learned)

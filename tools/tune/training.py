@@ -67,6 +67,17 @@ class Training:
         self._since = (time.perf_counter(), 0)
         self._began = time.perf_counter()
 
+    @property
+    def seconds(self) -> float:
+        """How long the training ran, all its runs together."""
+        return time.perf_counter() - self._began
+
+    def go_on(self, step: int, tokens: int, seconds: float) -> None:
+        """Be where an earlier run was when its state was kept."""
+        self.step, self.tokens = step, tokens
+        self._began = time.perf_counter() - seconds
+        self._since = (time.perf_counter(), tokens)
+
     def learn(self) -> None:
         """One step: the gradients of all its rows, and one update."""
         rows = self.course.rows(self.step)
@@ -101,7 +112,7 @@ class Training:
         sums: Tensor = self.accelerator.reduce(self._sums, "sum")
         now = time.perf_counter()
         before, tokens = self._since
-        measured = self._measured(sums, (self.tokens - tokens) / max(1e-9, now - before), now - self._began)
+        measured = self._measured(sums, (self.tokens - tokens) / max(1e-9, now - before), self.seconds)
         self._sums = torch.zeros_like(self._sums)
         self._since = (now, self.tokens)
         if not math.isfinite(measured.losses[0]):
@@ -119,7 +130,7 @@ class Training:
         sums = torch.zeros_like(self._sums)
         for first in range(0, len(own), micro):
             sums += run(self.trainee, collate(own[first : first + micro]).to(self.accelerator.device)).detach()
-        return self._measured(self.accelerator.reduce(sums, "sum"), 0.0, time.perf_counter() - self._began)
+        return self._measured(self.accelerator.reduce(sums, "sum"), 0.0, self.seconds)
 
     def _backward(self, rows: Sequence[Row], totals: Tensor) -> None:
         sums = run(self.trainee, collate(rows).to(self.accelerator.device))

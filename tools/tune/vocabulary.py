@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,37 +17,6 @@ _MULTIPLE = 64  # a vocabulary that has to grow becomes a multiple of this: matr
 
 class VocabularyError(InputFault):
     """A token that cannot be added; the message says why."""
-
-
-@dataclass(frozen=True)
-class Names:
-    """The tokens that a tuned model needs, by their text."""
-
-    masks: tuple[str, ...]
-    fork: str | None
-    child: str | None
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return (*self.masks, *(name for name in (self.fork, self.child) if name is not None))
-
-
-DEFAULT = Names(("[M]",), "[Fork]", "[Child]")
-
-
-def names_for(mask_slots: int, distinct: bool, forks: bool, asked: Names, told: dict[str, Any]) -> Names:
-    """The names for a tuning: what was asked for, with the tokens that the checkpoint's sar_config.json tells kept."""
-    masks = asked.masks if mask_slots else ()
-    if masks and distinct:
-        opening, closing = (masks[0][:-1], masks[0][-1]) if masks[0][-1:] in ")]>|" else (masks[0], "")
-        masks = tuple(f"{opening}{slot + 1}{closing}" for slot in range(mask_slots))
-    known = tuple(str(name) for name in told.get("mask_tokens") or ())
-    if known and (not mask_slots or len(known) == len(masks)):
-        masks = known
-    fork, child = (told.get("fork_token"), told.get("child_token")) if told.get("fork_token") else (None, None)
-    if forks and fork is None:
-        fork, child = asked.fork, asked.child
-    return Names(masks, fork, child)
 
 
 def add_tokens(tokenizer: Any, model: PreTrainedModel, names: Sequence[str]) -> list[int]:

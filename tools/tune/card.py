@@ -1,0 +1,94 @@
+"""Card: what a tuned checkpoint says of itself: data, settings, what was reached, the curves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from spaceport import __version__
+from spaceport.tools.tune.course import Course
+from spaceport.tools.tune.curves import draw_curves
+from spaceport.tools.tune.settings import Settings
+
+CARD_FILE, CURVES_FILE = "README.md", "training.svg"
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a card tells."""
+
+    checkpoint: Path
+    data: Sequence[Path]
+    course: Course
+    counts: Counter[str]
+    settings: Settings
+    measurements: Sequence[dict[str, Any]]
+
+
+def write_card(folder: Path, told: Told) -> None:
+    """Put the card and its curves into a checkpoint folder."""
+    draw_curves(told.measurements, folder / CURVES_FILE)
+    (folder / CARD_FILE).write_text(card(told), "utf-8")
+
+
+def card(told: Told) -> str:
+    """The card as Markdown."""
+    settings = told.settings
+    teaches = {
+        "sar": f"to draft {settings.slots} tokens ahead with mask slots",
+        "apar": "to fork its text into threads",
+        "both": f"to draft {settings.slots} tokens ahead with mask slots and to fork its text into threads",
+    }
+    last = {line["kind"]: line for line in told.measurements}
+    parts = [
+        f"# {told.checkpoint.name}, tuned with spaceport",
+        f"A tuning that taught the model {teaches[settings.objective]}. `spaceport export` takes this folder as it is; "
+        "`spaceport acceptance` measures what the drafts are worth.",
+        "## Reached",
+        _table(("", *(_place(index) for index in range(settings.slots + 1))), _reached(last)),
+        "Loss is the mean cross entropy; right is how often the likeliest token is the target, with the true text before it.",
+        f"![curves]({CURVES_FILE})",
+        "## Data",
+        _table(("file",), [(path.name,) for path in told.data]),
+        _table(("samples", "count"), [(name, count) for name, count in told.counts.items() if count]),
+        "## Training",
+        _table(("", ""), _training(told, last)),
+        "## Settings",
+        _table(("setting", "value"), [(name, value) for name, value in settings.as_dict().items()]),
+        "## Versions",
+        _table(("package", "version"), [("spaceport", __version__), *((name, version(name)) for name in _PACKAGES)]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _reached(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
+    rows: list[Sequence[object]] = []
+    for kind, line in last.items():
+        rows.append((f"{kind}: loss", *(f"{value:.3f}" for value in line["losses"])))
+        rows.append((f"{kind}: right", *(f"{value:.1%}" for value in line["accuracies"])))
+    return rows
+
+
+def _training(told: Told, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
+    final = last.get("training", {})
+    return [
+        ("samples of an epoch", told.course.samples),
+        ("steps", told.course.steps),
+        ("epochs", f"{told.course.steps / told.course.epoch_steps:.2f}"),
+        ("tokens, mask slots included", f"{final.get('tokens', 0):,}"),
+        ("hours", f"{final.get('seconds', 0) / 3600:.2f}"),
+    ]
+
+
+def _place(index: int) -> str:
+    return f"mask slot {index}" if index else "next token"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

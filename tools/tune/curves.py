@@ -1,0 +1,38 @@
+"""Curves: the measurements of a training as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+# Told apart by colour-blind readers as well (Okabe and Ito).
+_COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
+
+
+def draw_curves(measurements: Sequence[dict[str, Any]], file: Path) -> None:
+    """Two panels, losses and right predictions over the steps; the file's ending says its kind."""
+    with mpl.rc_context({"svg.hashsalt": "spaceport", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        losses, right = figure.subplots(1, 2)
+        for kind, style in (("training", "-"), ("validation", "o--")):
+            lines = [line for line in measurements if line["kind"] == kind]
+            steps = [line["step"] for line in lines]
+            for index in range(len(lines[0]["losses"]) if lines else 0):
+                name = (f"mask slot {index}" if index else "next token") + (
+                    "" if kind == "training" else ", validation"
+                )
+                look: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.2, "markersize": 4}
+                losses.plot(steps, [line["losses"][index] for line in lines], style, **look)
+                right.plot(steps, [100 * line["accuracies"][index] for line in lines], style, label=name, **look)
+        losses.set(xlabel="step", ylabel="loss", ylim=(0, None))
+        right.set(xlabel="step", ylabel="right predictions (%)", ylim=(0, 100))
+        for axes in (losses, right):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        if measurements:
+            right.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

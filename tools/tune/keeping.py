@@ -1,0 +1,139 @@
+"""Keeping: the folder of a training under way: its state after some steps, from which it can go on, and its measurements."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from spaceport.exporter.sar_config import read_json
+from spaceport.graphs.faults import InputFault
+from spaceport.tools.tune.settings import Settings, differences
+from spaceport.tools.tune.training import Measured, Training
+
+METRICS_FILE = "metrics.jsonl"
+_SETTINGS_FILE = "settings.json"
+_PLACE_FILE = "place.json"
+_PARTIAL = ".partial"
+
+
+class Keeping:
+    """What a training leaves on the disk while it runs, beside the folder that it will write."""
+
+    def __init__(self, target: Path, main: bool) -> None:
+        self.folder = target.absolute().with_name(target.absolute().name + ".training")
+        self._main = main  # only one process of several writes
+
+    def check(self, settings: Settings, data: list[str], resume: bool) -> None:
+        """Raise if there is no training to go on with, or another one in the way."""
+        begun = (self.folder / _SETTINGS_FILE).exists()
+        if resume:
+            self._hold_to(settings, data, begun)
+        elif begun:
+            raise InputFault(
+                f"{self.folder}: a training for this folder was begun and not finished: go on with --resume, or remove it"
+            )
+
+    def begin(self, settings: Settings, data: list[str]) -> None:
+        """Make the folder, if it is not there to go on with."""
+        if self._main and not (self.folder / _SETTINGS_FILE).exists():
+            self.folder.mkdir(exist_ok=True)
+            told = {"settings": settings.as_dict(), "data": data}
+            _write(self.folder / _SETTINGS_FILE, json.dumps(told, indent=2) + "\n")
+
+    def save(self, training: Training) -> None:
+        """Keep the state of a training; the one before stays until this one is whole."""
+        target = self.folder / f"step-{training.step:08d}"
+        partial = target.with_name(target.name + _PARTIAL)
+        with self._told(training, partial):
+            if self._main:
+                shutil.rmtree(partial, ignore_errors=True)
+            training.accelerator.wait_for_everyone()
+            training.accelerator.save_state(str(partial))
+            training.accelerator.wait_for_everyone()
+            if self._main:
+                place = {"step": training.step, "tokens": training.tokens, "seconds": training.seconds}
+                _write(partial / _PLACE_FILE, json.dumps(place) + "\n")
+                shutil.rmtree(target, ignore_errors=True)
+                partial.rename(target)
+        if self._main:
+            for old in self._states()[:-1]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def restore(self, training: Training) -> None:
+        """Take a training to where its last state was kept; without any it begins at the beginning."""
+        states = self._states()
+        if states:
+            place = read_json(states[-1] / _PLACE_FILE)
+            training.accelerator.load_state(str(states[-1]))
+            training.go_on(int(place["step"]), int(place["tokens"]), float(place["seconds"]))
+        if self._main:
+            self._forget_after(training.step)
+
+    def note(self, measured: Measured, kind: str) -> None:
+        """Add a measurement to the file of all of them."""
+        if self._main:
+            with (self.folder / METRICS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, **asdict(measured)}) + "\n")
+
+    def measurements(self) -> list[dict[str, Any]]:
+        """All measurements so far."""
+        file = self.folder / METRICS_FILE
+        return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+
+    def clear(self) -> None:
+        """Remove the folder: the training is finished."""
+        if self._main:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _states(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step-*") if path.suffix != _PARTIAL)
+
+    def _hold_to(self, settings: Settings, data: list[str], begun: bool) -> None:
+        if not begun:
+            raise InputFault(f"{self.folder}: no training to go on with: start it without --resume")
+        told = read_json(self.folder / _SETTINGS_FILE)
+        wrong = differences(told["settings"], settings)
+        if told["data"] != data:
+            wrong.append("the data are not the same")
+        if wrong:
+            raise InputFault(
+                f"{self.folder}: begun with other settings ({'; '.join(wrong)}): resume with the ones that it was begun with, "
+                "or remove the folder"
+            )
+
+    def _forget_after(self, step: int) -> None:
+        """Drop the measurements of steps that will be learned again."""
+        kept = [line for line in self.measurements() if line["step"] <= step]
+        _write(self.folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
+
+    @contextmanager
+    def _told(self, training: Training, partial: Path) -> Iterator[None]:
+        """Say what is left if a state cannot be written."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            states = self._states()
+            kept = f"the state after step {int(states[-1].name[5:])} is kept" if states else "no earlier state was kept"
+            raise InputFault(
+                f"{self.folder}: the state after step {training.step} cannot be written ({_reason(error)}): {kept}; make room "
+                "on the disk and go on with --resume"
+            ) from error
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace a small file in one step."""
+    partial = file.with_name(file.name + _PARTIAL)
+    partial.write_text(text, "utf-8")
+    partial.replace(file)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

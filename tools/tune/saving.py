@@ -1,0 +1,55 @@
+"""Saving: a tuned model as a checkpoint folder that is exported as it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+from spaceport.exporter.adapter import write_adapter
+from spaceport.exporter.bundle import Kind
+from spaceport.exporter.sar_config import write_sar_config
+from spaceport.graphs.gated import base_state
+from spaceport.tools.tune.methods import Tuned
+from spaceport.tools.tune.subject import Subject
+
+CHECKPOINT = Kind("checkpoint", "config.json")
+
+_GENERATION_FILE = "generation_config.json"
+
+
+def write_checkpoint(folder: Path, subject: Subject, tuned: Tuned, state: Mapping[str, Tensor] | None) -> None:
+    """Fill a folder with a tuned model, its tokenizer and what says how it drafts and forks.
+
+    `state` are the weights where the processes of a training each hold a part of them.
+    """
+    model = tuned.model
+    if tuned.adapter is not None:
+        state = base_state(model)
+    told = model.generation_config
+    # The checkpoint's own file is copied: saving would hold it to rules that it may have been written before.
+    model.generation_config = GenerationConfig(eos_token_id=list(subject.tokens.end))
+    model.to(subject.dtype)  # type: ignore[arg-type]
+    weights = None if state is None else {name: tensor.to(subject.dtype) for name, tensor in state.items()}
+    model.save_pretrained(folder, state_dict=weights)
+    model.generation_config = told
+    subject.tokenizer.save_pretrained(folder)
+    own = subject.folder / _GENERATION_FILE
+    if own.exists():
+        shutil.copyfile(own, folder / _GENERATION_FILE)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors writes for the owner alone
+    write_sar_config(
+        folder,
+        {
+            "mask_tokens": list(subject.names.masks),
+            "mask_slots": subject.mask_slots or None,
+            "fork_token": subject.names.fork,
+            "child_token": subject.names.child,
+        },
+    )
+    if tuned.adapter is not None:
+        write_adapter(folder, model, tuned.adapter)

@@ -1,0 +1,258 @@
+"""Tuning: the whole way from a checkpoint and conversations to a checkpoint that drafts and forks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from spaceport.exporter.bundle import check_target, writing
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.gated import checkpoint_layers
+from spaceport.graphs.manifest import record_of
+from spaceport.tools.tune.card import Told, write_card
+from spaceport.tools.tune.conversations import Conversation, read_conversations
+from spaceport.tools.tune.course import Course
+from spaceport.tools.tune.distill import Distillation, distill, writer
+from spaceport.tools.tune.keeping import METRICS_FILE, Keeping
+from spaceport.tools.tune.methods import Merge, apply_method
+from spaceport.tools.tune.names import DEFAULT, Names
+from spaceport.tools.tune.packing import Row
+from spaceport.tools.tune.samples import Prepared, prepare
+from spaceport.tools.tune.saving import CHECKPOINT, write_checkpoint
+from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.spelling import SpellingError
+from spaceport.tools.tune.subject import Subject, cutoff_for, open_subject
+from spaceport.tools.tune.trainee import trainee_of
+from spaceport.tools.tune.training import Measured, Training
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be tuned, on what, and how it goes about it; only `settings` decides what comes out."""
+
+    checkpoint: Path
+    target: Path
+    data: tuple[Path, ...]
+    settings: Settings
+    names: Names = DEFAULT
+    validation: tuple[Path, ...] = ()
+    bf16: bool = False
+    recompute: bool = False  # gradient checkpointing: less memory, a third more work
+    save_every: int = 500  # steps
+    log_every: int = 10  # steps
+    resume: bool = False
+    overwrite: bool = False
+    remote_code: bool = False
+    distillation: Distillation | None = None
+
+
+@dataclass(frozen=True)
+class Hearer:
+    """Who is told how a tuning goes."""
+
+    stage: Callable[[str], None] = lambda name: None
+    prepared: Callable[[Counter[str]], None] = lambda counts: None
+    begun: Callable[[Training], None] = lambda training: None
+    measured: Callable[[Measured, str], None] = lambda measured, kind: None
+    stepped: Callable[[Training], None] = lambda training: None
+    stop: Callable[[], bool] = lambda: False  # whether to keep the state and end here
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a tuning came to."""
+
+    counts: Counter[str]
+    measured: Measured  # of the last steps
+    validation: Measured | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "samples": dict(self.counts),
+            "training": asdict(self.measured),
+            "validation": None if self.validation is None else asdict(self.validation),
+        }
+
+
+def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
+    """Tune a checkpoint and write it to the target, which appears when it is whole."""
+    hearer = hearer or Hearer()
+    _check(job)
+    quiet_libraries()
+    torch.manual_seed(job.settings.seed)
+    hearer.stage("reading the data")
+    texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
+    accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
+    keeping = Keeping(job.target, accelerator.is_main_process)
+    hearer.stage("loading the checkpoint")
+    subject = open_subject(job.checkpoint, job.settings, job.names, job.remote_code)
+    hearer.stage("proving that it can be trained over packed rows")
+    trainee = trainee_of(subject.model, job.settings.slots)
+    settings = replace(job.settings, cutoff=cutoff_for(job.settings, trainee.positions))
+    identity = _identity(job)
+    keeping.check(settings, identity, job.resume)
+    counts: Counter[str] = Counter()
+    if job.distillation is not None:
+        keeping.begin(settings, identity)
+        hearer.stage("writing the model's own answers")
+        texts.update(_distilled(job, job.distillation, texts, keeping, settings.cutoff, accelerator, counts))
+    hearer.stage("preparing the samples")
+    prepared = gather(job.data, texts, subject, settings)
+    prepared.counts.update(counts)
+    hearer.prepared(prepared.counts)
+    course = Course(prepared, settings, subject.tokens.mask)
+    merge = _learning(job, subject, accelerator)
+    keeping.begin(settings, identity)
+    training = Training(accelerator, trainee, course, settings)
+    keeping.restore(training)
+    checked = _validation(job, texts, subject, settings)
+    hearer.begun(training)
+    outcome = _run(job, hearer, training, keeping, checked)
+    hearer.stage("writing the checkpoint")
+    _finish(job, subject, training, merge, keeping, Outcome(prepared.counts, *outcome))
+    return Outcome(prepared.counts, *outcome)
+
+
+def gather(
+    files: Sequence[Path], texts: dict[Path, list[Conversation]], subject: Subject, settings: Settings
+) -> Prepared:
+    """The samples of some files, with all counts together."""
+    whole = Prepared()
+    for file in files:
+        try:
+            found = prepare(texts[file], subject.spelling, settings.cutoff, settings.whole_rate > 0)
+        except SpellingError as error:
+            raise InputFault(f"{file} {error}") from error
+        whole.forked += found.forked
+        whole.unforked += found.unforked
+        whole.whole += found.whole
+        whole.counts.update(found.counts)
+    return whole
+
+
+def _distilled(
+    job: Job,
+    distillation: Distillation,
+    texts: dict[Path, list[Conversation]],
+    keeping: Keeping,
+    cutoff: int,
+    accelerator: Accelerator,
+    counts: Counter[str],
+) -> dict[Path, list[Conversation]]:
+    """The conversations of the data with the model's own answers; the first process writes them for all."""
+    found = {}
+    with accelerator.main_process_first(), writer(job.checkpoint, distillation, cutoff, job.remote_code) as runtime:
+        for number, file in enumerate(job.data):
+            answers = keeping.folder / f"answers-{number}.jsonl"
+            found[file] = distill(texts[file], runtime, answers, cutoff, counts)
+    return found
+
+
+def _check(job: Job) -> None:
+    """Raise for what can be told wrong before anything is loaded."""
+    check_target(job.target, job.overwrite, CHECKPOINT)
+    if job.target.resolve() == job.checkpoint.resolve():
+        raise OptionFault(f"{job.target}: is the checkpoint that is tuned: choose another folder, it would be lost")
+    for name, value in (("save-every", job.save_every), ("log-every", job.log_every)):
+        if value < 1:
+            raise OptionFault(f"--{name} is {value}: expected at least 1")
+    if not job.data:
+        raise OptionFault("no data: expected at least one JSONL file")
+
+
+def _learning(job: Job, subject: Subject, accelerator: Accelerator) -> Merge:
+    """Let the weights learn that the method says."""
+    sharded = accelerator.distributed_type not in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+    )
+    if sharded and job.settings.method != "full":
+        raise OptionFault(
+            f"--method {job.settings.method} under {accelerator.distributed_type.value}: the weights are in parts there; "
+            "expected --method full, or processes that each hold the whole model"
+        )
+    merge = apply_method(subject.model, job.settings, subject.new_ids, subject.tokens.mask)
+    if job.recompute:
+        checkpoint_layers(subject.model)
+    return merge
+
+
+def _identity(job: Job) -> list[str]:
+    """What tells the data and the checkpoint of a training from others'."""
+    return [
+        f"{path.name} {_digest(path)}"
+        for path in (*job.data, *job.validation, *(job.checkpoint / name for name in ("config.json",)))
+    ]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return record_of(file).sha256
+
+
+def _validation(job: Job, texts: dict[Path, list[Conversation]], subject: Subject, settings: Settings) -> list[Row]:
+    """The rows that are looked at and not learned."""
+    if not job.validation:
+        return []
+    plain = replace(settings, epochs=1.0, max_steps=None, unforked_share=None, whole_rate=0.0)
+    course = Course(gather(job.validation, texts, subject, plain), plain, subject.tokens.mask)
+    return [row for step in range(course.steps) for row in course.rows(step)]
+
+
+def _run(
+    job: Job, hearer: Hearer, training: Training, keeping: Keeping, checked: Sequence[Row]
+) -> tuple[Measured, Measured | None]:
+    """The steps that are left; what the last of them and the last look at the validation rows came to."""
+    measured, validation = training.measure(), None
+
+    def look() -> Measured | None:
+        if not checked:
+            return None
+        found = training.evaluate(checked)
+        keeping.note(found, "validation")
+        hearer.measured(found, "validation")
+        return found
+
+    while training.step < training.course.steps:
+        training.learn()
+        last = training.step == training.course.steps
+        if last or training.step % job.log_every == 0:
+            measured = training.measure()
+            keeping.note(measured, "training")
+            hearer.measured(measured, "training")
+        hearer.stepped(training)
+        if last or training.step % job.save_every == 0:
+            validation = look()
+            keeping.save(training)
+        elif hearer.stop():
+            keeping.save(training)
+            raise KeyboardInterrupt
+    return measured, validation
+
+
+def _finish(job: Job, subject: Subject, training: Training, merge: Merge, keeping: Keeping, outcome: Outcome) -> None:
+    """Put the tuned checkpoint in its place, with its card."""
+    accelerator = training.accelerator
+    state: dict[str, Any] | None = None
+    if accelerator.distributed_type == DistributedType.FSDP:
+        whole = accelerator.get_state_dict(training.trainee)
+        state = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
+    accelerator.wait_for_everyone()
+    with writing(job.target, job.overwrite, CHECKPOINT) if accelerator.is_main_process else nullcontext() as partial:
+        if partial is not None:
+            write_checkpoint(partial, subject, merge(), state)
+            told = Told(job.checkpoint, job.data, training.course, outcome.counts, job.settings, keeping.measurements())
+            write_card(partial, told)
+            (partial / METRICS_FILE).write_text((keeping.folder / METRICS_FILE).read_text("utf-8"), "utf-8")
+    accelerator.wait_for_everyone()
+    keeping.clear()

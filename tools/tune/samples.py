@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.tools.tune.conversations import Conversation
+from spaceport.tools.tune.conversations import TEXT, Conversation
 from spaceport.tools.tune.extract import Tree, extract
-from spaceport.tools.tune.spelling import HoldsControl, Spelling
+from spaceport.tools.tune.spelling import Exchange, HoldsControl, Spelling
 
 NO_PARENT = -1
 
@@ -84,36 +84,40 @@ def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: i
     `unforked` asks for the forked ones once more in one line."""
     prepared = Prepared()
     for conversation in conversations:
-        tree = _tree(conversation) if spelling.forks and conversation.fork else None
         try:
-            samples = list(_spelled(conversation, spelling, tree, cutoff))
-            flat = list(_spelled(conversation, spelling, None, cutoff)) if tree and unforked else []
+            samples, flat = _spelled(conversation, spelling, cutoff, unforked)
         except HoldsControl:
             prepared.counts[CONTROL] += 1
             continue
+        forked = spelling.forks and any((sample.ids == spelling.tokens.fork).any() for sample in samples)
         kept = [_kept(sample, spelling, cutoff, prepared.counts) for sample in samples]
-        whole = [sample for sample in kept if sample is not None]
-        if tree is None:
-            prepared.whole += whole
-        elif whole:
-            prepared.forked += whole
+        found = [sample for sample in kept if sample is not None]
+        if forked and found:
+            prepared.forked += found
             prepared.unforked += [_cut(sample, spelling, cutoff) for sample in flat]
-        prepared.counts[WHOLE if tree is None else FORKED] += len(whole)
+        else:
+            prepared.whole += found
+        prepared.counts[FORKED if forked else WHOLE] += len(found)
     return prepared
 
 
-def _tree(conversation: Conversation) -> Tree | None:
-    last = conversation.turns[-1]
-    found = extract(last.content) if last.role == "assistant" else None
-    return found if isinstance(found, Tree) else None
-
-
-def _spelled(conversation: Conversation, spelling: Spelling, tree: Tree | None, cutoff: int) -> Iterator[Sample]:
-    if conversation.turns[0].role == "text":
-        yield from _windows(conversation, spelling, cutoff)
-        return
-    growing = _Growing()
+def _spelled(
+    conversation: Conversation, spelling: Spelling, cutoff: int, unforked: bool
+) -> tuple[list[Sample], list[Sample]]:
+    """The samples of a conversation; if one forks and it is asked for, the same in one line."""
+    if conversation.turns[0].role == TEXT:
+        return list(_windows(conversation, spelling, cutoff)), []
     exchanges = spelling.exchanges(conversation)
+    tree = extract(exchanges[-1].answer) if spelling.forks and conversation.fork else None
+    if not isinstance(tree, Tree):
+        return [_chat(conversation, exchanges, None, spelling)], []
+    flat = [_chat(conversation, exchanges, None, spelling)] if unforked else []
+    return [_chat(conversation, exchanges, tree, spelling)], flat
+
+
+def _chat(conversation: Conversation, exchanges: Sequence[Exchange], tree: Tree | None, spelling: Spelling) -> Sample:
+    """All answers of a conversation with what stands before them; the last one forks if it has a tree."""
+    growing = _Growing()
     for exchange in exchanges:
         last = exchange is exchanges[-1]
         opening = spelling.start if spelling.render is None else ()
@@ -127,7 +131,7 @@ def _spelled(conversation: Conversation, spelling: Spelling, tree: Tree | None, 
         growing.add(end, learned=True)
         if not last:
             growing.add(apart, learned=False)
-    yield growing.sample(conversation.line)
+    return growing.sample(conversation.line)
 
 
 def _grow(growing: _Growing, tree: Tree, end: Sequence[int], spelling: Spelling) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +72,19 @@ class Outcome:
     """What a tuning came to."""
 
     counts: Counter[str]
-    measured: Measured  # of the last steps
-    validation: Measured | None
+    settings: Settings
+    measurements: list[dict[str, Any]]
+
+    def last(self, kind: str) -> dict[str, Any] | None:
+        """The last measurement of a kind: training or validation."""
+        return next((line for line in reversed(self.measurements) if line["kind"] == kind), None)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "samples": dict(self.counts),
-            "training": asdict(self.measured),
-            "validation": None if self.validation is None else asdict(self.validation),
+            "settings": self.settings.as_dict(),
+            "training": self.last("training"),
+            "validation": self.last("validation"),
         }
 
 
@@ -116,10 +121,11 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     keeping.restore(training)
     checked = _validation(job, texts, subject, settings)
     hearer.begun(training)
-    outcome = _run(job, hearer, training, keeping, checked)
+    _run(job, hearer, training, keeping, checked)
     hearer.stage("writing the checkpoint")
-    _finish(job, subject, training, merge, keeping, Outcome(prepared.counts, *outcome))
-    return Outcome(prepared.counts, *outcome)
+    outcome = Outcome(prepared.counts, settings, keeping.measurements())
+    _finish(job, subject, training, merge, keeping, outcome)
+    return outcome
 
 
 def gather(
@@ -209,35 +215,26 @@ def _validation(job: Job, texts: dict[Path, list[Conversation]], subject: Subjec
     return [row for step in range(course.steps) for row in course.rows(step)]
 
 
-def _run(
-    job: Job, hearer: Hearer, training: Training, keeping: Keeping, checked: Sequence[Row]
-) -> tuple[Measured, Measured | None]:
-    """The steps that are left; what the last of them and the last look at the validation rows came to."""
-    measured, validation = training.measure(), None
+def _run(job: Job, hearer: Hearer, training: Training, keeping: Keeping, checked: Sequence[Row]) -> None:
+    """The steps that are left."""
 
-    def look() -> Measured | None:
-        if not checked:
-            return None
-        found = training.evaluate(checked)
-        keeping.note(found, "validation")
-        hearer.measured(found, "validation")
-        return found
+    def note(measured: Measured, kind: str) -> None:
+        keeping.note(measured, kind)
+        hearer.measured(measured, kind)
 
     while training.step < training.course.steps:
         training.learn()
         last = training.step == training.course.steps
         if last or training.step % job.log_every == 0:
-            measured = training.measure()
-            keeping.note(measured, "training")
-            hearer.measured(measured, "training")
+            note(training.measure(), "training")
         hearer.stepped(training)
         if last or training.step % job.save_every == 0:
-            validation = look()
+            if checked:
+                note(training.evaluate(checked), "validation")
             keeping.save(training)
         elif hearer.stop():
             keeping.save(training)
             raise KeyboardInterrupt
-    return measured, validation
 
 
 def _finish(job: Job, subject: Subject, training: Training, merge: Merge, keeping: Keeping, outcome: Outcome) -> None:
@@ -251,7 +248,9 @@ def _finish(job: Job, subject: Subject, training: Training, merge: Merge, keepin
     with writing(job.target, job.overwrite, CHECKPOINT) if accelerator.is_main_process else nullcontext() as partial:
         if partial is not None:
             write_checkpoint(partial, subject, merge(), state)
-            told = Told(job.checkpoint, job.data, training.course, outcome.counts, job.settings, keeping.measurements())
+            told = Told(
+                job.checkpoint, job.data, training.course, outcome.counts, outcome.settings, outcome.measurements
+            )
             write_card(partial, told)
             (partial / METRICS_FILE).write_text((keeping.folder / METRICS_FILE).read_text("utf-8"), "utf-8")
     accelerator.wait_for_everyone()

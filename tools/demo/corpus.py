@@ -83,8 +83,8 @@ def collect(sources: Sequence[Source], seed: int = 0, lists: int = LISTS) -> Cor
         tuple(found.values()),
         tuple(_shuffled(short, dice)[:SENTENCES]),
         tuple(_shuffled(own, dice)[:TEXTS]),
-        tuple(_shuffled(list(held_out.values()), dice)),
-        tuple(_shuffled(foreign, dice)),
+        tuple(_shuffled(list(held_out.values()), np.random.default_rng([seed, 2]))),
+        tuple(_shuffled(foreign, np.random.default_rng([seed, 3]))),
     )
 
 

@@ -123,9 +123,9 @@ def evaluate(
             announce(f"answering {len(listed)} questions and continuing {len(texts)} texts at k = {slots}")
             chats[slots] = [write(runtime, function, slots) for function in listed]
             sources[slots] = [go_on(runtime, text, slots) for text in texts]
-    paces = tuple(_pace(slots, chats, sources) for slots in chats)
+    paces = tuple(pace_of(slots, chats, sources) for slots in chats)
     wrong = tuple((question(one.function), one.verdict.mistakes) for one in chats[0] if not one.verdict.exact)
-    return Evaluation(_quality(chats[0]), _quality(sentences), paces, wrong)
+    return Evaluation(quality_of(chats[0]), quality_of(sentences), paces, wrong)
 
 
 def write(runtime: Runtime, function: Function, mask_slots: int) -> Written:
@@ -150,7 +150,8 @@ def _one_line(runtime: Runtime, prompt: Sequence[int], max_tokens: int, mask_slo
     return write_line(runtime, prompt, limit, mask_slots, banned=() if fork is None else (fork,))
 
 
-def _quality(found: Sequence[Written]) -> Quality:
+def quality_of(found: Sequence[Written]) -> Quality:
+    """How many of some answers are right."""
     return Quality(
         questions=len(found),
         forks_right=sum(one.forks_right for one in found),
@@ -161,7 +162,8 @@ def _quality(found: Sequence[Written]) -> Quality:
     )
 
 
-def _pace(slots: int, chats: dict[int, list[Written]], sources: dict[int, list[Line]]) -> Pace:
+def pace_of(slots: int, chats: dict[int, list[Written]], sources: dict[int, list[Line]]) -> Pace:
+    """What drafts of so many mask slots cost; chats and texts are told by their mask slots."""
     forked = [one.forked for one in chats[slots]]
     lines = [one.line for one in chats[slots]]
     texts = zip(_texts(chats[slots], sources[slots]), _texts(chats[0], sources[0]), strict=True)
@@ -198,12 +200,12 @@ def command(model: Path, questions: int, texts: int, threads: int, shown: int, a
             raise OptionFault(f"{name} is {count}: expected at least 1")
     quiet_libraries()
     with stages() as stage:
-        stage("reading the standard library")
-        corpus = collect([read_source(path) for path in stdlib_paths()], lists=0)
         stage("opening the model")
         with open_source(model, "auto", None, threads, False) as runtime:
             if runtime.bundle.manifest.tokens.fork is None:
                 raise InputFault(f"{model}: has no fork token: expected the demo model, which forks")
+            stage("reading the standard library")
+            corpus = collect([read_source(path) for path in stdlib_paths()], lists=0)
             found = evaluate(runtime, chosen(corpus.held_out, questions), corpus.held_out_texts[:texts], stage)
     if as_json:
         show_json(found.as_dict())

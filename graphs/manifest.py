@@ -41,6 +41,11 @@ class TokenIds:
         """Tokens that no text may ever hold."""
         return (*dict.fromkeys(self.mask), *((self.child,) if self.child is not None else ()))
 
+    @property
+    def forking(self) -> tuple[int, ...]:
+        """The tokens with which a text goes on in another thread."""
+        return () if self.fork is None else (self.fork,)
+
 
 @dataclass(frozen=True)
 class FileRecord:

@@ -252,7 +252,7 @@ class Runtime:
             slots=Slots(capacity, self.engine.signature.lowering),
             threads=[new_thread(ids, capacity)],
             tokens=tokens,
-            choose=greedy(tokens.unwritable),
+            choose=greedy((*tokens.unwritable, *tokens.forking)),  # one thread writes the whole text
             listener=lambda thread, token, drafted: False,
             limit=limit,
             mask_slots=mask_slots,

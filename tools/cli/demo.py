@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import click
 
@@ -14,26 +15,32 @@ from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.faults import InputFault
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.session import Completion, Runtime
+from spaceport.runtime.session import Completion, Prompt, Runtime
 from spaceport.tools.cli.check import FAILED, check
 from spaceport.tools.cli.generate import show
 from spaceport.tools.cli.screen import show_table, stages
 
 PROMPTS_FILE = "prompts.json"
+MODEL = Path(__file__).parents[1] / "demo" / "model"
 _LONG = 256  # tokens of the longest case that is checked
 
 
 @click.command("demo")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=click.Path(path_type=Path), default=MODEL, metavar="[CHECKPOINT]")
 @click.option(
     "--prompt", "prompts", multiple=True, help="Prompt to decode; by default those in the checkpoint's prompts.json."
 )
 @click.option("--max-tokens", default=96, show_default=True, help="Most tokens to write.")
 @click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads.")
 def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads: int) -> int:
-    """Export CHECKPOINT into a temporary folder, check it, and write texts plainly and with drafts."""
+    """Export CHECKPOINT into a temporary folder, check it, and write texts plainly and with drafts.
+
+    Without CHECKPOINT it is the model that comes along: two million weights that explain the parameters of Python
+    functions, in templated answers, and continue Python source.
+    """
     quiet_libraries()
-    chosen = {prompt[:20]: prompt for prompt in prompts} or prompts_of(checkpoint)
+    chosen: dict[str, Prompt] = {prompt[:20]: prompt for prompt in prompts}
+    chosen = chosen or prompts_of(checkpoint)
     with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as folder:
         bundle = Path(folder) / "bundle"
         with stages() as stage:
@@ -47,12 +54,12 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
         with Runtime.open(bundle, threads=threads) as runtime:
             same = compare(runtime, chosen, max_tokens)
             name, prompt = next(iter(chosen.items()))
-            click.echo(f"\n{name}, accepted drafts marked:\n{prompt}", nl=False)
+            click.echo(f"\n{name}, accepted drafts marked:\n{_shown(prompt)}", nl=False)
             show(runtime.stream(prompt, max_tokens=max_tokens), drafts=True)
     return 0 if same and all(findings) else FAILED
 
 
-def compare(runtime: Runtime, prompts: dict[str, str], max_tokens: int) -> bool:
+def compare(runtime: Runtime, prompts: dict[str, Prompt], max_tokens: int) -> bool:
     """The table of all prompts with every number of mask slots; whether all texts were the plain ones."""
     most = runtime.bundle.manifest.max_mask_slots
     rows: list[Sequence[object]] = []
@@ -83,7 +90,7 @@ def compare(runtime: Runtime, prompts: dict[str, str], max_tokens: int) -> bool:
     return equal
 
 
-def timed(runtime: Runtime, prompt: str, max_tokens: int, slots: int) -> tuple[Completion, float]:
+def timed(runtime: Runtime, prompt: Prompt, max_tokens: int, slots: int) -> tuple[Completion, float]:
     """A text and the shortest of three times that it took."""
     times, completions = [], []
     for _ in range(3):
@@ -93,8 +100,8 @@ def timed(runtime: Runtime, prompt: str, max_tokens: int, slots: int) -> tuple[C
     return completions[-1], min(times)
 
 
-def prompts_of(checkpoint: Path) -> dict[str, str]:
-    """Named prompts that a checkpoint brings along."""
+def prompts_of(checkpoint: Path) -> dict[str, Prompt]:
+    """Named prompts that a checkpoint brings along: texts, or what a user says in a chat."""
     file = checkpoint / PROMPTS_FILE
     if not file.exists():
         raise InputFault(f"{checkpoint}: no {PROMPTS_FILE} in it: name a prompt with --prompt")
@@ -102,6 +109,20 @@ def prompts_of(checkpoint: Path) -> dict[str, str]:
         found = json.loads(file.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputFault(f"{file}: not JSON that can be read: {error}") from error
-    if not isinstance(found, dict) or not found or not all(isinstance(text, str) and text for text in found.values()):
-        raise InputFault(f"{file}: expected an object of names and prompts")
-    return found
+    prompts = {name: _prompt(told) for name, told in found.items()} if isinstance(found, dict) else {}
+    if not prompts or not all(prompts.values()):
+        raise InputFault(f'{file}: expected an object of names and prompts, each a text or {{"user": text}}')
+    return prompts
+
+
+def _prompt(told: Any) -> Prompt:
+    """A prompt as a file tells it; an empty one if it is none."""
+    if isinstance(told, dict) and list(told) == ["user"] and isinstance(told["user"], str) and told["user"]:
+        return [{"role": "user", "content": told["user"]}]
+    return told if isinstance(told, str) else ""
+
+
+def _shown(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(f"{message['content']}\n" for message in prompt if not isinstance(message, int))

@@ -90,13 +90,13 @@ class Outcome:
 
 def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     """Tune a checkpoint and write it to the target, which appears when it is whole."""
-    hearer = hearer or Hearer()
     _check(job)
     quiet_libraries()
     torch.manual_seed(job.settings.seed)
+    accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
+    hearer = hearer if hearer and accelerator.is_main_process else Hearer()
     hearer.stage("reading the data")
     texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
-    accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
     keeping = Keeping(job.target, accelerator.is_main_process)
     hearer.stage("loading the checkpoint")
     subject = open_subject(job.checkpoint, job.settings, job.names, job.remote_code)
@@ -233,7 +233,8 @@ def _run(job: Job, hearer: Hearer, training: Training, keeping: Keeping, checked
                 note(training.evaluate(checked), "validation")
             keeping.save(training)
         elif hearer.stop():
-            keeping.save(training)
+            if training.accelerator.num_processes == 1:  # several would have to agree on the step
+                keeping.save(training)
             raise KeyboardInterrupt
 
 

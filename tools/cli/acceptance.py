@@ -53,7 +53,7 @@ def command(
     same prompts. A checkpoint runs in PyTorch, a bundle on its backend; the numbers mean the same.
     """
     check_options(limit, max_tokens, plot)
-    plotting = import_module("spaceport.tools.acceptance.plot") if plot is not None else None
+    plotting = import_module("spaceport.tools.acceptance.plot") if plot is not None else None  # lacking: told at once
     quiet_libraries()
     with stages() as stage:
         stage("reading the conversations")
@@ -64,12 +64,12 @@ def command(
             check_room(runtime, max_tokens)
             samples, counts = samples_of(runtime, conversations, data)
             found = measure(runtime, announced(samples, stage), max_tokens, slots)
-    if plotting is not None:
-        plotting.draw(found, plot, f"{model.absolute().name}, {len(samples)} samples")
     if as_json:
         show_json({"samples": len(samples), "max_tokens": max_tokens, "counts": counts, **found.as_dict()})
     else:
         show(found, samples, counts)
+    if plotting is not None:
+        plotting.draw(found, plot, f"{model.absolute().name}, {len(samples)} samples")
 
 
 def check_options(limit: int | None, max_tokens: int, plot: Path | None) -> None:
@@ -141,7 +141,7 @@ def show(found: Acceptance, samples: Sequence[Given], counts: dict[str, int]) ->
         for slot in range(1 + given.mask_slots)
     ]
     columns = ("", "right, own", "right, given", "tokens a step, own", "tokens a step, given")
-    title = f"{len(samples)} samples ({told(counts)}): {own.tokens} own tokens, {given.tokens} given ones"
+    title = f"samples: {len(samples)} ({told(counts)}); tokens: {own.tokens} own, {given.tokens} given"
     show_table(title, columns, rows)
     click.echo("Tokens a step: decoding with as many mask slots as the row says; what ends a text counts as none.")
     if found.forks is not None:

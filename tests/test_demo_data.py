@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +202,13 @@ def test_verify_names_what_is_wrong(old: str, new: str, found: int, wrong: set[i
     assert re.search(mistake, told)
 
 
+def test_an_item_is_right_only_in_its_place() -> None:
+    opening, first, second, *rest = ANSWER.split("\n")
+    verdict = verify(one(EVERY_KIND), "\n".join((opening, second, first, *rest)))
+    assert verdict.right == (False, False, *[True] * 6)
+    assert len(verdict.mistakes) == 2
+
+
 def test_verify_holds_a_sentence_to_the_letter() -> None:
     function = one("def f(a): ...")
     assert verify(function, answer(function)).exact
@@ -252,6 +260,16 @@ def test_nothing_of_a_held_out_file_is_trained_on(sources: list[Source], corpus:
     assert foreign
     assert not any(conversation.ends for conversation in foreign)
     assert not any(conversation.turns[0].content in texts for conversation in foreign)
+
+
+def test_a_signature_of_a_held_out_file_is_neither_kept_if_trained_nor_invented() -> None:
+    orders = [f"def f({', '.join(names)}): ..." for names in permutations("abc")]
+    own = Source("abc.py", f"def g(d=1, *v, **k): ...\n{orders[0]}")
+    foreign = Source("ast.py", "\n".join(orders))
+    assert (own.held_out, foreign.held_out) == (False, True)
+    found = collect([own, foreign], lists=100)
+    assert {function.text for function in found.held_out} == {one(order).text for order in orders[1:]}
+    assert len({function.text for function in (*found.lists, *found.held_out)}) == 100 + 5
 
 
 def test_some_lists_are_there_twice_the_second_time_not_to_be_forked(corpus: Corpus, tmp_path: Path) -> None:

@@ -5,17 +5,32 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.runtime.request import Statistics
+from spaceport.runtime.session import Runtime
 from spaceport.tools.acceptance.answers import Answer, Line
-from spaceport.tools.demo.answers import answer, verify
+from spaceport.tools.demo.answers import answer, question, verify
 from spaceport.tools.demo.corpus import collect
-from spaceport.tools.demo.evaluate import NOTE, Evaluation, Written, chosen, evaluate, main, pace_of, quality_of, show
+from spaceport.tools.demo.evaluate import (
+    NOTE,
+    Evaluation,
+    Written,
+    chosen,
+    evaluate,
+    main,
+    pace_of,
+    quality_of,
+    show,
+    write,
+)
 from spaceport.tools.demo.scratch import write_scratch
 from spaceport.tools.demo.signatures import functions_in
 from spaceport.tools.demo.sources import read_source, stdlib_paths
@@ -48,14 +63,25 @@ def written(children: int = 3, text: str | None = None, drafted: bool = False) -
     return Written(LIST, forked(children, drafted), whole, verify(LIST, text or right), verify(LIST, right))
 
 
+def likely_forks(model: Any, tokenizer: Any) -> None:
+    """Makes [Fork] what the model writes first."""
+    asked = [{"role": "user", "content": question(LIST)}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    ids = torch.tensor([tokenizer.backend_tokenizer.encode(prompt, add_special_tokens=False).ids])
+    rows = model.model.embed_tokens.weight
+    with torch.no_grad():
+        rows[tokenizer.convert_tokens_to_ids("[Fork]")] = 2 * rows[model(ids).logits[0, -1].argmax()]
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model with the tokens of a tuned one."""
+    """An untrained model with the tokens of a tuned one, which begins with a fork."""
     folder = tmp_path_factory.mktemp("untrained")
     sources = [read_source(path) for path in stdlib_paths() if path.as_posix().endswith(("/shlex.py", "/weakref.py"))]
     write_scratch(folder, collect(sources, lists=0))
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     tokenizer.add_tokens(["[M]", "[Fork]", "[Child]"], special_tokens=True)
+    likely_forks(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     sar = {"mask_tokens": ["[M]"], "mask_slots": 3, "fork_token": "[Fork]", "child_token": "[Child]"}
@@ -64,11 +90,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(checkpoint: Path) -> tuple[Evaluation, list[str]]:
+def runtime(checkpoint: Path) -> Iterator[Runtime]:
+    with checkpoint_runtime(open_checkpoint(checkpoint, TokenFlags(), False), 48, 1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def found(runtime: Runtime) -> tuple[Evaluation, list[str]]:
     """What is measured with it, and the stages that were announced."""
     stages: list[str] = []
-    with checkpoint_runtime(open_checkpoint(checkpoint, TokenFlags(), False), 48, 1) as runtime:
-        return evaluate(runtime, [LIST, SENTENCE], ["import os\nimport sys\n" * 3], stages.append), stages
+    return evaluate(runtime, [LIST, SENTENCE], ["import os\nimport sys\n" * 3], stages.append), stages
 
 
 def test_an_answer_counts_as_right_to_the_letter_and_its_forks_by_number() -> None:
@@ -111,6 +142,15 @@ def test_an_untrained_model_is_wrong_and_its_drafts_change_nothing(found: tuple[
     assert plain.source_tokens == plain.source_steps > 0
     assert evaluation.mistakes[0][0] == "Explain the parameters of f( a, b, c )"
     assert len(stages) == 4
+
+
+def test_an_answer_is_written_with_forks_and_without(runtime: Runtime) -> None:
+    fork = runtime.bundle.manifest.tokens.fork
+    answered = write(runtime, LIST, 0)
+    assert answered.forked.spine.tokens[0] == fork
+    assert answered.forked.children
+    assert answered.line.tokens
+    assert fork not in answered.line.tokens
 
 
 def test_the_tables_say_that_they_are_no_comparison(

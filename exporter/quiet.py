@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import transformers.utils.logging
 
 
@@ -9,3 +11,4 @@ def quiet_libraries() -> None:
     """No progress bars and no advice of libraries on the user's terminal."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it tells of tied weights each time it keeps a state

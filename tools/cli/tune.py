@@ -97,7 +97,10 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     A line of DATA holds "messages" of a chat, "prompt" and "response", or plain "text". What they teach about forking is
     shown by `spaceport tune data FILE`. While it runs, a training keeps its state in TUNED.training.
     """
-    from spaceport.tools.cli.tuning_screen import shown  # torch is read only once the options are known to be right
+    from spaceport.tools.cli.tuning_screen import (
+        is_first,
+        shown,
+    )  # torch is read only once the options are known to be right
     from spaceport.tools.tune.distill import Distillation
     from spaceport.tools.tune.tuning import Job, tune
 
@@ -120,5 +123,5 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     )
     with shown(told["tensorboard"]) as hearer:
         outcome = tune(job, hearer)
-    if as_json:
+    if as_json and is_first():
         show_json(outcome.as_dict())

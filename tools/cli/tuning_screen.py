@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -15,7 +16,6 @@ from typing import Any
 import click
 
 from spaceport.graphs.faults import MissingPart
-from spaceport.tools.cli.screen import stages
 from spaceport.tools.tune.training import Measured, Training
 from spaceport.tools.tune.tuning import Hearer
 
@@ -24,26 +24,53 @@ _SECONDS = 10.0  # between lines in a pipe
 
 @contextmanager
 def shown(events: Path | None) -> Iterator[Hearer]:
-    """A hearer that shows a tuning on stderr; an interrupt lets it end a step and keep its state, a second one does not."""
+    """A hearer that shows a tuning on stderr; an interrupt lets it end a step and keep its state, a second one does not.
+
+    Of several processes only the first one shows anything.
+    """
     with ExitStack() as stack:
-        scalars = stack.enter_context(_events(events)) if events else None
-        stop = stack.enter_context(_interrupts())
-        stage = stack.enter_context(stages())
-        view = stack.enter_context(_bar()) if sys.stderr.isatty() else _Lines()
+        first = is_first()
+        scalars = stack.enter_context(_events(events)) if events and first else None
+        interrupts = stack.enter_context(_interrupts())
+        view = _Terminal(stack) if sys.stderr.isatty() else _Lines()
+
+        def stage(name: str) -> None:
+            interrupts.patient = False
+            if first:
+                view.stage(name)
+
+        def begun(training: Training) -> None:
+            interrupts.patient = True
+            if first:
+                view.begun(training)
 
         def measured(found: Measured, kind: str) -> None:
-            view.measured(found, kind)
+            if first:
+                view.measured(found, kind)
             if scalars:
                 scalars(found, kind)
 
-        yield Hearer(stage, _counted, view.begun, measured, view.stepped, stop)
+        def stepped(training: Training) -> None:
+            if first:
+                view.stepped(training)
+
+        yield Hearer(stage, _counted if first else _nothing, begun, measured, stepped, interrupts.came)
+
+
+def is_first() -> bool:
+    """Whether this is the process that speaks, of those that accelerate or torchrun launched."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class _Lines:
     """A line from time to time."""
 
     def __init__(self) -> None:
+        self._started = time.perf_counter()
         self._last = float("-inf")
+
+    def stage(self, name: str) -> None:
+        _say(f"{time.perf_counter() - self._started:6.1f} s  {name}")
 
     def begun(self, training: Training) -> None:
         _say(_beginning(training))
@@ -58,25 +85,51 @@ class _Lines:
         return
 
 
-class _Bar:
-    """A bar that grows with each step, with the last measurement behind it."""
+class _Terminal:
+    """A spinner for each stage; for the training a bar that grows with each step, the last measurement behind it."""
 
-    def __init__(self, progress: Any) -> None:
-        self._progress = progress
+    def __init__(self, stack: ExitStack) -> None:
+        self._lives = stack.enter_context(ExitStack())  # of two at once each would draw over the other
+        self._progress: Any = None
         self._task: Any = None
 
+    def stage(self, name: str) -> None:
+        from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._show(SpinnerColumn(finished_text=" "), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._task = self._progress.add_task(name, total=None)
+
     def begun(self, training: Training) -> None:
-        _say(_beginning(training))
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+        line = TextColumn("{task.description}", markup=False)
+        self._show(BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(), line)
+        self._progress.console.print(_beginning(training), highlight=False)
         self._task = self._progress.add_task("", total=training.course.steps, completed=training.step)
 
     def measured(self, found: Measured, kind: str) -> None:
         if kind == "validation":
-            self._progress.console.print(f"step {found.step}  {told(found, kind)}", highlight=False)
+            line = f"step {found.step}  {told(found, kind)}"
+            self._progress.console.print(line, highlight=False, markup=False)
         else:
             self._progress.update(self._task, description=told(found, kind))
 
     def stepped(self, training: Training) -> None:
         self._progress.update(self._task, completed=training.step)
+
+    def _show(self, *columns: Any) -> None:
+        """End what is drawn and begin anew with these columns."""
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._lives.close()
+        self._progress = self._lives.enter_context(Progress(*columns, console=Console(stderr=True)))
+        self._lives.callback(self._finish)
+
+    def _finish(self) -> None:
+        for task in self._progress.tasks:
+            if task.total is None:  # a stage: its spinner ends
+                self._progress.update(task.id, total=1, completed=1)
 
 
 def told(found: Measured, kind: str) -> str:
@@ -105,30 +158,34 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-@contextmanager
-def _bar() -> Iterator[_Bar]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _Bar(progress)
+def _nothing(counts: Counter[str]) -> None:
+    return
 
 
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether an interrupt came; the second one is raised at once."""
-    came: list[int] = []
+class _Interrupts:
+    """Interrupts that came: while it is patient the first is only noted, to be heard at the end of a step."""
 
-    def heard(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
+    def __init__(self) -> None:
+        self.patient = False
+        self._count = 0
+
+    def came(self) -> bool:
+        return self._count > 0
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if not self.patient or self._count > 1:
             raise KeyboardInterrupt
-        _say("interrupted: this step is finished and the state kept; once more to end at once")
+        if is_first():
+            _say("interrupted: this step is finished and the state kept, for --resume; once more to end at once")
 
-    kept = {kind: signal.signal(kind, heard) for kind in (signal.SIGINT, signal.SIGTERM)}
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupts]:
+    interrupts = _Interrupts()
+    kept = {kind: signal.signal(kind, interrupts.hear) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(came)
+        yield interrupts
     finally:
         for kind, handler in kept.items():
             signal.signal(kind, handler)

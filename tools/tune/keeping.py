@@ -30,25 +30,44 @@ class Keeping:
         self.folder = target.absolute().with_name(target.absolute().name + ".training")
         self._main = main  # only one process of several writes
 
-    def check(self, settings: Settings, data: list[str], resume: bool) -> None:
-        """Raise if there is no training to go on with, or another one in the way."""
-        begun = (self.folder / _SETTINGS_FILE).exists()
-        if resume:
-            self._hold_to(settings, data, begun)
-        elif begun:
+    def expect(self, resume: bool) -> None:
+        """Raise if there is no training to go on with, or one in the way that would be lost."""
+        if resume and not (self.folder / _SETTINGS_FILE).exists():
+            raise InputFault(f"{self.folder}: no training to go on with: start it without --resume")
+        if not resume and self._holds_work():
             raise InputFault(
                 f"{self.folder}: a training for this folder was begun and not finished: go on with --resume, or remove it"
             )
 
-    def begin(self, settings: Settings, data: list[str]) -> None:
-        """Make the folder, if it is not there to go on with."""
-        if self._main and not (self.folder / _SETTINGS_FILE).exists():
-            self.folder.mkdir(exist_ok=True)
-            told = {"settings": settings.as_dict(), "data": data}
+    def check(self, settings: Settings, identity: dict[str, list[str]], resume: bool) -> None:
+        """Raise if the training to go on with is another one."""
+        self.expect(resume)
+        if not resume:
+            return
+        told = read_json(self.folder / _SETTINGS_FILE)
+        wrong = differences(told["settings"], settings)
+        for name, now in identity.items():
+            before = told["identity"].get(name)
+            if before != now:
+                wrong.append(f"{name}: {_listed(before)} before, {_listed(now)} now")
+        if wrong:
+            raise InputFault(
+                f"{self.folder}: begun with other settings ({'; '.join(wrong)}): resume with the ones that it was begun with, "
+                "or remove the folder"
+            )
+
+    def begin(self, settings: Settings, identity: dict[str, list[str]]) -> None:
+        """Make the folder, if it holds nothing to go on with."""
+        if self._main and not self._holds_work():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+            told = {"settings": settings.as_dict(), "identity": identity}
             _write(self.folder / _SETTINGS_FILE, json.dumps(told, indent=2) + "\n")
 
     def save(self, training: Training) -> None:
         """Keep the state of a training; the one before stays until this one is whole."""
+        training.check()
+        unmeasured = training.unmeasured()
         target = self.folder / f"step-{training.step:08d}"
         partial = target.with_name(target.name + _PARTIAL)
         with self._told(training, partial):
@@ -58,7 +77,8 @@ class Keeping:
             training.accelerator.save_state(str(partial))
             training.accelerator.wait_for_everyone()
             if self._main:
-                place = {"step": training.step, "tokens": training.tokens, "seconds": training.seconds}
+                place: dict[str, Any] = {"step": training.step, "tokens": training.tokens, "seconds": training.seconds}
+                place["unmeasured"] = unmeasured
                 _write(partial / _PLACE_FILE, json.dumps(place) + "\n")
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
@@ -72,8 +92,11 @@ class Keeping:
         if states:
             place = read_json(states[-1] / _PLACE_FILE)
             training.accelerator.load_state(str(states[-1]))
-            training.go_on(int(place["step"]), int(place["tokens"]), float(place["seconds"]))
+            training.go_on(int(place["step"]), int(place["tokens"]), float(place["seconds"]), place["unmeasured"])
+        training.accelerator.wait_for_everyone()
         if self._main:
+            for partial in self.folder.glob(f"step-*{_PARTIAL}"):
+                shutil.rmtree(partial, ignore_errors=True)
             self._forget_after(training.step)
 
     def note(self, measured: Measured, kind: str) -> None:
@@ -83,9 +106,10 @@ class Keeping:
                 file.write(json.dumps({"kind": kind, **asdict(measured)}) + "\n")
 
     def measurements(self) -> list[dict[str, Any]]:
-        """All measurements so far."""
+        """All measurements so far; a line that was cut off when the disk was full is none."""
         file = self.folder / METRICS_FILE
-        return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+        text = file.read_text("utf-8") if file.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
     def clear(self) -> None:
         """Remove the folder: the training is finished."""
@@ -95,18 +119,9 @@ class Keeping:
     def _states(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step-*") if path.suffix != _PARTIAL)
 
-    def _hold_to(self, settings: Settings, data: list[str], begun: bool) -> None:
-        if not begun:
-            raise InputFault(f"{self.folder}: no training to go on with: start it without --resume")
-        told = read_json(self.folder / _SETTINGS_FILE)
-        wrong = differences(told["settings"], settings)
-        if told["data"] != data:
-            wrong.append("the data are not the same")
-        if wrong:
-            raise InputFault(
-                f"{self.folder}: begun with other settings ({'; '.join(wrong)}): resume with the ones that it was begun with, "
-                "or remove the folder"
-            )
+    def _holds_work(self) -> bool:
+        """Whether a state or answers are there; without them nothing is lost by beginning anew."""
+        return bool(self._states()) or any(self.folder.glob("answers-*.jsonl"))
 
     def _forget_after(self, step: int) -> None:
         """Drop the measurements of steps that will be learned again."""
@@ -133,6 +148,10 @@ def _write(file: Path, text: str) -> None:
     partial = file.with_name(file.name + _PARTIAL)
     partial.write_text(text, "utf-8")
     partial.replace(file)
+
+
+def _listed(told: list[str] | None) -> str:
+    return ", ".join(told or ()) or "none"
 
 
 def _reason(error: BaseException) -> str:

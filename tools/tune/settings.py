@@ -67,7 +67,12 @@ class Settings:
             if value is not None and not (value >= least and (most is None or value <= most)):
                 limits = f"at least {least}" if most is None else f"{least} to {most}"
                 raise OptionFault(f"--{name} is {value}: expected {limits}")
-        for name, positive in (("epochs", self.epochs), ("learning-rate", self.rate), ("clip", self.clip)):
+        for name, positive in (
+            ("epochs", self.epochs),
+            ("learning-rate", self.rate),
+            ("clip", self.clip),
+            ("alpha", self.alpha),
+        ):
             if not 0 < positive < float("inf"):
                 raise OptionFault(f"--{name} is {positive}: expected more than 0")
         if self.method == "gated-lora" and self.objective != "sar":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, load_model
 from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import TokenIds
@@ -44,17 +44,16 @@ class Subject:
         return [*self.tokens.mask, *(token for token in more if token is not None)]
 
 
-def open_subject(folder: Path, settings: Settings, asked: Names, remote_code: bool) -> Subject:
-    """The checkpoint in a folder, with the tokens that its tuning needs."""
-    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)
-    told = read_sar_config(folder)
+def open_subject(checkpoint: Checkpoint, settings: Settings, asked: Names) -> Subject:
+    """A checkpoint's model and tokenizer, with the tokens that its tuning needs."""
+    folder, remote_code = checkpoint.folder, checkpoint.remote_code
     if checkpoint.adapter is not None:
         raise InputFault(
             f"{folder}: has a mask adapter: expected plain weights; tune the checkpoint that it was made from"
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
     model = load_model(checkpoint, "float32")
-    names = names_for(settings.slots, settings.distinct, settings.forks, asked, told)
+    names = names_for(settings.slots, settings.distinct, settings.forks, asked, read_sar_config(folder))
     if len(set(names.all)) < len(names.all):
         raise OptionFault(f"the tokens {', '.join(names.all)} are not all different: expected a name for each")
     ids = add_tokens(tokenizer, model, names.all)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from accelerate import Accelerator
@@ -64,6 +64,9 @@ class Training:
         self.trainee: nn.Module
         self.trainee, self._optimizer = accelerator.prepare(trainee, optimizer)
         self._sums = torch.zeros(3, settings.slots + 1, device=accelerator.device)
+        self._norms = torch.zeros(
+            (), device=accelerator.device
+        )  # of the gradients, added up: one that is no number shows
         self._since = (time.perf_counter(), 0)
         self._began = time.perf_counter()
 
@@ -72,9 +75,16 @@ class Training:
         """How long the training ran, all its runs together."""
         return time.perf_counter() - self._began
 
-    def go_on(self, step: int, tokens: int, seconds: float) -> None:
+    def unmeasured(self) -> list[list[float]]:
+        """What the steps since the last measurement came to, over all processes: part of a state that is kept."""
+        sums: Tensor = self.accelerator.reduce(self._sums, "sum")
+        return cast(list[list[float]], sums.tolist())
+
+    def go_on(self, step: int, tokens: int, seconds: float, unmeasured: list[list[float]]) -> None:
         """Be where an earlier run was when its state was kept."""
         self.step, self.tokens = step, tokens
+        if self.accelerator.is_main_process:
+            self._sums += torch.tensor(unmeasured, device=self._sums.device)
         self._began = time.perf_counter() - seconds
         self._since = (time.perf_counter(), tokens)
 
@@ -91,7 +101,7 @@ class Training:
             else:
                 with self.accelerator.no_sync(self.trainee):
                     self._backward(own[first : first + micro], totals)
-        self.accelerator.clip_grad_norm_(self.trainee.parameters(), self._settings.clip)
+        self._norms += self.accelerator.clip_grad_norm_(self.trainee.parameters(), self._settings.clip)
         for group in self._optimizer.param_groups:
             group["lr"] = self.rate()
         self._optimizer.step()
@@ -115,12 +125,23 @@ class Training:
         measured = self._measured(sums, (self.tokens - tokens) / max(1e-9, now - before), self.seconds)
         self._sums = torch.zeros_like(self._sums)
         self._since = (now, self.tokens)
-        if not math.isfinite(measured.losses[0]):
-            raise Diverged(
-                f"the loss is {measured.losses[0]} after {self.step} steps: expected a number; lower --learning-rate "
-                f"(now {self._settings.rate:g}), or train in float32"
-            )
+        for loss in measured.losses:
+            if not math.isfinite(loss):
+                self._diverged("loss", loss)
         return measured
+
+    def check(self) -> None:
+        """Raise if the weights cannot be numbers any more: they are not worth keeping."""
+        norms = float(self._norms)
+        if not math.isfinite(norms):
+            self._diverged("gradient", norms)
+
+    def agree(self, stop: bool) -> bool:
+        """Whether any process wants to stop: they all do, after the same step."""
+        if self.accelerator.num_processes == 1:
+            return stop
+        wanted = torch.tensor([int(stop)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(wanted, "sum").item())
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row]) -> Measured:
@@ -131,6 +152,13 @@ class Training:
         for first in range(0, len(own), micro):
             sums += run(self.trainee, collate(own[first : first + micro]).to(self.accelerator.device)).detach()
         return self._measured(self.accelerator.reduce(sums, "sum"), 0.0, self.seconds)
+
+    def _diverged(self, what: str, found: float) -> NoReturn:
+        mixed = self.accelerator.mixed_precision != "no"
+        raise Diverged(
+            f"the {what} is {found} after {self.step} steps: expected a number; lower --learning-rate "
+            f"(now {self._settings.rate:g})" + (", or train without --bf16" if mixed else "")
+        )
 
     def _backward(self, rows: Sequence[Row], totals: Tensor) -> None:
         sums = run(self.trainee, collate(rows).to(self.accelerator.device))

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from spaceport.exporter.bundle import check_target, writing
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.gated import checkpoint_layers
@@ -90,21 +91,24 @@ class Outcome:
 
 def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     """Tune a checkpoint and write it to the target, which appears when it is whole."""
+    hearer = hearer or Hearer()
     _check(job)
     quiet_libraries()
     torch.manual_seed(job.settings.seed)
     accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
-    hearer = hearer if hearer and accelerator.is_main_process else Hearer()
+    keeping = Keeping(job.target, accelerator.is_main_process)
+    keeping.expect(job.resume)
+    checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code)
     hearer.stage("reading the data")
     texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
-    keeping = Keeping(job.target, accelerator.is_main_process)
     hearer.stage("loading the checkpoint")
-    subject = open_subject(job.checkpoint, job.settings, job.names, job.remote_code)
+    subject = open_subject(checkpoint, job.settings, job.names)
     hearer.stage("proving that it can be trained over packed rows")
     trainee = trainee_of(subject.model, job.settings.slots)
     settings = replace(job.settings, cutoff=cutoff_for(job.settings, trainee.positions))
     identity = _identity(job)
     keeping.check(settings, identity, job.resume)
+    accelerator.wait_for_everyone()  # before one process makes what the others would take for an earlier training
     counts: Counter[str] = Counter()
     if job.distillation is not None:
         keeping.begin(settings, identity)
@@ -193,12 +197,17 @@ def _learning(job: Job, subject: Subject, accelerator: Accelerator) -> Merge:
     return merge
 
 
-def _identity(job: Job) -> list[str]:
-    """What tells the data and the checkpoint of a training from others'."""
-    return [
-        f"{path.name} {_digest(path)}"
-        for path in (*job.data, *job.validation, *(job.checkpoint / name for name in ("config.json",)))
-    ]
+def _identity(job: Job) -> dict[str, list[str]]:
+    """What beside the settings tells a training from others."""
+    own = [job.checkpoint / name for name in ("config.json", "tokenizer.json", "sar_config.json")]
+    return {
+        "data": [f"{path.name} {_digest(path)}" for path in job.data],
+        "validation": [f"{path.name} {_digest(path)}" for path in job.validation],
+        "checkpoint": [f"{path.name} {_digest(path)}" for path in own if path.exists()],
+        "tokens": list(job.names.all),
+        "self-distill": [str(job.distillation is not None)],
+        "bf16": [str(job.bf16)],
+    }
 
 
 def _digest(path: Path) -> str:
@@ -228,13 +237,13 @@ def _run(job: Job, hearer: Hearer, training: Training, keeping: Keeping, checked
         if last or training.step % job.log_every == 0:
             note(training.measure(), "training")
         hearer.stepped(training)
-        if last or training.step % job.save_every == 0:
-            if checked:
-                note(training.evaluate(checked), "validation")
+        due = last or training.step % job.save_every == 0
+        stop = not last and training.agree(hearer.stop())
+        if due and checked:
+            note(training.evaluate(checked), "validation")
+        if due or stop:
             keeping.save(training)
-        elif hearer.stop():
-            if training.accelerator.num_processes == 1:  # several would have to agree on the step
-                keeping.save(training)
+        if stop:
             raise KeyboardInterrupt
 
 

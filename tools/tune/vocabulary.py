@@ -33,7 +33,7 @@ def add_tokens(tokenizer: Any, model: PreTrainedModel, names: Sequence[str]) -> 
     new = [name for name in names if name not in added]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in new])
     ids = [int(backend.token_to_id(name)) for name in names]
-    _grow(model, max(before, *ids) + 1 if ids else before)
+    _grow(model, max([before, *(token + 1 for token in ids)]))
     with torch.no_grad():
         for rows in embedding_rows(model):
             mean = rows[:before].float().mean(dim=0).to(rows.dtype)

@@ -88,14 +88,14 @@ def collect(sources: Sequence[Source], seed: int = 0, lists: int = LISTS) -> Cor
     )
 
 
-def windows(text: str) -> list[str]:
+def windows(text: str, longest: int = WINDOW) -> list[str]:
     """A text in pieces of whole lines, each as long as fits; what is much shorter, longer or not ASCII is left out."""
     found = [""]
     for line in text.splitlines(keepends=True):
-        if found[-1] and len(found[-1]) + len(line) > WINDOW:
+        if found[-1] and len(found[-1]) + len(line) > longest:
             found.append("")
         found[-1] += line
-    return [window for window in found if WINDOW // 2 <= len(window) <= WINDOW and window.isascii()]
+    return [window for window in found if longest // 2 <= len(window) <= longest and window.isascii()]
 
 
 def _functions(sources: Iterable[Source]) -> dict[str, Function]:

@@ -8,76 +8,127 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from spaceport.tools.cli.tuning_screen import shown
-from spaceport.tools.demo.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, write_data
-from spaceport.tools.demo.scratch import write_scratch
+from spaceport.tools.demo.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_data
+from spaceport.tools.demo.packages import write_code
+from spaceport.tools.demo.scratch import CODE, DEMO, Shape, write_scratch
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.tuning import Job, tune
 
 MODEL = Path(__file__).parent / "model"
 
-SETTINGS = Settings(
-    objective="both",
-    mask_slots=5,
-    anchors=8,
-    drop_rate=0.3,
-    mask_weight=0.3,  # at 1 the text itself is learned late
-    cutoff=256,
-    epochs=1.0,
-    batch=16,
-    micro_batch=16,
-    rate=4e-3,
-    warmup=0.03,
-    betas=(0.9, 0.98),
-)
+PROMPTS_FILE = "prompts.json"
 _VALIDATION = 64  # conversations of each kind
 
-PROMPTS_FILE = "prompts.json"
-PROMPTS: dict[str, Any] = {  # on files that nothing was learned of
-    "triangular": {"user": "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"},
-    "fullmatch": {"user": "Explain the parameters of fullmatch( pattern, string, flags = 0 )"},
-    "source": '    def log_error(self, format, *args):\n        """Log an error.\n',
+
+@dataclass(frozen=True)
+class Preset:
+    """What is learned, by what, and how."""
+
+    write: Callable[[Path], Corpus]
+    shape: Shape
+    settings: Settings
+    prompts: dict[str, Any]
+    bf16: bool = False
+
+
+_SOURCE = '    def log_error(self, format, *args):\n        """Log an error.\n'  # of a file that is held out
+
+PRESETS = {
+    "demo": Preset(
+        write_data,
+        DEMO,
+        Settings(
+            objective="both",
+            mask_slots=5,
+            anchors=16,
+            drop_rate=0.3,
+            mask_weight=0.3,  # at 1 the text itself is learned late
+            cutoff=256,
+            epochs=1.0,
+            batch=16,
+            micro_batch=16,
+            rate=4e-3,
+            warmup=0.03,
+            betas=(0.9, 0.98),
+        ),
+        {  # functions of files that are held out
+            "triangular": {"user": "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"},
+            "fullmatch": {"user": "Explain the parameters of fullmatch( pattern, string, flags = 0 )"},
+            "source": _SOURCE,
+        },
+    ),
+    "code": Preset(
+        write_code,
+        CODE,
+        Settings(
+            objective="sar",
+            mask_slots=5,
+            anchors=24,
+            drop_rate=0.3,
+            mask_weight=0.3,
+            cutoff=512,
+            epochs=2.0,
+            batch=128,
+            micro_batch=128,
+            rate=2e-3,
+            warmup=0.03,
+            weight_decay=0.1,
+            betas=(0.9, 0.98),
+        ),
+        {"source": _SOURCE},
+        bf16=True,
+    ),
 }
 
 
 @click.command()
 @click.argument("target", type=click.Path(path_type=Path), default=MODEL)
+@click.option(
+    "--preset",
+    type=click.Choice(("demo", "code")),
+    default="demo",
+    show_default=True,
+    help="The model that is shipped; or one of 25 million weights, taught the sources of the installed packages, for which a GPU is wanted.",
+)
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for the data; a temporary one by default.")
 @click.option("--max-steps", type=int, metavar="N", help="End early: for a try.")
 @click.option("--resume", is_flag=True, help="Go on with a training that was interrupted; needs the same --work.")
-def main(target: Path, work: Path | None, max_steps: int | None, resume: bool) -> None:
+def main(target: Path, preset: str, work: Path | None, max_steps: int | None, resume: bool) -> None:
     """Make the data, an untrained model and its tokenizer, train it and write it to TARGET."""
     with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as temporary:
         folder = work or Path(temporary)
-        train(folder, target, max_steps, resume)
+        train(folder, target, PRESETS[preset], max_steps, resume)
 
 
-def train(folder: Path, target: Path, max_steps: int | None = None, resume: bool = False) -> None:
+def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = None, resume: bool = False) -> None:
     """The whole recipe; what is in `folder` is used again if the training goes on."""
     scratch, looked_at = folder / "scratch", folder / "validation.jsonl"
     if not resume:
         shutil.rmtree(scratch, ignore_errors=True)
-        write_scratch(scratch, write_data(folder))
+        write_scratch(scratch, preset.write(folder), shape=preset.shape)
         looked_at.write_text("".join(_first(folder / name) for name in (HELD_OUT_FILE, HELD_OUT_TEXT_FILE)), "utf-8")
     job = Job(
         checkpoint=scratch,
         target=target,
         data=(folder / TRAIN_FILE,),
-        settings=replace(SETTINGS, max_steps=max_steps),
+        settings=replace(preset.settings, max_steps=max_steps),
         validation=(looked_at,),
+        bf16=preset.bf16,
         log_every=50,
         resume=resume,
         overwrite=True,
     )
     with shown(None) as hearer:
         tune(job, hearer)
-    (target / PROMPTS_FILE).write_text(json.dumps(PROMPTS, indent=2) + "\n", "utf-8")
+    (target / PROMPTS_FILE).write_text(json.dumps(preset.prompts, indent=2) + "\n", "utf-8")
 
 
 def _first(file: Path) -> str:

@@ -1,10 +1,9 @@
-"""The demo model's data: questions and answers follow the signatures, and what is held out is never trained on."""
+"""The demo model's data: every list forks, what is held out is never trained on, and the start has room to learn."""
 
 from __future__ import annotations
 
 import ast
 import json
-import re
 from itertools import permutations
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spaceport.tools.demo.answers import answer, asked, question, verify
+from spaceport.tools.demo.answers import answer, asked, question
 from spaceport.tools.demo.corpus import (
     HELD_OUT_FILE,
     HELD_OUT_TEXT_FILE,
@@ -34,23 +33,6 @@ from spaceport.tools.tune.extract import Refusal, Tree, extract
 LISTS = 300
 MODULES = ("argparse.py", "copy.py", "json/decoder.py", "json/encoder.py", "shlex.py", "textwrap.py", "weakref.py")
 
-EVERY_KIND = """\
-def every(a, b=1.5, /, c=None, d="x", *rest, e, f=-2, **more): ...
-"""
-QUESTION = "Explain the parameters of every( a, b = 1.5, /, c = None, d = 'x', *rest, e, f = -2, **more )"
-ANSWER = """\
-These are the parameters of every:
-1. a: It is required, and it is given only as the first value.
-2. b: It is optional, and it is given only as the second value. Its default is the number 1.5.
-3. c: It is optional, and it is given by name or as the third value. Its default is None.
-4. d: It is optional, and it is given by name or as the fourth value. Its default is the string 'x'.
-5. *rest: It collects all further values that are given by position, as a tuple.
-6. e: It is required, and it is given only by name.
-7. f: It is optional, and it is given only by name. Its default is the number -2.
-8. **more: It collects all further values that are given by name, as a dictionary.
-
-Of these 8, 2 are required."""
-
 
 def one(source: str) -> Function:
     (function,) = functions_in(source)
@@ -68,153 +50,6 @@ def sources() -> list[Source]:
 @pytest.fixture(scope="module")
 def corpus(sources: list[Source]) -> Corpus:
     return collect(sources, lists=LISTS)
-
-
-def test_every_kind_of_parameter_is_asked_about_and_answered_to_the_letter() -> None:
-    function = one(EVERY_KIND)
-    assert question(function) == QUESTION
-    assert answer(function) == ANSWER
-    assert asked(QUESTION) == function
-
-
-@pytest.mark.parametrize(
-    ("source", "text", "sentence"),
-    [
-        ("def f(): ...", "f( )", "The function f has no parameters."),
-        ("def f(a): ...", "f( a )", "The function f has one parameter, a, which is required."),
-        ("async def f(*, a=0): ...", "f( *, a = 0 )", "The function f has one parameter, a, which is optional."),
-        (
-            "def f(*a, **b): ...",
-            "f( *a, **b )",
-            "The function f has two parameters, *a, which collects values given by position, "
-            "and **b, which collects values given by name.",
-        ),
-        (
-            "def f(a, b=1, /): ...",
-            "f( a, b = 1, / )",
-            "The function f has two parameters, a, which is required, and b, which is optional.",
-        ),
-    ],
-)
-def test_fewer_than_three_parameters_are_answered_with_a_sentence(source: str, text: str, sentence: str) -> None:
-    function = one(source)
-    assert function.text == text
-    assert answer(function) == sentence
-    assert isinstance(extract(sentence), Refusal)
-
-
-@pytest.mark.parametrize(
-    ("default", "told"),
-    [
-        ("True", "the flag True"),
-        ("12", "the number 12"),
-        ("-1j", "the number -1j"),
-        ("b''", "the byte string b''"),
-        ("()", "the tuple ()"),
-        ("[]", "the list []"),
-        ("{1: 2}", "the dictionary {1: 2}"),
-        ("os.sep", "the name os.sep"),
-        ("LIMIT", "the name LIMIT"),
-        ("1 + 2", "the expression 1 + 2"),
-        ("open()", "the expression open()"),
-        ("'a longer string'", "not shown"),
-        ("'<a>'", "not shown"),
-        ("f(a=1)", "not shown"),
-        ("'HTTP'", "not shown"),
-        ("'ä'", "not shown"),
-        ("...", "not shown"),
-    ],
-)
-def test_a_default_is_told_with_its_kind_and_left_out_where_a_list_may_not_hold_it(default: str, told: str) -> None:
-    function = one(f"def f(a, b, c={default}): ...")
-    assert answer(function).split("\n")[3].endswith(f" Its default is {told}.")
-    assert function.text == f"f( a, b, c = {'...' if told == 'not shown' else default} )"
-    assert asked(question(function)) == function
-
-
-@pytest.mark.parametrize(
-    ("parameters", "closing"),
-    [
-        ("a, b, c", "Of these 3, all are required."),
-        ("a, *b, **c", "Of these 3, 1 is required."),
-        ("a=1, b=2, *, c=3, d=4", "Of these 4, none is required."),
-    ],
-)
-def test_the_last_line_counts_what_is_required(parameters: str, closing: str) -> None:
-    assert answer(one(f"def f({parameters}): ...")).split("\n")[-2:] == ["", closing]
-
-
-def test_a_methods_self_is_no_parameter_of_it() -> None:
-    source = """\
-class A:
-    def method(self, a):
-        def inside(b): ...
-    @classmethod
-    def made(cls, c): ...
-    @staticmethod
-    def static(d): ...
-    def odd(*e): ...
-    if True:
-        def conditional(self, f): ...
-"""
-    assert [function.text for function in functions_in(source)] == [
-        "method( a )",
-        "inside( b )",
-        "made( c )",
-        "static( d )",
-        "odd( *e )",
-        "conditional( f )",
-    ]
-
-
-def test_verify_accepts_the_right_answer() -> None:
-    verdict = verify(one(EVERY_KIND), ANSWER)
-    assert verdict.exact
-    assert verdict.expected == verdict.found == 8
-    assert verdict.right == (True,) * 8
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "found", "wrong", "mistake"),
-    [
-        ("number 1.5", "number 1.6", 8, {2}, "item 2 is '2. b: .* number 1.6.', expected '2. b: .* number 1.5.'"),
-        (
-            "\n8. **more: It collects all further values that are given by name, as a dictionary.",
-            "",
-            7,
-            {8},
-            "7 items, expected 8",
-        ),
-        ("1. a:", "1. b:", 8, {1}, "item 1 is '1. b: "),
-        ("7. f", "8. f", 8, {7}, "item 7 is '8. f: "),
-        ("of every", "of each", 8, set(), "the first line is 'These are the parameters of each:'"),
-        ("2 are", "3 are", 8, set(), "the last line is 'Of these 8, 3 are required.', expected 'Of these 8, 2 "),
-        ("\n\n", "\n", 8, set(), "10 lines, expected 11: "),
-    ],
-)
-def test_verify_names_what_is_wrong(old: str, new: str, found: int, wrong: set[int], mistake: str) -> None:
-    assert old in ANSWER
-    verdict = verify(one(EVERY_KIND), ANSWER.replace(old, new))
-    assert not verdict.exact
-    assert (verdict.expected, verdict.found) == (8, found)
-    assert {place for place, right in enumerate(verdict.right, start=1) if not right} == wrong
-    (told,) = verdict.mistakes
-    assert re.search(mistake, told)
-
-
-def test_an_item_is_right_only_in_its_place() -> None:
-    opening, first, second, *rest = ANSWER.split("\n")
-    verdict = verify(one(EVERY_KIND), "\n".join((opening, second, first, *rest)))
-    assert verdict.right == (False, False, *[True] * 6)
-    assert len(verdict.mistakes) == 2
-
-
-def test_verify_holds_a_sentence_to_the_letter() -> None:
-    function = one("def f(a): ...")
-    assert verify(function, answer(function)).exact
-    verdict = verify(function, "1. a: It is required.")
-    assert (verdict.expected, verdict.found, verdict.exact) == (0, 1, False)
-    assert "expected 'The function f has one parameter" in verdict.mistakes[0]
 
 
 def test_every_list_forks_once_for_each_parameter(corpus: Corpus) -> None:
@@ -321,7 +156,7 @@ def scratch(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_tokenizer_gives_every_text_back_and_splits_numbers(scratch: Path, corpus: Corpus) -> None:
     tokenizer = AutoTokenizer.from_pretrained(scratch)
-    for text in (QUESTION, ANSWER, *corpus.texts[:20], "größer \U0001f600 1234"):
+    for text in (question(corpus.lists[0]), answer(corpus.lists[0]), *corpus.texts[:20], "größer \U0001f600 1234"):
         assert tokenizer.decode(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids) == text
     spelled = [
         tokenizer.decode([token]) for token in tokenizer.backend_tokenizer.encode("2024", add_special_tokens=False).ids

@@ -119,9 +119,10 @@ def gate_model(
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Turn gradient checkpointing on, with the gate of each run kept for its repetition."""
-    (gate,) = {module.gate for module in _gated(model).values()}
-    settings = {"use_reentrant": False, "context_fn": gate.contexts}
+    """Turn gradient checkpointing on, with the gate of each run, if the model has one, kept for its repetition."""
+    settings: dict[str, Any] = {"use_reentrant": False}
+    for gate in {module.gate for module in _gated(model).values()}:  # all adapters of a model go by the same one
+        settings["context_fn"] = gate.contexts
     # newer versions of transformers warn of the older name
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(settings)

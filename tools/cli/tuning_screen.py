@@ -13,8 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import click
-
 from spaceport.graphs.faults import MissingPart
 from spaceport.tools.tune.training import Measured, Training
 from spaceport.tools.tune.tuning import Hearer
@@ -155,7 +153,7 @@ def _counted(counts: Counter[str]) -> None:
 
 
 def _say(text: str) -> None:
-    click.echo(text, err=True)
+    print(text, file=sys.stderr, flush=True)  # not by click: what is drawn on a terminal makes room for this only
 
 
 def _nothing(counts: Counter[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,7 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.vocabulary import embedding_rows
@@ -40,7 +43,10 @@ def apply_method(model: PreTrainedModel, settings: Settings, new: Sequence[int],
         _learn_rows(model, new)
         return lambda: Tuned(model, adapter)
     if settings.method == "lora":
-        adapted: Any = get_peft_model(model, _lora(settings))
+        _check_targets(model, settings.targets)
+        with warnings.catch_warnings():  # peft asks a model for its checkpointing by a name that transformers gave up
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted: Any = get_peft_model(model, _lora(settings))
         _learn_rows(model, new)
         return lambda: Tuned(adapted.merge_and_unload(), None)
     _learn_rows(model, new)
@@ -51,6 +57,17 @@ def _lora(settings: Settings) -> LoraConfig:
     targets: Any = list(settings.targets) or "all-linear"
     alpha: Any = settings.alpha  # peft says int and computes with any number
     return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    linear = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    }
+    missing = sorted(set(targets) - linear)
+    if missing:
+        raise OptionFault(
+            f"--target {missing[0]}: the model has no linear layer of this name: expected {', '.join(sorted(linear))}"
+        )
 
 
 def _learn_rows(model: PreTrainedModel, ids: Sequence[int]) -> None:

@@ -22,7 +22,8 @@ from spaceport.runtime.loop import step
 from spaceport.runtime.session import Runtime
 from spaceport.tools.acceptance.answers import write_answer
 from spaceport.tools.acceptance.choices import Choices
-from spaceport.tools.acceptance.given import Passage, given_answers, passages_of
+from spaceport.tools.acceptance.given import Given, Passage, given_answers, passages_of
+from spaceport.tools.acceptance.measure import measure
 from spaceport.tools.acceptance.reading import NOTHING, read_line
 from spaceport.tools.acceptance.tally import Forks, Tally, count_steps, hits
 from spaceport.tools.reference import checkpoint_runtime
@@ -288,3 +289,10 @@ def test_no_fork_is_written_right_behind_a_fork(runtime: Runtime, mask_slots: in
     forked = forking(runtime, BREAK)
     assert write_answer(forked, prompt, 40, mask_slots).spine.tokens[twice] != BREAK
     assert write_answer(forked, (*prompt, *plain[:twice]), 4, mask_slots).spine.tokens[0] != BREAK
+
+
+def test_own_threads_are_read_under_the_bans_that_they_were_written_under(runtime: Runtime) -> None:
+    prompt = tuple(runtime.tokens_of(next(iter(PROMPTS.values()))))
+    found = measure(forking(runtime, OTHER), [Given(1, prompt, ())], 40, 2)
+    assert found.own.lines > 1
+    assert found.own.accuracy[0] == 1.0

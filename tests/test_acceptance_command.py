@@ -56,6 +56,7 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
     assert ours == numbers(tiny_append_bundle, file, "--max-tokens", 40, "--threads", 1)
     assert (ours["samples"], ours["mask_slots"], ours["forks"]) == (3, 5, None)
     assert ours["own"]["accuracy"][0] == 1.0
+    assert ours["given"]["asked"][0] - ours["given"]["tokens"] == 3  # the end tokens
     assert ours["own"]["tokens_per_step"][5] > 1.5
 
 

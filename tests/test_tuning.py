@@ -327,7 +327,7 @@ def test_how_rows_are_computed_changes_no_weight(
     as_float32 = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.py", "*.md"))
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     model.save_pretrained(as_float32)
-    order = replace(job(data, tmp_path / "plain", replace(SETTINGS, max_steps=2)), checkpoint=as_float32)
+    order = replace(job(data, tmp_path / "plain", replace(SETTINGS, max_steps=2, rate=1e-4)), checkpoint=as_float32)
     tune(order)
     if change == "micro_batch":
         other = replace(order, settings=replace(order.settings, micro_batch=1))

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -27,14 +28,13 @@ def write_checkpoint(folder: Path, subject: Subject, tuned: Tuned, state: Mappin
     `state` are the weights where the processes of a training each hold a part of them.
     """
     model = tuned.model
-    if tuned.adapter is not None:
-        state = base_state(model)
     told = model.generation_config
     # The checkpoint's own file is copied: saving would hold it to rules that it may have been written before.
     model.generation_config = GenerationConfig(eos_token_id=list(subject.tokens.end))
     model.to(subject.dtype)  # type: ignore[arg-type]
-    weights = None if state is None else {name: tensor.to(subject.dtype) for name, tensor in state.items()}
-    model.save_pretrained(folder, state_dict=weights)
+    if tuned.adapter is not None:
+        state = base_state(model)
+    model.save_pretrained(folder, state_dict=None if state is None else _cast(state, subject.dtype))
     model.generation_config = told
     subject.tokenizer.save_pretrained(folder)
     own = subject.folder / _GENERATION_FILE
@@ -53,3 +53,11 @@ def write_checkpoint(folder: Path, subject: Subject, tuned: Tuned, state: Mappin
     )
     if tuned.adapter is not None:
         write_adapter(folder, model, tuned.adapter)
+
+
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A state in another type; tensors that share their memory still do, so that tied weights are written once."""
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    return {
+        name: made.setdefault((tensor.data_ptr(), tensor.shape), tensor.to(dtype)) for name, tensor in state.items()
+    }

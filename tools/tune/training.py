@@ -64,7 +64,7 @@ class Training:
         self.trainee: nn.Module
         self.trainee, self._optimizer = accelerator.prepare(trainee, optimizer)
         self._sums = torch.zeros(3, settings.slots + 1, device=accelerator.device)
-        self._norms = torch.zeros(
+        self.norms = torch.zeros(
             (), device=accelerator.device
         )  # of the gradients, added up: one that is no number shows
         self._since = (time.perf_counter(), 0)
@@ -101,7 +101,7 @@ class Training:
             else:
                 with self.accelerator.no_sync(self.trainee):
                     self._backward(own[first : first + micro], totals)
-        self._norms += self.accelerator.clip_grad_norm_(self.trainee.parameters(), self._settings.clip)
+        self.norms += self.accelerator.clip_grad_norm_(self.trainee.parameters(), self._settings.clip)
         for group in self._optimizer.param_groups:
             group["lr"] = self.rate()
         self._optimizer.step()
@@ -132,7 +132,7 @@ class Training:
 
     def check(self) -> None:
         """Raise if the weights cannot be numbers any more: they are not worth keeping."""
-        norms = float(self._norms)
+        norms = float(self.norms)
         if not math.isfinite(norms):
             self._diverged("gradient", norms)
 

@@ -39,17 +39,22 @@ class Keeping:
                 f"{self.folder}: a training for this folder was begun and not finished: go on with --resume, or remove it"
             )
 
-    def check(self, settings: Settings, identity: dict[str, list[str]], resume: bool) -> None:
-        """Raise if the training to go on with is another one."""
-        self.expect(resume)
-        if not resume:
-            return
-        told = read_json(self.folder / _SETTINGS_FILE)
-        wrong = differences(told["settings"], settings)
-        for name, now in identity.items():
-            before = told["identity"].get(name)
-            if before != now:
-                wrong.append(f"{name}: {_listed(before)} before, {_listed(now)} now")
+    def hold_to(self, identity: dict[str, list[str]]) -> None:
+        """Raise if the training to go on with learns something else."""
+        told = read_json(self.folder / _SETTINGS_FILE)["identity"]
+        self._refuse(
+            [
+                f"{name}: {_listed(told.get(name))} before, {_listed(now)} now"
+                for name, now in identity.items()
+                if told.get(name) != now
+            ]
+        )
+
+    def hold_to_settings(self, settings: Settings) -> None:
+        """Raise if the training to go on with has other settings."""
+        self._refuse(differences(read_json(self.folder / _SETTINGS_FILE)["settings"], settings))
+
+    def _refuse(self, wrong: list[str]) -> None:
         if wrong:
             raise InputFault(
                 f"{self.folder}: begun with other settings ({'; '.join(wrong)}): resume with the ones that it was begun with, "
@@ -138,7 +143,7 @@ class Keeping:
             states = self._states()
             kept = f"the state after step {int(states[-1].name[5:])} is kept" if states else "no earlier state was kept"
             raise InputFault(
-                f"{self.folder}: the state after step {training.step} cannot be written ({_reason(error)}): {kept}; make room "
+                f"{self.folder}: the state after step {training.step} cannot be written ({reason(error)}): {kept}; make room "
                 "on the disk and go on with --resume"
             ) from error
 
@@ -154,5 +159,6 @@ def _listed(told: list[str] | None) -> str:
     return ", ".join(told or ()) or "none"
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What a library raised, in one line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

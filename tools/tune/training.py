@@ -64,9 +64,7 @@ class Training:
         self.trainee: nn.Module
         self.trainee, self._optimizer = accelerator.prepare(trainee, optimizer)
         self._sums = torch.zeros(3, settings.slots + 1, device=accelerator.device)
-        self.norms = torch.zeros(
-            (), device=accelerator.device
-        )  # of the gradients, added up: one that is no number shows
+        self.norms = torch.zeros((), device=accelerator.device)  # of the gradients, in sum: one that is no number shows
         self._since = (time.perf_counter(), 0)
         self._began = time.perf_counter()
 

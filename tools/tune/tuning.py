@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
+from safetensors import SafetensorError
 
 from spaceport.exporter.bundle import check_target, writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
@@ -23,7 +24,7 @@ from spaceport.tools.tune.card import Told, write_card
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.course import Course
 from spaceport.tools.tune.distill import Distillation, distill, writer
-from spaceport.tools.tune.keeping import METRICS_FILE, Keeping
+from spaceport.tools.tune.keeping import METRICS_FILE, Keeping, reason
 from spaceport.tools.tune.methods import Merge, apply_method
 from spaceport.tools.tune.names import DEFAULT, Names
 from spaceport.tools.tune.packing import Row
@@ -95,19 +96,22 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     _check(job)
     quiet_libraries()
     torch.manual_seed(job.settings.seed)
-    accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
-    keeping = Keeping(job.target, accelerator.is_main_process)
+    keeping = Keeping(job.target, PartialState().is_main_process)
     keeping.expect(job.resume)
     checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code)
     hearer.stage("reading the data")
     texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
+    identity = _identity(job)
+    if job.resume:
+        keeping.hold_to(identity)
+    accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
     hearer.stage("loading the checkpoint")
     subject = open_subject(checkpoint, job.settings, job.names)
     hearer.stage("proving that it can be trained over packed rows")
     trainee = trainee_of(subject.model, job.settings.slots)
     settings = replace(job.settings, cutoff=cutoff_for(job.settings, trainee.positions))
-    identity = _identity(job)
-    keeping.check(settings, identity, job.resume)
+    if job.resume:
+        keeping.hold_to_settings(settings)
     accelerator.wait_for_everyone()  # before one process makes what the others would take for an earlier training
     counts: Counter[str] = Counter()
     if job.distillation is not None:
@@ -120,10 +124,10 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     hearer.prepared(prepared.counts)
     course = Course(prepared, settings, subject.tokens.mask)
     merge = _learning(job, subject, accelerator)
+    checked = _validation(job, texts, subject, settings)
     keeping.begin(settings, identity)
     training = Training(accelerator, trainee, course, settings)
     keeping.restore(training)
-    checked = _validation(job, texts, subject, settings)
     hearer.begun(training)
     _run(job, hearer, training, keeping, checked)
     hearer.stage("writing the checkpoint")
@@ -220,7 +224,10 @@ def _validation(job: Job, texts: dict[Path, list[Conversation]], subject: Subjec
     if not job.validation:
         return []
     plain = replace(settings, epochs=1.0, max_steps=None, unforked_share=None, whole_rate=0.0)
-    course = Course(gather(job.validation, texts, subject, plain), plain, subject.tokens.mask)
+    prepared = gather(job.validation, texts, subject, plain)
+    if not (prepared.forked or prepared.whole):
+        raise InputFault("no validation: every sample was dropped; expected at least one conversation that can be used")
+    course = Course(prepared, plain, subject.tokens.mask)
     return [row for step in range(course.steps) for row in course.rows(step)]
 
 
@@ -247,6 +254,18 @@ def _run(job: Job, hearer: Hearer, training: Training, keeping: Keeping, checked
             raise KeyboardInterrupt
 
 
+@contextmanager
+def _told(job: Job) -> Iterator[None]:
+    """Say that nothing is lost if the checkpoint cannot be written."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise InputFault(
+            f"{job.target}: cannot be written ({reason(error)}): the training is kept; make room on the disk and go on with "
+            "--resume"
+        ) from error
+
+
 def _finish(job: Job, subject: Subject, training: Training, merge: Merge, keeping: Keeping, outcome: Outcome) -> None:
     """Put the tuned checkpoint in its place, with its card."""
     accelerator = training.accelerator
@@ -255,7 +274,10 @@ def _finish(job: Job, subject: Subject, training: Training, merge: Merge, keepin
         whole = accelerator.get_state_dict(training.trainee)
         state = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
     accelerator.wait_for_everyone()
-    with writing(job.target, job.overwrite, CHECKPOINT) if accelerator.is_main_process else nullcontext() as partial:
+    with (
+        _told(job),
+        writing(job.target, job.overwrite, CHECKPOINT) if accelerator.is_main_process else nullcontext() as partial,
+    ):
         if partial is not None:
             write_checkpoint(partial, subject, merge(), state)
             told = Told(

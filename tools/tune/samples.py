@@ -65,10 +65,10 @@ class _Growing:
             self.learned += [learned] * len(ids)
             self._tip = len(self.ids) - 1
 
-    def branch(self, child: int, detail: Sequence[int]) -> None:
-        """Let a child hang from the last token, and stay there."""
+    def branch(self, child: Sequence[int], detail: Sequence[int]) -> None:
+        """Let a child, of which the detail is learned, hang from the last token, and stay there."""
         tip = self._tip
-        self.add([child], learned=False)
+        self.add(child, learned=False)
         self.add(detail, learned=True)
         self._tip = tip
 
@@ -122,26 +122,29 @@ def _chat(conversation: Conversation, exchanges: Sequence[Exchange], tree: Tree 
         last = exchange is exchanges[-1]
         opening = spelling.start if spelling.render is None else ()
         growing.add([*opening, *spelling.spell(exchange.before)], learned=False)
-        growing.add(spelling.spell(exchange.lead), learned=True)
-        end, apart = spelling.ending(exchange.after)
+        ending = spelling.ending(exchange.after)
         if last and tree is not None:
-            _grow(growing, tree, end, spelling)
+            _grow(growing, exchange.lead, tree, ending.end, spelling)
         else:
-            growing.add(spelling.spell(exchange.answer), learned=True)
-        growing.add(end, learned=True)
+            growing.add(spelling.go_on(exchange.lead + exchange.answer), learned=True)
+        if last or ending.written:
+            growing.add(ending.end, learned=True)
+        else:
+            growing.branch((), ending.end)
         if not last:
-            growing.add(apart, learned=False)
+            growing.add(ending.apart, learned=False)
     return growing.sample(conversation.line)
 
 
-def _grow(growing: _Growing, tree: Tree, end: Sequence[int], spelling: Spelling) -> None:
+def _grow(growing: _Growing, lead: str, tree: Tree, end: Sequence[int], spelling: Spelling) -> None:
     """The heads as the spine; behind each that has a detail a [Fork], whose child writes it."""
     fork, child = spelling.tokens.fork, spelling.tokens.child
     for paragraph in tree.paragraphs:
-        growing.add(spelling.spell(paragraph.head), learned=True)
+        growing.add(spelling.go_on(lead + paragraph.head), learned=True)
+        lead = ""
         if paragraph.detail is not None and fork is not None and child is not None:
             growing.add([fork], learned=True)
-            growing.branch(child, [*spelling.spell(paragraph.detail), *end])
+            growing.branch([child], [*spelling.go_on(paragraph.detail), *end])
 
 
 def _windows(conversation: Conversation, spelling: Spelling, cutoff: int) -> Iterator[Sample]:

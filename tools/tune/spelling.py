@@ -15,6 +15,9 @@ from spaceport.tools.tune.conversations import Conversation, Turn
 Render = Callable[[Sequence[Turn], bool], str]
 
 
+_LINE_END = "\n"
+
+
 class SpellingError(InputFault):
     """A conversation that a model's tokens or template cannot tell; the message names the line."""
 
@@ -31,6 +34,15 @@ class Exchange:
     lead: str  # what the template writes between that and the answer's own text
     answer: str
     after: str  # what the template writes behind the answer
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The tokens behind an answer."""
+
+    end: list[int]  # what ends it
+    apart: list[int]  # what only separates it from the next turn
+    written: bool  # whether the template writes the end, so that the next turn sees it
 
 
 @dataclass(frozen=True)
@@ -54,11 +66,19 @@ class Spelling:
             raise HoldsControl
         return ids
 
-    def ending(self, after: str) -> tuple[list[int], list[int]]:
-        """The tokens that end an answer, and those that only separate it from the next turn."""
-        ids = self.spell(after)
+    def go_on(self, text: str) -> list[int]:
+        """The tokens of a text behind another: some tokenizers put a space before whatever they are given."""
+        if not self._spaces:
+            return self.spell(text)
+        opened = self.encode(_LINE_END)
+        ids = self.spell(_LINE_END + text)
+        return ids[len(opened) :] if ids[: len(opened)] == opened else self.spell(text)
+
+    def ending(self, after: str) -> Ending:
+        """How an answer ends, by what the template writes behind it."""
+        ids = self.go_on(after)
         ends = [place for place, token in enumerate(ids) if token in self.tokens.end]
-        return (ids[: ends[0] + 1], ids[ends[0] + 1 :]) if ends else ([self.end], ids)
+        return Ending(ids[: ends[0] + 1], ids[ends[0] + 1 :], True) if ends else Ending([self.end], ids, False)
 
     def exchanges(self, conversation: Conversation) -> list[Exchange]:
         """The answers of a conversation, each with what stands before it."""
@@ -83,6 +103,11 @@ class Spelling:
             found.append(Exchange(asked[len(told) :], lead, content, after))
             told = whole
         return found
+
+    @cached_property
+    def _spaces(self) -> bool:
+        """Whether the tokenizer writes a text otherwise at the beginning than behind a line end."""
+        return self.encode(_LINE_END + "a") != [*self.encode(_LINE_END), *self.encode("a")]
 
     @cached_property
     def _control(self) -> frozenset[int]:

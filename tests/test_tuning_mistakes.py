@@ -130,6 +130,7 @@ def test_options_that_cannot_be_meant_are_told(data: Path, tmp_path: Path, capfd
     told(capfd, USAGE, "--cutoff is 1025: expected 8 to 1024", *order, "--cutoff", 1025)
     told(capfd, USAGE, "gated-lora with --objective apar", *order, "--method", "gated-lora", "--objective", "apar")
     told(capfd, USAGE, "--target w1: .*expected down_proj, gate_proj", *order, "--method", "lora", "--target", "w1")
+    told(capfd, USAGE, "--target w1 with --method full: it adds no adapters", *order, "--target", "w1")
     told(capfd, INPUT, "adapters on w1: expected", *order, "--method", "gated-lora", "--target", "w1")
     told(capfd, USAGE, "the tokens '', .*: expected a text for each", *order, "--mask-token", "")
     told(capfd, USAGE, "no use for the token <f>: .* tokens are \\[M\\]", *order, "--fork-token", "<f>")

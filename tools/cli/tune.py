@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import click
 
+from spaceport.graphs.faults import OptionFault
 from spaceport.tools.cli.screen import show_json
 from spaceport.tools.cli.tune_data import command as data_command
 from spaceport.tools.tune.names import DEFAULT, Names
@@ -104,6 +105,8 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     from spaceport.tools.tune.distill import Distillation
     from spaceport.tools.tune.tuning import Job, tune
 
+    if told["bundle"] and not told["self_distill"]:
+        raise OptionFault("--bundle without --self-distill: it writes the model's own answers; give both or neither")
     settings = Settings(**{field.name: told[field.name] for field in fields(Settings) if field.name in told})
     job = Job(
         checkpoint=checkpoint,

@@ -48,6 +48,8 @@ def distill(
     known = _known(file)
     found: list[Conversation] = []
     with file.open("a", encoding="utf-8") as kept:
+        if file.stat().st_size and not file.read_bytes().endswith(b"\n"):
+            kept.write("\n")  # behind the half answer of an interrupted run
         for done, conversation in enumerate(conversations):
             if conversation.turns[0].role == TEXT:
                 found.append(conversation)

@@ -75,6 +75,10 @@ class Settings:
         ):
             if not 0 < positive < float("inf"):
                 raise OptionFault(f"--{name} is {positive}: expected more than 0")
+        if self.targets and self.method not in ("lora", "gated-lora"):
+            raise OptionFault(
+                f"--target {self.targets[0]} with --method {self.method}: it adds no adapters; expected --method lora or gated-lora"
+            )
         if self.method == "gated-lora" and self.objective != "sar":
             raise OptionFault(
                 f"--method gated-lora with --objective {self.objective}: it leaves the text as it is, so no [Fork] can be "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 
@@ -96,15 +96,16 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     _check(job)
     quiet_libraries()
     torch.manual_seed(job.settings.seed)
-    keeping = Keeping(job.target, PartialState().is_main_process)
-    keeping.expect(job.resume)
+    kept = Keeping(job.target, False)  # it only looks: which process writes is known when they have met
+    kept.expect(job.resume)
     checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code)
     hearer.stage("reading the data")
     texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
     identity = _identity(job)
     if job.resume:
-        keeping.hold_to(identity)
+        kept.hold_to(identity)
     accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
+    keeping = Keeping(job.target, accelerator.is_main_process)
     hearer.stage("loading the checkpoint")
     subject = open_subject(checkpoint, job.settings, job.names)
     hearer.stage("proving that it can be trained over packed rows")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune import course
+from spaceport.tools.tune.saving import _cast
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.tuning import Hearer, Job, Outcome, tune
 
@@ -171,6 +173,25 @@ def test_rows_follow_the_seed_and_anchors_are_redrawn(
     assert len({*first, *other}) == 8  # each epoch is one step, and no two of them have the same anchors
 
 
+def test_samples_are_shuffled_anew_in_each_epoch(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(SETTINGS, objective="apar", max_steps=12)
+    steps = rows_of(data, tmp_path / "tuned", monkeypatch, settings)
+    epochs = [steps[first : first + 3] for first in range(0, 12, 3)]
+    assert len({frozenset(epoch) for epoch in epochs}) > 1  # other samples share a step
+    assert len({b"".join(sorted(b"|".join(epoch).split(b"|"))) for epoch in epochs}) == 1  # all of them, in each epoch
+
+
+def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine(data: Path, tmp_path: Path) -> None:
+    rates: list[float] = []
+    hearer = Hearer(stepped=lambda training: rates.append(training._optimizer.param_groups[0]["lr"]))
+    outcome = tune(job(data, tmp_path / "tuned", replace(SETTINGS, max_steps=6, rate=1.0e-3, warmup=1 / 3)), hearer)
+    expected = [5e-4, 1e-3, *(5e-4 * (1 + math.cos(math.pi * share / 4)) for share in range(4))]
+    assert rates == pytest.approx(expected)
+    last = outcome.last("training")
+    assert last is not None
+    assert last["rate"] == pytest.approx(0)
+
+
 # What each method changes
 
 
@@ -315,6 +336,13 @@ def test_distinct_mask_tokens_are_one_for_each_slot(data: Path, tmp_path: Path) 
         )
     )
     assert json.loads((again / "sar_config.json").read_text()) == told
+
+
+def test_weights_that_share_their_memory_still_do_in_another_type() -> None:
+    one = torch.ones(2, 3)
+    found = _cast({"a": one, "b": one, "c": torch.ones(2, 3)}, torch.float16)
+    assert found["a"] is found["b"] is not found["c"]
+    assert found["c"].dtype == torch.float16
 
 
 # How it is computed

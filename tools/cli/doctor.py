@@ -30,6 +30,9 @@ PACKAGES = {
     "onnxscript": ("export", "writes graphs"),
     "safetensors": ("export", "opens weights"),
     "polygraphy": ("export", "compares engines"),
+    "accelerate": ("tune", "trains on one processor or many"),
+    "peft": ("tune", "low-rank adapters"),
+    "matplotlib": ("tune", "plots"),
 }
 
 

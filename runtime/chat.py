@@ -38,8 +38,8 @@ class _Generation(jinja2.ext.Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def render(bundle: Bundle, messages: Sequence[Message]) -> str:
-    """The prompt for these messages, up to where the assistant begins to answer."""
+def render(bundle: Bundle, messages: Sequence[Message], ask: bool = True) -> str:
+    """The text of these messages, and up to where the assistant begins to answer if that is what is asked for."""
     if TEMPLATE_FILE not in bundle.manifest.files:
         raise TemplateError(
             f"{bundle.path}: the checkpoint had no chat template: give a plain prompt instead of messages"
@@ -49,7 +49,7 @@ def render(bundle: Bundle, messages: Sequence[Message]) -> str:
         "messages": _plain(messages),
         "tools": None,  # as transformers gives them: many templates ask whether tools are none
         "documents": None,
-        "add_generation_prompt": True,
+        "add_generation_prompt": ask,
     }
     try:
         return _joined(_template((bundle.path / TEMPLATE_FILE).read_text("utf-8")).generate(given))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerFast
-
-from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import MANIFEST_FILE, TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.chat import render
 from spaceport.runtime.session import Runtime
-from spaceport.tools.reference import checkpoint_runtime
-from spaceport.tools.tune.spelling import Spelling, spelling_of
+from spaceport.tools.tune.conversations import Turn
+from spaceport.tools.tune.spelling import Spelling, spelling_with
 
 
 @contextmanager
@@ -36,6 +34,12 @@ def open_source(
             f"--backend {backend} runs bundles, {folder} is a checkpoint and runs in PyTorch: leave --backend out, "
             "or export the checkpoint first"
         )
+    # PyTorch is read only for a checkpoint: a bundle is measured where nothing but a backend is installed.
+    from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+    from spaceport.exporter.quiet import quiet_libraries
+    from spaceport.tools.reference import checkpoint_runtime
+
+    quiet_libraries()
     checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)
     _require_masks(folder, checkpoint.max_mask_slots)
     with checkpoint_runtime(checkpoint, max_seq_len, threads) as runtime:
@@ -50,13 +54,12 @@ def is_checkpoint(folder: Path) -> bool:
 def spelling_for(runtime: Runtime) -> Spelling:
     """How conversations are written in the tokens of a runtime's model, as a training writes them."""
     bundle = runtime.bundle
-    template = None
-    if TEMPLATE_FILE in bundle.manifest.files:
-        template = (bundle.path / TEMPLATE_FILE).read_text("utf-8")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=runtime.tokenizer, chat_template=template, **bundle.manifest.special_tokens
-    )
-    return spelling_of(tokenizer, bundle.manifest.tokens)
+
+    def written(turns: Sequence[Turn], ask: bool) -> str:
+        return render(bundle, [{"role": turn.role, "content": turn.content} for turn in turns], ask)
+
+    told = TEMPLATE_FILE in bundle.manifest.files
+    return spelling_with(runtime.tokenizer, written if told else None, bundle.manifest.tokens)
 
 
 def _require_masks(folder: Path, mask_slots: int) -> None:

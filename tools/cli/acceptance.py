@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.tools.acceptance.given import Given, given_answers
@@ -54,7 +53,6 @@ def command(
     """
     check_options(limit, max_tokens, plot)
     plotting = import_module("spaceport.tools.acceptance.plot") if plot is not None else None  # lacking: told at once
-    quiet_libraries()
     with stages() as stage:
         stage("reading the conversations")
         conversations = read_conversations(data)[:limit]

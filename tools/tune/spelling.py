@@ -90,7 +90,8 @@ class Spelling:
         for place, turn in enumerate(turns):
             if turn.role != "assistant":
                 continue
-            asked, whole = self.render(turns[:place], True), self.render(turns[: place + 1], False)
+            asked = self._written(conversation, place, True)
+            whole = self._written(conversation, place + 1, False)
             content = turn.content if turn.content in whole[len(asked) :] else turn.content.strip()
             lead, _, after = whole[len(asked) :].partition(content)
             if not whole.startswith(asked) or asked + lead + content + after != whole:
@@ -103,6 +104,17 @@ class Spelling:
             found.append(Exchange(asked[len(told) :], lead, content, after))
             told = whole
         return found
+
+    def _written(self, conversation: Conversation, count: int, ask: bool) -> str:
+        """The first turns of a conversation, as the template writes them."""
+        assert self.render is not None
+        try:
+            return self.render(conversation.turns[:count], ask)
+        except Exception as error:  # a template is a program of its own, which may raise anything
+            raise SpellingError(
+                f"line {conversation.line}: the chat template refuses it: {error}: expected turns that the model's template "
+                "takes; change the line or leave it out"
+            ) from error
 
     @cached_property
     def _spaces(self) -> bool:
@@ -127,22 +139,27 @@ class Spelling:
 
 def spelling_of(tokenizer: Any, tokens: TokenIds) -> Spelling:
     """The spelling of a transformers tokenizer."""
-    backend = tokenizer.backend_tokenizer
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-        return ids
 
     def render(turns: Sequence[Turn], ask: bool) -> str:
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=ask, tokenize=False)
         return text
 
+    return spelling_with(tokenizer.backend_tokenizer, render if tokenizer.chat_template else None, tokens)
+
+
+def spelling_with(backend: Any, render: Render | None, tokens: TokenIds) -> Spelling:
+    """The spelling of a tokenizer of the tokenizers library and a way to render turns."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
     if not tokens.end:
         raise SpellingError(
             "the checkpoint names no end-of-text token: expected eos_token_id in generation_config.json"
         )
-    return Spelling(encode, render if tokenizer.chat_template else None, opening(backend), tokens.end[0], tokens)
+    return Spelling(encode, render, opening(backend), tokens.end[0], tokens)
 
 
 def opening(backend: Any) -> tuple[int, ...]:

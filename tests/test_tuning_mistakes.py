@@ -130,14 +130,16 @@ def test_options_that_cannot_be_meant_are_told(data: Path, tmp_path: Path, capfd
     told(capfd, USAGE, "--cutoff is 1025: expected 8 to 1024", *order, "--cutoff", 1025)
     told(capfd, USAGE, "gated-lora with --objective apar", *order, "--method", "gated-lora", "--objective", "apar")
     told(capfd, USAGE, "--target w1: .*expected down_proj, gate_proj", *order, "--method", "lora", "--target", "w1")
-    told(capfd, USAGE, "--target w1 with --method full: it adds no adapters", *order, "--target", "w1")
+    told(capfd, USAGE, "--target with --method full: it would do nothing", *order, "--target", "w1")
+    told(capfd, USAGE, "--rank with --method embeddings: it would", *order, "--method", "embeddings", "--rank", 16)
+    told(capfd, USAGE, "--anchors with --objective apar: it would", *order, "--objective", "apar", "--anchors", 32)
     told(capfd, INPUT, "adapters on w1: expected", *order, "--method", "gated-lora", "--target", "w1")
     told(capfd, USAGE, "the tokens '', .*: expected a text for each", *order, "--mask-token", "")
-    told(capfd, USAGE, "no use for the token <f>: .* tokens are \\[M\\]", *order, "--fork-token", "<f>")
+    told(capfd, USAGE, "--fork-token with --objective sar: it would do nothing", *order, "--fork-token", "<f>")
     told(capfd, USAGE, "no use for the token <m>", *order, "--mask-token", "<m>")  # the checkpoint has one
     told(capfd, INPUT, "has 'json' as an ordinary piece", *order, "--objective", "apar", "--fork-token", "json")
     told(capfd, USAGE, "--save-every is 0: expected at least 1", *order, "--save-every", 0)
-    told(capfd, USAGE, "--alpha is 0.0: expected more than 0", *order, "--alpha", 0)
+    told(capfd, USAGE, "--alpha is 0.0: expected more than 0", *order, "--method", "lora", "--alpha", 0)
     assert not (tmp_path / "tuned.training").exists()
 
 

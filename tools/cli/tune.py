@@ -85,6 +85,27 @@ running = options(
 )  # fmt: skip
 
 
+_DRAFTING = ("mask_slots", "distinct", "anchors", "drop_rate", "mask_weight", "mask_token")
+_FORKING = ("unforked_share", "whole_rate", "fork_token", "child_token")
+_ADAPTING = ("rank", "alpha", "targets")
+
+
+def check_use(context: click.Context, told: dict[str, Any]) -> None:
+    """Raise for an option that was given and would do nothing."""
+    said = [name for name in told if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    objective, method = told["objective"], told["method"]
+    for idle, given, wanted in (
+        (objective == "apar" and _DRAFTING, f"--objective {objective}", "--objective sar or both"),
+        (objective == "sar" and _FORKING, f"--objective {objective}", "--objective apar or both"),
+        (method not in ("lora", "gated-lora") and _ADAPTING, f"--method {method}", "--method lora or gated-lora"),
+        (not told["self_distill"] and ("bundle",), "no --self-distill", "both or neither"),
+    ):
+        for name in said:
+            if idle and name in idle:
+                option = next(one for one in context.command.params if one.name == name).opts[0]
+                raise OptionFault(f"{option} with {given}: it would do nothing; expected {wanted}, or leave it out")
+
+
 @click.command("tune", cls=Tune)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("tuned", type=click.Path(path_type=Path))
@@ -98,16 +119,13 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     A line of DATA holds "messages" of a chat, "prompt" and "response", or plain "text". What they teach about forking is
     shown by `spaceport tune data FILE`. While it runs, a training keeps its state in TUNED.training.
     """
-    from spaceport.tools.cli.tuning_screen import (
-        is_first,
-        shown,
-    )  # torch is read only once the options are known to be right
+    check_use(click.get_current_context(), told)
+    settings = Settings(**{field.name: told[field.name] for field in fields(Settings) if field.name in told})
+    # torch is read only once the options are known to be right
+    from spaceport.tools.cli.tuning_screen import is_first, shown
     from spaceport.tools.tune.distill import Distillation
     from spaceport.tools.tune.tuning import Job, tune
 
-    if told["bundle"] and not told["self_distill"]:
-        raise OptionFault("--bundle without --self-distill: it writes the model's own answers; give both or neither")
-    settings = Settings(**{field.name: told[field.name] for field in fields(Settings) if field.name in told})
     job = Job(
         checkpoint=checkpoint,
         target=tuned,

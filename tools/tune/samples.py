@@ -73,9 +73,9 @@ class _Growing:
         self._tip = tip
 
     def sample(self, line: int) -> Sample:
-        return Sample(
-            line, np.array(self.ids, np.int64), np.array(self.parents, np.int64), np.array(self.learned, np.bool_)
-        )
+        learned = np.array(self.learned, np.bool_)
+        learned[:1] = False  # nothing stands before it: some tokenizers know no token of a prompt
+        return Sample(line, np.array(self.ids, np.int64), np.array(self.parents, np.int64), learned)
 
 
 def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: int, unforked: bool = False) -> Prepared:
@@ -89,6 +89,8 @@ def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: i
         except HoldsControl:
             prepared.counts[CONTROL] += 1
             continue
+        if not samples:  # a text that the tokenizer knows nothing of
+            prepared.counts[TOO_SHORT] += 1
         forked = spelling.forks and any((sample.ids == spelling.tokens.fork).any() for sample in samples)
         kept = [_kept(sample, spelling, cutoff, prepared.counts) for sample in samples]
         found = [sample for sample in kept if sample is not None]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer
 
 from spaceport.graphs.manifest import TokenIds
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
 from spaceport.tools.tune.spelling import Spelling, spelling_with
+
+TINY = Path(__file__).parent / "data" / "tiny"
+MASK = 4
 
 
 def letters() -> Spelling:
@@ -30,3 +38,14 @@ def test_an_answer_whose_prompt_has_no_token_begins_with_one_that_nothing_predic
 
 def test_a_text_without_a_token_is_counted() -> None:
     assert prepare([Conversation(1, (Turn(TEXT, "zzz"),))], letters(), 64).counts[TOO_SHORT] == 1
+
+
+@pytest.mark.parametrize("answer", ["a", "s", "ant", "<", "/s"])
+def test_an_answer_that_stands_in_the_template_too_is_found_in_its_place(answer: str) -> None:
+    def render(turns: Sequence[Turn], ask: bool) -> str:
+        return "".join(f"<{turn.role}>: {turn.content}</s>\n" for turn in turns)
+
+    backend = AutoTokenizer.from_pretrained(TINY).backend_tokenizer
+    spelling = spelling_with(backend, render, TokenIds(mask=(MASK,), fork=None, child=None, end=(1, 3)))
+    (exchange,) = spelling.exchanges(asked("Which?", answer))
+    assert (exchange.lead, exchange.answer, exchange.after) == ("<assistant>: ", answer, "</s>\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,8 @@ from spaceport.tools.tune.conversations import Conversation, Turn
 # The text of some turns by the chat template; the second argument asks it to go on to where the assistant begins.
 Render = Callable[[Sequence[Turn], bool], str]
 
-
 _LINE_END = "\n"
+_STAND_IN = "\ue000answer\ue000"  # in the place of an answer; no template writes it of its own
 
 
 class SpellingError(InputFault):
@@ -93,8 +93,9 @@ class Spelling:
             asked = self._written(conversation, place, True)
             whole = self._written(conversation, place + 1, False)
             content = turn.content if turn.content in whole[len(asked) :] else turn.content.strip()
-            lead, _, after = whole[len(asked) :].partition(content)
-            if not whole.startswith(asked) or asked + lead + content + after != whole:
+            lead = self._lead(conversation, place, whole[len(asked) :], content)
+            after = whole[len(asked + lead + content) :]
+            if asked + lead + content + after != whole:
                 raise SpellingError(
                     f"line {conversation.line}: the chat template does not write the answer {_short(turn.content)} behind the "
                     "prompt for it: expected a template whose generation prompt is how its answers begin"
@@ -104,6 +105,16 @@ class Spelling:
             found.append(Exchange(asked[len(told) :], lead, content, after))
             told = whole
         return found
+
+    def _lead(self, conversation: Conversation, place: int, written: str, content: str) -> str:
+        """What of the text behind the prompt stands before the answer: a short answer may stand in it by chance as well."""
+        first, last = written.partition(content)[0], written.rpartition(content)[0]
+        if first == last:
+            return first
+        turns = (*conversation.turns[:place], Turn("assistant", _STAND_IN))
+        asked, other = len(self._written(conversation, place, True)), replace(conversation, turns=turns)
+        lead = self._written(other, place + 1, False)[asked:].partition(_STAND_IN)[0]
+        return lead if written.startswith(lead + content) else first
 
     def _written(self, conversation: Conversation, count: int, ask: bool) -> str:
         """The first turns of a conversation, as the template writes them."""

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.graphs.manifest import TokenIds
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
+from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
+from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.spelling import Spelling, spelling_with
 
 TINY = Path(__file__).parent / "data" / "tiny"
@@ -49,3 +53,11 @@ def test_an_answer_that_stands_in_the_template_too_is_found_in_its_place(answer:
     spelling = spelling_with(backend, render, TokenIds(mask=(MASK,), fork=None, child=None, end=(1, 3)))
     (exchange,) = spelling.exchanges(asked("Which?", answer))
     assert (exchange.lead, exchange.answer, exchange.after) == ("<assistant>: ", answer, "</s>\n")
+
+
+def test_gated_adapters_leave_the_embeddings_of_a_fork_token_alone() -> None:
+    model = load_model(open_checkpoint(TINY, TokenFlags()), "float32")
+    apply_method(model, Settings(method="gated-lora"), [MASK, 5, 6], [MASK])
+    model(input_ids=torch.tensor([[0, MASK, 5, 6, 7]])).logits.square().sum().backward()
+    learned = model.get_input_embeddings().weight.grad.abs().sum(dim=1).nonzero()
+    assert learned.flatten().tolist() == [MASK]

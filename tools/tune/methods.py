@@ -40,7 +40,7 @@ def apply_method(model: PreTrainedModel, settings: Settings, new: Sequence[int],
         adapter = gate_model(model, masks, settings.rank, settings.alpha, settings.targets or (ALL_LINEAR,))
         for parameter in trainable_parameters(model):
             parameter.requires_grad_(True)
-        _learn_rows(model, new)
+        _learn_rows(model, masks)  # not those of a [Fork] that the checkpoint has: the text is to stay as it was
         return lambda: Tuned(model, adapter)
     if settings.method == "lora":
         _check_targets(model, settings.targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoin
 from spaceport.graphs.manifest import TokenIds
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 from spaceport.tools.tune.methods import apply_method
+from spaceport.tools.tune.names import DEFAULT
 from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.spelling import Spelling, spelling_with
+from spaceport.tools.tune.subject import open_subject
 
 TINY = Path(__file__).parent / "data" / "tiny"
 MASK = 4
@@ -61,3 +64,17 @@ def test_gated_adapters_leave_the_embeddings_of_a_fork_token_alone() -> None:
     model(input_ids=torch.tensor([[0, MASK, 5, 6, 7]])).logits.square().sum().backward()
     learned = model.get_input_embeddings().weight.grad.abs().sum(dim=1).nonzero()
     assert learned.flatten().tolist() == [MASK]
+
+
+def test_a_tokenizer_that_cuts_and_pads_does_neither_in_a_tuning(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(TINY, folder)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "import json and answer everything that is asked"
+    expected = backend.encode(text, add_special_tokens=False).ids
+    backend.enable_truncation(8)
+    backend.enable_padding(length=200)
+    backend.save(str(folder / "tokenizer.json"))
+    subject = open_subject(open_checkpoint(folder, TokenFlags()), Settings(), DEFAULT)
+    assert len(expected) > 8
+    assert subject.spelling.encode(text) == expected

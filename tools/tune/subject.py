@@ -52,6 +52,8 @@ def open_subject(checkpoint: Checkpoint, settings: Settings, asked: Names) -> Su
             f"{folder}: has a mask adapter: expected plain weights; tune the checkpoint that it was made from"
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+    tokenizer.backend_tokenizer.no_truncation()  # which some tokenizer.json tell, to a length of their own
+    tokenizer.backend_tokenizer.no_padding()
     model = load_model(checkpoint, "float32")
     names = names_for(settings.slots, settings.distinct, settings.forks, asked, read_sar_config(folder))
     if len(set(names.all)) < len(names.all):

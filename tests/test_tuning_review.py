@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from transformers import AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.graphs.manifest import TokenIds
+from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
+from spaceport.tools.tune.distill import WRITTEN, distill
 from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.names import DEFAULT
 from spaceport.tools.tune.packing import successors
@@ -78,3 +83,12 @@ def test_a_tokenizer_that_cuts_and_pads_does_neither_in_a_tuning(tmp_path: Path)
     subject = open_subject(open_checkpoint(folder, TokenFlags()), Settings(), DEFAULT)
     assert len(expected) > 8
     assert subject.spelling.encode(text) == expected
+
+
+def test_answers_that_were_kept_may_hold_any_line_end_and_half_a_character(tmp_path: Path) -> None:
+    file, answer = tmp_path / "answers.jsonl", "a\u20285\u2028b\x85c"
+    line = json.dumps({"line": 1, "outcome": WRITTEN, "text": answer}, ensure_ascii=False)
+    file.write_bytes(line.encode() + b'\n{"line": 2, "text": "\xe2\x80')
+    nobody = cast(Runtime, None)  # the answer is there already, so nothing is written
+    (found,) = distill([asked("Which?", "old")], nobody, file, 64, Counter())
+    assert found.answer == answer

@@ -112,10 +112,10 @@ def _asked(conversation: Conversation) -> tuple[Turn, ...]:
 def _known(file: Path) -> dict[int, dict[str, Any]]:
     """The answers that an interrupted run left; its last line may be half a one."""
     found = {}
-    for line in file.read_text("utf-8").splitlines() if file.exists() else ():
+    for line in file.read_bytes().split(b"\n") if file.exists() else ():  # an answer may hold other line ends
         try:
             told = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:  # half of an object, or of a character
             continue
         found[int(told["line"])] = told
     return found

@@ -18,6 +18,7 @@ from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoin
 from spaceport.graphs.manifest import TokenIds
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
+from spaceport.tools.tune.curves import draw_curves
 from spaceport.tools.tune.distill import WRITTEN, distill
 from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.names import DEFAULT
@@ -92,3 +93,13 @@ def test_answers_that_were_kept_may_hold_any_line_end_and_half_a_character(tmp_p
     nobody = cast(Runtime, None)  # the answer is there already, so nothing is written
     (found,) = distill([asked("Which?", "old")], nobody, file, 64, Counter())
     assert found.answer == answer
+
+
+@pytest.mark.parametrize("slots", [0, 5, 64])
+def test_curves_have_room_for_every_mask_slot(slots: int, tmp_path: Path) -> None:
+    lines = [
+        {"kind": kind, "step": step, "losses": [1.0] * (slots + 1), "accuracies": [0.5] * (slots + 1)}
+        for kind in ("training", "validation")
+        for step in (1, 2)
+    ]
+    draw_curves(lines, tmp_path / "training.svg")  # matplotlib warns of a plot without room, and warnings are errors

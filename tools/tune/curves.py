@@ -12,11 +12,15 @@ from matplotlib.figure import Figure
 # Told apart by colour-blind readers as well (Okabe and Ito).
 _COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
 
+_NAMED = 16  # lines of the legend, one below the other
+
 
 def draw_curves(measurements: Sequence[dict[str, Any]], file: Path) -> None:
     """Two panels, losses and right predictions over the steps; the file's ending says its kind."""
     with mpl.rc_context({"svg.hashsalt": "spaceport", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        named = sum(len(line["losses"]) for line in {line["kind"]: line for line in measurements}.values())
+        columns = max(1, -(-named // _NAMED))
+        figure = Figure(figsize=(8.4 + 1.6 * columns, 3.8), layout="constrained")
         losses, right = figure.subplots(1, 2)
         for kind, style in (("training", "-"), ("validation", "o--")):
             lines = [line for line in measurements if line["kind"] == kind]
@@ -34,5 +38,5 @@ def draw_curves(measurements: Sequence[dict[str, Any]], file: Path) -> None:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         if measurements:
-            right.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            right.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TokenIds
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
@@ -27,6 +28,7 @@ from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.spelling import Spelling, spelling_with
 from spaceport.tools.tune.subject import open_subject
+from spaceport.tools.tune.tuning import Job, tune
 
 TINY = Path(__file__).parent / "data" / "tiny"
 MASK = 4
@@ -103,3 +105,16 @@ def test_curves_have_room_for_every_mask_slot(slots: int, tmp_path: Path) -> Non
         for step in (1, 2)
     ]
     draw_curves(lines, tmp_path / "training.svg")  # matplotlib warns of a plot without room, and warnings are errors
+
+
+def test_a_folder_that_holds_what_is_read_is_no_target(tmp_path: Path) -> None:
+    inside = tmp_path / "run" / "checkpoint-5"
+    shutil.copytree(TINY, inside)
+    shutil.copy(TINY / "config.json", tmp_path / "run")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "Hello."}\n', "utf-8")
+    with pytest.raises(OptionFault, match=r"run: holds .*checkpoint-5, which is read: choose another folder"):
+        tune(Job(inside, tmp_path / "run", (data,), Settings(), overwrite=True))
+    shutil.copy(data, tmp_path / "run")
+    with pytest.raises(OptionFault, match=r"run: holds .*data\.jsonl, which is read"):
+        tune(Job(TINY, tmp_path / "run", (tmp_path / "run" / "data.jsonl",), Settings(), overwrite=True))

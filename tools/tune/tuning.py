@@ -177,6 +177,9 @@ def _check(job: Job) -> None:
     check_target(job.target, job.overwrite, CHECKPOINT)
     if job.target.resolve() == job.checkpoint.resolve():
         raise OptionFault(f"{job.target}: is the checkpoint that is tuned: choose another folder, it would be lost")
+    for path in (job.checkpoint, *job.data, *job.validation):
+        if job.target.resolve() in path.resolve().parents:
+            raise OptionFault(f"{job.target}: holds {path}, which is read: choose another folder, it would be lost")
     for name, value in (("save-every", job.save_every), ("log-every", job.log_every)):
         if value < 1:
             raise OptionFault(f"--{name} is {value}: expected at least 1")

@@ -15,10 +15,11 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import TokenIds
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
+from spaceport.tools.tune.course import hold_to_objective
 from spaceport.tools.tune.curves import draw_curves
 from spaceport.tools.tune.distill import WRITTEN, distill
 from spaceport.tools.tune.methods import apply_method
@@ -118,3 +119,11 @@ def test_a_folder_that_holds_what_is_read_is_no_target(tmp_path: Path) -> None:
     shutil.copy(data, tmp_path / "run")
     with pytest.raises(OptionFault, match=r"run: holds .*data\.jsonl, which is read"):
         tune(Job(TINY, tmp_path / "run", (tmp_path / "run" / "data.jsonl",), Settings(), overwrite=True))
+
+
+def test_forking_is_not_learned_from_data_that_never_forks() -> None:
+    prepared = prepare([asked("hi", "hi")], letters(), 64)
+    for objective in ("apar", "both"):
+        with pytest.raises(InputFault, match=f"no answer forks, with --objective {objective}: expected lists"):
+            hold_to_objective(Settings(objective), prepared)
+    hold_to_objective(Settings("sar"), prepared)

@@ -83,6 +83,15 @@ class Course:
         return [steps[place] for place in dice.permutation(len(steps))]
 
 
+def hold_to_objective(settings: Settings, prepared: Prepared) -> None:
+    """Raise if nothing in the data teaches how to fork, though that is asked for."""
+    if settings.forks and not prepared.forked:
+        raise InputFault(
+            f"no answer forks, with --objective {settings.objective}: expected lists or paragraphs; `spaceport tune data` says "
+            "why each answer has no tree"
+        )
+
+
 def _taken(forked: int, whole: int, share: float | None) -> tuple[int, int]:
     """How many forked and unforked samples an epoch has, for a share of unforked ones."""
     if share is None or not forked:

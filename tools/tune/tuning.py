@@ -22,7 +22,7 @@ from spaceport.graphs.gated import checkpoint_layers
 from spaceport.graphs.manifest import record_of
 from spaceport.tools.tune.card import Told, write_card
 from spaceport.tools.tune.conversations import Conversation, read_conversations
-from spaceport.tools.tune.course import Course
+from spaceport.tools.tune.course import Course, hold_to_objective
 from spaceport.tools.tune.distill import Distillation, distill, writer
 from spaceport.tools.tune.keeping import METRICS_FILE, Keeping, reason
 from spaceport.tools.tune.methods import Merge, apply_method
@@ -123,6 +123,7 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     prepared = gather(job.data, texts, subject, settings)
     prepared.counts.update(counts)
     hearer.prepared(prepared.counts)
+    hold_to_objective(settings, prepared)
     course = Course(prepared, settings, subject.tokens.mask)
     merge = _learning(job, subject, accelerator)
     checked = _validation(job, texts, subject, settings)

@@ -26,6 +26,7 @@ from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.names import DEFAULT
 from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
+from spaceport.tools.tune.saving import _holding
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.spelling import Spelling, spelling_with
 from spaceport.tools.tune.subject import open_subject
@@ -127,3 +128,10 @@ def test_forking_is_not_learned_from_data_that_never_forks() -> None:
         with pytest.raises(InputFault, match=f"no answer forks, with --objective {objective}: expected lists"):
             hold_to_objective(Settings(objective), prepared)
     hold_to_objective(Settings("sar"), prepared)
+
+
+def test_weights_that_float16_cannot_hold_are_written_in_float32() -> None:
+    narrow, wide = torch.tensor([65504.0]), torch.tensor([70000.0])
+    assert _holding([narrow, torch.tensor([1 << 40]), torch.empty(0)], torch.float16) == torch.float16
+    assert _holding([narrow, wide], torch.float16) == torch.float32
+    assert _holding([narrow, wide], torch.bfloat16) == torch.bfloat16

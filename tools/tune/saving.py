@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,19 +22,20 @@ CHECKPOINT = Kind("checkpoint", "config.json")
 _GENERATION_FILE = "generation_config.json"
 
 
-def write_checkpoint(folder: Path, subject: Subject, tuned: Tuned, state: Mapping[str, Tensor] | None) -> None:
-    """Fill a folder with a tuned model, its tokenizer and what says how it drafts and forks.
+def write_checkpoint(folder: Path, subject: Subject, tuned: Tuned, state: Mapping[str, Tensor] | None) -> torch.dtype:
+    """Fill a folder with a tuned model, its tokenizer and what says how it drafts and forks; the type of its weights.
 
     `state` are the weights where the processes of a training each hold a part of them.
     """
     model = tuned.model
+    dtype = _holding((model.state_dict() if state is None else state).values(), subject.dtype)
     told = model.generation_config
     # The checkpoint's own file is copied: saving would hold it to rules that it may have been written before.
     model.generation_config = GenerationConfig(eos_token_id=list(subject.tokens.end))
-    model.to(subject.dtype)  # type: ignore[arg-type]
+    model.to(dtype)  # type: ignore[arg-type]
     if tuned.adapter is not None:
         state = base_state(model)
-    model.save_pretrained(folder, state_dict=None if state is None else _cast(state, subject.dtype))
+    model.save_pretrained(folder, state_dict=None if state is None else _cast(state, dtype))
     model.generation_config = told
     subject.tokenizer.save_pretrained(folder)
     own = subject.folder / _GENERATION_FILE
@@ -53,6 +54,14 @@ def write_checkpoint(folder: Path, subject: Subject, tuned: Tuned, state: Mappin
     )
     if tuned.adapter is not None:
         write_adapter(folder, model, tuned.adapter)
+    return dtype
+
+
+def _holding(weights: Iterable[Tensor], dtype: torch.dtype) -> torch.dtype:
+    """A checkpoint's own type, or float32 where that is too narrow for what was learned: float16 ends at 65,504."""
+    most = torch.finfo(dtype).max
+    found = (float(tensor.abs().max()) for tensor in weights if tensor.is_floating_point() and tensor.numel())
+    return dtype if all(largest <= most for largest in found) else torch.float32
 
 
 def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

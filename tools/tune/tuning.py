@@ -134,7 +134,7 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     _run(job, hearer, training, keeping, checked)
     hearer.stage("writing the checkpoint")
     outcome = Outcome(prepared.counts, settings, keeping.measurements())
-    _finish(job, subject, training, merge, keeping, outcome)
+    _finish(job, hearer, subject, training, merge, keeping, outcome)
     return outcome
 
 
@@ -271,7 +271,9 @@ def _told(job: Job) -> Iterator[None]:
         ) from error
 
 
-def _finish(job: Job, subject: Subject, training: Training, merge: Merge, keeping: Keeping, outcome: Outcome) -> None:
+def _finish(
+    job: Job, hearer: Hearer, subject: Subject, training: Training, merge: Merge, keeping: Keeping, outcome: Outcome
+) -> None:
     """Put the tuned checkpoint in its place, with its card."""
     accelerator = training.accelerator
     state: dict[str, Any] | None = None
@@ -284,7 +286,9 @@ def _finish(job: Job, subject: Subject, training: Training, merge: Merge, keepin
         writing(job.target, job.overwrite, CHECKPOINT) if accelerator.is_main_process else nullcontext() as partial,
     ):
         if partial is not None:
-            write_checkpoint(partial, subject, merge(), state)
+            dtype = write_checkpoint(partial, subject, merge(), state)
+            if dtype != subject.dtype:
+                hearer.stage(f"some weights are too large for {subject.dtype}: written as {dtype}")
             told = Told(
                 job.checkpoint, job.data, training.course, outcome.counts, outcome.settings, outcome.measurements
             )

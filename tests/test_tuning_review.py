@@ -30,7 +30,7 @@ from spaceport.tools.tune.saving import _holding
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.spelling import Spelling, spelling_with
 from spaceport.tools.tune.subject import open_subject
-from spaceport.tools.tune.tuning import Job, tune
+from spaceport.tools.tune.tuning import Job, _identity, tune
 
 TINY = Path(__file__).parent / "data" / "tiny"
 MASK = 4
@@ -135,3 +135,13 @@ def test_weights_that_float16_cannot_hold_are_written_in_float32() -> None:
     assert _holding([narrow, torch.tensor([1 << 40]), torch.empty(0)], torch.float16) == torch.float16
     assert _holding([narrow, wide], torch.float16) == torch.float32
     assert _holding([narrow, wide], torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"])
+def test_a_training_knows_the_template_and_the_end_that_it_was_begun_with(name: str, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "base")
+    job = Job(tmp_path / "base", tmp_path / "tuned", (), Settings())
+    before = _identity(job)
+    file = tmp_path / "base" / name
+    file.write_text(file.read_text("utf-8") + "\n", "utf-8")
+    assert _identity(job) != before

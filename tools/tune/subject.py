@@ -20,6 +20,9 @@ from spaceport.tools.tune.vocabulary import add_tokens
 
 _TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
+# Files of a checkpoint that decide, beside its weights, what is learned.
+DECIDING = ("config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "sar_config.json")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Subject:

@@ -32,7 +32,7 @@ from spaceport.tools.tune.samples import Prepared, prepare
 from spaceport.tools.tune.saving import CHECKPOINT, write_checkpoint
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.spelling import SpellingError
-from spaceport.tools.tune.subject import Subject, cutoff_for, open_subject
+from spaceport.tools.tune.subject import DECIDING, Subject, cutoff_for, open_subject
 from spaceport.tools.tune.trainee import trainee_of
 from spaceport.tools.tune.training import Measured, Training
 
@@ -208,7 +208,7 @@ def _learning(job: Job, subject: Subject, accelerator: Accelerator) -> Merge:
 
 def _identity(job: Job) -> dict[str, list[str]]:
     """What beside the settings tells a training from others."""
-    own = [job.checkpoint / name for name in ("config.json", "tokenizer.json", "sar_config.json")]
+    own = map(job.checkpoint.joinpath, DECIDING)
     return {
         "data": [f"{path.name} {_digest(path)}" for path in job.data],
         "validation": [f"{path.name} {_digest(path)}" for path in job.validation],

@@ -21,7 +21,7 @@ TESTS ?=
 .PHONY: demo test check venv clean
 
 demo: venv
-	@$(BIN)/spaceport demo tests/data/tiny
+	@$(BIN)/spaceport demo
 
 test: check
 	@echo "test: pytest"

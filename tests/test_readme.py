@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -18,24 +19,42 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
+def commands_of(block: str) -> list[list[str]]:
+    """The arguments of the commands in a block of the README."""
+    lines = [shlex.split(line.removeprefix("$ ")) for line in block.splitlines()]
+    assert all(line[0] == "spaceport" for line in lines)
+    return [line[1:] for line in lines]
+
+
 def test_the_commands_and_the_program_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    (console,) = blocks("console")
-    commands = [line.removeprefix("$ ") for line in console.splitlines()]
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    commands = commands_of(blocks("console")[0])
     assert len(commands) == 6
-    for line in commands:
-        program, *arguments = shlex.split(line)
-        assert program == "spaceport"
+    for arguments in commands:
         assert run(arguments) == 0, capsys.readouterr().err
     (program_text,) = blocks("python")
     capsys.readouterr()
     exec(compile(program_text, "README.md", "exec"), {})
+    assert "move has two parameters, src, which is required, and dst" in capsys.readouterr().out
+
+
+def test_a_model_learns_as_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").symlink_to(ROOT / "tests" / "data" / "tiny")
+    items = "\n".join(f"{number}. part {number}: as it was found there" for number in (1, 2, 3))
+    chats = [{"prompt": f"What is in box {box}?", "response": f"These:\n{items}"} for box in range(4)]
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats), "utf-8")
+    for arguments in commands_of(blocks("console")[1]):
+        assert run(arguments) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
-    assert "re.MULTILINE" in out
-    assert '"""JSON token scanner' in out
+    assert "tuned.bundle: llama" in out
+    assert "mask slot" in out
 
 
 def test_every_link_leads_to_a_file() -> None:
@@ -45,7 +64,7 @@ def test_every_link_leads_to_a_file() -> None:
 
 
 def test_the_demo_checks_the_graph_and_finds_every_drafted_text_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["demo", str(ROOT / "tests" / "data" / "tiny"), "--max-tokens", "96"]) == 0
+    assert run(["demo"]) == 0
     out = capsys.readouterr().out
     table = re.findall(r"^(.+?)  +(plain|k = \d) +(\d+) +(\d+) .* (-|the same|DIFFERENT)$", out, re.MULTILINE)
     assert len(table) == 3 * 4

@@ -21,6 +21,7 @@ from spaceport.tools.cli.generate import show
 from spaceport.tools.cli.screen import show_table, stages
 
 PROMPTS_FILE = "prompts.json"
+NOTE = "The model is tiny and its answers are templated: these numbers are no comparison with published ones."
 MODEL = Path(__file__).parents[1] / "demo" / "model"
 _LONG = 256  # tokens of the longest case that is checked
 
@@ -30,7 +31,7 @@ _LONG = 256  # tokens of the longest case that is checked
 @click.option(
     "--prompt", "prompts", multiple=True, help="Prompt to decode; by default those in the checkpoint's prompts.json."
 )
-@click.option("--max-tokens", default=96, show_default=True, help="Most tokens to write.")
+@click.option("--max-tokens", default=160, show_default=True, help="Most tokens to write.")
 @click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads.")
 def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads: int) -> int:
     """Export CHECKPOINT into a temporary folder, check it, and write texts plainly and with drafts.
@@ -53,6 +54,8 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
         )
         with Runtime.open(bundle, threads=threads) as runtime:
             same = compare(runtime, chosen, max_tokens)
+            if checkpoint == MODEL:
+                click.echo(f"\n{NOTE}")
             name, prompt = next(iter(chosen.items()))
             click.echo(f"\n{name}, accepted drafts marked:\n{_shown(prompt)}", nl=False)
             show(runtime.stream(prompt, max_tokens=max_tokens), drafts=True)

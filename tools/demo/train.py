@@ -19,11 +19,18 @@ from spaceport.tools.cli.tuning_screen import shown
 from spaceport.tools.demo.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_data
 from spaceport.tools.demo.packages import write_code
 from spaceport.tools.demo.scratch import CODE, DEMO, Shape, write_scratch
+from spaceport.tools.tune.card import CARD_FILE
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.tuning import Job, tune
 
 MODEL = Path(__file__).parent / "model"
 
+TITLE = "Demo model"
+ABOUT = (
+    "Trained from scratch on the Python standard library by `python -m spaceport.tools.demo.train`, with one file in ten held "
+    "out. Its answers are templated and it is tiny: its numbers show that the methods work, and are no comparison with "
+    "published ones."
+)
 PROMPTS_FILE = "prompts.json"
 _VALIDATION = 64  # conversations of each kind
 
@@ -128,7 +135,15 @@ def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = No
     )
     with shown(None) as hearer:
         tune(job, hearer)
+    sign(target)
     (target / PROMPTS_FILE).write_text(json.dumps(preset.prompts, indent=2) + "\n", "utf-8")
+
+
+def sign(target: Path) -> None:
+    """Say on the card of a trained model what it is."""
+    card = target / CARD_FILE
+    _, _, rest = card.read_text("utf-8").partition("\n\n")
+    card.write_text(f"# {TITLE}\n\n{ABOUT}\n\n{rest}", "utf-8")
 
 
 def _first(file: Path) -> str:

@@ -1,0 +1,109 @@
+"""The demo model: what it has learnt holds on functions that were held out of its training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from spaceport.exporter.export import Options, export
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli.demo import MODEL, prompts_of
+from spaceport.tools.demo.evaluate import Written, pace_of, quality_of, write
+from spaceport.tools.demo.signatures import read_signature
+from spaceport.tools.demo.train import PRESETS
+
+# Of files that nothing was learned of, in the order in which the recipe holds them out.
+HELD_OUT = (
+    "formatstring( cols, colwidth = _colwidth, spacing = _spacing )",
+    "dump( node, annotate_fields = True, include_attributes = False, *, indent = None )",
+    "spilldescriptors( msg, attrs, predicate )",
+    "choices( population, weights = None, *, cum_weights = None, k = 1 )",
+    "parseFragment( file, context, namespaces = True )",
+    "finditer( pattern, string, flags = 0 )",
+    "__init__( capacity, flushLevel = logging.ERROR, target = None, flushOnClose = True )",
+    "xml_decl_handler( version, encoding, standalone )",
+    "callback( path, modname, desc, modules = modules )",
+    "__init__( host = '', port = IMAP4_PORT, timeout = None )",
+    "visiblename( name, all = None, obj = None )",
+    "docclass( object, name = None, mod = None, funcs = {}, classes = {}, *ignored )",
+    "notation_decl( name, base, sysid, pubid )",
+    "open( host = None, port = None, timeout = None )",
+    "prmonth( theyear, themonth, w = 0, l = 0 )",
+    "hsv_to_rgb( h, s, v )",
+    "fail( object, name = None, *args )",
+    "attlist_decl_handler( elem, name, type, default, required )",
+    "formatwarning( message, category, filename, lineno, line = None )",
+    "sample( population, k, *, counts = None )",
+)
+
+
+FULLMATCH = """\
+These are the parameters of fullmatch:
+1. pattern: It is required, and it is given by name or as the first value.
+2. string: It is required, and it is given by name or as the second value.
+3. flags: It is optional, and it is given by name or as the third value. Its default is the number 0.
+
+Of these 3, 2 are required."""
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    quiet_libraries()
+    bundle = tmp_path_factory.mktemp("demo") / "bundle"
+    export(MODEL, bundle, Options())
+    with Runtime.open(bundle, threads=1, max_seq_len=512) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def answers(runtime: Runtime) -> dict[int, list[Written]]:
+    """The answers to all questions, by the mask slots that they were written with."""
+    return {slots: [write(runtime, read_signature(text), slots) for text in HELD_OUT] for slots in (0, 5)}
+
+
+def test_it_forks_once_for_each_parameter_and_gets_the_facts_right(answers: dict[int, list[Written]]) -> None:
+    quality = quality_of(answers[0])
+    assert quality.forks_right == quality.questions
+    assert quality.exact >= 13
+    assert quality.exact_unforked >= 13
+
+
+def test_drafts_change_no_answer_and_save_most_of_the_steps(answers: dict[int, list[Written]]) -> None:
+    pace = pace_of(5, answers, {0: [], 5: []})
+    assert pace.changed == 0
+    assert pace.chat_tokens / pace.chat_steps >= 5
+
+
+def test_threads_side_by_side_take_fewer_steps_than_the_text_in_one_line(answers: dict[int, list[Written]]) -> None:
+    pace = pace_of(0, answers, {0: []})
+    assert pace.plain_steps / pace.parallel_steps >= 1.9
+
+
+def test_its_prompts_are_answered_as_they_were_when_it_was_trained(runtime: Runtime) -> None:
+    prompts = prompts_of(MODEL)
+    assert list(prompts) == list(PRESETS["demo"].prompts)
+    told = runtime.generate(prompts["fullmatch"], max_tokens=160)
+    assert told.text == FULLMATCH
+    assert told.ending == "end"
+    steps = [runtime.generate(prompts["fullmatch"], mask_slots=slots).statistics.steps for slots in (0, 1, 3, 5)]
+    assert steps == [97, 49, 26, 18]
+
+
+def test_what_is_shipped_is_what_the_recipe_makes() -> None:
+    size = sum(file.stat().st_size for file in MODEL.iterdir())
+    assert size < 5_000_000
+    sar = json.loads((MODEL / "sar_config.json").read_text("utf-8"))
+    assert sar == {
+        "mask_tokens": ["[M]"],
+        "mask_slots": 5,
+        "fork_token": "[Fork]",
+        "child_token": "[Child]",
+    }
+    last = json.loads((MODEL / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
+    assert last["step"] == last["steps"]
+    assert np.isfinite(last["losses"]).all()
+    assert "templated" in (MODEL / "README.md").read_text("utf-8")

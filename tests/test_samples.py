@@ -281,6 +281,11 @@ def test_pieces_of_a_text_are_spelt_as_the_whole_by_tokenizers_that_open_with_a_
     whole = backend.encode("a: " + LIST, add_special_tokens=False).ids
     flat = only(prepare([chat("a: ", LIST, fork=False)], spelling, LONG))
     assert told(flat)[0] == [*whole, end]
+    turns = (Turn("user", "a:"), Turn("assistant", "the b"), Turn("user", "the c"), Turn("assistant", "d"))
+    spaced.chat_template = template("{{ message['content'] }}", "")
+    several = only(prepare([Conversation(1, turns)], spelling_of(spaced, spelling.tokens), LONG))
+    text = backend.encode("a:the bthe cd", add_special_tokens=False).ids
+    assert several.ids[several.ids != end].tolist() == text
     forked = prepare([chat("a: ", LIST)], spelling, LONG).forked[0]
     assert [token for token in forked.ids.tolist() if token not in (fork, child, end)] == whole
 

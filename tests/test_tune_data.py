@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,24 @@ def test_what_a_terminal_would_obey_is_not_shown(data: Path) -> None:
     assert told(data, "--example", 7).endswith("  Done.\ufffd[2J\n")
 
 
+def read_to_the_end(screen: int) -> bytes:
+    """What a program writes on a terminal, which holds a few thousand bytes at a time."""
+    parts = []
+    with suppress(OSError):  # Linux' way to say that nobody writes any more
+        while part := os.read(screen, 65536):
+            parts.append(part)
+    os.close(screen)
+    return b"".join(parts)
+
+
 def test_on_a_terminal_the_tree_is_drawn(data: Path) -> None:
     screen, terminal = os.openpty()
     environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
     arguments = [sys.executable, "-c", PROGRAM, str(data), "--example", "7"]
-    subprocess.run(arguments, stdout=terminal, stderr=subprocess.DEVNULL, env=environment, check=True)
-    os.close(terminal)
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", os.read(screen, 65536).decode())
-    os.close(screen)
+    with subprocess.Popen(arguments, stdout=terminal, stderr=subprocess.DEVNULL, env=environment) as process:
+        os.close(terminal)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", read_to_the_end(screen).decode())
+    assert process.returncode == 0
     assert "├── 2. Green:\r\n│   └── the colour of grass\r\n" in shown
     assert "└── Done.\ufffd[2J\r\n" in shown
 

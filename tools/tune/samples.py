@@ -123,7 +123,8 @@ def _chat(conversation: Conversation, exchanges: Sequence[Exchange], tree: Tree 
     for exchange in exchanges:
         last = exchange is exchanges[-1]
         opening = spelling.start if spelling.render is None else ()
-        growing.add([*opening, *spelling.spell(exchange.before)], learned=False)
+        before = spelling.go_on(exchange.before) if growing.ids else spelling.spell(exchange.before)
+        growing.add([*opening, *before], learned=False)
         ending = spelling.ending(exchange.after)
         if last and tree is not None:
             _grow(growing, exchange.lead, tree, ending.end, spelling)

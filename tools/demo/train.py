@@ -25,12 +25,6 @@ from spaceport.tools.tune.tuning import Job, tune
 
 MODEL = Path(__file__).parent / "model"
 
-TITLE = "Demo model"
-ABOUT = (
-    "Trained from scratch on the Python standard library by `python -m spaceport.tools.demo.train`, with one file in ten held "
-    "out. Its answers are templated and it is tiny: its numbers show that the methods work, and are no comparison with "
-    "published ones."
-)
 PROMPTS_FILE = "prompts.json"
 _VALIDATION = 64  # conversations of each kind
 
@@ -43,6 +37,7 @@ class Preset:
     shape: Shape
     settings: Settings
     prompts: dict[str, Any]
+    about: str  # for its card
     bf16: bool = False
 
 
@@ -71,6 +66,9 @@ PRESETS = {
             "fullmatch": {"user": "Explain the parameters of fullmatch( pattern, string, flags = 0 )"},
             "source": _SOURCE,
         },
+        "The demo model, trained from scratch on the Python standard library by `python -m spaceport.tools.demo.train`, with "
+        "one file in ten held out. Its answers are templated and it is tiny: its numbers show that the methods work, and are "
+        "no comparison with published ones.",
     ),
     "code": Preset(
         write_code,
@@ -91,13 +89,15 @@ PRESETS = {
             betas=(0.9, 0.98),
         ),
         {"source": _SOURCE},
+        "Trained from scratch by `python -m spaceport.tools.demo.train --preset code` on the Python sources of the standard "
+        "library and of the packages that were installed, with one package in ten held out.",
         bf16=True,
     ),
 }
 
 
 @click.command()
-@click.argument("target", type=click.Path(path_type=Path), default=MODEL)
+@click.argument("target", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--preset",
     type=click.Choice(("demo", "code")),
@@ -108,11 +108,16 @@ PRESETS = {
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for the data; a temporary one by default.")
 @click.option("--max-steps", type=int, metavar="N", help="End early: for a try.")
 @click.option("--resume", is_flag=True, help="Go on with a training that was interrupted; needs the same --work.")
-def main(target: Path, preset: str, work: Path | None, max_steps: int | None, resume: bool) -> None:
-    """Make the data, an untrained model and its tokenizer, train it and write it to TARGET."""
+def main(target: Path | None, preset: str, work: Path | None, max_steps: int | None, resume: bool) -> None:
+    """Make the data, an untrained model and its tokenizer, train it and write it to TARGET.
+
+    Without TARGET the model that is shipped is replaced.
+    """
+    if target is None and preset != "demo":
+        raise click.UsageError(f"--preset {preset} without TARGET: it is not the model that is shipped; name a folder")
     with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as temporary:
         folder = work or Path(temporary)
-        train(folder, target, PRESETS[preset], max_steps, resume)
+        train(folder, target or MODEL, PRESETS[preset], max_steps, resume)
 
 
 def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = None, resume: bool = False) -> None:
@@ -135,19 +140,19 @@ def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = No
     )
     with shown(None) as hearer:
         tune(job, hearer)
-    sign(target)
+    sign(target, preset.about)
     (target / PROMPTS_FILE).write_text(json.dumps(preset.prompts, indent=2) + "\n", "utf-8")
 
 
-def sign(target: Path) -> None:
+def sign(target: Path, about: str) -> None:
     """Say on the card of a trained model what it is."""
     card = target / CARD_FILE
     _, _, rest = card.read_text("utf-8").partition("\n\n")
-    card.write_text(f"# {TITLE}\n\n{ABOUT}\n\n{rest}", "utf-8")
+    card.write_text(f"# {target.name}\n\n{about}\n\n{rest}", "utf-8")
 
 
 def _first(file: Path) -> str:
-    return "".join(line + "\n" for line in file.read_text("utf-8").splitlines()[:_VALIDATION])
+    return "".join(line + "\n" for line in file.read_text("utf-8").split("\n")[:_VALIDATION] if line)
 
 
 if __name__ == "__main__":

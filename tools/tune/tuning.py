@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 
@@ -104,6 +105,7 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     identity = _identity(job)
     if job.resume:
         kept.hold_to(identity)
+    AcceleratorState._reset_state()  # it keeps the precision of a process' first training
     accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
     keeping = Keeping(job.target, accelerator.is_main_process)
     hearer.stage("loading the checkpoint")

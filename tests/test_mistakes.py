@@ -288,7 +288,7 @@ def test_a_closed_stream_is_an_empty_one(tiny_bundle: Path, closed: str, code: i
 
 def test_an_interrupt_ends_a_text_without_a_fuss(tiny_bundle: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, "generate", str(tiny_bundle), LONG, "--mask-slots", "0"]
-    for _ in range(5):  # a text may be written before the signal comes
+    for _ in range(40):  # a text may be written before the signal comes
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
             assert process.stdout is not None
             process.stdout.read(1)

@@ -40,29 +40,29 @@ def options(*listed: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 learning = options(
     click.option("--objective", type=click.Choice(get_args(Objective)), default="sar", **_SHOWN, help="What is learned: to draft with mask slots, to fork, or both."),
-    click.option("--method", type=click.Choice(get_args(Method)), default="full", **_SHOWN, help="What changes: all weights; low-rank adapters; such that act on mask rows only, so that the text stays that of the checkpoint to the bit; or the embeddings of the new tokens."),
+    click.option("--method", type=click.Choice(get_args(Method)), default="full", **_SHOWN, help="What changes: all weights; low-rank adapters; adapters for mask rows only, which leave the text what it was to the bit (objective sar); or the embeddings of the new tokens."),
     click.option("--mask-slots", type=int, default=5, metavar="K", **_SHOWN, help="Tokens that a step can draft."),
     click.option("--distinct", is_flag=True, help="A mask token for each mask slot instead of one for all."),
     click.option("--anchors", type=int, default=32, metavar="N", **_SHOWN, help="Places of a sample that mask slots hang from, redrawn in every epoch."),
     click.option("--drop-rate", type=float, default=0.0, metavar="P", **_SHOWN, help="How often a group of mask slots ends before its next one: deep ones cost as much as shallow ones and matter less."),
     click.option("--mask-weight", type=float, default=1.0, metavar="W", **_SHOWN, help="Weight of the mask slots' mean loss beside that of the text."),
     click.option("--unforked-share", type=float, metavar="P", help="Share of the samples that do not fork; by default as the data are."),
-    click.option("--whole-rate", type=float, default=0.0, metavar="P", **_SHOWN, help="How often an answer that could fork is learned in one line, so that the model can write it so too."),
+    click.option("--whole-rate", type=float, default=Settings.whole_rate, metavar="P", **_SHOWN, help="How often an answer that could fork is learned in one line, so that the model can write it so too."),
 )  # fmt: skip
 
 steps = options(
     click.option("--cutoff", type=int, default=DEFAULT_CUTOFF, metavar="N", show_default=f"{DEFAULT_CUTOFF}, or what the model knows", help="Longest text in tokens, along a thread."),
     click.option("--epochs", type=float, default=2.0, metavar="N", **_SHOWN, help="How often the data are gone through."),
-    click.option("--max-steps", type=int, metavar="N", help="End after so many steps."),
+    click.option("--max-steps", type=int, metavar="N", help="End after so many steps, if the epochs are not over before."),
     click.option("--batch-size", "batch", type=int, default=32, metavar="N", **_SHOWN, help="Samples of a step, over all processes."),
     click.option("--micro-batch-size", "micro_batch", type=int, default=4, metavar="N", **_SHOWN, help="Samples that a process computes at once."),
     click.option("--learning-rate", "rate", type=float, default=5e-5, metavar="R", **_SHOWN, help="Highest learning rate: reached by a linear warm-up, left by a cosine."),
-    click.option("--warmup", type=float, default=0.03, metavar="P", **_SHOWN, help="Share of the steps that warm up."),
+    click.option("--warmup", type=float, default=0.03, metavar="P", **_SHOWN, help="Share of the steps, 0 to 1, that warm up."),
     click.option("--weight-decay", type=float, default=0.0, metavar="D", **_SHOWN, help="AdamW's, on matrices."),
     click.option("--clip", type=float, default=1.0, metavar="N", **_SHOWN, help="Longest gradient."),
     click.option("--seed", type=int, default=0, metavar="N", **_SHOWN, help="Of the order of the samples, their anchors and new weights."),
     click.option("--rank", type=int, default=16, metavar="R", **_SHOWN, help="Of the low-rank adapters."),
-    click.option("--alpha", type=float, default=32.0, metavar="A", **_SHOWN, help="Their scale, times the rank."),
+    click.option("--alpha", type=float, default=32.0, metavar="A", **_SHOWN, help="Of the low-rank adapters: what they add is multiplied by alpha / rank."),
     click.option("--target", "targets", multiple=True, metavar="NAME", help="Linear layers that get an adapter, such as q_proj; by default all."),
 )  # fmt: skip
 
@@ -76,9 +76,9 @@ running = options(
     click.option("--bf16", is_flag=True, help="Compute in bfloat16; the weights that learn stay float32."),
     click.option("--gradient-checkpointing", "recompute", is_flag=True, help="Compute activations twice to save memory."),
     click.option("--save-every", type=int, default=500, metavar="N", **_SHOWN, help="Steps between states that are kept."),
-    click.option("--log-every", type=int, default=10, metavar="N", **_SHOWN, help="Steps between measurements."),
+    click.option("--log-every", type=int, default=10, metavar="N", **_SHOWN, help="Steps between measurements in metrics.jsonl; in a pipe at most one in ten seconds is shown."),
     click.option("--tensorboard", type=click.Path(path_type=Path), metavar="DIR", help="Write the measurements for TensorBoard too."),
-    click.option("--resume", is_flag=True, help="Go on with a training that was interrupted."),
+    click.option("--resume", is_flag=True, help="Go on with a training that was interrupted, said with the same options."),
     click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there already."),
     click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along."),
     click.option("--json", "as_json", is_flag=True, help="Print what was reached as JSON."),

@@ -51,6 +51,7 @@ PRESETS = {
             objective="both",
             mask_slots=5,
             anchors=16,
+            whole_rate=0.0,  # the data say which answers are learned in one line as well
             drop_rate=0.3,
             mask_weight=0.3,  # at 1 the text itself is learned late
             cutoff=448,

@@ -85,7 +85,11 @@ def _object(text: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise InputFault("JSON that is nested too deeply: expected a flat object") from error
     except ValueError as error:
-        found = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        found = (
+            f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else str(error)
+        )
         raise InputFault(
             f'not JSON ({found}): expected one object on each line; plain text goes in as {{"text": "..."}}'
         ) from error

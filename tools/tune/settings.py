@@ -28,7 +28,7 @@ class Settings:
     mask_weight: float = 1.0  # of the mask slots' mean loss, beside that of the tokens
     # Forking
     unforked_share: float | None = None  # share of the samples of an epoch that do not fork; nothing: as the data are
-    whole_rate: float = 0.0  # share of the forked samples that are learned in one line, redrawn in every epoch
+    whole_rate: float = 0.2  # share of the forked samples that are learned in one line, redrawn in every epoch
     # Texts
     cutoff: int = DEFAULT_CUTOFF  # tokens along a path
     # Steps

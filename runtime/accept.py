@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.runtime.choice import Choose
+from spaceport.runtime.draft import Guess
 from spaceport.runtime.plan import Part
-from spaceport.runtime.sampling import Choose
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Verdict:
 
     kept: tuple[int, ...]  # rows of the part whose slots the thread holds from now on
     tokens: tuple[int, ...]  # the accepted candidates, then the network's own next token
-    candidates: tuple[int, ...]  # what the mask slots say comes after those
+    guesses: tuple[Guess, ...]  # what the mask slots say comes after those
 
     @property
     def accepted(self) -> int:
@@ -25,27 +26,26 @@ class Verdict:
         return max(0, len(self.tokens) - 1)
 
 
-def accept(part: Part, logits: NDArray[np.float32], choose: Choose) -> Verdict:
+def accept(part: Part, logits: NDArray[np.float32], choose: Choose, most: int = 1) -> Verdict:
     """Walk the draft along the tokens that the network itself chooses: the text is what it would be with no draft.
 
-    `logits` holds one line for each wanted row of the part.
+    `logits` holds one line for each wanted row of the part; `most` is how many tokens of each mask slot are of use.
     """
-    layout, known = part.layout, part.layout.known
+    layout, known, thread = part.layout, part.layout.known, part.thread
     if not part.complete:
         return Verdict(tuple(range(known)), (), ())
-    path, first = part.thread.path, known - 1
-
-    def choice(row: int) -> int:
-        return choose(logits[row - first], path, int(part.positions[row]) + 1)
-
+    first = known - 1
     node, kept = 0, list(range(known))
-    tokens = [choice(first)]
+    tokens = [choose.token(logits[0], thread, ())]
     while (follower := _child(part, node, tokens[-1])) is not None:
         node = follower
         kept.append(layout.nodes[node])
-        tokens.append(choice(layout.nodes[node]))
-    candidates = tuple(choice(row) for row in layout.groups[node])
-    return Verdict(tuple(kept), tuple(tokens), candidates)
+        tokens.append(choose.token(logits[layout.nodes[node] - first], thread, tokens))
+    guesses: tuple[Guess, ...] = ()
+    if group := layout.groups[node]:
+        lines = logits[group[0] - first : group[-1] + 1 - first]
+        guesses = choose.guesses(lines, thread, len(thread.tokens) + len(tokens), most)
+    return Verdict(tuple(kept), tuple(tokens), guesses)
 
 
 def _child(part: Part, node: int, token: int) -> int | None:

@@ -3,7 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Literal
+
+from spaceport.graphs.faults import OptionFault
+
+Shape = Literal["chain", "tree"]
+Source = Literal["mask", "lookup", "both"]  # who proposed a candidate
+
+_WORTH = 0.06  # tokens that a row has to promise: what a row adds to a step's cost, see docs/performance.md
+_FIRST_ODDS, _LATER_ODDS = 0.7, 0.85  # of a mask slot before anything was seen of it: of the first, and of each after
+_LOOKUP_ODDS = 0.6
+_NEWS = 0.1  # weight of what was just seen against what was seen before
+_FORGETTING = 0.02  # of what was not tried lately: so that it is tried again
+_MOST_ODDS = 0.97  # no prediction is so sure that nothing needs to be ready for its failure
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a mask slot says comes at one place: its likeliest tokens, best first, and how likely each of them is."""
+
+    tokens: tuple[int, ...]
+    odds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How the threads of a request draft; it changes how long a text takes and never what it is."""
+
+    mask_slots: int = 0  # most mask slots behind a node
+    shape: Shape = "tree"
+    rows: int = 24  # most rows of a thread in a step; a chain has (mask_slots + 1)²
+    siblings: int = 3  # most candidates for one place
+    lookup: int = 0  # most tokens that are looked up in the text so far; 0: none are
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0)):
+            if (given := getattr(self, name)) < least:
+                raise OptionFault(f"draft {name} is {given}: expected at least {least}")
+        if self.shape not in ("chain", "tree"):
+            raise OptionFault(f"draft shape is {self.shape!r}: expected chain or tree")
+
+    @property
+    def guesses(self) -> int:
+        """How many tokens of each mask slot are of use."""
+        return 1 if self.shape == "chain" else self.siblings
 
 
 @dataclass(frozen=True)
@@ -13,17 +58,160 @@ class Draft:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()  # node before each candidate
     masks: tuple[int, ...] = (0,)  # mask slots behind each node
+    sources: tuple[Source, ...] = ()  # of each candidate
 
 
 PLAIN = Draft()
+_MASK: Source = "mask"
 
 
-def chain(candidates: Sequence[int], mask_slots: int, room: int) -> Draft:
+@dataclass
+class Rates:
+    """How often drafts were right lately."""
+
+    masks: list[float] = field(default_factory=list)  # by place: how often the tokens up to it were all accepted
+    lookup: float = _LOOKUP_ODDS  # of a looked-up token behind one that was accepted
+
+    def of(self, mask_slots: int) -> list[float]:
+        """The rate at each place of a group of mask slots."""
+        while len(self.masks) < mask_slots:
+            self.masks.append(_first_rate(len(self.masks)))
+        return self.masks
+
+    def heard(self, draft: Draft, accepted: Sequence[int]) -> None:
+        """These nodes of a draft were accepted, one behind the other."""
+        depths = [0]
+        for parent in draft.parents:
+            depths.append(depths[parent] + 1)
+        by_mask = [draft.sources[node - 1] != "lookup" for node in accepted]
+        looked_up = [draft.sources[node - 1] != "mask" for node in accepted]
+        tried = max(
+            (depth for depth, source in zip(depths[1:], draft.sources, strict=True) if source != "lookup"), default=0
+        )
+        right = [*by_mask, False].index(False)
+        for place in range(len(self.masks)):
+            if place < tried:
+                self.masks[place] += _NEWS * ((place < right) - self.masks[place])
+            else:
+                self.masks[place] += _FORGETTING * (_first_rate(place) - self.masks[place])
+        tried = sum(source != "mask" for source in draft.sources)
+        right = [*looked_up, False].index(False)
+        for place in range(min(tried, right + 1)):
+            self.lookup += _NEWS * ((place < right) - self.lookup)
+
+
+def _first_rate(place: int) -> float:
+    return _FIRST_ODDS * _LATER_ODDS**place
+
+
+def chain(candidates: Sequence[int], mask_slots: int, room: int, rows: int | None = None) -> Draft:
     """SPACE's draft: one line of candidates, and the same number of mask slots behind every node.
 
-    `room` is how many tokens the text may still grow by: what could only be written beyond it is not drafted.
+    `room` is how many tokens the text may still grow by: what could only be written beyond it is not drafted. `rows` is
+    how many rows there may be, that of the last known token among them.
     """
     tokens = tuple(candidates[: max(0, room - 1)])
+    if rows is not None:
+        tokens = tokens[: rows - 1]
+        mask_slots = min(mask_slots, rows // (len(tokens) + 1) - 1)
     parents = tuple(range(len(tokens)))
     masks = tuple(max(0, min(mask_slots, room - 2 - depth)) for depth in range(len(tokens) + 1))
-    return Draft(tokens, parents, masks)
+    return Draft(tokens, parents, masks, (_MASK,) * len(tokens))
+
+
+def tree(
+    guesses: Sequence[Guess], looked_up: Sequence[int], drafting: Drafting, room: int, rows: int, rates: Rates
+) -> Draft:
+    """The rows that promise the most tokens, best first, while there are rows and a row promises enough.
+
+    A candidate promises that it is accepted. A mask slot promises a token of the next step, if the node that it stands
+    behind is the last one that is accepted.
+    """
+    growth = _Growth(guesses, looked_up, drafting, room, rates)
+    growth.grow(rows - 1)
+    return Draft(tuple(growth.tokens), tuple(growth.parents), tuple(growth.masks), tuple(growth.sources))
+
+
+class _Growth:
+    """A tree that grows row by row; the heap holds what could come next: a candidate or a mask slot."""
+
+    def __init__(
+        self, guesses: Sequence[Guess], looked_up: Sequence[int], drafting: Drafting, room: int, rates: Rates
+    ) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.masks: list[int] = [0]
+        self.sources: list[Source] = []
+        self._guesses, self._looked_up, self._rates = guesses, looked_up, rates
+        self._mask_slots, self._siblings, self._room = drafting.mask_slots, drafting.siblings, room
+        self._mask_rates = rates.of(drafting.mask_slots)
+        self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
+        self._heap: list[tuple[float, int, Source | None, int, int, int, float]] = []
+        self._offered = 0
+
+    def grow(self, rows: int) -> None:
+        """Add so many rows at most."""
+        self._behind(0, 0, 1.0, guessed=True)
+        self._offer("lookup", 0, 0, 0, 1.0)
+        while rows and self._heap:
+            promise, _, source, node, depth, rank, odds = heappop(self._heap)
+            if -promise < _WORTH:
+                return
+            if source is None:
+                self.masks[node] += 1
+                self._offer_mask(node, depth, odds)
+                rows -= 1
+                continue
+            if source == "mask":
+                self._offer(source, node, depth, rank + 1, odds)
+            rows -= self._add(source, node, depth, rank, -promise)
+
+    def _add(self, source: Source, parent: int, depth: int, rank: int, odds: float) -> int:
+        """A candidate behind a node, one row unless the other source has proposed it already."""
+        token = self._guesses[depth].tokens[rank] if source == "mask" else self._looked_up[depth]
+        node = self._nodes.get((parent, token))
+        fresh = node is None
+        if node is None:
+            node = self._nodes[parent, token] = len(self.masks)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.masks.append(0)
+            self.sources.append(source)
+        else:
+            self.sources[node - 1] = "both"
+        if source == "lookup":
+            self._offer(source, node, depth + 1, 0, odds)
+            if fresh:
+                self._offer_mask(node, depth + 1, odds)
+        else:
+            self._behind(node, depth + 1, odds, guessed=fresh)
+        return int(fresh)
+
+    def _behind(self, node: int, depth: int, odds: float, guessed: bool) -> None:
+        """Offer what may follow a node that so many candidates lead to."""
+        last = odds
+        if depth < len(self._guesses):
+            self._offer("mask", node, depth, 0, odds)
+            last = odds * (1 - min(_MOST_ODDS, self._guesses[depth].odds[0])) if self._guesses[depth].odds else odds
+        if guessed:
+            self._offer_mask(node, depth, last)
+
+    def _offer(self, source: Source, node: int, depth: int, rank: int, odds: float) -> None:
+        """Offer the candidate of this rank for the place behind a node that is reached with these odds."""
+        if depth + 1 >= self._room:
+            return
+        if source == "lookup":
+            if depth < len(self._looked_up):
+                self._push(odds * self._rates.lookup, source, node, depth, rank, odds)
+        elif rank < min(self._siblings, len(self._guesses[depth].tokens)):
+            self._push(odds * min(_MOST_ODDS, self._guesses[depth].odds[rank]), source, node, depth, rank, odds)
+
+    def _offer_mask(self, node: int, depth: int, odds: float) -> None:
+        """Offer one mask slot more behind a node that is the last accepted one with these odds."""
+        place = self.masks[node]
+        if place < min(self._mask_slots, self._room - 2 - depth):
+            self._push(odds * self._mask_rates[place], None, node, depth, 0, odds)
+
+    def _push(self, promise: float, source: Source | None, node: int, depth: int, rank: int, odds: float) -> None:
+        self._offered += 1  # of equals the first comes first
+        heappush(self._heap, (-promise, self._offered, source, node, depth, rank, odds))

@@ -69,6 +69,9 @@ class Engine(Protocol):
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         """Copy slots over all layers, for the requests from `first` on."""
 
+    def clear(self, request: int) -> None:
+        """Zero the buffers of a request: what is not a number in them would spread to whoever has them next."""
+
     def close(self) -> None: ...
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -14,31 +16,74 @@ from spaceport.runtime.plan import Plan
 from spaceport.runtime.request import Request
 from spaceport.runtime.slots import NO_MOVES
 
+# Hears which request failed, and of what; the others of the step go on.
+Fault = Callable[[Request, Exception], None]
 
-def step(engine: Engine, requests: Sequence[Request]) -> None:
-    """Every live thread of every request feeds a part of its prompt or writes one token or more."""
-    plans = [request.plan() for request in requests]
-    taken = [request.slots.take(plan.positions) for request, plan in zip(requests, plans, strict=True)]
-    batch = pack(engine, requests, plans, taken)
-    logits = run(engine, batch, requests)
+
+@dataclass(frozen=True)
+class Turn:
+    """What a request takes to a step."""
+
+    request: Request
+    plan: Plan
+    slots: NDArray[np.int64]  # that its rows are written to
+
+
+def step(engine: Engine, requests: Sequence[Request], fault: Fault | None = None) -> None:
+    """Every live thread of every request feeds a part of its prompt or writes one token or more.
+
+    `requests` are in the order of their indices. Without `fault`, what goes wrong with one of them is raised.
+    """
+    turns = [turn for request in requests for turn in plan(request, fault)]
+    if not turns:
+        return
+    batch = pack(
+        engine, [turn.request for turn in turns], [turn.plan for turn in turns], [turn.slots for turn in turns]
+    )
+    logits = run(engine, batch, turns)
     moves = [NO_MOVES] * batch.requests
-    for request, plan, slots in zip(requests, plans, taken, strict=True):
-        verdicts = judge(plan, logits[request.index - batch.first], request)
-        moves[request.index - batch.first] = request.keep(plan, slots, verdicts)
+    for turn in turns:
+        with apart(turn.request, fault):
+            line = turn.request.index - batch.first
+            moves[line] = turn.request.keep(turn.plan, turn.slots, judge(turn, logits[line]))
     engine.move(batch.first, moves)
 
 
-def run(engine: Engine, batch: Batch, requests: Sequence[Request]) -> NDArray[np.float32]:
+def plan(request: Request, fault: Fault | None) -> list[Turn]:
+    """The request's turn, or none if it failed."""
+    turns = []
+    with apart(request, fault):
+        rows = request.plan()
+        turns.append(Turn(request, rows, request.slots.take(rows.positions)))
+    return turns
+
+
+def run(engine: Engine, batch: Batch, turns: Sequence[Turn]) -> NDArray[np.float32]:
     """The engine's logits; its time is put down to every request of the step."""
     started = perf_counter()
     logits = engine.run(batch)
     seconds = perf_counter() - started
-    for request in requests:
-        request.statistics.engine_seconds += seconds
+    for turn in turns:
+        turn.request.statistics.engine_seconds += seconds
     return logits
 
 
-def judge(plan: Plan, logits: NDArray[np.float32], request: Request) -> list[Verdict]:
+def judge(turn: Turn, logits: NDArray[np.float32]) -> list[Verdict]:
     """The verdict on each thread's rows."""
-    lines = split(plan, logits)
-    return [accept(part, own, request.choose) for part, own in zip(plan.parts, lines, strict=True)]
+    request, lines = turn.request, split(turn.plan, logits)
+    most = request.drafting.guesses
+    verdicts = [accept(part, own, request.choose, most) for part, own in zip(turn.plan.parts, lines, strict=True)]
+    for observer in request.observers:
+        observer.saw(request, turn.plan, verdicts, lines)
+    return verdicts
+
+
+@contextmanager
+def apart(request: Request, fault: Fault | None) -> Iterator[None]:
+    """What goes wrong within concerns this request alone, if there is somebody to tell."""
+    try:
+        yield
+    except Exception as error:
+        if fault is None:
+            raise
+        fault(request, error)

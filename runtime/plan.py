@@ -27,8 +27,8 @@ class Layout:
     nodes: tuple[int, ...]  # row of each node of the draft: the last known token, then the candidates
     groups: tuple[tuple[int, ...], ...]  # rows of the mask slots behind each node
     ancestry: NDArray[np.bool_]  # rows x rows; True = the row or one of its ancestors
-
     wanted: NDArray[np.int64]  # rows whose logits are wanted: the last known token and everything behind it
+    drafted: tuple[int, ...]  # candidates at each depth
 
     @property
     def rows(self) -> int:
@@ -45,6 +45,7 @@ class Part:
     tokens: NDArray[np.int64]  # rows
     positions: NDArray[np.int64]  # rows
     complete: bool  # False while more of the prompt is to come: then no logits are wanted
+    anchor: int | None = None  # row of the plan, another thread's [Fork], that this part's first row hangs from
 
     @property
     def wanted(self) -> int:
@@ -73,16 +74,20 @@ class Plan:
         return np.concatenate([part.positions for part in self.parts])
 
 
-def plan_thread(thread: Thread, draft: Draft, tokens: TokenIds, chunk: int) -> Part:
-    """The next rows of a thread: a chunk of what it knows but has not fed and, behind the last of that, the draft."""
-    pending = len(thread.tokens) - thread.fed
+def plan_thread(thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anchor: int | None = None) -> Part:
+    """The next rows of a thread: a chunk of what it knows but has not fed and, behind the last of that, the draft.
+
+    With an anchor, the [Fork] that the thread hangs from is fed by that row and not by one of its own.
+    """
+    begin = thread.fed + (anchor is not None)
+    pending = len(thread.tokens) - begin
     complete = pending <= chunk
     known = min(pending, chunk)
     if not complete:
         draft = PLAIN
     layout = lay_out(known, draft.parents, draft.masks)
     ids = np.empty(layout.rows, np.int64)
-    ids[:known] = thread.tokens[thread.fed : thread.fed + known]
+    ids[:known] = thread.tokens[begin : begin + known]
     if draft.tokens:
         ids[list(layout.nodes[1:])] = draft.tokens
     masked = layout.mask_depths >= 0
@@ -90,7 +95,7 @@ def plan_thread(thread: Thread, draft: Draft, tokens: TokenIds, chunk: int) -> P
         ids[masked] = np.array(tokens.mask)[layout.mask_depths[masked]]
     elif tokens.mask:
         ids[masked] = tokens.mask[0]
-    return Part(thread, draft, layout, ids, layout.offsets + thread.fed, complete)
+    return Part(thread, draft, layout, ids, layout.offsets + begin, complete, anchor)
 
 
 @lru_cache(maxsize=1024)
@@ -111,15 +116,17 @@ def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         parents.extend((nodes[node], *group)[:count])
         mask_depths.extend(range(count))
         groups.append(tuple(group))
+    offsets = _depths(parents)
     layout = Layout(
         parents=np.array(parents, np.int64),
-        offsets=_depths(parents),
+        offsets=offsets,
         mask_depths=np.array(mask_depths, np.int64),
         known=known,
         nodes=tuple(nodes),
         groups=tuple(groups),
         ancestry=_ancestry(parents),
         wanted=np.arange(known - 1, len(parents)),
+        drafted=tuple(np.bincount(offsets[nodes[1:]] - known).tolist()),
     )
     for array in (layout.parents, layout.offsets, layout.mask_depths, layout.ancestry, layout.wanted):
         array.setflags(write=False)  # one layout serves many steps
@@ -127,13 +134,18 @@ def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
 
 
 def sees(plan: Plan, slots: NDArray[np.int64], visible: int) -> NDArray[np.bool_]:
-    """What each row of a plan may see, rows x visible: all that its thread holds, its ancestors and itself."""
+    """What each row of a plan may see, rows x visible: all that its thread holds, its ancestors and itself.
+
+    The first rows of a forked thread may hang from a [Fork] that its parent feeds in the same step.
+    """
     mask = np.empty((plan.rows, visible), np.bool_)
     first = 0
     for part in plan.parts:
         end = first + part.layout.rows
         mask[first:end] = part.thread.sees[:visible]
         mask[first:end, slots[first:end]] = part.layout.ancestry
+        if part.anchor is not None:
+            mask[first:end, slots[part.anchor]] = True
         first = end
     return mask
 

@@ -14,13 +14,15 @@ from spaceport.graphs.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.chat import Message, render
+from spaceport.runtime.choice import greedy
+from spaceport.runtime.draft import Drafting
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request, Statistics, new_thread
-from spaceport.runtime.sampling import greedy
+from spaceport.runtime.request import Request
 from spaceport.runtime.slots import Slots
+from spaceport.runtime.statistics import Statistics
 from spaceport.runtime.text import TextStream, encode, open_tokenizer
-from spaceport.runtime.threads import Ending, Thread
+from spaceport.runtime.threads import Ending, Thread, new_thread
 
 DEFAULT_SEQ_LEN = 4096
 DEFAULT_CHUNK = (
@@ -253,9 +255,9 @@ class Runtime:
             threads=[new_thread(ids, capacity)],
             tokens=tokens,
             choose=greedy((*tokens.unwritable, *tokens.forking)),  # one thread writes the whole text
-            listener=lambda thread, token, drafted: False,
             limit=limit,
-            mask_slots=mask_slots,
+            total=limit,
+            drafting=Drafting(mask_slots, "chain"),
             chunk=self._chunk,
             end=frozenset(tokens.end),
             statistics=Statistics(prompt_tokens=len(ids)),

@@ -29,7 +29,7 @@ class Slots:
         self.positions = np.zeros(capacity, np.int64)  # place in the text of what a slot holds
         self.held = 0  # slots with a holder
         self.height = 0  # one more than the highest held slot
-        self._lowering = lowering
+        self.lowering = lowering
         self._holders = np.zeros(capacity, np.int32)
 
     @property
@@ -41,7 +41,7 @@ class Slots:
         """Slots for rows at these positions of the text, each held once from now on."""
         count = positions.size
         end = min(self.height + count, self.spare)
-        if self._lowering == "append" or self.held == self.height:  # no gaps
+        if self.lowering == "append" or self.held == self.height:  # no gaps
             slots = np.arange(self.height, end)
         else:
             (free,) = np.nonzero(self._holders[:end] == 0)
@@ -71,9 +71,13 @@ class Slots:
         self.held -= int(np.count_nonzero(left == 0))
         self._lower()
 
+    def still_held(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of these slots that have a holder."""
+        return slots[self._holders[slots] > 0]
+
     def settle(self, slots: NDArray[np.int64]) -> Moves:
         """Where the rows just kept in `slots` are to move, as sources and targets; an append engine only."""
-        if self._lowering == "scatter" or not slots.size:
+        if self.lowering == "scatter" or not slots.size:
             return NO_MOVES
         below = slots.max() + 1
         free = self._holders[:below] == 0

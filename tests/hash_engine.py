@@ -10,14 +10,20 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import Lowering, Signature
+from spaceport.runtime.choice import Bans, Greedy
+from spaceport.runtime.draft import Drafting
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.request import Request, new_thread
-from spaceport.runtime.sampling import greedy
+from spaceport.runtime.request import Request
 from spaceport.runtime.slots import Moves, Slots
+from spaceport.runtime.threads import new_thread
 
-VOCAB = 13
+VOCAB = 15
 MASKS = (11, 12)
 END = 10
+FORK, CHILD = 13, 14
+
+
+Tree = dict[tuple[int, ...], list[int]]  # path of a thread -> what it writes
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Language:
     seed: int
     quality: int = 100  # percent of the drafted tokens that are right
     end_every: int = 40  # one token in so many ends the text
+    fork_every: int = 10**9  # one token in so many forks it
     window: int | None = None
 
     def state(self, cells: Sequence[Cell], near: Sequence[Cell], token: int, position: int) -> int:
@@ -50,30 +57,48 @@ class Language:
     def logits(self, state: int) -> NDArray[np.float32]:
         """A forbidden token comes first now and then; the one that counts is the likeliest of the others."""
         logits = np.zeros(VOCAB, np.float32)
+        logits[state // 11 % END] = 1.0
         logits[END if state % self.end_every == 0 else state // 7 % END] = 2.0
+        if state // 5 % self.fork_every == 1:
+            logits[FORK] = 2.5
         if state % 3 == 0:
-            logits[MASKS[state // 3 % 2]] = 3.0
+            logits[(*MASKS, CHILD)[state // 3 % 3]] = 3.0
         return logits
 
-    def next(self, state: int) -> int:
-        return int(self.logits(state)[: MASKS[0]].argmax())
+    def next(self, state: int, fork: bool = False) -> int:
+        """The token that follows; whether it may be [Fork] depends on where it stands."""
+        allowed = self.logits(state)
+        allowed[[*MASKS, CHILD, *(() if fork else (FORK,))]] = -1
+        return int(allowed.argmax())
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The text itself, with no engine, no slots and no drafts."""
+        """The text itself, with no engine, no slots, no drafts and no forks."""
+        return self.tree(prompt, len(prompt) + count, 0)[()]
+
+    def tree(self, prompt: Sequence[int], limit: int, depth: int, path: tuple[int, ...] = ()) -> Tree:
+        """The text of every thread, each written for itself; none is longer than `limit` with all before it."""
         cells: list[Cell] = []
         for token in prompt:
             cells.append(self.follow(cells, token))
         text: list[int] = []
-        while len(text) < count and (token := self.next(cells[-1].state)) != END:
+        found: Tree = {path: text}
+        while len(cells) < limit:
+            fork = len(path) < depth and cells[-1].token not in (FORK, CHILD)
+            token = self.next(cells[-1].state, fork)
+            if token == END:
+                break
             text.append(token)
             cells.append(self.follow(cells, token))
-        return text
+            if token == FORK:
+                child = (*path, text.count(FORK) - 1)
+                found |= self.tree([*(cell.token for cell in cells), CHILD], limit, depth, child)
+        return found
 
     def draft(self, known: Sequence[Cell], depth: int) -> NDArray[np.float32]:
         """What mask slot `depth` (from 0) behind these cells says: the token after the one it stands for."""
         cells = list(known)
         for _ in range(depth + 1):
-            cells.append(self.follow(cells, self.next(cells[-1].state)))
+            cells.append(self.follow(cells, self.next(cells[-1].state, fork=True)))
         state = cells[-1].state
         if hash((state, depth, 1)) % 100 < self.quality:
             return self.logits(state)
@@ -117,6 +142,9 @@ class HashEngine:
                 cells[source] = None
             for target, cell in zip(targets, moved, strict=True):
                 cells[target] = cell
+
+    def clear(self, request: int) -> None:
+        self._cells[request] = [None] * self.capacity
 
     def close(self) -> None:
         self.requests = 0
@@ -165,22 +193,28 @@ def request_for(
     engine: HashEngine,
     prompt: Sequence[int],
     max_tokens: int,
-    mask_slots: int,
+    drafting: Drafting | int,
     index: int = 0,
     chunk: int = 512,
     masks: tuple[int, ...] = MASKS[:1],
+    max_threads: int = 1,
+    max_depth: int = 0,
+    total: int | None = None,
 ) -> Request:
-    """A request as the session would make it."""
-    tokens = TokenIds(mask=masks, end=(END,))
+    """A request as the session would make it; a number of mask slots stands for chains of so many."""
+    drafting = drafting if isinstance(drafting, Drafting) else Drafting(drafting, "chain")
+    tokens = TokenIds(mask=masks, fork=FORK, child=CHILD, end=(END,))
+    bans = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, max_depth)
     return Request(
         index=index,
         slots=Slots(engine.capacity, engine.lowering),
-        threads=[new_thread(prompt, engine.capacity)],
+        threads=[new_thread(prompt, engine.capacity, drafting.lookup > 0)],
         tokens=tokens,
-        choose=greedy(MASKS),
-        listener=lambda thread, token, drafted: False,
+        choose=Greedy(bans),
         limit=len(prompt) + max_tokens,
-        mask_slots=mask_slots,
+        total=max_tokens if total is None else total,
+        drafting=drafting,
         chunk=chunk,
+        max_threads=max_threads,
         end=frozenset(tokens.end),
     )

@@ -69,6 +69,9 @@ class OnnxRuntimeEngine:
             if sources.size:
                 self._kv[:, request, :, targets] = self._kv[:, request, :, sources]
 
+    def clear(self, request: int) -> None:
+        self._kv[:, request] = 0
+
     def close(self) -> None:
         self._session = None
 

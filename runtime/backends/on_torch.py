@@ -50,5 +50,8 @@ class TorchEngine:
                 moved = self._kv[:, request, :, torch.from_numpy(sources).to(self.device)]
                 self._kv[:, request, :, torch.from_numpy(targets).to(self.device)] = moved
 
+    def clear(self, request: int) -> None:
+        self._kv[:, request] = 0
+
     def close(self) -> None:
         self._kv = self._kv[:0]

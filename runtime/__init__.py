@@ -1,5 +1,22 @@
 """Runtime: a bundle as text."""
 
-from spaceport.runtime.session import Completion, Piece, Runtime, RuntimeBusy, Stream
+from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.reading import Piece, ThreadText
+from spaceport.runtime.scheduler import QueueFull
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.stream import AsyncStream, Completion, Stream
+from spaceport.runtime.worker import RuntimeClosed
 
-__all__ = ["Completion", "Piece", "Runtime", "RuntimeBusy", "Stream"]
+__all__ = [
+    "AsyncStream",
+    "Completion",
+    "Decoding",
+    "OptionFault",
+    "Piece",
+    "QueueFull",
+    "Runtime",
+    "RuntimeClosed",
+    "Stream",
+    "ThreadText",
+]

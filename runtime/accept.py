@@ -34,9 +34,9 @@ def accept(part: Part, logits: NDArray[np.float32], choose: Choose, most: int = 
     layout, known, thread = part.layout, part.layout.known, part.thread
     if not part.complete:
         return Verdict(tuple(range(known)), (), ())
-    first = known - 1
+    first = int(part.rows_wanted[0])
     node, kept = 0, list(range(known))
-    tokens = [choose.token(logits[0], thread, ())]
+    tokens = [choose.token(logits[known - 1 - first], thread, ())]
     while (follower := _child(part, node, tokens[-1])) is not None:
         node = follower
         kept.append(layout.nodes[node])

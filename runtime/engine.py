@@ -126,7 +126,7 @@ def pack_one(signature: Signature, request: Request, plan: Plan, slots: NDArray[
         position_ids=part.positions[None],
         slot_ids=slots[None],
         attention_mask=mask[None, None],
-        logit_rows=part.layout.wanted[None] if part.complete else _NO_ROWS,
+        logit_rows=part.rows_wanted[None] if part.wanted else _NO_ROWS,
         sliding_attention_mask=near,
     )
 
@@ -157,7 +157,7 @@ def _place(batch: Batch, signature: Signature, request: Request, plan: Plan, slo
     for part in plan.parts:
         end = start + part.layout.rows
         batch.input_ids[line, start:end] = part.tokens
-        batch.logit_rows[line, wanted : wanted + part.wanted] = part.layout.wanted + start if part.complete else ()
+        batch.logit_rows[line, wanted : wanted + part.wanted] = part.rows_wanted + start
         start, wanted = end, wanted + part.wanted
     batch.position_ids[line, :rows] = positions
     batch.slot_ids[line, :rows] = slots

@@ -34,9 +34,22 @@ def step(engine: Engine, requests: Sequence[Request], fault: Fault | None = None
 
     `requests` are in the order of their indices. Without `fault`, what goes wrong with one of them is raised.
     """
-    turns = [turn for request in requests for turn in plan(request, fault)]
-    if not turns:
-        return
+    if turns := plan(requests, fault):
+        play(engine, turns, fault)
+
+
+def plan(requests: Sequence[Request], fault: Fault | None = None) -> list[Turn]:
+    """What each request takes to its next step; nothing of those that fail."""
+    turns = []
+    for request in requests:
+        with apart(request, fault):
+            rows = request.plan()
+            turns.append(Turn(request, rows, request.slots.take(rows.positions)))
+    return turns
+
+
+def play(engine: Engine, turns: Sequence[Turn], fault: Fault | None = None) -> None:
+    """One call of the engine: run, accept, keep."""
     batch = pack(
         engine, [turn.request for turn in turns], [turn.plan for turn in turns], [turn.slots for turn in turns]
     )
@@ -47,15 +60,6 @@ def step(engine: Engine, requests: Sequence[Request], fault: Fault | None = None
             line = turn.request.index - batch.first
             moves[line] = turn.request.keep(turn.plan, turn.slots, judge(turn, logits[line]))
     engine.move(batch.first, moves)
-
-
-def plan(request: Request, fault: Fault | None) -> list[Turn]:
-    """The request's turn, or none if it failed."""
-    turns = []
-    with apart(request, fault):
-        rows = request.plan()
-        turns.append(Turn(request, rows, request.slots.take(rows.positions)))
-    return turns
 
 
 def run(engine: Engine, batch: Batch, turns: Sequence[Turn]) -> NDArray[np.float32]:

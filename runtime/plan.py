@@ -14,6 +14,7 @@ from spaceport.runtime.draft import PLAIN, Draft
 from spaceport.runtime.threads import Thread
 
 NO_PARENT = -1
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,19 @@ class Part:
     positions: NDArray[np.int64]  # rows
     complete: bool  # False while more of the prompt is to come: then no logits are wanted
     anchor: int | None = None  # row of the plan, another thread's [Fork], that this part's first row hangs from
+    echo: bool = False  # the logits of all rows are wanted, those of known tokens too
+
+    @property
+    def rows_wanted(self) -> NDArray[np.int64]:
+        """The rows whose logits are wanted."""
+        if self.echo:
+            return np.arange(self.layout.rows)
+        return self.layout.wanted if self.complete else _NO_ROWS
 
     @property
     def wanted(self) -> int:
         """How many rows' logits are wanted."""
-        return self.layout.wanted.size if self.complete else 0
+        return self.rows_wanted.size
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,9 @@ class Plan:
         return np.concatenate([part.positions for part in self.parts])
 
 
-def plan_thread(thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anchor: int | None = None) -> Part:
+def plan_thread(
+    thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anchor: int | None = None, echo: bool = False
+) -> Part:
     """The next rows of a thread: a chunk of what it knows but has not fed and, behind the last of that, the draft.
 
     With an anchor, the [Fork] that the thread hangs from is fed by that row and not by one of its own.
@@ -95,7 +106,7 @@ def plan_thread(thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anch
         ids[masked] = np.array(tokens.mask)[layout.mask_depths[masked]]
     elif tokens.mask:
         ids[masked] = tokens.mask[0]
-    return Part(thread, draft, layout, ids, layout.offsets + begin, complete, anchor)
+    return Part(thread, draft, layout, ids, layout.offsets + begin, complete, anchor, echo)
 
 
 @lru_cache(maxsize=1024)

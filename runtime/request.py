@@ -77,6 +77,7 @@ class Request:
     max_threads: int = 1  # threads that write at the same time; the others wait for their turn
     listener: Listener = field(default_factory=Deaf)
     observers: tuple[Observer, ...] = ()
+    echo: bool = False  # observers see the logits of the prompt's rows too
     end: Collection[int] = ()
     statistics: Statistics = field(default_factory=Statistics)
     index: int = 0  # which of the engine's requests this is
@@ -93,8 +94,8 @@ class Request:
 
     @property
     def prompting(self) -> bool:
-        """Whether more of the prompt is to be fed than one step takes along."""
-        return not self.statistics.steps and self.threads[0].fed + self.chunk < len(self.threads[0].tokens)
+        """Whether it has written nothing yet: its next step feeds a part of the prompt."""
+        return not self.statistics.steps
 
     def plan(self) -> Plan:
         """The rows of the next step: those of every live thread."""
@@ -139,8 +140,13 @@ class Request:
             self._end(thread, ending)
         self._turn()
 
+    def abandon(self) -> None:
+        """Let go of everything and tell nobody: the request failed."""
+        self.live, self.queue = [], []
+        self.slots.clear()
+
     def _part(self, thread: Thread, rows: int, anchor: int | None) -> Part:
-        return plan_thread(thread, self._draft(thread, rows), self.tokens, self.chunk, anchor)
+        return plan_thread(thread, self._draft(thread, rows), self.tokens, self.chunk, anchor, self.echo)
 
     def _draft(self, thread: Thread, rows: int) -> Draft:
         drafting, room = self.drafting, self.limit - len(thread.tokens)

@@ -75,6 +75,11 @@ class Slots:
         """Those of these slots that have a holder."""
         return slots[self._holders[slots] > 0]
 
+    def clear(self) -> None:
+        """Free all slots, whoever holds them."""
+        self._holders[:] = 0
+        self.held = self.height = 0
+
     def settle(self, slots: NDArray[np.int64]) -> Moves:
         """Where the rows just kept in `slots` are to move, as sources and targets; an append engine only."""
         if self.lowering == "scatter" or not slots.size:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.loop import step
 from spaceport.runtime.session import Runtime
@@ -56,7 +57,7 @@ def test_steps_along_the_own_answer_are_those_that_the_runtime_takes(runtime: Ru
     tally.add(found, line.tokens, line.ending == "end")
     assert tuple(found[:, 0]) == line.tokens
     for mask_slots in range(6):
-        completion = runtime.generate(prompt, max_tokens=96, mask_slots=mask_slots)
+        completion = runtime.generate(prompt, Decoding(max_tokens=96, mask_slots=mask_slots))
         assert line.text_tokens == completion.tokens
         assert tally.steps[mask_slots] == completion.statistics.steps
         assert tally.tokens_per_step[mask_slots] == completion.statistics.tokens_per_step
@@ -263,7 +264,7 @@ def test_each_fork_of_a_spine_begets_a_child_that_continues_it(runtime: Runtime,
         assert child.fork is not None
         assert child.prompt == (*prompt, *spine.tokens[: child.fork + 1], CHILD)
         room = len(prompt) + 40 - len(child.prompt)
-        expected = alone.generate(child.prompt, max_tokens=room, mask_slots=0).tokens if room else ()
+        expected = alone.generate(child.prompt, Decoding(max_tokens=room, mask_slots=0)).tokens if room else ()
         assert child.text_tokens == expected
     assert fork not in answer.text_tokens
     assert len(answer.text_tokens) == len(spine.tokens) - len(answer.children) + sum(
@@ -284,7 +285,7 @@ def test_each_fork_of_a_spine_begets_a_child_that_continues_it(runtime: Runtime,
 @pytest.mark.parametrize("mask_slots", [0, 5])
 def test_no_fork_is_written_right_behind_a_fork(runtime: Runtime, mask_slots: int) -> None:
     prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
-    plain = runtime.generate(prompt, max_tokens=40).tokens
+    plain = runtime.generate(prompt, Decoding(max_tokens=40)).tokens
     twice = next(place for place in range(1, 40) if plain[place - 1 : place + 1] == (BREAK, BREAK))
     forked = forking(runtime, BREAK)
     assert write_answer(forked, prompt, 40, mask_slots).spine.tokens[twice] != BREAK

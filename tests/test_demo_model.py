@@ -10,6 +10,7 @@ import pytest
 
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.demo import MODEL, prompts_of
 from spaceport.tools.demo.evaluate import Written, pace_of, quality_of, write
@@ -86,10 +87,12 @@ def test_threads_side_by_side_take_fewer_steps_than_the_text_in_one_line(answers
 def test_its_prompts_are_answered_as_they_were_when_it_was_trained(runtime: Runtime) -> None:
     prompts = prompts_of(MODEL)
     assert list(prompts) == list(PRESETS["demo"].prompts)
-    told = runtime.generate(prompts["fullmatch"], max_tokens=160)
+    told = runtime.generate(prompts["fullmatch"], Decoding(max_tokens=160))
     assert told.text == FULLMATCH
     assert told.ending == "end"
-    steps = [runtime.generate(prompts["fullmatch"], mask_slots=slots).statistics.steps for slots in (0, 1, 3, 5)]
+    steps = [
+        runtime.generate(prompts["fullmatch"], Decoding(mask_slots=slots)).statistics.steps for slots in (0, 1, 3, 5)
+    ]
     assert steps == [97, 49, 26, 18]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import TOKENIZER_FILE
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, OK, run
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
@@ -52,7 +53,7 @@ def test_answers_are_the_models_own_whatever_writes_them(
     assert [conversation.line for conversation in found] == [1, 2, 3, 4]
     assert found[3] == CONVERSATIONS[3]
     messages: Any = [{"role": "user", "content": "How does json/tool.py begin?"}]
-    assert found[2].answer == torch_writer.generate(messages, max_tokens=100).text
+    assert found[2].answer == torch_writer.generate(messages, Decoding(max_tokens=100)).text
     assert found[2].answer not in (None, "Not this.")
     assert (tmp_path / "torch.jsonl").read_bytes() == (tmp_path / "bundle.jsonl").read_bytes()
 

@@ -18,6 +18,7 @@ from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 
 TINY = Path(__file__).parent / "data" / "tiny"
@@ -71,9 +72,9 @@ def test_a_plain_checkpoint_becomes_a_bundle_that_decodes_plainly(tmp_path: Path
         Runtime.open(tmp_path / "bundle", max_seq_len=256) as plain,
         Runtime.open(tiny_bundle, max_seq_len=256) as other,
     ):
-        assert plain.generate(prompt).tokens == other.generate(prompt, mask_slots=5).tokens
+        assert plain.generate(prompt).tokens == other.generate(prompt, Decoding(mask_slots=5)).tokens
         with pytest.raises(OptionFault, match="no mask token and only decodes plainly"):
-            plain.generate(prompt, mask_slots=1)
+            plain.generate(prompt, Decoding(mask_slots=1))
 
 
 def test_a_half_precision_bundle_writes_the_golden_text(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_a_half_precision_bundle_writes_the_golden_text(tmp_path: Path) -> None:
     assert size["model.onnx.data"] < 700_000
     prompt = json.loads((TINY / "prompts.json").read_text("utf-8"))["end of json/scanner.py"]
     with Runtime.open(tmp_path / "half", max_seq_len=256) as runtime:
-        found = [runtime.generate(prompt, mask_slots=k) for k in (0, 3)]
+        found = [runtime.generate(prompt, Decoding(mask_slots=k)) for k in (0, 3)]
     assert found[0].text.endswith("make_scanner = c_make_scanner or py_make_scanner\n")
     assert found[0].tokens == found[1].tokens
 
@@ -186,7 +187,7 @@ def test_a_tokenizer_that_exists_only_in_its_slow_form_is_converted(tmp_path: Pa
 
 def test_a_wider_vocabulary_than_the_tokenizers_is_decoded_without_complaint(tiny_bundle: Path) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=64) as runtime:
-        assert len(runtime.generate([639, 628, 5], max_tokens=4).tokens) == 4
+        assert len(runtime.generate([639, 628, 5], Decoding(max_tokens=4)).tokens) == 4
 
 
 def test_dynamic_rope_is_exported_up_to_where_it_stays_the_same(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
@@ -152,9 +153,9 @@ def test_drafts_of_an_adapter_change_no_text(tiny_bundle: Path, gated_bundle: Pa
     with Runtime.open(tiny_bundle, max_seq_len=256) as base, Runtime.open(gated_bundle, max_seq_len=256) as gated:
         steps = [0, 0]
         for prompt in list(prompts.values())[:3]:
-            expected = base.generate(prompt, max_tokens=40, mask_slots=5)
+            expected = base.generate(prompt, Decoding(max_tokens=40, mask_slots=5))
             for mask_slots in (0, 1, 5):
-                found = gated.generate(prompt, max_tokens=40, mask_slots=mask_slots)
+                found = gated.generate(prompt, Decoding(max_tokens=40, mask_slots=mask_slots))
                 assert found.tokens == expected.tokens
             steps = [steps[0] + expected.statistics.steps, steps[1] + found.statistics.steps]
     assert steps[0] < steps[1]  # a random adapter drafts worse: the one that was exported is at work

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.session import Completion, Runtime, RuntimeBusy
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.stream import Completion
 from spaceport.tools.reference import open_reference_runtime
 
 TINY = Path(__file__).parent / "data" / "tiny"
@@ -39,7 +41,7 @@ def runtime(request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundl
 
 @pytest.mark.parametrize(("mask_slots", "steps"), [(0, 96), (1, 52), (2, 40), (3, 31), (4, 29), (5, 26)])
 def test_the_golden_text_takes_the_pinned_number_of_steps(runtime: Runtime, mask_slots: int, steps: int) -> None:
-    found = runtime.generate(DECODER, max_tokens=96, mask_slots=mask_slots)
+    found = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=mask_slots))
     assert found.text == GOLDEN
     assert (found.ending, len(found.tokens)) == ("length", 96)
     assert found.statistics.steps == steps
@@ -48,16 +50,16 @@ def test_the_golden_text_takes_the_pinned_number_of_steps(runtime: Runtime, mask
 
 @pytest.mark.parametrize(("mask_slots", "steps"), [(0, 49), (1, 25), (2, 18), (3, 15), (4, 13), (5, 11)])
 def test_the_end_of_text_ends_it_where_plain_decoding_would(runtime: Runtime, mask_slots: int, steps: int) -> None:
-    found = runtime.generate(SCANNER, max_tokens=96, mask_slots=mask_slots)
+    found = runtime.generate(SCANNER, Decoding(max_tokens=96, mask_slots=mask_slots))
     assert found.text == GOLDEN_END
     assert (found.ending, len(found.tokens)) == ("end", 48)
     assert found.statistics.steps == steps
 
 
 def test_foreign_text_is_the_same_with_drafts_that_hardly_help(runtime: Runtime) -> None:
-    plain = runtime.generate(FOREIGN, max_tokens=96, mask_slots=0)
+    plain = runtime.generate(FOREIGN, Decoding(max_tokens=96, mask_slots=0))
     for mask_slots in range(1, 6):
-        drafted = runtime.generate(FOREIGN, max_tokens=96, mask_slots=mask_slots)
+        drafted = runtime.generate(FOREIGN, Decoding(max_tokens=96, mask_slots=mask_slots))
         assert drafted.tokens == plain.tokens
         assert 1.0 <= drafted.statistics.tokens_per_step < 1.3
 
@@ -65,18 +67,18 @@ def test_foreign_text_is_the_same_with_drafts_that_hardly_help(runtime: Runtime)
 def test_a_chat_goes_through_the_models_template(runtime: Runtime) -> None:
     """The template writes `<s>` itself, and the text ends at the second of two end tokens."""
     messages = [{"role": "user", "content": "How does json/scanner.py begin?"}]
-    found = runtime.generate(messages, max_tokens=96)
+    found = runtime.generate(messages, Decoding(max_tokens=96))
     assert found.text.startswith('"""JSON token scanner\n"""\nimport re\n')
     assert found.ending == "end"
     assert found.prompt_tokens.count(0) == 1
     assert found.prompt_tokens[0] == 0
-    assert found.tokens == runtime.generate(messages, max_tokens=96, mask_slots=0).tokens
+    assert found.tokens == runtime.generate(messages, Decoding(max_tokens=96, mask_slots=0)).tokens
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 48, 512])
 def test_a_prompt_fed_in_chunks_leads_to_the_same_text(tiny_bundle: Path, chunk: int) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=512, threads=1) as opened:
-        found = Runtime(opened.bundle, opened.engine, 512, chunk=chunk).generate(DECODER, max_tokens=96)
+        found = Runtime(opened.bundle, opened.engine, 512, chunk=chunk).generate(DECODER, Decoding(max_tokens=96))
     assert found.text == GOLDEN
     assert found.statistics.prompt_steps == -(-found.statistics.prompt_tokens // chunk) - 1
     assert found.statistics.steps == 26
@@ -84,54 +86,58 @@ def test_a_prompt_fed_in_chunks_leads_to_the_same_text(tiny_bundle: Path, chunk:
 
 @pytest.mark.parametrize("stop", ["JSONDecodeError", "\n\n", "_scan", "FLAGS = re.V", "', '", "N"])
 def test_a_stop_string_cuts_the_text_where_plain_decoding_would(runtime: Runtime, stop: str) -> None:
-    plain = runtime.generate(DECODER, max_tokens=96, mask_slots=0, stop=[stop])
+    plain = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=0, stop=[stop]))
     assert plain.text == GOLDEN[: GOLDEN.index(stop)]
     assert plain.ending == "stop"
     for mask_slots in (1, 3, 5):
-        drafted = runtime.generate(DECODER, max_tokens=96, mask_slots=mask_slots, stop=[stop])
+        drafted = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=mask_slots, stop=[stop]))
         assert (drafted.text, drafted.tokens, drafted.ending) == (plain.text, plain.tokens, plain.ending)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 11, 30])
 def test_the_token_limit_holds_to_the_token(runtime: Runtime, max_tokens: int) -> None:
-    whole = runtime.generate(DECODER, max_tokens=96, mask_slots=0)
+    whole = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=0))
     for mask_slots in (0, 2, 5):
-        found = runtime.generate(DECODER, max_tokens=max_tokens, mask_slots=mask_slots)
+        found = runtime.generate(DECODER, Decoding(max_tokens=max_tokens, mask_slots=mask_slots))
         assert found.tokens == whole.tokens[:max_tokens]
         assert found.ending == "length"
 
 
 def test_a_text_ends_at_max_seq_len_whatever_is_drafted(tiny_bundle: Path) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=64, threads=1) as opened:
-        texts = {opened.generate(DECODER, mask_slots=k).tokens for k in range(6)}
+        texts = {opened.generate(DECODER, Decoding(mask_slots=k)).tokens for k in range(6)}
         (tokens,) = texts
         assert len(tokens) == 64 - len(opened.tokens_of(DECODER))
 
 
 def test_pieces_make_up_the_text_and_tell_which_tokens_were_drafted(runtime: Runtime) -> None:
-    with runtime.stream(DECODER, max_tokens=96) as stream:
+    with runtime.stream(DECODER, Decoding(max_tokens=96)) as stream:
         pieces = list(stream)
         found = stream.completion()
     assert "".join(piece.text for piece in pieces) == found.text == GOLDEN
     assert tuple(piece.token for piece in pieces) == found.tokens
     assert sum(piece.drafted for piece in pieces) == sum(found.statistics.accepted_by_depth) == 70
-    assert not any(piece.drafted for piece in runtime.stream(DECODER, max_tokens=20, mask_slots=0))
+    assert not any(piece.drafted for piece in runtime.stream(DECODER, Decoding(max_tokens=20, mask_slots=0)))
 
 
 def test_a_closed_stream_frees_the_runtime_and_the_next_text_is_untouched(runtime: Runtime) -> None:
-    stream = runtime.stream(DECODER, max_tokens=96)
+    stream = runtime.stream(DECODER, Decoding(max_tokens=96))
     next(stream)
     with pytest.raises(RuntimeBusy, match="finish or close its stream first"):
         runtime.generate(SCANNER)
     stream.close()
-    assert runtime.generate(SCANNER, max_tokens=96).text == GOLDEN_END
+    assert runtime.generate(SCANNER, Decoding(max_tokens=96)).text == GOLDEN_END
     with pytest.raises(ValueError, match="closed before its text ended"):
         stream.completion()
 
 
 def test_texts_one_after_the_other_do_not_touch_each_other(runtime: Runtime) -> None:
     def texts() -> list[Completion]:
-        return [runtime.generate(prompt, max_tokens=40, mask_slots=k) for k in (5, 0, 2) for prompt in PROMPTS.values()]
+        return [
+            runtime.generate(prompt, Decoding(max_tokens=40, mask_slots=k))
+            for k in (5, 0, 2)
+            for prompt in PROMPTS.values()
+        ]
 
     first, second = texts(), texts()
     assert [one.tokens for one in first] == [other.tokens for other in second]
@@ -140,7 +146,7 @@ def test_texts_one_after_the_other_do_not_touch_each_other(runtime: Runtime) -> 
 
 def test_token_ids_and_text_are_the_same_prompt(runtime: Runtime) -> None:
     ids = runtime.tokens_of(DECODER)
-    assert runtime.generate(ids, max_tokens=96).text == GOLDEN
+    assert runtime.generate(ids, Decoding(max_tokens=96)).text == GOLDEN
 
 
 def test_a_closed_runtime_says_so(tiny_bundle: Path) -> None:
@@ -163,7 +169,7 @@ def test_kv_buffers_are_bound_once_for_all_steps_of_a_text(tiny_bundle: Path) ->
 
         engine._binding = Spy()  # type: ignore[attr-defined]
         engine._session = Unwrapping(engine._session, binding)  # type: ignore[attr-defined]
-        opened.generate(DECODER, max_tokens=96, mask_slots=0)
+        opened.generate(DECODER, Decoding(max_tokens=96, mask_slots=0))
         # 3 layers x key and value, each in and out; logits once, for one row
         assert bound.count("bind_input") == 6
         assert bound.count("bind_output") == 6 + 1

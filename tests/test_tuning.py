@@ -22,6 +22,7 @@ from spaceport.exporter.export import Options, export
 from spaceport.graphs.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune import course
@@ -265,8 +266,8 @@ def test_a_tuned_checkpoint_is_exported_as_it_is(whole: Outcome, folder: Path, t
         assert (tuned / name).read_bytes() == (TINY / name).read_bytes()
     export(tuned, tmp_path / "bundle", Options())
     with Runtime.open(tmp_path / "bundle", max_seq_len=128) as runtime:
-        plain = runtime.generate("import json", max_tokens=12, mask_slots=0)
-        drafted = runtime.generate("import json", max_tokens=12, mask_slots=3)
+        plain = runtime.generate("import json", Decoding(max_tokens=12, mask_slots=0))
+        drafted = runtime.generate("import json", Decoding(max_tokens=12, mask_slots=3))
     assert plain.tokens == drafted.tokens
 
 

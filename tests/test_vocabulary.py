@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.export import Options, export
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.tuning import Job, tune
@@ -103,5 +104,5 @@ def test_a_model_that_grew_is_tuned_and_exported(tmp_path: Path) -> None:
     export(tmp_path / "tuned", tmp_path / "bundle", Options(lowering="append"))
     with Runtime.open(tmp_path / "bundle", max_seq_len=64) as runtime:
         prompt = chr(0x105) * 4
-        drafted = runtime.generate(prompt, max_tokens=8, mask_slots=2)
-        assert drafted.tokens == runtime.generate(prompt, max_tokens=8, mask_slots=0).tokens
+        drafted = runtime.generate(prompt, Decoding(max_tokens=8, mask_slots=2))
+        assert drafted.tokens == runtime.generate(prompt, Decoding(max_tokens=8, mask_slots=0)).tokens

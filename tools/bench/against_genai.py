@@ -20,6 +20,7 @@ from typing import Any
 import click
 import numpy as np
 
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.screen import show_json, show_table
 
@@ -43,7 +44,7 @@ def command(bundle: Path, genai: Path, threads: int, context: int, tokens: int, 
         model = og.Model(str(folder))
         for _ in range(rounds):
             generator = started(og, model, prompt, context + tokens + 1)
-            with runtime.stream(prompt, max_tokens=tokens, mask_slots=0) as stream:
+            with runtime.stream(prompt, Decoding(max_tokens=tokens, mask_slots=0)) as stream:
                 next(stream)
                 for piece in range(tokens - 1):
                     before = perf_counter()

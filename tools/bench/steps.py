@@ -11,6 +11,7 @@ import numpy as np
 
 from spaceport.graphs.manifest import Manifest
 from spaceport.graphs.signature import visible_length
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.session import Runtime
 
@@ -76,7 +77,9 @@ def loop_cost(runtime: Runtime, manifest: Manifest, mask_slots: int, context: in
     inside, outside, count = [], [], 0
     for number in range(1000):
         prompt = random.integers(0, manifest.signature.vocab_size, context).tolist()
-        with runtime.stream(prompt, max_tokens=min(48, runtime.max_seq_len - context), mask_slots=mask_slots) as stream:
+        with runtime.stream(
+            prompt, Decoding(max_tokens=min(48, runtime.max_seq_len - context), mask_slots=mask_slots)
+        ) as stream:
             found = stream.completion().statistics
         if number:  # the first text warms up
             count += found.steps + found.prompt_steps

@@ -10,9 +10,9 @@ import click
 
 from spaceport.exporter.accuracy import TOLERANCE, Finding, compare, write_report
 from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.session import capacity_for
 from spaceport.tools.check import cases
 from spaceport.tools.cli.screen import show_json, show_table, stages
 from spaceport.tools.reference import open_reference

@@ -14,8 +14,11 @@ import click
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.faults import InputFault
+from spaceport.runtime.admission import Prompt
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.session import Completion, Prompt, Runtime
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.stream import Completion
 from spaceport.tools.cli.check import FAILED, check
 from spaceport.tools.cli.generate import show
 from spaceport.tools.cli.screen import show_table, stages
@@ -58,7 +61,7 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
                 click.echo(f"\n{NOTE}")
             name, prompt = next(iter(chosen.items()))
             click.echo(f"\n{name}, accepted drafts marked:\n{_shown(prompt)}", nl=False)
-            show(runtime.stream(prompt, max_tokens=max_tokens), drafts=True)
+            show(runtime.stream(prompt, Decoding(max_tokens=max_tokens)), drafts=True)
     return 0 if same and all(findings) else FAILED
 
 
@@ -98,7 +101,7 @@ def timed(runtime: Runtime, prompt: Prompt, max_tokens: int, slots: int) -> tupl
     times, completions = [], []
     for _ in range(3):
         started = perf_counter()
-        completions.append(runtime.generate(prompt, max_tokens=max_tokens, mask_slots=slots))
+        completions.append(runtime.generate(prompt, Decoding(max_tokens=max_tokens, mask_slots=slots)))
         times.append(perf_counter() - started)
     return completions[-1], min(times)
 

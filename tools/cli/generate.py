@@ -10,8 +10,11 @@ from typing import Any
 import click
 
 from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.runtime.admission import Prompt
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.session import Completion, Prompt, Runtime, Stream
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.stream import Completion, Stream
 from spaceport.tools.cli.screen import show_json
 
 
@@ -66,7 +69,7 @@ def command(
     text = read_prompt(prompt, prompt_file)
     given: Prompt = [{"role": "user", "content": text}] if chat else text
     with open_runtime(bundle, backend, checkpoint, max_seq_len, threads) as runtime:
-        stream = runtime.stream(given, max_tokens=max_tokens, mask_slots=mask_slots, stop=stop)
+        stream = runtime.stream(given, Decoding(max_tokens=max_tokens, mask_slots=mask_slots, stop=stop))
         if not as_json:
             show(stream, show_drafts)
         completion = stream.completion()

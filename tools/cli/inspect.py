@@ -10,8 +10,8 @@ import click
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import ACCURACY_FILE, MODEL_FILE, Manifest
+from spaceport.runtime.admission import capacity_for, seq_len
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.session import capacity_for, seq_len
 from spaceport.tools.cli.screen import show_json, show_table, size
 
 

@@ -15,7 +15,9 @@ import torch
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import TEMPLATE_FILE
-from spaceport.runtime.session import Prompt, Runtime
+from spaceport.runtime.admission import Prompt
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 
@@ -90,7 +92,7 @@ def _write(runtime: Runtime, conversation: Conversation, cutoff: int) -> dict[st
     prompt = runtime.tokens_of(_prompt(runtime, conversation))
     if len(prompt) >= cutoff:
         return {"outcome": LONG}
-    completion = runtime.generate(prompt, max_tokens=cutoff - len(prompt))
+    completion = runtime.generate(prompt, Decoding(max_tokens=cutoff - len(prompt)))
     if completion.ending != "end":
         return {"outcome": UNFINISHED}
     return {"outcome": WRITTEN, "text": completion.text} if completion.text.strip() else {"outcome": EMPTY}

@@ -1,0 +1,163 @@
+"""Admission: a prompt and how to decode it as a request, or what keeps them from being one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.manifest import Manifest
+from spaceport.graphs.signature import visible_length
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.chat import Message, render
+from spaceport.runtime.choice import Bans, Choose, Greedy
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import Engine
+from spaceport.runtime.reading import Reading
+from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.scheduler import PROMPT_ROWS
+from spaceport.runtime.slots import Slots
+from spaceport.runtime.statistics import Statistics
+from spaceport.runtime.text import encode
+from spaceport.runtime.threads import new_thread
+
+DEFAULT_SEQ_LEN = 4096
+
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What requests on one engine have to keep to."""
+
+    bundle: Bundle
+    tokenizer: Tokenizer
+    engine: Engine
+    max_seq_len: int  # longest prompt and text of one thread
+    max_slots: int  # most tokens of a prompt and all its threads
+
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt: text, token ids, or chat messages."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise OptionFault("the prompt is empty: expected at least one character")
+            ids = encode(self.tokenizer, prompt, special=True)
+        elif len(prompt) and all(isinstance(item, int) for item in prompt):
+            ids = [item for item in prompt if isinstance(item, int)]
+        else:
+            messages = [item for item in prompt if not isinstance(item, int)]
+            ids = encode(self.tokenizer, render(self.bundle, messages), special=False)
+        vocab = self.bundle.manifest.signature.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise OptionFault(f"the prompt holds the token id {wrong}: expected ids from 0 to {vocab - 1}")
+        if not ids:
+            raise OptionFault("the prompt has no tokens: expected at least one")
+        return ids
+
+    def request(self, prompt: Prompt, decoding: Decoding) -> tuple[Request, Reading]:
+        """A request that will not run out of slots half way, and what reads its text."""
+        ids = self.tokens_of(prompt)
+        manifest, capacity = self.bundle.manifest, self.engine.capacity
+        limit = self._limit(ids, decoding.max_tokens)
+        fork = self._forks(decoding)
+        drafting = decoding.drafting(manifest.max_mask_slots)
+        self._check_mask_slots(drafting.mask_slots)
+        reading = Reading(self.tokenizer, decoding.stops, manifest.tokens.fork)
+        request = Request(
+            slots=Slots(capacity, self.engine.signature.lowering),
+            threads=[new_thread(ids, capacity, lookup=drafting.lookup > 0)],
+            tokens=manifest.tokens,
+            choose=self._choose(decoding, fork),
+            limit=limit,
+            total=self._total(ids, decoding.max_total_tokens),
+            drafting=drafting,
+            max_threads=decoding.max_threads,
+            listener=reading,
+            end=frozenset(manifest.tokens.end),
+            statistics=Statistics(prompt_tokens=len(ids)),
+        )
+        return request, reading
+
+    def _choose(self, decoding: Decoding, fork: bool) -> Choose:
+        tokens = self.bundle.manifest.tokens
+        if not fork:
+            return Greedy(Bans(frozenset((*tokens.unwritable, *tokens.forking))))
+        return Greedy(Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, decoding.max_depth))
+
+    def _forks(self, decoding: Decoding) -> bool:
+        able = self.bundle.manifest.tokens.fork is not None
+        if decoding.fork and not able:
+            raise OptionFault(
+                "fork is True: expected a bundle with a fork token, this one has none: leave the option out"
+            )
+        return able if decoding.fork is None else decoding.fork
+
+    def _limit(self, ids: Sequence[int], max_tokens: int | None) -> int:
+        room = self.max_seq_len - len(ids)
+        if room < 1:
+            raise OptionFault(
+                f"the prompt has {len(ids)} tokens, max_seq_len is {self.max_seq_len}: shorten the prompt, or raise max_seq_len "
+                f"(--max-seq-len; the model goes up to {self.bundle.manifest.max_positions})"
+            )
+        if max_tokens is None:
+            return self.max_seq_len
+        if max_tokens > room:
+            raise OptionFault(
+                f"{len(ids)} prompt tokens and max_tokens {max_tokens} make {len(ids) + max_tokens}, max_seq_len is "
+                f"{self.max_seq_len}: lower max_tokens to {room}, or raise max_seq_len (--max-seq-len)"
+            )
+        return len(ids) + max_tokens
+
+    def _total(self, ids: Sequence[int], max_total_tokens: int | None) -> int:
+        room = self.max_slots - len(ids)
+        if max_total_tokens is None:
+            return room
+        if max_total_tokens > room:
+            raise OptionFault(
+                f"{len(ids)} prompt tokens and max_total_tokens {max_total_tokens} make {len(ids) + max_total_tokens} slots, "
+                f"max_slots is {self.max_slots}: lower max_total_tokens to {room}, or raise max_slots (--max-slots)"
+            )
+        return max_total_tokens
+
+    def _check_mask_slots(self, mask_slots: int) -> None:
+        most = self.bundle.manifest.max_mask_slots
+        if not 0 <= mask_slots <= most:
+            reason = (
+                f"the bundle was exported with up to {most} mask slots"
+                if most
+                else "the bundle has no mask token and only decodes plainly"
+            )
+            raise OptionFault(f"mask_slots is {mask_slots}: expected 0 to {most} ({reason})")
+
+
+def seq_len(manifest: Manifest, max_seq_len: int | None) -> int:
+    """The longest text that a runtime makes room for."""
+    if max_seq_len is None:
+        return min(manifest.max_positions, DEFAULT_SEQ_LEN)
+    if not 2 <= max_seq_len <= manifest.max_positions:
+        raise OptionFault(
+            f"max_seq_len is {max_seq_len}: expected 2 to {manifest.max_positions}, the positions that the model knows"
+        )
+    return max_seq_len
+
+
+def slots_for(max_seq_len: int, max_slots: int | None) -> int:
+    """The most tokens that a prompt and all its threads may have."""
+    if max_slots is None:
+        return max_seq_len
+    if max_slots < max_seq_len:
+        raise OptionFault(
+            f"max_slots is {max_slots}: expected at least max_seq_len, {max_seq_len}, so that one thread can be as long as that"
+        )
+    return max_slots
+
+
+def capacity_for(manifest: Manifest, max_slots: int) -> int:
+    """Slots of a request: all its tokens, the rows of its widest step, and one that padding rows write to."""
+    widest = STEP_ROWS
+    if manifest.signature.lowering == "append":
+        widest = max(widest, PROMPT_ROWS)  # all requests of a step write runs of one length, a prompt chunk's at most
+    return visible_length(max_slots + widest + 1)

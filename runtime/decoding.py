@@ -1,0 +1,56 @@
+"""Decoding: how a text is to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.draft import Drafting, Shape
+from spaceport.runtime.request import STEP_ROWS
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What is asked for beside a prompt. Drafts and threads change how long it takes; the rest may change what it says."""
+
+    max_tokens: int | None = (
+        None  # longest way from the prompt to the end of any thread; none: as long as there is room
+    )
+    max_total_tokens: int | None = None  # of all threads together; a safety net, see `Completion.ending`
+    stop: str | Sequence[str] = ()  # the text ends before the first of these
+    timeout: float | None = None  # seconds until it ends where it is
+
+    mask_slots: int | None = None  # most tokens that mask slots draft for each thread; none: as many as the bundle has
+    draft: Shape = "tree"
+    draft_rows: int = Drafting.rows
+    draft_siblings: int = Drafting.siblings
+    lookup: int = 0  # most tokens that are looked up in the text so far; needs no mask slots
+
+    fork: bool | None = None  # whether the text may fork; none: if the model can
+    max_threads: int = 16  # that write at the same time; the others wait, and write the same
+    max_depth: int = 1  # forks on the way to a thread
+
+    trace: bool = False  # keep what every step did
+
+    stops: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(one, str) and one for one in stops):
+            raise OptionFault(f"stop is {self.stop!r}: expected strings of at least one character")
+        object.__setattr__(self, "stops", stops)
+        for name, least in (("max_tokens", 1), ("max_total_tokens", 1), ("max_depth", 0)):
+            given = getattr(self, name)
+            if given is not None and given < least:
+                raise OptionFault(f"{name} is {given}: expected at least {least}")
+        if not 1 <= self.max_threads <= STEP_ROWS:
+            raise OptionFault(f"max_threads is {self.max_threads}: expected 1 to {STEP_ROWS}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise OptionFault(f"timeout is {self.timeout}: expected seconds, more than 0")
+        self.drafting(0)
+
+    def drafting(self, most: int) -> Drafting:
+        """How threads draft with a bundle that has so many mask slots."""
+        slots = most if self.mask_slots is None else self.mask_slots
+        return Drafting(slots, self.draft, self.draft_rows, self.draft_siblings, self.lookup)

@@ -1,0 +1,169 @@
+"""Stream: a text that is being written, as its reader sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import TracebackType
+
+from spaceport.runtime.reading import Piece, Reading, ThreadText
+from spaceport.runtime.request import Request
+from spaceport.runtime.scheduler import Task
+from spaceport.runtime.statistics import Statistics
+from spaceport.runtime.threads import Ending
+
+_REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished text."""
+
+    text: str
+    tokens: tuple[int, ...]  # in the order in which the text is read
+    # "end": end of text; "stop": a stop string; "length": max_tokens or max_seq_len; "total": max_total_tokens, which
+    # ends all threads where they are, as "deadline" and "cancelled" do. Each thread has its own; here is the spine's.
+    ending: Ending
+    statistics: Statistics
+    prompt_tokens: tuple[int, ...] = ()
+    threads: tuple[ThreadText, ...] = ()
+
+
+class _Text:
+    """A task with what it has written."""
+
+    def __init__(self, request: Request, reading: Reading, task: Task) -> None:
+        self._request = request
+        self._reading = reading
+        self._task = task
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the text has cost so far."""
+        return self._request.statistics
+
+    def close(self) -> None:
+        """End the text where it is, if it has not ended; its slots are free after the step that is under way."""
+        self._task.cancelled = True
+
+    def __del__(self) -> None:
+        self._task.cancelled = True
+
+    def _completion(self) -> Completion:
+        if self._task.fault is not None:
+            raise self._task.fault
+        request = self._request
+        spine = request.threads[0]
+        wide = next((t.ending for t in request.threads if t.ending in _REQUEST_WIDE), None)
+        threads = self._reading.finished()
+        return Completion(
+            self._reading.text,
+            self._reading.tokens(),
+            wide or threads[0].ending,
+            request.statistics,
+            tuple(spine.tokens[: spine.start]),
+            threads,
+        )
+
+
+class Stream(_Text):
+    """A text under way: iterate for its pieces, then ask for the completion; closing it early ends it."""
+
+    def __init__(self, request: Request, reading: Reading, task: Task, news: SimpleQueue[list[Piece] | None]) -> None:
+        super().__init__(request, reading, task)
+        self._news = news
+        self._pieces: deque[Piece] = deque()
+        self._over = False
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        while not self._pieces:
+            if self._over:
+                raise StopIteration
+            news = self._news.get()
+            if news is None:
+                self._over = True
+                if self._task.fault is not None:
+                    raise self._task.fault
+            else:
+                self._pieces.extend(news)
+        return self._pieces.popleft()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def completion(self) -> Completion:
+        """The whole text, run to its end."""
+        for _ in self:
+            pass
+        return self._completion()
+
+
+class AsyncStream(_Text):
+    """The same for asyncio: what is written meanwhile waits in order; leaving the `async with` early ends the text."""
+
+    def __init__(self, request: Request, reading: Reading, task: Task, news: asyncio.Queue[list[Piece] | None]) -> None:
+        super().__init__(request, reading, task)
+        self._news = news
+        self._pieces: deque[Piece] = deque()
+        self._over = False
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while not self._pieces:
+            if self._over:
+                raise StopAsyncIteration
+            try:
+                news = await self._news.get()
+            except asyncio.CancelledError:
+                self.close()
+                raise
+            if news is None:
+                self._over = True
+                if self._task.fault is not None:
+                    raise self._task.fault
+            else:
+                self._pieces.extend(news)
+        return self._pieces.popleft()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def completion(self) -> Completion:
+        """The whole text, when it has ended."""
+        async for _ in self:
+            pass
+        return self._completion()
+
+
+def news_for_loop(
+    queue: asyncio.Queue[list[Piece] | None], loop: asyncio.AbstractEventLoop
+) -> Callable[[list[Piece] | None], None]:
+    """Puts news into a queue of an event loop, from any OS thread."""
+
+    def put(news: list[Piece] | None) -> None:
+        try:
+            loop.call_soon_threadsafe(queue.put_nowait, news)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+            # nobody is left to read it
+
+    return put

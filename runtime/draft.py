@@ -155,8 +155,6 @@ class _Growth:
         self._offer("lookup", 0, 0, 0, 1.0)
         while rows and self._heap:
             promise, _, source, node, depth, rank, odds = heappop(self._heap)
-            if -promise < _WORTH:
-                return
             if source is None:
                 self.masks[node] += 1
                 self._offer_mask(node, depth, odds)
@@ -213,5 +211,6 @@ class _Growth:
             self._push(odds * self._mask_rates[place], None, node, depth, 0, odds)
 
     def _push(self, promise: float, source: Source | None, node: int, depth: int, rank: int, odds: float) -> None:
-        self._offered += 1  # of equals the first comes first
-        heappush(self._heap, (-promise, self._offered, source, node, depth, rank, odds))
+        if promise >= _WORTH:
+            self._offered += 1  # of equals the first comes first
+            heappush(self._heap, (-promise, self._offered, source, node, depth, rank, odds))

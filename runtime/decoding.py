@@ -10,6 +10,9 @@ from spaceport.runtime.draft import Drafting, Shape
 from spaceport.runtime.request import STEP_ROWS
 
 
+_LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free
+
+
 @dataclass(frozen=True)
 class Decoding:
     """What is asked for beside a prompt. Drafts and threads change how long it takes; the rest may change what it says."""
@@ -25,7 +28,8 @@ class Decoding:
     draft: Shape = "tree"
     draft_rows: int = Drafting.rows
     draft_siblings: int = Drafting.siblings
-    lookup: int = 0  # most tokens that are looked up in the text so far; needs no mask slots
+    # Most tokens that are looked up in the text so far; none: some in trees, unless there are to be no mask slots.
+    lookup: int | None = None
 
     fork: bool | None = None  # whether the text may fork; none: if the model can
     max_threads: int = 16  # that write at the same time; the others wait, and write the same
@@ -48,9 +52,16 @@ class Decoding:
             raise OptionFault(f"max_threads is {self.max_threads}: expected 1 to {STEP_ROWS}")
         if self.timeout is not None and not self.timeout > 0:
             raise OptionFault(f"timeout is {self.timeout}: expected seconds, more than 0")
+        if self.draft == "chain" and self.lookup:
+            raise OptionFault(
+                f"lookup is {self.lookup} with draft chain: looked-up tokens need draft tree: leave one out"
+            )
         self.drafting(0)
 
     def drafting(self, most: int) -> Drafting:
         """How threads draft with a bundle that has so many mask slots."""
         slots = most if self.mask_slots is None else self.mask_slots
-        return Drafting(slots, self.draft, self.draft_rows, self.draft_siblings, self.lookup)
+        lookup = self.lookup
+        if lookup is None:
+            lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
+        return Drafting(slots, self.draft, self.draft_rows, self.draft_siblings, lookup)

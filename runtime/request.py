@@ -178,7 +178,7 @@ class Request:
         thread = part.thread
         if self.drafting.shape == "tree":
             nodes = [part.layout.nodes.index(row) for row in verdict.kept[part.layout.known :]]
-            self.rates.heard(part.draft, nodes)
+            self.rates.heard(part.draft, len(thread.guesses), nodes)
         thread.guesses = verdict.guesses
         for place, token in enumerate(verdict.tokens):
             if thread.ending is not None or self.added >= self.total:

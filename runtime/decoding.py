@@ -9,7 +9,6 @@ from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.draft import Drafting, Shape
 from spaceport.runtime.request import STEP_ROWS
 
-
 _LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free
 
 

@@ -159,5 +159,5 @@ def capacity_for(manifest: Manifest, max_slots: int) -> int:
     """Slots of a request: all its tokens, the rows of its widest step, and one that padding rows write to."""
     widest = STEP_ROWS
     if manifest.signature.lowering == "append":
-        widest = max(widest, PROMPT_ROWS)  # all requests of a step write runs of one length, a prompt chunk's at most
+        widest += PROMPT_ROWS  # all requests of a call write runs of one length: a prompt's last rows and a draft's
     return visible_length(max_slots + widest + 1)

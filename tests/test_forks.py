@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
-from hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, Tree, request_for
+from hash_engine import END, FORK, HashEngine, Language, Tree, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.choice import Bans, Greedy
-from spaceport.runtime.draft import Draft, Drafting, Guess
+from spaceport.graphs.signature import LOWERINGS, Lowering
+from spaceport.runtime.draft import Drafting
 from spaceport.runtime.loop import step
-from spaceport.runtime.plan import plan_thread, sees
 from spaceport.runtime.request import STEP_ROWS, Request
-from spaceport.runtime.slots import Slots
-from spaceport.runtime.threads import Thread, new_thread
 
 DRAFTINGS = st.builds(
     Drafting,
@@ -107,3 +98,73 @@ def test_every_thread_writes_what_it_would_alone(examples: int) -> None:
         assert max(engine.widths) <= STEP_ROWS
 
     holds()
+
+
+@settings(max_examples=150)
+@given(
+    language=LANGUAGES,
+    prompt=PROMPTS,
+    drafting=DRAFTINGS,
+    total=st.integers(1, 60),
+    max_threads=st.integers(1, 8),
+    lowering=st.sampled_from(LOWERINGS),
+)
+def test_the_limit_on_all_threads_ends_them_where_they_are(
+    language: Language, prompt: list[int], drafting: Drafting, total: int, max_threads: int, lowering: Lowering
+) -> None:
+    expected = language.tree(prompt, len(prompt) + 30, 2)
+    engine = engine_for(language, len(prompt) + total, lowering)
+    request = run(engine, request_for(engine, prompt, 30, drafting, max_threads=max_threads, max_depth=2, total=total))
+    last = request.statistics.tokens > 0 and any(thread.tokens[-1:] == [FORK] for thread in request.threads)
+    # a [Fork] that is the last token of all begets a thread, with [Child] and nothing more
+    assert request.added in (min(total, size(expected)), total + last)
+    for thread in request.threads:
+        assert thread.written == expected[thread.path][: len(thread.written)]
+        assert thread.ending == "total" or thread.written == expected[thread.path]
+    assert request.slots.held == 0
+
+
+@settings(max_examples=150)
+@given(
+    language=LANGUAGES,
+    prompt=PROMPTS,
+    drafting=DRAFTINGS,
+    steps=st.integers(0, 12),
+    max_threads=st.integers(1, 8),
+    lowering=st.sampled_from(LOWERINGS),
+)
+def test_a_request_that_is_ended_from_outside_holds_nothing(
+    language: Language, prompt: list[int], drafting: Drafting, steps: int, max_threads: int, lowering: Lowering
+) -> None:
+    expected = language.tree(prompt, len(prompt) + 30, 2)
+    engine = engine_for(language, len(prompt) + size(expected) + 1, lowering)
+    request = request_for(engine, prompt, 30, drafting, max_threads=max_threads, max_depth=2, total=10**6)
+    while request.live and steps:
+        step(engine, [request])
+        steps -= 1
+    request.finish("cancelled")
+    assert not request.live
+    assert request.slots.held == 0
+    for thread in request.threads:
+        assert thread.written == expected[thread.path][: len(thread.written)]
+
+
+def test_threads_share_steps_and_hold_fewer_slots_than_one_line() -> None:
+    """Four items of equal length: the steps are those of the longest way, not of all threads one after the other."""
+    language = Language(1, end_every=14, fork_every=4)
+    for seed in range(200):
+        language.seed = seed
+        expected = language.tree([1, 2, 3], 60, 1)
+        if len(expected) < 5:
+            continue
+        engine = engine_for(language, 3 + size(expected) + 1, "scatter")
+        together = run(engine, request_for(engine, [1, 2, 3], 57, 0, max_threads=64, max_depth=1, total=10**6))
+        alone = run(engine, request_for(engine, [1, 2, 3], 57, 0, max_threads=1, max_depth=1, total=10**6))
+        assert text_of(together) == text_of(alone) == expected
+        ends = {path: len(text) + 1 for path, text in expected.items()}  # steps of a thread, its end token's included
+        forks = [place for place, token in enumerate(expected[()]) if token == FORK]
+        longest = max(ends[()], *(fork + 1 + ends[(i,)] for i, fork in enumerate(forks)))
+        assert together.statistics.steps <= longest
+        assert alone.statistics.steps > together.statistics.steps
+        return
+    pytest.fail("no language forked often enough")

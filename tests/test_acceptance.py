@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hash_engine import END, MASKS, VOCAB, Cell, HashEngine, Language, request_for
+from hash_engine import CHILD as HASH_CHILD
+from hash_engine import END, MASKS, Cell, HashEngine, Language, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
 from spaceport.runtime.decoding import Decoding
@@ -22,18 +24,15 @@ from spaceport.runtime.engine import Batch
 from spaceport.runtime.loop import step
 from spaceport.runtime.session import Runtime
 from spaceport.tools.acceptance.answers import write_answer
-from spaceport.tools.acceptance.choices import Choices
-from spaceport.tools.acceptance.given import Given, Passage, given_answers, passages_of
+from spaceport.tools.acceptance.given import Given, Passage
 from spaceport.tools.acceptance.measure import measure
 from spaceport.tools.acceptance.reading import NOTHING, read_line
-from spaceport.tools.acceptance.tally import Forks, Tally, count_steps, hits
+from spaceport.tools.acceptance.tally import Tally, count_steps, hits
 from spaceport.tools.reference import checkpoint_runtime
-from spaceport.tools.tune.conversations import Conversation, Turn
-from spaceport.tools.tune.samples import Prepared, Sample
 
 TINY = Path(__file__).parent / "data" / "tiny"
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
-FORK, CHILD = 630, 631  # rows of the tiny model that no text uses
+CHILD = 631  # a row of the tiny model that no text uses
 
 
 @pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "torch"])
@@ -52,12 +51,12 @@ def test_steps_along_the_own_answer_are_those_that_the_runtime_takes(runtime: Ru
     tokens = runtime.bundle.manifest.tokens
     prompt = runtime.tokens_of(PROMPTS[name])
     line = write_answer(runtime, prompt, 96, 5).spine
-    found = read_line(runtime.engine, tokens, line.prompt, line.tokens, 5)
+    found = read_line(runtime.engine, tokens, Passage(line.prompt, line.tokens), 5)
     tally = Tally(5)
     tally.add(found, line.tokens, line.ending == "end")
     assert tuple(found[:, 0]) == line.tokens
     for mask_slots in range(6):
-        completion = runtime.generate(prompt, Decoding(max_tokens=96, mask_slots=mask_slots))
+        completion = runtime.generate(prompt, Decoding(max_tokens=96, mask_slots=mask_slots, draft="chain"))
         assert line.text_tokens == completion.tokens
         assert tally.steps[mask_slots] == completion.statistics.steps
         assert tally.tokens_per_step[mask_slots] == completion.statistics.tokens_per_step
@@ -70,6 +69,7 @@ def test_steps_along_the_own_answer_are_those_that_the_runtime_takes(runtime: Ru
     mask_slots=st.integers(0, 6),
     masks=st.sampled_from((MASKS[:1], MASKS * 3)),
     fork=st.none() | st.integers(0, 2),
+    child=st.booleans(),
     window=st.none() | st.integers(1, 30),
     rows=st.sampled_from((6, 40, 500)),
     seed=st.integers(0, 10**6),
@@ -81,6 +81,7 @@ def test_every_mask_slot_is_asked_behind_every_place(
     mask_slots: int,
     masks: tuple[int, ...],
     fork: int | None,
+    child: bool,
     window: int | None,
     rows: int,
     seed: int,
@@ -89,26 +90,24 @@ def test_every_mask_slot_is_asked_behind_every_place(
     language = Language(seed, 60, window=window)
     engine = HashEngine(language, visible_length(len(prompt) + len(answer) + 7), 1, lowering)
     engine.rows = rows
-    child = None if fork is None else MASKS[1]
-    tokens = TokenIds(masks, fork, child, (END,))
-    found = read_line(engine, tokens, prompt, answer, mask_slots, MASKS)
+    tokens = TokenIds(masks, fork, None if fork is None else HASH_CHILD, (END,))
+    found = read_line(engine, tokens, Passage(tuple(prompt), tuple(answer), child), mask_slots)
     cells: list[Cell] = []
     for token in prompt:
         cells.append(language.follow(cells, token))
     for place, token in enumerate(answer):
-        expected = [writable(language.logits(cells[-1].state), cells[-1].token, fork)]
-        before = token
-        for depth in range(mask_slots):
-            before = writable(language.draft(cells, depth), before, fork)
-            expected.append(before)
+        here = {fork} if child or cells[-1].token == fork else set()
+        ahead = {fork} if child else set()
+        expected = [writable(language.logits(cells[-1].state), tokens, here)]
+        expected += [writable(language.draft(cells, depth), tokens, ahead) for depth in range(mask_slots)]
         left = len(answer) - place  # how many tokens there are to predict
         assert found[place].tolist() == [*expected[:left], *[NOTHING] * (1 + mask_slots - left)]
         cells.append(language.follow(cells, token))
 
 
-def writable(logits: NDArray[np.float32], before: int, fork: int | None) -> int:
-    """The likeliest token that is no mask, and no [Fork] right behind another."""
-    allowed = [token for token in range(MASKS[0]) if fork is None or not token == before == fork]
+def writable(logits: NDArray[np.float32], tokens: TokenIds, banned: set[int | None]) -> int:
+    """The likeliest token that may be written."""
+    allowed = [token for token in range(logits.size) if token not in banned | set(tokens.unwritable)]
     return max(allowed, key=lambda token: float(logits[token]))
 
 
@@ -122,7 +121,7 @@ class Recorder(HashEngine):
 
 def test_several_mask_tokens_are_fed_in_their_order() -> None:
     engine = Recorder(Language(1), 64, 1)
-    read_line(engine, TokenIds(MASKS, end=(END,)), [1, 2], [3, 4, 5], 2)
+    read_line(engine, TokenIds(MASKS, end=(END,)), Passage((1, 2), (3, 4, 5)), 2)
     assert [batch.input_ids.tolist() for batch in engine.batches] == [[[1, 2, 3, 4]], [[*MASKS, MASKS[0]]]]
     assert [batch.position_ids.tolist() for batch in engine.batches] == [[[0, 1, 2, 3]], [[2, 3, 3]]]
 
@@ -140,99 +139,13 @@ def test_counted_steps_are_those_of_the_loop_for_any_quality_of_drafts(
 ) -> None:
     language = Language(seed, quality)
     engine = HashEngine(language, visible_length(70 + 49), 1, lowering)
-    request = request_for(engine, [1, 2, 3], max_tokens, mask_slots)
+    request = request_for(engine, [1, 2, 3], max_tokens, mask_slots, masks=MASKS * 3)
     while request.live:
         step(engine, [request])
     (thread,) = request.threads
-    answer = thread.written + ([END] if thread.ending == "end" else [])
-    found = read_line(engine, request.tokens, [1, 2, 3], answer, mask_slots, MASKS)
+    answer = (*thread.written, *((END,) if thread.ending == "end" else ()))
+    found = read_line(engine, request.tokens, Passage((1, 2, 3), answer), mask_slots)
     assert count_steps(hits(found, answer), mask_slots) == request.statistics.steps
-
-
-def test_the_counts_of_a_table_are_those_worked_out_by_hand() -> None:
-    answer = (5, 6, 7, 8, 9)
-    found = np.array(
-        [  # next token, mask slot 1, mask slot 2 behind the token before each place
-            [5, 6, 7],  # all right: behind the prompt stand 5 6 7
-            [6, 7, 0],
-            [0, 8, 9],
-            [8, 0, NOTHING],  # 9 is missed
-            [9, NOTHING, NOTHING],
-        ]
-    )
-    tally = Tally(2)
-    tally.add(found, answer, ended=True)
-    assert tally.asked == [5, 4, 3]
-    assert tally.right == [4, 3, 2]
-    # k = 1: 5 | 6 7 | 8 9
-    # k = 2: 5 | 6 7 8 | 9
-    assert tally.steps == [5, 3, 3]
-    assert tally.accuracy == [4 / 5, 3 / 4, 2 / 3]
-    assert tally.tokens_per_step == [4 / 5, 4 / 3, 4 / 3]
-
-
-def test_a_deeper_slot_does_not_count_behind_a_wrong_one() -> None:
-    answer = (5, 6, 7, 8)
-    found = np.array([[5, 0, 7], [6, 0, 8], [7, 0, NOTHING], [8, NOTHING, NOTHING]])
-    assert count_steps(hits(found, answer), 2) == 4
-
-
-def test_an_answer_of_one_token_takes_one_step_and_asks_no_mask_slot() -> None:
-    tally = Tally(3)
-    tally.add(np.array([[5, NOTHING, NOTHING, NOTHING]]), (5,), ended=False)
-    assert (tally.asked, tally.steps, tally.accuracy[1]) == ([1, 0, 0, 0], [1, 1, 1, 1], None)
-
-
-def test_precision_and_recall_of_forks_are_those_worked_out_by_hand() -> None:
-    forks = Forks()
-    forks.add(np.array([FORK, 1, FORK, 2, 3]), (FORK, 1, 2, FORK, FORK), FORK)
-    assert (forks.places, forks.written, forks.predicted, forks.right) == (5, 3, 2, 1)
-    assert (forks.precision, forks.recall) == (1 / 2, 1 / 3)
-    forks.add(np.array([FORK]), (1,), FORK)  # an answer with no tree
-    assert forks.precision == 1 / 3
-
-
-def test_no_fork_is_chosen_right_behind_a_fork() -> None:
-    choose = Choices(TokenIds(mask=(11,), fork=3, child=4))
-    logits = np.arange(VOCAB, 0, -1).astype(np.float32)
-    logits[[3, 4, 11]] = (30, 40, 50)
-    assert [choose(logits, (), place) for place in range(4)] == [3, 0, 3, 0]
-    choose.tell(3, 8)
-    assert choose(logits, (), 9) == 0
-    choose.tell(7, 8)
-    assert choose(logits, (), 9) == 3
-    assert Choices(TokenIds(fork=3, child=4), (3,))(logits, (), 0) == 11
-
-
-def test_a_sample_with_a_tree_becomes_its_spine_and_its_children() -> None:
-    #                     0  1  2  3     4      5  6  7     8      9  10
-    ids = np.array([1, 2, 9, FORK, CHILD, 7, 8, FORK, CHILD, 6, 5])
-    parents = np.array([-1, 0, 1, 2, 3, 4, 3, 6, 7, 8, 7])
-    learned = np.array([0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1], np.bool_)
-    sample = Sample(1, ids, parents, learned)
-    assert passages_of(sample, TokenIds(mask=(4,), fork=FORK, child=CHILD)) == [
-        Passage((1, 2), (9, FORK, 8, FORK, 5)),
-        Passage((1, 2, 9, FORK, CHILD), (7,), child=True),
-        Passage((1, 2, 9, FORK, 8, FORK, CHILD), (6,), child=True),
-    ]
-
-
-def test_every_answer_of_a_chat_is_read_and_the_last_is_asked_for() -> None:
-    chain = np.arange(-1, 5)
-    chat = Sample(1, np.arange(10, 16), chain, np.array([0, 1, 0, 0, 1, 1], np.bool_))
-    (found,) = given_answers(Prepared(whole=[chat]), [Conversation(1, (Turn("user", "a"),))], TokenIds())
-    assert found.passages == (Passage((10,), (11,)), Passage((10, 11, 12, 13), (14, 15)))
-    assert found.prompt == (10, 11, 12, 13)
-
-
-@pytest.mark.parametrize(("size", "prompt"), [(7, 3), (63, 31), (100, 32)])
-def test_the_beginning_of_a_plain_text_counts_as_its_prompt(size: int, prompt: int) -> None:
-    learned = np.ones(size, np.bool_)
-    learned[0] = False
-    text = Sample(3, np.arange(size), np.arange(-1, size - 1), learned)
-    (found,) = given_answers(Prepared(whole=[text]), [Conversation(3, (Turn("text", "a"),))], TokenIds())
-    assert found.prompt == tuple(range(prompt))
-    assert found.passages == (Passage(tuple(range(prompt)), tuple(range(prompt, size))),)
 
 
 def forking(runtime: Runtime, fork: int) -> Runtime:
@@ -250,9 +163,7 @@ BREAK, OTHER = 203, 283
 @pytest.mark.parametrize("fork", [BREAK, OTHER])
 def test_each_fork_of_a_spine_begets_a_child_that_continues_it(runtime: Runtime, fork: int, mask_slots: int) -> None:
     prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
-    forked = forking(runtime, fork)
-    tokens = forked.bundle.manifest.tokens
-    answer = write_answer(forked, prompt, 40, mask_slots)
+    answer = write_answer(forking(runtime, fork), prompt, 40, mask_slots)
     spine = answer.spine
     assert [child.fork for child in answer.children] == [i for i, token in enumerate(spine.tokens) if token == fork]
     assert answer.children
@@ -270,16 +181,43 @@ def test_each_fork_of_a_spine_begets_a_child_that_continues_it(runtime: Runtime,
     assert len(answer.text_tokens) == len(spine.tokens) - len(answer.children) + sum(
         len(child.tokens) for child in answer.children
     )
-    for line in answer.lines:
-        if line.tokens and mask_slots:
-            found = read_line(
-                runtime.engine, tokens, line.prompt, line.tokens, mask_slots, (fork,) * (line is not spine)
-            )
+
+
+@pytest.mark.parametrize("mask_slots", [0, 2, 5])
+@pytest.mark.parametrize("fork", [BREAK, OTHER])
+def test_threads_side_by_side_write_the_same_in_fewer_steps(runtime: Runtime, fork: int, mask_slots: int) -> None:
+    prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
+    forked = forking(runtime, fork)
+    together = write_answer(forked, prompt, 40, mask_slots)
+    one_by_one = write_answer(forked, prompt, 40, mask_slots, max_threads=1)
+    assert together.lines == one_by_one.lines
+    counted = 0
+    for line in one_by_one.lines:
+        if line.tokens:
+            passage = Passage(line.prompt, line.tokens, line.fork is not None)
+            found = read_line(runtime.engine, forked.bundle.manifest.tokens, passage, mask_slots)
             assert tuple(found[:, 0]) == line.tokens
-            assert count_steps(hits(found, line.tokens), mask_slots) == line.statistics.steps
-    assert answer.steps <= answer.steps_one_by_one
+            counted += count_steps(hits(found, line.tokens), mask_slots)
+    assert one_by_one.statistics.steps == counted
+    assert together.statistics.steps < one_by_one.statistics.steps
+    assert together.statistics.peak_threads > one_by_one.statistics.peak_threads == 1
     if not mask_slots:
-        assert answer.steps == 40  # threads in step end when the longest path does
+        assert together.statistics.steps == 40  # threads in step end when the longest path does
+
+
+def test_an_answer_in_one_line_has_no_fork(runtime: Runtime) -> None:
+    prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
+    answer = write_answer(forking(runtime, OTHER), prompt, 40, 2, max_depth=0)
+    assert not answer.children
+    assert OTHER not in answer.spine.tokens
+
+
+def test_an_answer_that_its_slots_would_cut_is_refused(runtime: Runtime) -> None:
+    prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
+    with pytest.raises(
+        OptionFault, match=r"have room for \d+ tokens behind a prompt of \d+ and need more: raise --max-seq-len"
+    ):
+        write_answer(forking(runtime, BREAK), prompt, 300, 0)
 
 
 @pytest.mark.parametrize("mask_slots", [0, 5])

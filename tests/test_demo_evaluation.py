@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.runtime.request import Statistics
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.statistics import Statistics
 from spaceport.tools.acceptance.answers import Answer, Line
 from spaceport.tools.demo.answers import answer, question, verify
 from spaceport.tools.demo.corpus import collect
@@ -41,26 +41,27 @@ FORK, CHILD, END = 90, 91, 92
 LIST, SENTENCE = functions_in("def f(a, b, c): ...\ndef g(a): ...\n")
 
 
-def line(tokens: tuple[int, ...], steps: int, fork: int | None = None, written_in: tuple[int, ...] = ()) -> Line:
-    return Line((1, 2), (*tokens, END), fork, "end", Statistics(steps=steps), written_in)
+def line(tokens: tuple[int, ...], fork: int | None = None) -> Line:
+    return Line((1, 2), (*tokens, END), fork, "end")
 
 
-def forked(children: int, drafted: bool) -> Answer:
-    """A spine of seven tokens with forks at places 1, 3 and 5; drafts write two tokens a step."""
-    spine = line(
-        (10, FORK, 11, FORK, 12, FORK, 13),
-        4 if drafted else 8,
-        None,
-        (1, 1, 2, 2, 3, 3, 4) if drafted else tuple(range(1, 8)),
-    )
-    details = [line((20, 21, 22, 23, 24), 3 if drafted else 6, 2 * place + 1) for place in range(children)]
-    return Answer((spine, *details))
+def in_one_line(tokens: tuple[int, ...], steps: int) -> Answer:
+    return Answer((line(tokens),), Statistics(steps=steps))
+
+
+def forked(children: int, steps: int) -> Answer:
+    """A spine of seven tokens with forks at places 1, 3 and 5."""
+    spine = line((10, FORK, 11, FORK, 12, FORK, 13))
+    details = [line((20, 21, 22, 23, 24), 2 * place + 1) for place in range(children)]
+    return Answer((spine, *details), Statistics(steps=steps))
 
 
 def written(children: int = 3, text: str | None = None, drafted: bool = False) -> Written:
+    """An answer side by side, one by one and in one line; drafts write two tokens a step."""
     right = answer(LIST)
-    whole = line((10, 20, 11), 2 if drafted else 4)
-    return Written(LIST, forked(children, drafted), whole, verify(LIST, text or right), verify(LIST, right))
+    together, one_by_one = forked(children, 6 if drafted else 12), forked(children, 13 if drafted else 26)
+    whole = in_one_line((10, 20, 11), 2 if drafted else 4)
+    return Written(LIST, together, one_by_one, whole, verify(LIST, text or right), verify(LIST, right))
 
 
 def likely_forks(model: Any, tokenizer: Any) -> None:
@@ -91,8 +92,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runtime(checkpoint: Path) -> Iterator[Runtime]:
-    with checkpoint_runtime(open_checkpoint(checkpoint, TokenFlags(), False), 48, 1) as opened:
-        yield opened
+    """A runtime for short texts with room for many threads: the model forks all the time."""
+    with checkpoint_runtime(open_checkpoint(checkpoint, TokenFlags(), False), 512, 1) as opened:
+        yield Runtime(opened.bundle, opened.engine, 48)
 
 
 @pytest.fixture(scope="module")
@@ -109,16 +111,15 @@ def test_an_answer_counts_as_right_to_the_letter_and_its_forks_by_number() -> No
     assert (found.exact, found.exact_unforked) == (2, 3)
 
 
-def test_threads_side_by_side_take_as_long_as_the_longest_path() -> None:
-    chats = {0: [written()], 1: [written(drafted=True)]}
-    sources = {0: [line((30, 31, 32), 4)], 1: [line((30, 31, 32), 2)]}
+def test_a_pace_sums_the_steps_that_each_way_of_writing_took() -> None:
+    chats = {0: [written(), written()], 1: [written(drafted=True)] * 2}
+    sources = {0: [in_one_line((30, 31, 32), 4)], 1: [in_one_line((30, 31, 32), 2)]}
     plain, drafted = (pace_of(slots, chats, sources) for slots in (0, 1))
-    assert plain.parallel_steps == 6 + 6  # the last fork is written in step 6, then its child's six
-    assert drafted.parallel_steps == 3 + 3
-    assert plain.plain_steps == drafted.plain_steps == 4 + 3 * 5 + 1  # four on the spine, three details, the end
-    assert (plain.one_by_one_steps, drafted.one_by_one_steps) == (8 + 3 * 6, 4 + 3 * 3)
-    assert plain.one_by_one_tokens == drafted.one_by_one_tokens == 8 + 3 * 6
-    assert (drafted.chat_tokens, drafted.chat_steps, drafted.source_tokens, drafted.source_steps) == (4, 2, 4, 2)
+    assert (plain.parallel_steps, drafted.parallel_steps) == (2 * 12, 2 * 6)
+    assert plain.plain_steps == drafted.plain_steps == 2 * (4 + 3 * 5 + 1)  # spine, three details, the end
+    assert (plain.one_by_one_steps, drafted.one_by_one_steps) == (2 * 26, 2 * 13)
+    assert plain.one_by_one_tokens == drafted.one_by_one_tokens == 2 * (8 + 3 * 6)
+    assert (drafted.chat_tokens, drafted.chat_steps, drafted.source_tokens, drafted.source_steps) == (8, 4, 4, 2)
     told = drafted.as_dict()
     assert (told["chat_tokens_per_step"], told["source_tokens_per_step"], told["thread_tokens_per_step"]) == (2, 2, 2)
     assert told["fewer_steps"] == 20 / 6
@@ -126,7 +127,7 @@ def test_threads_side_by_side_take_as_long_as_the_longest_path() -> None:
 
 def test_a_text_that_drafts_change_is_counted() -> None:
     chats = {0: [written()], 1: [written(children=2, drafted=True)]}
-    sources = {0: [line((30,), 2)], 1: [line((31,), 1)]}
+    sources = {0: [in_one_line((30,), 2)], 1: [in_one_line((31,), 1)]}
     assert pace_of(0, chats, sources).changed == 0
     assert pace_of(1, chats, sources).changed == 2
 
@@ -149,8 +150,11 @@ def test_an_answer_is_written_with_forks_and_without(runtime: Runtime) -> None:
     answered = write(runtime, LIST, 0)
     assert answered.forked.spine.tokens[0] == fork
     assert answered.forked.children
-    assert answered.line.tokens
-    assert fork not in answered.line.tokens
+    assert answered.one_by_one.lines == answered.forked.lines
+    assert answered.one_by_one.statistics.steps > answered.forked.statistics.steps
+    assert not answered.line.children
+    assert answered.line.spine.tokens
+    assert fork not in answered.line.spine.tokens
 
 
 def test_the_tables_say_that_they_are_no_comparison(

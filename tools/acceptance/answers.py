@@ -1,18 +1,30 @@
-"""Answer: what a model writes on a prompt by itself, the threads of a forking one written one after the other."""
+"""Answer: what a model writes on a prompt by itself, with all the threads that it forks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TokenIds
+from spaceport.runtime.accept import Verdict
+from spaceport.runtime.choice import Bans, Greedy
+from spaceport.runtime.draft import Drafting
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request, Statistics, new_thread
-from spaceport.runtime.session import DEFAULT_CHUNK, Runtime
+from spaceport.runtime.plan import Plan
+from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.session import Runtime
 from spaceport.runtime.slots import Slots
-from spaceport.runtime.threads import Ending, Thread
-from spaceport.tools.acceptance.choices import Choices
+from spaceport.runtime.statistics import Statistics
+from spaceport.runtime.threads import Ending, Thread, new_thread
+
+SIDE_BY_SIDE = 64  # threads at the same time: more than an answer has
+DEPTH = 1  # a child does not fork again, as in the answers that models are tuned on
+_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -23,8 +35,6 @@ class Line:
     tokens: tuple[int, ...]  # its own, the end token included
     fork: int | None  # place in the spine's tokens of the [Fork] that it hangs from; nothing: the spine itself
     ending: Ending  # "end": its last token is an end token; "length": it was cut at max_tokens
-    statistics: Statistics
-    written_in: tuple[int, ...] = ()  # the step, from 1, that wrote each token but the end token
 
     @property
     def text_tokens(self) -> tuple[int, ...]:
@@ -37,6 +47,7 @@ class Answer:
     """The tree of threads: the spine, then its children in the order of their forks."""
 
     lines: tuple[Line, ...]
+    statistics: Statistics
 
     @property
     def spine(self) -> Line:
@@ -55,84 +66,79 @@ class Answer:
             found.extend(children.get(place, (token,)))
         return tuple(found)
 
-    @property
-    def steps(self) -> int:
-        """Steps if all threads shared them: a child takes its first one right after that which wrote its [Fork]."""
-        ends = [self.spine.statistics.steps]
-        for child in self.children:
-            assert child.fork is not None
-            ends.append(self.spine.written_in[child.fork] + child.statistics.steps)
-        return max(ends)
 
-    @property
-    def steps_one_by_one(self) -> int:
-        """Steps that the threads took one after the other."""
-        return sum(line.statistics.steps for line in self.lines)
+class _Ends:
+    """The end token of each thread that has come to one; what a thread writes does not hold it."""
 
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, ...], int] = {}
 
-def write_answer(runtime: Runtime, prompt: Sequence[int], max_tokens: int, mask_slots: int) -> Answer:
-    """The model's greedy answer: `max_tokens` counts along a path, so no thread's text depends on another's length.
-
-    The spine is written first. Each [Fork] in it begets a child, which sees the spine up to that [Fork], begins with
-    [Child] and does not fork again.
-    """
-    tokens = runtime.bundle.manifest.tokens
-    limit = min(len(prompt) + max_tokens, runtime.max_seq_len)
-    spine = write_line(runtime, prompt, limit, mask_slots)
-    if tokens.fork is None or tokens.child is None:
-        return Answer((spine,))
-    lines = [spine]
-    for place, token in enumerate(spine.text_tokens):
-        if token == tokens.fork:
-            before = (*spine.prompt, *spine.tokens[: place + 1], tokens.child)
-            lines.append(write_line(runtime, before, limit, mask_slots, place, (tokens.fork,)))
-    return Answer(tuple(lines))
+    def saw(
+        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
+    ) -> None:
+        for part, verdict in zip(plan.parts, verdicts, strict=True):
+            for token in verdict.tokens:
+                if token in request.end:
+                    self.of.setdefault(part.thread.path, token)
 
 
-def write_line(
+def write_answer(
     runtime: Runtime,
     prompt: Sequence[int],
-    limit: int,
+    max_tokens: int,
     mask_slots: int,
-    fork: int | None = None,
-    banned: Collection[int] = (),
-) -> Line:
-    """One thread, up to `limit` tokens with its prompt; empty where the prompt leaves no room."""
+    max_threads: int = SIDE_BY_SIDE,
+    max_depth: int = DEPTH,
+) -> Answer:
+    """The model's greedy answer: `max_tokens` counts along a path, so no thread's text depends on another's length.
+
+    How many threads write at the same time changes how many steps it takes; at depth 0 it is written in one line.
+    """
+    engine, tokens = runtime.engine, runtime.bundle.manifest.tokens
+    limit = min(len(prompt) + max_tokens, runtime.max_seq_len)
     if len(prompt) >= limit:
-        return Line(tuple(prompt), (), fork, "length", Statistics(prompt_tokens=len(prompt)))
-    choices = Choices(runtime.bundle.manifest.tokens, banned)
-    choices.tell(prompt[-1], len(prompt) - 1)
-    request = request_for(runtime.engine, runtime.bundle.manifest.tokens, prompt, limit, mask_slots, choices)
-    written_in: list[int] = []
-
-    def hear(thread: Thread, token: int, drafted: bool) -> bool:
-        written_in.append(request.statistics.steps)
-        return False
-
-    request.listener = hear
+        return Answer((Line(tuple(prompt), (), None, "length"),), Statistics(prompt_tokens=len(prompt)))
+    request = request_for(engine, tokens, prompt, limit, Drafting(mask_slots, "chain"), max_threads, max_depth)
+    ends = _Ends()
+    request.observers = (ends,)
     while request.live:
-        step(runtime.engine, [request])
-    (thread,) = request.threads
-    assert thread.ending is not None
-    end = (choices[len(thread.tokens)],) if thread.ending == "end" else ()
-    own = (*thread.written, *end)
-    return Line(tuple(prompt), own, fork, thread.ending, request.statistics, tuple(written_in))
+        step(engine, [request])
+    if any(thread.ending == "total" for thread in request.threads):
+        raise OptionFault(
+            f"the threads of an answer have room for {request.total} tokens behind a prompt of {len(prompt)} and need "
+            f"more: raise --max-seq-len (now {runtime.max_seq_len}) or lower --max-tokens (now {max_tokens})"
+        )
+    return Answer(tuple(_line(thread, len(prompt), ends.of) for thread in request.threads), request.statistics)
 
 
 def request_for(
-    engine: Engine, tokens: TokenIds, prompt: Sequence[int], limit: int, mask_slots: int, choices: Choices
+    engine: Engine,
+    tokens: TokenIds,
+    prompt: Sequence[int],
+    limit: int,
+    drafting: Drafting,
+    max_threads: int = 1,
+    max_depth: int = DEPTH,
 ) -> Request:
-    """A request that is alone on its engine."""
+    """A request that is alone on its engine, and may fill it."""
     return Request(
-        index=0,
         slots=Slots(engine.capacity, engine.signature.lowering),
         threads=[new_thread(prompt, engine.capacity)],
         tokens=tokens,
-        choose=choices,
-        listener=lambda thread, token, drafted: False,
+        choose=Greedy(Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, max_depth)),
         limit=limit,
-        mask_slots=mask_slots,
-        chunk=min(DEFAULT_CHUNK, engine.rows),
+        total=engine.capacity - 1 - STEP_ROWS - len(prompt),
+        drafting=drafting,
+        chunk=min(_CHUNK, engine.rows),
+        max_threads=max_threads,
         end=frozenset(tokens.end),
         statistics=Statistics(prompt_tokens=len(prompt)),
     )
+
+
+def _line(thread: Thread, prompt: int, ends: dict[tuple[int, ...], int]) -> Line:
+    """A thread that has ended, behind a prompt of so many tokens."""
+    assert thread.ending is not None
+    own = (*thread.written, *((ends[thread.path],) if thread.ending == "end" else ()))
+    fork = None if thread.fork is None else thread.fork - prompt
+    return Line(tuple(thread.tokens[: thread.start]), own, fork, thread.ending)

@@ -48,8 +48,7 @@ def _read(runtime: Runtime, passage: Passage, tally: Tally, forks: Forks | None)
     if not passage.tokens:
         return
     tokens = runtime.bundle.manifest.tokens
-    banned = (tokens.fork,) if passage.child and tokens.fork is not None else ()
-    found = read_line(runtime.engine, tokens, passage.prompt, passage.tokens, tally.mask_slots, banned)
+    found = read_line(runtime.engine, tokens, passage, tally.mask_slots)
     tally.add(found, passage.tokens, passage.tokens[-1] in tokens.end)
     if forks is not None and tokens.fork is not None and not passage.child:
         forks.add(found[:, 0], passage.tokens, tokens.fork)

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.manifest import TokenIds
-from spaceport.runtime.draft import PLAIN
+from spaceport.runtime.draft import PLAIN, Drafting
 from spaceport.runtime.engine import Engine, pack, split
 from spaceport.runtime.plan import Part, Plan, lay_out, plan_thread
 from spaceport.runtime.request import Request
 from spaceport.runtime.threads import Thread
 from spaceport.tools.acceptance.answers import request_for
-from spaceport.tools.acceptance.choices import Choices
+from spaceport.tools.acceptance.given import Passage
 
 ROWS = 128  # of one call: enough to keep the matrix products full, few enough that their logits stay small
 NOTHING = -1
 
 
-def read_line(
-    engine: Engine,
-    tokens: TokenIds,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-    mask_slots: int,
-    banned: Collection[int] = (),
-) -> NDArray[np.int64]:
+def read_line(engine: Engine, tokens: TokenIds, passage: Passage, mask_slots: int) -> NDArray[np.int64]:
     """The greedy predictions along an answer, its places x (1 + mask slots).
 
     Entry (s, i) is what slot i says of the token at place s + i of the answer, from what stands before place s alone.
     Slot 0 is the row of the token before place s; mask slot i stands in place s + i - 1. Beyond the answer: NOTHING.
     """
-    line = [*prompt, *answer]
-    choices = Choices(tokens, banned)
-    request = request_for(engine, tokens, line[:-1], len(line), mask_slots, choices)
-    reading = _Reading(engine, request, choices, line, len(prompt))
-    found = np.full((len(answer), 1 + mask_slots), NOTHING, np.int64)
+    line = [*passage.prompt, *passage.tokens]
+    request = request_for(engine, tokens, line[:-1], len(line), Drafting(mask_slots, "chain"))
+    reading = _Reading(engine, request, line, len(passage.prompt), (0,) if passage.child else ())
+    found = np.full((len(passage.tokens), 1 + mask_slots), NOTHING, np.int64)
     found[:, 0] = reading.feed()
     if not mask_slots:
         return found
     groups = max(1, reading.room // mask_slots)  # of one call
-    last = len(answer) - 1  # nothing is left to predict for the masks behind the token before it
+    last = len(passage.tokens) - 1  # nothing is left to predict for the masks behind the token before it
     for first in range(0, last, groups):
         reading.draft(range(first, min(first + groups, last)), found)
     return found
@@ -55,9 +47,9 @@ class _Reading:
 
     engine: Engine
     request: Request
-    choices: Choices
     line: Sequence[int]
     start: int  # place of the first predicted token
+    path: tuple[int, ...]  # of the thread that would write the line
 
     def __post_init__(self) -> None:
         self.slots = np.empty(0, np.int64)  # of each token that was fed
@@ -76,12 +68,11 @@ class _Reading:
             wanted = np.flatnonzero(part.positions >= self.start - 1)
             part = replace(part, layout=replace(part.layout, wanted=wanted), complete=wanted.size > 0)
             slots, (logits,) = self._run(Plan((part,)))
-            for row, place in enumerate(part.positions[wanted] + 1):
-                self.choices.tell(self.line[place - 1], place - 1)
-                found.append(self.choices(logits[row], (), place))
             thread.sees[slots] = True
             thread.fed += slots.size
             self.slots = np.concatenate((self.slots, slots))
+            for row, place in enumerate(part.positions[wanted].tolist()):
+                found.append(self.request.choose.token(logits[row], self._before(place + 1), ()))
         return np.array(found, np.int64)
 
     def draft(self, places: range, found: NDArray[np.int64]) -> None:
@@ -91,22 +82,23 @@ class _Reading:
         slots, lines = self._run(plan)
         self.request.slots.release(slots)
         for place, part, logits in zip(places, plan.parts, lines, strict=True):
-            at = self.start + place
-            self.choices.tell(self.line[at], at)
-            for slot in range(1, 1 + part.layout.rows):
-                found[place, slot] = self.choices(logits[slot - 1], (), at + slot)
+            guesses = self.request.choose.guesses(logits, part.thread, self.start + place + 1, 1)
+            found[place, 1 : 1 + len(guesses)] = [guess.tokens[0] for guess in guesses]
 
-    def _group(self, place: int, depth: int) -> Part:
-        """The mask slots that begin in a place: a thread that sees the line before it; none beyond the line's end."""
-        depth = min(depth, len(self.line) - 1 - place)
+    def _before(self, place: int) -> Thread:
+        """The thread as it is when it comes to a place."""
         sees = np.zeros(self.engine.capacity, np.bool_)
         sees[self.slots[:place]] = True
+        return Thread(self.path, list(self.line[:place]), self.start, sees, fed=place)
+
+    def _group(self, place: int, depth: int) -> Part:
+        """The mask slots that begin in a place, which see the line before it; none beyond the line's end."""
+        depth = min(depth, len(self.line) - 1 - place)
         shape = lay_out(0, PLAIN.parents, (depth,))
         layout = replace(shape, wanted=np.arange(depth))
         masks = self.request.tokens.mask
         ids = np.array(masks[:depth] if len(masks) > 1 else masks * depth, np.int64)
-        thread = Thread((), list(self.line[:place]), place, sees, fed=place)
-        return Part(thread, PLAIN, layout, ids, layout.offsets + place, complete=True)
+        return Part(self._before(place), PLAIN, layout, ids, layout.offsets + place, complete=True)
 
     def _run(self, plan: Plan) -> tuple[NDArray[np.int64], list[NDArray[np.float32]]]:
         """The slots that the rows were written to, and the logits of each part."""

@@ -15,7 +15,7 @@ from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text import encode
-from spaceport.tools.acceptance.answers import Answer, Line, write_answer, write_line
+from spaceport.tools.acceptance.answers import Answer, write_answer
 from spaceport.tools.acceptance.source import open_source
 from spaceport.tools.cli.screen import show_json, show_table, stages
 from spaceport.tools.demo.answers import FEWEST_ITEMS, Verdict, question, verify
@@ -39,7 +39,8 @@ class Written:
 
     function: Function
     forked: Answer
-    line: Line  # the answer again with [Fork] banned
+    one_by_one: Answer  # the same, its threads written one after the other
+    line: Answer  # the answer again with [Fork] banned
     verdict: Verdict  # on the forked answer
     line_verdict: Verdict
 
@@ -73,7 +74,7 @@ class Pace:
     one_by_one_tokens: int  # of forked answers with all that their threads write
     one_by_one_steps: int
     plain_steps: int  # of the forked answers' texts in one line without drafts
-    parallel_steps: int  # of the forked answers if their threads share steps
+    parallel_steps: int  # of the forked answers, whose threads share steps
     changed: int  # texts that differ from those without drafts; rounding could
 
     def as_dict(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def evaluate(
     announce(f"answering {len(short)} questions with a sentence")
     sentences = [write(runtime, function, 0) for function in short]
     chats: dict[int, list[Written]] = {}
-    sources: dict[int, list[Line]] = {}
+    sources: dict[int, list[Answer]] = {}
     for slots in MASK_SLOTS:
         if slots <= runtime.bundle.manifest.max_mask_slots:
             announce(f"answering {len(listed)} questions and continuing {len(texts)} texts at k = {slots}")
@@ -132,22 +133,17 @@ def write(runtime: Runtime, function: Function, mask_slots: int) -> Written:
     """The answer to a question, with forks and in one line."""
     prompt = runtime.tokens_of([{"role": "user", "content": question(function)}])
     forked = write_answer(runtime, prompt, MOST_TOKENS, mask_slots)
-    line = _one_line(runtime, prompt, MOST_TOKENS, mask_slots)
+    one_by_one = write_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_threads=1)
+    line = write_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_depth=0)
     told = runtime.tokenizer.decode(list(forked.text_tokens))
     plain = runtime.tokenizer.decode(list(line.text_tokens))
-    return Written(function, forked, line, verify(function, told), verify(function, plain))
+    return Written(function, forked, one_by_one, line, verify(function, told), verify(function, plain))
 
 
-def go_on(runtime: Runtime, text: str, mask_slots: int) -> Line:
-    """What follows the beginning of a source text."""
+def go_on(runtime: Runtime, text: str, mask_slots: int) -> Answer:
+    """What follows the beginning of a source text, in one line."""
     prompt = encode(runtime.tokenizer, text, special=True)[:PROMPT_TOKENS]
-    return _one_line(runtime, prompt, TEXT_TOKENS, mask_slots)
-
-
-def _one_line(runtime: Runtime, prompt: Sequence[int], max_tokens: int, mask_slots: int) -> Line:
-    fork = runtime.bundle.manifest.tokens.fork
-    limit = min(len(prompt) + max_tokens, runtime.max_seq_len)
-    return write_line(runtime, prompt, limit, mask_slots, banned=() if fork is None else (fork,))
+    return write_answer(runtime, prompt, TEXT_TOKENS, mask_slots, max_depth=0)
 
 
 def quality_of(found: Sequence[Written]) -> Quality:
@@ -162,28 +158,37 @@ def quality_of(found: Sequence[Written]) -> Quality:
     )
 
 
-def pace_of(slots: int, chats: dict[int, list[Written]], sources: dict[int, list[Line]]) -> Pace:
+def pace_of(slots: int, chats: dict[int, list[Written]], sources: dict[int, list[Answer]]) -> Pace:
     """What drafts of so many mask slots cost; chats and texts are told by their mask slots."""
-    forked = [one.forked for one in chats[slots]]
     lines = [one.line for one in chats[slots]]
+    one_by_one = [one.one_by_one for one in chats[slots]]
+    forked = [one.forked for one in chats[slots]]
     texts = zip(_texts(chats[slots], sources[slots]), _texts(chats[0], sources[0]), strict=True)
     return Pace(
         mask_slots=slots,
-        chat_tokens=sum(len(line.tokens) for line in lines),
-        chat_steps=sum(line.statistics.steps for line in lines),
-        source_tokens=sum(len(line.tokens) for line in sources[slots]),
-        source_steps=sum(line.statistics.steps for line in sources[slots]),
-        one_by_one_tokens=sum(len(line.tokens) for answer in forked for line in answer.lines),
-        one_by_one_steps=sum(answer.steps_one_by_one for answer in forked),
+        chat_tokens=_tokens(lines),
+        chat_steps=_steps(lines),
+        source_tokens=_tokens(sources[slots]),
+        source_steps=_steps(sources[slots]),
+        one_by_one_tokens=_tokens(one_by_one),
+        one_by_one_steps=_steps(one_by_one),
         plain_steps=sum(len(answer.text_tokens) + 1 for answer in forked),
-        parallel_steps=sum(answer.steps for answer in forked),
+        parallel_steps=_steps(forked),
         changed=sum(text != plain for text, plain in texts),
     )
 
 
-def _texts(chats: Sequence[Written], sources: Sequence[Line]) -> list[tuple[int, ...]]:
-    forked = [one.forked.text_tokens for one in chats]
-    return forked + [line.text_tokens for line in (*(one.line for one in chats), *sources)]
+def _tokens(answers: Sequence[Answer]) -> int:
+    return sum(len(line.tokens) for answer in answers for line in answer.lines)
+
+
+def _steps(answers: Sequence[Answer]) -> int:
+    return sum(answer.statistics.steps for answer in answers)
+
+
+def _texts(chats: Sequence[Written], sources: Sequence[Answer]) -> list[tuple[int, ...]]:
+    answers = (*(one.forked for one in chats), *(one.line for one in chats), *sources)
+    return [answer.text_tokens for answer in answers]
 
 
 @click.command("evaluate", context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,10 +7,11 @@ from hash_engine import END, FORK, HashEngine, Language, Tree, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.signature import LOWERINGS, Lowering
+from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.loop import step
 from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.slots import Slots
 
 DRAFTINGS = st.builds(
     Drafting,
@@ -32,15 +33,18 @@ PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=20)
 
 
 def engine_for(language: Language, most: int, lowering: Lowering, requests: int = 1) -> HashEngine:
-    """An engine with room for so many tokens and for one step beside them, and not one slot more."""
-    return HashEngine(language, most + STEP_ROWS + 1, requests, lowering)
+    """An engine with room for so many tokens and for one step beside them."""
+    return HashEngine(language, visible_length(most + STEP_ROWS + 1), requests, lowering)
 
 
 def text_of(request: Request) -> Tree:
     return {thread.path: thread.written for thread in request.threads}
 
 
-def run(engine: HashEngine, request: Request) -> Request:
+def run(engine: HashEngine, request: Request, most: int | None = None) -> Request:
+    """Run to the end, with slots for so many tokens and one step beside them, and not one more."""
+    if most is not None:
+        request.slots = Slots(most + STEP_ROWS + 1, engine.lowering)
     while request.live:
         step(engine, [request])
     return request
@@ -88,6 +92,7 @@ def test_every_thread_writes_what_it_would_alone(examples: int) -> None:
                 max_depth=max_depth,
                 total=total,
             ),
+            len(prompt) + total,
         )
         assert text_of(request) == expected
         assert request.slots.held == 0
@@ -114,7 +119,11 @@ def test_the_limit_on_all_threads_ends_them_where_they_are(
 ) -> None:
     expected = language.tree(prompt, len(prompt) + 30, 2)
     engine = engine_for(language, len(prompt) + total, lowering)
-    request = run(engine, request_for(engine, prompt, 30, drafting, max_threads=max_threads, max_depth=2, total=total))
+    request = run(
+        engine,
+        request_for(engine, prompt, 30, drafting, max_threads=max_threads, max_depth=2, total=total),
+        len(prompt) + total,
+    )
     last = request.statistics.tokens > 0 and any(thread.tokens[-1:] == [FORK] for thread in request.threads)
     # a [Fork] that is the last token of all begets a thread, with [Child] and nothing more
     assert request.added in (min(total, size(expected)), total + last)

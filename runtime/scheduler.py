@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from threading import Lock
 from time import monotonic, perf_counter
 
@@ -16,6 +16,7 @@ from spaceport.runtime.request import Request
 PROMPT_ROWS = 512  # of a round that only feeds prompts: keeps the matrix products full, and the round interruptible
 BESIDE_ROWS = 128  # of prompts in a round in which others write: these wait for it
 _CALL_ROWS = 16  # rows that cost as much as a call with one row does; measured on a CPU, see docs/performance.md
+_REACH = 64  # turns of different widths among which a call is sought; more would take longer than they save
 
 
 class QueueFull(RuntimeError):
@@ -28,7 +29,7 @@ class Task:
 
     request: Request
     news: Callable[[Task], None]  # called when it has taken a step, and when it is done
-    deadline: float | None = None  # in monotonic() seconds
+    deadline: float | None = None  # in seconds of the scheduler's clock
     cancelled: bool = False  # by anybody, at any time
     fault: BaseException | None = None  # what it failed of
     done: bool = False
@@ -38,15 +39,22 @@ class Task:
 class Scheduler:
     """Requests in, rounds of steps out; `submit` may be called from anywhere, everything else by one OS thread."""
 
-    def __init__(self, engine: Engine, queue_limit: int, prompt_rows: int = PROMPT_ROWS) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        queue_limit: int,
+        prompt_rows: int = PROMPT_ROWS,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self.engine = engine
         self.queue_limit = queue_limit
         self._prompt_rows = min(prompt_rows, engine.rows)
+        self._clock = clock  # what deadlines are measured with
         self._waiting: deque[Task] = deque()
         self._lock = Lock()  # over those that wait
         self._running: dict[int, Task] = {}  # by index in the engine; the first to be served with a prompt is first
-        self._free = list(range(engine.requests))
-        heapify(self._free)
+        self._free = list(range(engine.requests))  # a heap
+        self._spoilt: set[int] = set()  # of these: whose buffers a request that failed has left behind
 
     @property
     def busy(self) -> bool:
@@ -84,37 +92,48 @@ class Scheduler:
     def fail(self, error: BaseException) -> None:
         """Give up on everything: what waits and what runs fails of this."""
         with self._lock:
-            tasks = [*self._waiting, *self._running.values()]
-            self._waiting.clear()
-        for task in tasks:
-            task.fault = task.fault or error
-            task.request.abandon()
+            waiting, self._waiting = self._waiting, deque()
+        for task in (*waiting, *self._running.values()):
+            self._give_up(task, error)
             self._tell(task)
 
     def _dismiss(self) -> None:
         """End what nobody wants any more or what is too late."""
-        now = monotonic()
+        now = self._clock()
         with self._lock:
             tasks = [*self._waiting, *self._running.values()]
         for task in tasks:
             late = task.deadline is not None and now >= task.deadline
-            if (task.cancelled or late) and task.request.live:
+            if task.cancelled or late:
                 try:
                     task.request.finish("cancelled" if task.cancelled else "deadline")
                 except Exception as error:  # noqa: BLE001  (of what listens to it, told to whom it concerns)
-                    task.fault = error
-                    task.request.abandon()
+                    self._give_up(task, error)
                 self._tell(task)
         with self._lock:
             self._waiting = deque(task for task in self._waiting if not task.done)
 
     def _admit(self) -> None:
+        """Give each free index to the one that waits longest."""
+        while task := self._next():
+            self._running[task.request.index] = task
+            task.request.statistics.waiting_seconds = perf_counter() - task.submitted
+            if task.request.index in self._spoilt:
+                try:
+                    self.engine.clear(task.request.index)
+                except Exception as error:  # noqa: BLE001  (whose buffers they would have been is told)
+                    self._give_up(task, error)
+                    self._tell(task)
+                else:
+                    self._spoilt.remove(task.request.index)
+
+    def _next(self) -> Task | None:
         with self._lock:
-            while self._free and self._waiting:
-                task = self._waiting.popleft()
-                task.request.index = heappop(self._free)  # the lowest: calls stay narrow
-                task.request.statistics.waiting_seconds = perf_counter() - task.submitted
-                self._running[task.request.index] = task
+            if not self._free or not self._waiting:
+                return None
+            task = self._waiting.popleft()
+            task.request.index = heappop(self._free)  # the lowest: calls stay narrow
+            return task
 
     def _prompts(self, beside: bool) -> list[Request]:
         """Whose prompts are fed in this round: as many as there are rows for, those that waited longest first."""
@@ -130,7 +149,7 @@ class Scheduler:
         return chosen
 
     def _play(self, call: Sequence[Turn]) -> None:
-        """One call of the engine; where it fails, everybody in it does."""
+        """One call of the engine; where it fails, everybody in it does who has not just ended."""
         try:
             play(self.engine, call, self._failed)
         except Exception as error:  # noqa: BLE001  (those whose call it is are told)
@@ -138,37 +157,67 @@ class Scheduler:
                 self._failed(turn.request, error)
 
     def _failed(self, request: Request, error: Exception) -> None:
-        task = self._running[request.index]
-        task.fault = task.fault or error
-        request.abandon()
+        self._give_up(self._running[request.index], error)
+
+    def _give_up(self, task: Task, error: BaseException) -> None:
+        """Let a request that is under way fail of this."""
+        if task.request.live:
+            task.fault = error
+            task.request.abandon()
 
     def _tell(self, task: Task) -> None:
         """Pass on what there is of a request, and let go of it when there will be no more."""
-        task.done = not task.request.live
-        if task.done and self._running.get(task.request.index) is task:
-            del self._running[task.request.index]
+        if not task.request.live:
+            self._let_go(task)
+        try:
+            task.news(task)
+        except Exception as error:  # noqa: BLE001  (its reader is told, if it can be told anything)
+            if not task.done:
+                self._give_up(task, error)
+                self._tell(task)
+
+    def _let_go(self, task: Task) -> None:
+        task.done = True
+        index = task.request.index
+        if self._running.get(index) is task:
+            del self._running[index]
             if task.fault is not None:
-                self.engine.clear(task.request.index)
-            heappush(self._free, task.request.index)
-        task.news(task)
+                self._spoilt.add(index)
+            heappush(self._free, index)
 
 
 def calls(turns: Sequence[Turn]) -> list[list[Turn]]:
     """Which turns share a call of the engine.
 
     A call computes as many rows for each of its requests as its widest plan has, also for requests between them that
-    take no part. Turns of like width go together, and others too where a call of its own would cost more than that.
+    take no part. So turns of like width go together: in the order of their widths they are cut where it costs least.
     """
-    found: list[list[Turn]] = []
-    for turn in sorted(turns, key=lambda turn: turn.plan.rows):
-        if found and _cost([*found[-1], turn]) <= _cost(found[-1]) + _cost([turn]):
-            found[-1].append(turn)
-        else:
-            found.append([turn])
-    return [sorted(call, key=lambda turn: turn.request.index) for call in found]
+    if len(turns) < 2:
+        return [list(turns)] if turns else []
+    ordered = sorted(turns, key=lambda turn: (turn.plan.rows, turn.request.index))
+    places = [(turn.request.index, turn.plan.rows) for turn in ordered]
+    found, end = [], len(ordered)
+    begins = _cuts(places)
+    while end:
+        call = ordered[begins[end] : end]
+        found.append(sorted(call, key=lambda turn: turn.request.index))
+        end = begins[end]
+    return found[::-1]
 
 
-def _cost(call: Sequence[Turn]) -> int:
-    """Rows that a call computes, its own cost in rows included."""
-    indices = [turn.request.index for turn in call]
-    return (max(indices) - min(indices) + 1) * max(turn.plan.rows for turn in call) + _CALL_ROWS
+def _cuts(places: Sequence[tuple[int, int]]) -> list[int]:
+    """Where the last call of the first so many turns begins; each is told by its index and its rows."""
+    best, begins = [0], [0]  # the least cost of the first so many turns
+    lowest = highest = places[0][0]
+    for end, (index, rows) in enumerate(places, 1):
+        low = high = index
+        lowest, highest = min(lowest, index), max(highest, index)
+        costs = [((highest - lowest + 1) * rows + _CALL_ROWS, 0)]  # all in one
+        for begin in range(end - 1, max(0, end - _REACH), -1):
+            index = places[begin][0]
+            low, high = min(low, index), max(high, index)
+            costs.append((best[begin] + (high - low + 1) * rows + _CALL_ROWS, begin))
+        cost, begin = min(costs)  # of equals the one with the fewest calls
+        best.append(cost)
+        begins.append(begin)
+    return begins

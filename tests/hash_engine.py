@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,7 @@ class Cell:
     token: int
     position: int
     state: int
+    owner: object = None  # whose request it was written for
 
 
 @dataclass
@@ -116,6 +117,7 @@ class HashEngine:
     calls: int = 0
     widths: list[int] = field(default_factory=list)
     device: str = "none"
+    owner: Callable[[int], object] = int  # who has an index of the engine now
 
     def __post_init__(self) -> None:
         self.signature = Signature(1, 1, 1, VOCAB, "float32", self.lowering, self.language.window)
@@ -150,7 +152,7 @@ class HashEngine:
         self.requests = 0
 
     def _rows(self, batch: Batch, line: int) -> dict[int, NDArray[np.float32]]:
-        cells = self._cells[batch.first + line]
+        cells, owner = self._cells[batch.first + line], self.owner(batch.first + line)
         given = {}
         for row in range(batch.input_ids.shape[1]):
             visible = np.flatnonzero(batch.attention_mask[line, 0, row])
@@ -160,14 +162,16 @@ class HashEngine:
                 assert slot < self.capacity, "the run of an append engine goes beyond its buffer"
             if slot not in visible:  # a row that only fills up: it sees slot 0 and is never read
                 assert visible.tolist() == [0]
+                cells[slot] = None  # what it writes is of no use to anybody
                 continue
             token, position = int(batch.input_ids[line, row]), int(batch.position_ids[line, row])
             seen = [cells[other] for other in visible if other != slot]
             assert None not in seen, "a row sees a slot that holds nothing"
+            assert all(cell is None or cell.owner == owner for cell in seen), "a row sees a slot of another request"
             before = sorted((cell for cell in seen if cell is not None), key=lambda cell: cell.position)
             assert [cell.position for cell in before] == list(range(position)), "a row sees not just one line of text"
             near = self._near(batch, line, row, slot)
-            cells[slot] = Cell(token, position, self.language.state(before, near, token, position))
+            cells[slot] = Cell(token, position, self.language.state(before, near, token, position), owner)
             given[row] = self._answer(before, token, cells[slot])
         return given
 

@@ -47,14 +47,16 @@ class Part:
     positions: NDArray[np.int64]  # rows
     complete: bool  # False while more of the prompt is to come: then no logits are wanted
     anchor: int | None = None  # row of the plan, another thread's [Fork], that this part's first row hangs from
-    echo: bool = False  # the logits of all rows are wanted, those of known tokens too
+    echo: int | None = None  # place from which on the logits of known tokens' rows are wanted too
 
     @property
     def rows_wanted(self) -> NDArray[np.int64]:
         """The rows whose logits are wanted."""
-        if self.echo:
-            return np.arange(self.layout.rows)
-        return self.layout.wanted if self.complete else _NO_ROWS
+        layout = self.layout
+        if self.echo is None:
+            return layout.wanted if self.complete else _NO_ROWS
+        first = max(0, self.echo - int(self.positions[0]))
+        return np.arange(min(first, layout.known - 1) if self.complete else first, layout.rows)
 
     @property
     def wanted(self) -> int:
@@ -84,7 +86,7 @@ class Plan:
 
 
 def plan_thread(
-    thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anchor: int | None = None, echo: bool = False
+    thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anchor: int | None = None, echo: int | None = None
 ) -> Part:
     """The next rows of a thread: a chunk of what it knows but has not fed and, behind the last of that, the draft.
 

@@ -71,13 +71,13 @@ class Request:
     tokens: TokenIds
     choose: Choose
     limit: int  # longest a thread's tokens may become, prompt and all before its forks included
-    total: int  # most tokens that all threads together may add
+    total: int  # most tokens that all threads together may add; 0: it ends when its prompt is fed
     drafting: Drafting = field(default_factory=Drafting)
     chunk: int = 512  # most known tokens of a thread that one step feeds
     max_threads: int = 1  # threads that write at the same time; the others wait for their turn
     listener: Listener = field(default_factory=Deaf)
     observers: tuple[Observer, ...] = ()
-    echo: bool = False  # observers see the logits of the prompt's rows too
+    echo: int | None = None  # place from which on observers see the logits of the prompt's rows too
     end: Collection[int] = ()
     statistics: Statistics = field(default_factory=Statistics)
     index: int = 0  # which of the engine's requests this is
@@ -96,6 +96,12 @@ class Request:
     def prompting(self) -> bool:
         """Whether it has written nothing yet: its next step feeds a part of the prompt."""
         return not self.statistics.steps
+
+    @property
+    def silent(self) -> int:
+        """How many rows of what is known and not fed nobody wants the logits of, before those that somebody does."""
+        spine = self.threads[0]
+        return (len(spine.tokens) if self.echo is None else self.echo) - spine.fed
 
     def plan(self) -> Plan:
         """The rows of the next step: those of every live thread."""
@@ -212,7 +218,7 @@ class Request:
 
     def _turn(self) -> None:
         """Let go of the threads that ended, and let those begin whose turn it is."""
-        if self.added >= self.total:
+        if self.added >= self.total and not self.prompting:
             for thread in (*self.live, *self.queue):
                 self._end(thread, "total")
         if len(self.threads) > 1:

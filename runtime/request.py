@@ -99,9 +99,9 @@ class Request:
 
     @property
     def silent(self) -> int:
-        """How many rows of what is known and not fed nobody wants the logits of, before those that somebody does."""
+        """How many rows of the prompt are still to be fed before those whose logits are wanted."""
         spine = self.threads[0]
-        return (len(spine.tokens) if self.echo is None else self.echo) - spine.fed
+        return max(0, (len(spine.tokens) if self.echo is None else self.echo) - spine.fed)
 
     def plan(self) -> Plan:
         """The rows of the next step: those of every live thread."""

@@ -15,6 +15,7 @@ from spaceport.runtime.request import Request
 
 PROMPT_ROWS = 512  # of a round that only feeds prompts: keeps the matrix products full, and the round interruptible
 BESIDE_ROWS = 128  # of prompts in a round in which others write: these wait for it
+ECHO_BYTES = 32 << 20  # of logits of prompts' rows in a round: a whole prompt's would be gigabytes
 _CALL_ROWS = 16  # rows that cost as much as a call with one row does; measured on a CPU, see docs/performance.md
 _REACH = 64  # turns of different widths among which a call is sought; more would take longer than they save
 
@@ -138,12 +139,17 @@ class Scheduler:
     def _prompts(self, beside: bool) -> list[Request]:
         """Whose prompts are fed in this round: as many as there are rows for, those that waited longest first."""
         rows = min(BESIDE_ROWS, self._prompt_rows) if beside else self._prompt_rows
+        lines = max(1, ECHO_BYTES // (4 * self.engine.signature.vocab_size))  # of logits
         chosen: list[Request] = []
         for index, task in list(self._running.items()):
-            if task.request.prompting and (rows >= _CALL_ROWS or not chosen):
-                request = task.request
-                request.chunk = rows
-                rows -= len(request.threads[0].tokens) - request.threads[0].fed
+            request = task.request
+            room = rows if request.echo is None else min(rows, request.silent + lines)
+            if request.prompting and (room >= _CALL_ROWS or not chosen):
+                request.chunk = room
+                feeds = min(room, len(request.threads[0].tokens) - request.threads[0].fed)
+                rows -= feeds
+                if request.echo is not None:
+                    lines -= max(0, feeds - request.silent)
                 chosen.append(request)
                 self._running[index] = self._running.pop(index)  # behind the others: no prompt keeps others waiting
         return chosen

@@ -7,16 +7,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language
 from numpy.typing import NDArray
 from onnx import numpy_helper
+from small_bundle import fill
 
 from spaceport.exporter.accuracy import difference, together
-from spaceport.graphs.manifest import manifest_of, record_of
+from spaceport.graphs.manifest import TokenIds, manifest_of, record_of
+from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
+from spaceport.runtime.request import STEP_ROWS
+from spaceport.tools.check.cases import REQUESTS, record
 from spaceport.tools.cli import run
 
 ROOT = Path(__file__).parent.parent
@@ -44,9 +51,11 @@ def test_a_sound_bundle_passes_in_every_case(
         "chunks",
         "cached rows",
         "SPACE",
+        "draft trees",
         "random tree",
         "padding",
         "two requests",
+        "forked threads",
         "slot 64",
         "long context",
     ):
@@ -55,6 +64,49 @@ def test_a_sound_bundle_passes_in_every_case(
     assert max(case["max_error"] for case in report["cases"]) < 1e-4
     assert run(["inspect", str(bundle)]) == 0
     assert "Accuracy: passed" in capsys.readouterr().out
+
+
+class PlainEngine(HashEngine):
+    """A fake engine to which no token is a mask."""
+
+    def _answer(self, before: list[Cell], token: int, cell: Cell | None) -> NDArray[np.float32]:
+        assert cell is not None
+        return self.language.logits(cell.state)
+
+
+@pytest.mark.parametrize("tokens", [TokenIds(MASKS, FORK, CHILD, (END,)), TokenIds(MASKS), TokenIds()])
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_every_kind_of_call_is_among_the_cases(tokens: TokenIds, lowering: Lowering, tmp_path: Path) -> None:
+    """On an engine that refuses rows that see what they may not; [Fork] is fed in the step that feeds its [Child]."""
+    kind = HashEngine if tokens.mask else PlainEngine
+    engine = kind(Language(1, 70), visible_length(64 + STEP_ROWS + 1), REQUESTS, lowering)
+    manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(tokens.mask))
+    feeds = record(engine, manifest, 64)
+    assert len(feeds) == engine.calls
+    fork, child = (FORK, CHILD) if tokens.fork is not None else (0, 1)
+    beside = [rows_beside(feed.arrays, fork, child) for feed in feeds if feed.case.startswith("forked threads")]
+    assert sum(map(bool, beside)) >= 2
+    trees = [feed.arrays for feed in feeds if feed.case.startswith("draft trees")]
+    assert bool(trees) == bool(tokens.mask)
+    assert not trees or any(siblings(arrays) for arrays in trees)
+
+
+def rows_beside(arrays: dict[str, NDArray[Any]], fork: int, child: int) -> int:
+    """How many [Child] rows see the [Fork] of the same call that they hang from."""
+    ids, positions, mask = arrays["input_ids"][0], arrays["position_ids"][0], arrays["attention_mask"][0, 0]
+    slots = arrays["slot_ids"][0]
+    return sum(
+        bool(mask[row, slots[other]]) and positions[row] == positions[other] + 1
+        for row in np.flatnonzero(ids == child)
+        for other in np.flatnonzero(ids[:row] == fork)
+    )
+
+
+def siblings(arrays: dict[str, NDArray[Any]]) -> bool:
+    """Whether two candidates stand in one place behind the same tokens."""
+    mask, words = arrays["attention_mask"][0, 0].copy(), np.flatnonzero(~np.isin(arrays["input_ids"][0], MASKS))
+    mask[np.arange(len(mask)), arrays["slot_ids"][0]] = False
+    return any(np.array_equal(mask[row], mask[other]) for row in words for other in words if row < other)
 
 
 def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:

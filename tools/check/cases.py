@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,19 @@ from numpy.typing import NDArray
 from spaceport.exporter.accuracy import Feed
 from spaceport.graphs.manifest import Manifest, TokenIds
 from spaceport.graphs.signature import VISIBLE_STEP, Signature
-from spaceport.runtime.draft import Draft, chain
+from spaceport.runtime.choice import Greedy, greedy
+from spaceport.runtime.draft import Draft, Drafting, Guess, chain
 from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.loop import step
 from spaceport.runtime.plan import Plan, plan_thread
-from spaceport.runtime.request import Request, new_thread
-from spaceport.runtime.sampling import greedy
+from spaceport.runtime.request import Request
 from spaceport.runtime.slots import Moves, Slots
+from spaceport.runtime.threads import Thread, new_thread
 
 REQUESTS = 3
 DEFAULT_LONG = 1024
 _CHUNK = 256
+_PLAIN = Drafting(0, "chain")
 
 Array = NDArray[Any]
 
@@ -57,6 +59,9 @@ class Recorder:
             self._moves.extend((request, int(s), int(t)) for s, t in zip(sources, targets, strict=True))
         self.engine.move(first, moves)
 
+    def clear(self, request: int) -> None:
+        self.engine.clear(request)
+
     def close(self) -> None:
         self.engine.close()
 
@@ -82,41 +87,79 @@ def record(reference: Engine, manifest: Manifest, length: int, seed: int = 0) ->
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
     k = manifest.max_mask_slots
     builder.tree("prompt, every row", 1, builder.line(min(23, length - 2)))
-    builder.text("prompt in chunks", [length // 4 + 1], 0, 1, chunk=max(1, length // 16))
-    builder.text("cached rows", [min(10, length // 2)], 0, 4)
+    builder.text("prompt in chunks", [length // 4 + 1], _PLAIN, 1, chunk=max(1, length // 16))
+    builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
+    chains = Drafting(k, "chain")
     if k:
-        builder.text(f"SPACE steps, k = {k}", [min(17, length // 2)], k, 4)
-        builder.text("SPACE steps, k = 1", [min(17, length // 2)], 1, 4)
+        builder.text(f"SPACE steps, k = {k}", [min(17, length // 2)], chains, 4)
+        builder.text("SPACE steps, k = 1", [min(17, length // 2)], Drafting(1, "chain"), 4)
+        builder.text(f"draft trees, k = {k}", [min(17, length // 2)], Drafting(k, "tree"), 4)
     for number in range(3):
         builder.tree(f"random tree {number + 1}", min(9, length // 2), builder.random_tree(12))
-    builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], k, 4)
-    builder.text("an idle request between two", [min(5, length // 2), 0, min(19, length // 2)], k, 4)
+    builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4)
+    builder.text("an idle request between two", [min(5, length // 2), 0, min(19, length // 2)], chains, 4)
+    builder.text(
+        "forked threads beside a request", [min(9, length // 2), min(20, length // 2)], chains, 6, forks=(1, 3)
+    )
     for edge in (VISIBLE_STEP, 2 * VISIBLE_STEP):
         if edge + 4 < length:
-            builder.text(f"across slot {edge}", [edge - 2], 0, 5)
-    builder.text(f"long context, {length - 8} tokens", [length - 8], k, 3, chunk=_CHUNK)
+            builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5)
+    builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=_CHUNK)
     return recorder.feeds
+
+
+@dataclass(frozen=True)
+class _ForksAt:
+    """What a greedy choice says but for some places of a spine, at which it forks."""
+
+    greedy: Greedy
+    fork: int
+    places: frozenset[int]
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        forks = not thread.path and len(thread.tokens) + len(ahead) in self.places
+        return self.fork if forks else self.greedy.token(logits, thread, ahead)
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return self.greedy.guesses(logits, thread, place, most)
 
 
 class _Builder:
     def __init__(self, recorder: Recorder, manifest: Manifest, random: np.random.Generator) -> None:
         self._recorder = recorder
-        self._tokens = replace(manifest.tokens, end=()) if manifest.tokens.mask else TokenIds()
         self._random = random
-        unwritable = set(manifest.tokens.unwritable)
-        self._words = np.array([i for i in range(manifest.signature.vocab_size) if i not in unwritable], np.int64)
+        told = manifest.tokens
+        special = {*told.unwritable, *told.forking}
+        self._words = np.array([i for i in range(manifest.signature.vocab_size) if i not in special], np.int64)
+        # A model that does not fork has no tokens for it: to an engine they are tokens as any others.
+        fork, child = (int(word) for word in self._words[:2])
+        forking = (fork, child) if told.fork is None else (told.fork, told.child)
+        self._tokens = TokenIds(told.mask, *forking)
 
-    def text(self, case: str, lengths: Sequence[int], mask_slots: int, steps: int, chunk: int = 512) -> None:
-        """Prompts of these lengths fed and continued by so many steps, all in the same calls; 0 leaves one out."""
+    def text(
+        self,
+        case: str,
+        lengths: Sequence[int],
+        drafting: Drafting,
+        steps: int,
+        chunk: int = 512,
+        forks: Sequence[int] = (),
+    ) -> None:
+        """Prompts of these lengths fed and continued by so many steps, all in the same calls; 0 leaves one out.
+
+        The first one forks at these places behind its prompt.
+        """
         self._recorder.case = case
-        requests = [self._request(i, n, mask_slots, chunk) for i, n in enumerate(lengths) if n]
+        requests = [self._request(i, n, drafting, chunk) for i, n in enumerate(lengths) if n]
+        if forks:
+            requests[0].choose = self._forks_at(lengths[0] + place for place in forks)
         while any(request.statistics.steps < steps and request.live for request in requests):
             step(self._recorder, [request for request in requests if request.live])
 
     def tree(self, case: str, length: int, draft: Draft) -> None:
         """A prompt, then one step over a draft of any shape."""
         self._recorder.case = case
-        request = self._request(0, length, 0, 512)
+        request = self._request(0, length, _PLAIN, 512)
         (thread,) = request.threads
         if length > 1:
             step(self._recorder, [request])
@@ -140,16 +183,24 @@ class _Builder:
         chosen: NDArray[np.int64] = self._random.choice(self._words, count)
         return chosen
 
-    def _request(self, index: int, length: int, mask_slots: int, chunk: int) -> Request:
+    def _forks_at(self, places: Iterable[int]) -> _ForksAt:
+        assert self._tokens.fork is not None
+        return _ForksAt(self._greedy(), self._tokens.fork, frozenset(places))
+
+    def _greedy(self) -> Greedy:
+        return greedy((*self._tokens.unwritable, *self._tokens.forking))
+
+    def _request(self, index: int, length: int, drafting: Drafting, chunk: int) -> Request:
         capacity = self._recorder.capacity
         return Request(
             index=index,
             slots=Slots(capacity, self._recorder.signature.lowering),
             threads=[new_thread(self._some(length).tolist(), capacity)],
             tokens=self._tokens,
-            choose=greedy(self._tokens.unwritable),
-            listener=lambda thread, token, drafted: False,
+            choose=self._greedy(),
             limit=length + 64,
-            mask_slots=mask_slots,
+            total=capacity,
+            drafting=drafting,
             chunk=chunk,
+            max_threads=3,
         )

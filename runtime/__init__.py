@@ -2,8 +2,10 @@
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.logprobs import TokenLogprob
 from spaceport.runtime.reading import Piece, ThreadText
 from spaceport.runtime.scheduler import QueueFull
+from spaceport.runtime.scoring import Score
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.stream import AsyncStream, Completion, Stream
 from spaceport.runtime.worker import RuntimeClosed
@@ -17,6 +19,8 @@ __all__ = [
     "QueueFull",
     "Runtime",
     "RuntimeClosed",
+    "Score",
     "Stream",
     "ThreadText",
+    "TokenLogprob",
 ]

@@ -15,9 +15,11 @@ from spaceport.runtime.chat import Message, render
 from spaceport.runtime.choice import Bans, Choose, Greedy
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.logprobs import check_top
 from spaceport.runtime.reading import Reading
 from spaceport.runtime.request import STEP_ROWS, Request
 from spaceport.runtime.scheduler import PROMPT_ROWS
+from spaceport.runtime.scoring import Scoring, encode_parts
 from spaceport.runtime.slots import Slots
 from spaceport.runtime.statistics import Statistics
 from spaceport.runtime.text import encode
@@ -47,15 +49,43 @@ class Admission:
         elif len(prompt) and all(isinstance(item, int) for item in prompt):
             ids = [item for item in prompt if isinstance(item, int)]
         else:
-            messages = [item for item in prompt if not isinstance(item, int)]
-            ids = encode(self.tokenizer, render(self.bundle, messages), special=False)
+            ids = encode(self.tokenizer, self._rendered(prompt), special=False)
+        self._check_tokens(ids)
+        return ids
+
+    def parts_of(self, prompt: Prompt, continuation: str | Sequence[int] | None) -> tuple[list[int], int]:
+        """The tokens of a prompt and what continues it, and the place of the first one of which that is to be told."""
+        ids = self.tokens_of(prompt)
+        if continuation is None:
+            return ids, 1
+        if not continuation:
+            raise OptionFault(
+                "the continuation is empty: expected at least one token, or none at all to score the prompt"
+            )
+        if not isinstance(continuation, str):
+            return [*ids, *self.tokens_of(continuation)], len(ids)
+        if isinstance(prompt[0], int):
+            raise OptionFault(
+                "the prompt is token ids and the continuation is text: expected both as ids or both as text"
+            )
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt)
+        ids, start = encode_parts(self.tokenizer, text, continuation, special=isinstance(prompt, str))
+        if not 0 < start < len(ids):
+            empty = "continuation" if start else "prompt"
+            raise OptionFault(f"the {empty} has no token of its own: expected a longer one, or both as token ids")
+        self._check_tokens(ids)
+        return ids, start
+
+    def _rendered(self, prompt: Sequence[int] | Sequence[Message]) -> str:
+        return render(self.bundle, [item for item in prompt if not isinstance(item, int)])
+
+    def _check_tokens(self, ids: Sequence[int]) -> None:
         vocab = self.bundle.manifest.signature.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab), None)
         if wrong is not None:
             raise OptionFault(f"the prompt holds the token id {wrong}: expected ids from 0 to {vocab - 1}")
         if not ids:
             raise OptionFault("the prompt has no tokens: expected at least one")
-        return ids
 
     def request(self, prompt: Prompt, decoding: Decoding) -> tuple[Request, Reading]:
         """A request that will not run out of slots half way, and what reads its text."""
@@ -81,6 +111,26 @@ class Admission:
         )
         return request, reading
 
+    def scoring(self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int) -> tuple[Request, Scoring]:
+        """A request that writes nothing, and what sees how likely its tokens are."""
+        ids, start = self.parts_of(prompt, continuation)
+        if len(ids) > self.max_seq_len:
+            raise self._too_long(ids, "text")
+        check_top("top", top, self.bundle.manifest.signature.vocab_size)
+        scoring, plain = Scoring(ids, start, top), Decoding()
+        request = Request(
+            slots=Slots(self.engine.capacity, self.engine.signature.lowering),
+            threads=[new_thread(ids, self.engine.capacity)],
+            tokens=self.bundle.manifest.tokens,
+            choose=self._choose(plain, self._forks(plain)),
+            limit=len(ids),
+            total=0,
+            observers=(scoring,),
+            echo=start - 1,
+            statistics=Statistics(prompt_tokens=len(ids)),
+        )
+        return request, scoring
+
     def _choose(self, decoding: Decoding, fork: bool) -> Choose:
         tokens = self.bundle.manifest.tokens
         if not fork:
@@ -98,10 +148,7 @@ class Admission:
     def _limit(self, ids: Sequence[int], max_tokens: int | None) -> int:
         room = self.max_seq_len - len(ids)
         if room < 1:
-            raise OptionFault(
-                f"the prompt has {len(ids)} tokens, max_seq_len is {self.max_seq_len}: shorten the prompt, or raise max_seq_len "
-                f"(--max-seq-len; the model goes up to {self.bundle.manifest.max_positions})"
-            )
+            raise self._too_long(ids, "prompt")
         if max_tokens is None:
             return self.max_seq_len
         if max_tokens > room:
@@ -110,6 +157,12 @@ class Admission:
                 f"{self.max_seq_len}: lower max_tokens to {room}, or raise max_seq_len (--max-seq-len)"
             )
         return len(ids) + max_tokens
+
+    def _too_long(self, ids: Sequence[int], what: str) -> OptionFault:
+        return OptionFault(
+            f"the {what} has {len(ids)} tokens, max_seq_len is {self.max_seq_len}: shorten the {what}, or raise max_seq_len "
+            f"(--max-seq-len; the model goes up to {self.bundle.manifest.max_positions})"
+        )
 
     def _total(self, ids: Sequence[int], max_total_tokens: int | None) -> int:
         room = self.max_slots - len(ids)

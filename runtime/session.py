@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
 from time import monotonic
 from types import TracebackType
@@ -18,6 +19,7 @@ from spaceport.runtime.engine import Engine
 from spaceport.runtime.reading import Piece, Reading
 from spaceport.runtime.request import Request
 from spaceport.runtime.scheduler import PROMPT_ROWS, Scheduler, Task
+from spaceport.runtime.scoring import Score, Scoring
 from spaceport.runtime.stream import AsyncStream, Completion, Stream, news_for_loop
 from spaceport.runtime.text import open_tokenizer
 from spaceport.runtime.worker import Worker
@@ -97,6 +99,24 @@ class Runtime:
         put = news_for_loop(news, asyncio.get_running_loop())
         return AsyncStream(request, reading, self._submit(request, reading, decoding, put), news)
 
+    def score(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
+        """How likely each token of a continuation is behind a prompt, or of the prompt itself; `top` likeliest with each."""
+        scoring, task, fed = self._score(prompt, continuation, top)
+        try:
+            fed.result()
+        finally:
+            task.cancelled = True  # of use only if nobody waits any more
+        return scoring.score()
+
+    async def ascore(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
+        """The same for asyncio."""
+        scoring, task, fed = self._score(prompt, continuation, top)
+        try:
+            await asyncio.wrap_future(fed)
+        finally:
+            task.cancelled = True
+        return scoring.score()
+
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt: text, token ids, or chat messages."""
         return self._admission.tokens_of(prompt)
@@ -113,6 +133,25 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _score(
+        self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int
+    ) -> tuple[Scoring, Task, Future[None]]:
+        request, scoring = self._admission.scoring(prompt, continuation, top)
+        fed: Future[None] = Future()
+        fed.set_running_or_notify_cancel()  # so that nobody but the task sets it
+
+        def news(task: Task) -> None:
+            if not task.done or fed.done():
+                return
+            if task.fault is not None:
+                fed.set_exception(task.fault)
+            else:
+                fed.set_result(None)
+
+        task = Task(request, news)
+        self._worker.submit(task)
+        return scoring, task, fed
 
     def _submit(
         self, request: Request, reading: Reading, decoding: Decoding, put: Callable[[list[Piece] | None], None]

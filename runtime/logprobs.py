@@ -1,0 +1,103 @@
+"""Logprobs: how likely a model found the tokens of a text, by its own logits and before anything is done to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.accept import Verdict
+from spaceport.runtime.choice import not_a_number
+from spaceport.runtime.plan import Plan
+from spaceport.runtime.request import Request
+
+_BLOCK = 128  # of a line of logits; the likeliest tokens are looked for in the blocks with the highest maxima
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was at its place, and which ones were likelier or nearly so."""
+
+    token: int
+    logprob: float  # natural logarithm
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with their own, best first; of equals the lowest id
+
+
+@dataclass
+class Logprobs:
+    """The log-probabilities of what each thread of a request writes, with so many of the likeliest tokens."""
+
+    top: int
+    _heard: dict[Path, list[TokenLogprob]] = field(default_factory=dict)
+
+    def saw(
+        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """Note the tokens of a step; an end or a limit may yet keep the last of them from being written."""
+        for part, verdict, own in zip(plan.parts, verdicts, lines, strict=True):
+            if not verdict.tokens:
+                continue
+            thread = part.thread
+            heard = self._heard.setdefault(thread.path, [])
+            first = int(part.rows_wanted[0])
+            rows = verdict.kept[part.layout.known - 1 :]
+            for place, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), len(thread.tokens)):
+                heard.append(logprob_in(own[row - first], token, self.top, place))
+
+    def of(self, path: Path, count: int) -> tuple[TokenLogprob, ...]:
+        """Those of the first tokens that a thread wrote itself."""
+        return tuple(self._heard.get(path, ())[:count])
+
+    def at(self, path: Path, place: int) -> TokenLogprob:
+        """That of one token that a thread wrote itself."""
+        return self._heard[path][place]
+
+
+def logprob_in(line: NDArray[np.float32], token: int, top: int, place: int) -> TokenLogprob:
+    """What a line of logits says of a token, which is decided at this place."""
+    peak = float(line.max())
+    if not math.isfinite(peak):
+        raise not_a_number(place)
+    # Numbers around 1 are exact enough in float32; their sum, of a vocabulary's many small ones, is not.
+    below = line - np.float32(peak)
+    weight = math.log(np.exp(below, out=below).sum(dtype=np.float64))
+    best = tuple((other, float(line[other]) - peak - weight) for other in likeliest_in(line, top))
+    return TokenLogprob(token, float(line[token]) - peak - weight, best)
+
+
+def likeliest_in(line: NDArray[np.float32], count: int) -> list[int]:
+    """The tokens with the highest logits, best first; of equals those with the lowest ids."""
+    if not count:
+        return []
+    width = min(_BLOCK, line.size // count)  # at least one block for each: as many tokens are as high as its maximum
+    maxima = np.maximum.reduceat(line, np.arange(0, line.size, width))
+    least = np.partition(maxima, maxima.size - count)[maxima.size - count]
+    tokens = np.flatnonzero(line >= least)
+    found: list[int] = tokens[np.argsort(-line[tokens], kind="stable")[:count]].tolist()
+    return found
+
+
+def in_reading_order(
+    threads: Mapping[Path, Sequence[TokenLogprob]], fork: int | None, path: Path = ()
+) -> Iterator[TokenLogprob]:
+    """Those of a thread in the order in which its text is read: a child's in place of the [Fork] that it hangs from."""
+    forks = 0
+    for one in threads[path]:
+        if one.token != fork:
+            yield one
+            continue
+        if (child := (*path, forks)) in threads:
+            yield from in_reading_order(threads, fork, child)
+        forks += 1
+
+
+def check_top(name: str, top: int, vocab_size: int) -> None:
+    """Raise if nobody can give so many of the likeliest tokens."""
+    if not 0 <= top <= vocab_size:
+        raise OptionFault(f"{name} is {top}: expected 0 to {vocab_size}, the tokens that the model knows")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spaceport.runtime.admission import capacity_for
+from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.stream import Completion
+from spaceport.runtime.worker import RuntimeClosed
 from spaceport.tools.reference import open_reference_runtime
 
 TINY = Path(__file__).parent / "data" / "tiny"
@@ -28,6 +32,11 @@ GOLDEN_END = (
 )
 
 
+def chain(mask_slots: int, max_tokens: int = 96) -> Decoding:
+    """Drafts whose number of steps does not hang on what rows are held to be worth."""
+    return Decoding(max_tokens=max_tokens, mask_slots=mask_slots, draft="chain")
+
+
 @pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "torch"])
 def runtime(request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundle: Path) -> Iterator[Runtime]:
     if request.param == "torch":
@@ -41,7 +50,7 @@ def runtime(request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundl
 
 @pytest.mark.parametrize(("mask_slots", "steps"), [(0, 96), (1, 52), (2, 40), (3, 31), (4, 29), (5, 26)])
 def test_the_golden_text_takes_the_pinned_number_of_steps(runtime: Runtime, mask_slots: int, steps: int) -> None:
-    found = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=mask_slots))
+    found = runtime.generate(DECODER, chain(mask_slots))
     assert found.text == GOLDEN
     assert (found.ending, len(found.tokens)) == ("length", 96)
     assert found.statistics.steps == steps
@@ -50,7 +59,7 @@ def test_the_golden_text_takes_the_pinned_number_of_steps(runtime: Runtime, mask
 
 @pytest.mark.parametrize(("mask_slots", "steps"), [(0, 49), (1, 25), (2, 18), (3, 15), (4, 13), (5, 11)])
 def test_the_end_of_text_ends_it_where_plain_decoding_would(runtime: Runtime, mask_slots: int, steps: int) -> None:
-    found = runtime.generate(SCANNER, Decoding(max_tokens=96, mask_slots=mask_slots))
+    found = runtime.generate(SCANNER, chain(mask_slots))
     assert found.text == GOLDEN_END
     assert (found.ending, len(found.tokens)) == ("end", 48)
     assert found.statistics.steps == steps
@@ -59,7 +68,7 @@ def test_the_end_of_text_ends_it_where_plain_decoding_would(runtime: Runtime, ma
 def test_foreign_text_is_the_same_with_drafts_that_hardly_help(runtime: Runtime) -> None:
     plain = runtime.generate(FOREIGN, Decoding(max_tokens=96, mask_slots=0))
     for mask_slots in range(1, 6):
-        drafted = runtime.generate(FOREIGN, Decoding(max_tokens=96, mask_slots=mask_slots))
+        drafted = runtime.generate(FOREIGN, chain(mask_slots))
         assert drafted.tokens == plain.tokens
         assert 1.0 <= drafted.statistics.tokens_per_step < 1.3
 
@@ -77,8 +86,10 @@ def test_a_chat_goes_through_the_models_template(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 48, 512])
 def test_a_prompt_fed_in_chunks_leads_to_the_same_text(tiny_bundle: Path, chunk: int) -> None:
-    with Runtime.open(tiny_bundle, max_seq_len=512, threads=1) as opened:
-        found = Runtime(opened.bundle, opened.engine, 512, chunk=chunk).generate(DECODER, Decoding(max_tokens=96))
+    bundle = open_bundle(tiny_bundle)
+    engine = open_engine(bundle, "auto", capacity_for(bundle.manifest, 512), 1, 1)
+    with Runtime(bundle, engine, 512, prompt_rows=chunk) as opened:
+        found = opened.generate(DECODER, chain(5))
     assert found.text == GOLDEN
     assert found.statistics.prompt_steps == -(-found.statistics.prompt_tokens // chunk) - 1
     assert found.statistics.steps == 26
@@ -111,24 +122,49 @@ def test_a_text_ends_at_max_seq_len_whatever_is_drafted(tiny_bundle: Path) -> No
 
 
 def test_pieces_make_up_the_text_and_tell_which_tokens_were_drafted(runtime: Runtime) -> None:
-    with runtime.stream(DECODER, Decoding(max_tokens=96)) as stream:
+    with runtime.stream(DECODER, chain(5)) as stream:
         pieces = list(stream)
         found = stream.completion()
     assert "".join(piece.text for piece in pieces) == found.text == GOLDEN
+    assert "".join(piece.reading for piece in pieces) == GOLDEN
     assert tuple(piece.token for piece in pieces) == found.tokens
     assert sum(piece.drafted for piece in pieces) == sum(found.statistics.accepted_by_depth) == 70
     assert not any(piece.drafted for piece in runtime.stream(DECODER, Decoding(max_tokens=20, mask_slots=0)))
 
 
-def test_a_closed_stream_frees_the_runtime_and_the_next_text_is_untouched(runtime: Runtime) -> None:
-    stream = runtime.stream(DECODER, Decoding(max_tokens=96))
+@pytest.mark.parametrize("drafting", [{}, {"draft": "chain"}, {"draft_rows": 4}, {"draft_siblings": 1}, {"lookup": 8}])
+def test_no_way_of_drafting_changes_a_text(runtime: Runtime, drafting: dict[str, Any]) -> None:
+    for prompt in PROMPTS.values():
+        plain = runtime.generate(prompt, Decoding(max_tokens=60, mask_slots=0))
+        drafted = runtime.generate(prompt, Decoding(max_tokens=60, **drafting))
+        assert (drafted.text, drafted.tokens, drafted.ending) == (plain.text, plain.tokens, plain.ending)
+
+
+def test_what_is_looked_up_needs_no_mask_slots(runtime: Runtime) -> None:
+    found = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=0, lookup=8))
+    assert found.text == GOLDEN
+    assert found.statistics.steps < 96
+    assert set(found.statistics.accepted_by_source) == {"lookup"}
+
+
+def test_a_second_text_waits_for_the_first(runtime: Runtime) -> None:
+    first = runtime.stream(DECODER, Decoding(max_tokens=96))
+    second = runtime.generate(SCANNER, Decoding(max_tokens=96))
+    assert second.text == GOLDEN_END
+    assert second.statistics.waiting_seconds > 0
+    assert first.completion().text == GOLDEN
+
+
+def test_a_stream_closed_early_ends_where_it_is_and_the_next_text_is_untouched(runtime: Runtime) -> None:
+    stream = runtime.stream(DECODER, Decoding(mask_slots=0))  # one token a step: it is not written before it is closed
     next(stream)
-    with pytest.raises(RuntimeBusy, match="finish or close its stream first"):
-        runtime.generate(SCANNER)
     stream.close()
     assert runtime.generate(SCANNER, Decoding(max_tokens=96)).text == GOLDEN_END
-    with pytest.raises(ValueError, match="closed before its text ended"):
-        stream.completion()
+    whole, found = runtime.generate(DECODER), stream.completion()
+    assert found.ending == "cancelled"
+    assert 0 < len(found.tokens) < len(whole.tokens)
+    assert whole.text.startswith(found.text)
+    assert whole.tokens[: len(found.tokens)] == found.tokens
 
 
 def test_texts_one_after_the_other_do_not_touch_each_other(runtime: Runtime) -> None:
@@ -152,7 +188,7 @@ def test_token_ids_and_text_are_the_same_prompt(runtime: Runtime) -> None:
 def test_a_closed_runtime_says_so(tiny_bundle: Path) -> None:
     runtime = Runtime.open(tiny_bundle, max_seq_len=64)
     runtime.close()
-    with pytest.raises(RuntimeError, match="the runtime is closed"):
+    with pytest.raises(RuntimeClosed, match="the runtime is closed"):
         runtime.generate("x")
 
 

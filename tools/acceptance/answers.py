@@ -127,7 +127,7 @@ def request_for(
         tokens=tokens,
         choose=Greedy(Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, max_depth)),
         limit=limit,
-        total=engine.capacity - 1 - STEP_ROWS - len(prompt),
+        total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
         drafting=drafting,
         chunk=min(_CHUNK, engine.rows),
         max_threads=max_threads,

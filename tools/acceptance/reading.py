@@ -64,15 +64,14 @@ class _Reading:
         found: list[int] = []
         (thread,) = self.request.threads
         while thread.fed < len(thread.tokens):
-            part = plan_thread(thread, PLAIN, self.request.tokens, min(ROWS, self.engine.rows))
-            wanted = np.flatnonzero(part.positions >= self.start - 1)
-            part = replace(part, layout=replace(part.layout, wanted=wanted), complete=wanted.size > 0)
+            rows = min(ROWS, self.engine.rows)
+            part = plan_thread(thread, PLAIN, self.request.tokens, rows, echo=self.start - 1)
             slots, (logits,) = self._run(Plan((part,)))
             thread.sees[slots] = True
             thread.fed += slots.size
             self.slots = np.concatenate((self.slots, slots))
-            for row, place in enumerate(part.positions[wanted].tolist()):
-                found.append(self.request.choose.token(logits[row], self._before(place + 1), ()))
+            for line, place in zip(logits, part.positions[part.rows_wanted].tolist(), strict=True):
+                found.append(self.request.choose.token(line, self._before(place + 1), ()))
         return np.array(found, np.int64)
 
     def draft(self, places: range, found: NDArray[np.int64]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,86 +9,70 @@ from typing import Any
 import click
 
 from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.runtime.admission import Prompt
+from spaceport.runtime.admission import Prompt, capacity_for, seq_len, slots_for
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import Completion, Stream
+from spaceport.tools.cli.generate_options import (
+    Generate,
+    check_before,
+    check_with,
+    decoding_of,
+    drafts,
+    engines,
+    lengths,
+    outputs,
+    prompts,
+    threads,
+)
+from spaceport.tools.cli.generate_screen import as_dict, show, show_live, show_statistics
+from spaceport.tools.cli.lanes import Lanes
 from spaceport.tools.cli.screen import show_json
 
 
-@click.command("generate")
+@click.command("generate", cls=Generate)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
-@click.option("--chat", is_flag=True, help="The prompt is what a user says: put it through the model's chat template.")
-@click.option(
-    "--mask-slots",
-    type=int,
-    metavar="K",
-    help="Tokens that each step drafts, 0 for plain decoding; by default the bundle's limit. It never changes the text.",
-)
-@click.option(
-    "--max-tokens", type=int, metavar="N", help="Most tokens to write; by default until the text ends or --max-seq-len."
-)
-@click.option(
-    "--max-seq-len",
-    type=int,
-    metavar="N",
-    help="Longest prompt and text together; by default what the model knows, at most 4096.",
-)
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be given more than once.")
-@click.option("--backend", type=click.Choice(("auto", "onnxruntime", "torch")), default="auto", show_default=True)
-@click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path),
-    help="With --backend torch: the checkpoint that the bundle was made from.",
-)
-@click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
-@click.option("--stats", is_flag=True, help="Say on stderr what the text cost.")
-@click.option("--show-drafts", is_flag=True, help="Mark tokens that were drafted and accepted.")
-@click.option("--json", "as_json", is_flag=True, help="Print text, tokens and statistics as JSON.")
-def command(
-    bundle: Path,
-    prompt: str | None,
-    prompt_file: Path | None,
-    chat: bool,
-    mask_slots: int | None,
-    max_tokens: int | None,
-    max_seq_len: int | None,
-    stop: tuple[str, ...],
-    backend: str,
-    checkpoint: Path | None,
-    threads: int,
-    stats: bool,
-    show_drafts: bool,
-    as_json: bool,
-) -> None:
+@prompts
+@lengths
+@drafts
+@threads
+@outputs
+@engines
+@click.pass_context
+def command(context: click.Context, /, bundle: Path, prompt: str | None, **told: Any) -> None:
     """Write the text that BUNDLE continues PROMPT with; PROMPT - reads it from standard input."""
-    text = read_prompt(prompt, prompt_file)
-    given: Prompt = [{"role": "user", "content": text}] if chat else text
-    with open_runtime(bundle, backend, checkpoint, max_seq_len, threads) as runtime:
-        stream = runtime.stream(given, Decoding(max_tokens=max_tokens, mask_slots=mask_slots, stop=stop))
-        if not as_json:
-            show(stream, show_drafts)
-        completion = stream.completion()
-    if as_json:
-        show_json(as_dict(completion))
-    elif stats:
-        show_statistics(completion)
+    check_before(context)
+    text = read_prompt(prompt, told["prompt_file"])
+    given: Prompt = [{"role": "user", "content": text}] if told["chat"] else text
+    decoding = decoding_of(told)
+    with open_runtime(bundle, told) as runtime:
+        check_with(context, runtime.bundle.manifest, decoding)
+        lanes = Lanes(runtime.bundle.manifest.tokens.fork)
+        with runtime.stream(given, decoding) as stream:
+            if told["live"]:
+                show_live(stream, lanes, told["show_drafts"])
+            elif not told["as_json"]:
+                show(stream, lanes, told["show_drafts"])
+            completion = stream.completion()
+    if told["as_json"]:
+        show_json(as_dict(completion, None))
+    if told["stats"]:
+        show_statistics(completion, None)
 
 
-def open_runtime(bundle: Path, backend: str, checkpoint: Path | None, max_seq_len: int | None, threads: int) -> Runtime:
+def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
     """The bundle on the backend that was asked for."""
+    backend, checkpoint, workers = told["backend"], told["checkpoint"], told["workers"]
+    max_seq_len, max_slots = told["max_seq_len"], told["max_slots"]
     if backend != "torch":
-        if checkpoint is not None:
-            raise OptionFault("--checkpoint is only read with --backend torch: leave it out, or add that")
-        return Runtime.open(bundle, backend=backend, max_seq_len=max_seq_len, threads=threads)
-    if checkpoint is None:
-        raise OptionFault("--backend torch runs the checkpoint itself: name it with --checkpoint")
-    from spaceport.tools.reference import open_reference_runtime
+        return Runtime.open(bundle, backend=backend, max_seq_len=max_seq_len, max_slots=max_slots, threads=workers)
+    from spaceport.tools.reference import open_reference
 
-    return open_reference_runtime(open_bundle(bundle), checkpoint, max_seq_len, threads)
+    opened = open_bundle(bundle)
+    length = seq_len(opened.manifest, max_seq_len)
+    slots = slots_for(length, max_slots)
+    capacity = capacity_for(opened.manifest, slots)
+    return Runtime(opened, open_reference(opened, checkpoint, capacity, 1, threads=workers), length, slots)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -105,40 +88,6 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return _text(sys.stdin.buffer.read(), "standard input")
     assert prompt is not None
     return _text(prompt.encode("utf-8", "surrogateescape"), "the prompt")
-
-
-def show(stream: Stream, drafts: bool) -> None:
-    """The text as it comes; on a terminal drafted tokens are green, elsewhere they stand in brackets."""
-    terminal, open_bracket = sys.stdout.isatty(), False
-    for piece in stream:
-        marked = drafts and piece.drafted
-        if not piece.text:
-            continue
-        if not terminal and marked != open_bracket:
-            click.echo("[" if marked else "]", nl=False)
-            open_bracket = marked
-        click.echo(click.style(piece.text, fg="green", underline=True) if terminal and marked else piece.text, nl=False)
-        sys.stdout.flush()
-    click.echo("]" if open_bracket else "")
-
-
-def show_statistics(completion: Completion) -> None:
-    """What a text cost, in one line for people."""
-    s = completion.statistics
-    share = ", ".join(f"{got}/{fed}" for got, fed in zip(s.accepted_by_depth, s.drafted_by_depth, strict=True))
-    outside = s.outside_seconds / max(1, s.steps + s.prompt_steps) * 1e3
-    click.echo(
-        f"{len(completion.tokens)} tokens in {s.steps} steps ({s.tokens_per_step:.2f} a step), ended by {completion.ending}; "
-        f"accepted by depth: {share or 'nothing drafted'}; {s.engine_seconds:.3f} s in the engine, {outside:.3f} ms a step outside it",
-        err=True,
-    )
-
-
-def as_dict(completion: Completion) -> dict[str, Any]:
-    """A completion for machines."""
-    data = dataclasses.asdict(completion)
-    data["statistics"]["tokens_per_step"] = completion.statistics.tokens_per_step
-    return data
 
 
 def _text(data: bytes, source: str) -> str:

@@ -1,0 +1,250 @@
+"""`spaceport generate`: every option reaches the text, none is dropped, and what is printed is what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+
+import click
+import pytest
+from small_bundle import edit
+
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import OK, USAGE, run
+from spaceport.tools.cli.generate import command
+from spaceport.tools.cli.generate_options import Generate
+
+TINY = Path(__file__).parent / "data" / "tiny"
+DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
+PROGRAM = "from spaceport.tools.cli import main; main()"
+TIMES = {"waiting_seconds", "engine_seconds", "outside_seconds"}
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def forking(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose text forks: the token of a line's end is its [Fork]."""
+    bundle = shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("forking") / "bundle")
+    with Runtime.open(bundle, threads=1, max_seq_len=64) as runtime:
+        (fork,), (child,) = (runtime.tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "#"))
+    edit(bundle, lambda manifest: manifest["tokens"].update(fork=fork, child=child))
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def runtime(forking: Path) -> Iterator[Runtime]:
+    with Runtime.open(forking, threads=1, max_seq_len=256, max_slots=512) as opened:
+        yield opened
+
+
+def printed(capfd: Capture, bundle: Path, *arguments: object) -> tuple[str, str]:
+    """What a command prints on stdout and stderr."""
+    words = ["generate", bundle, DECODER, "--max-seq-len", 256, "--max-slots", 512, "--threads", 1, *arguments]
+    assert run([str(word) for word in words]) == OK, capfd.readouterr().err
+    out, err = capfd.readouterr()
+    return out, err
+
+
+def refused(capfd: Capture, message: str, bundle: Path, *arguments: object) -> None:
+    assert run(["generate", str(bundle), "a", *map(str, arguments)]) == USAGE
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.search(message, err), err
+    assert "Traceback" not in err
+
+
+def without_times(statistics: dict[str, object]) -> dict[str, object]:
+    assert statistics.keys() >= TIMES
+    return {name: value for name, value in statistics.items() if name not in TIMES}
+
+
+OPTIONS: list[tuple[list[object], Decoding]] = [
+    ([], Decoding()),
+    (["--max-tokens", 40], Decoding(max_tokens=40)),
+    (["--max-total-tokens", 70], Decoding(max_total_tokens=70)),
+    (["--stop", "zz", "--stop", "JSON"], Decoding(stop=("zz", "JSON"))),
+    (["--timeout", 600], Decoding(timeout=600)),
+    (["--mask-slots", 2], Decoding(mask_slots=2)),
+    (["--mask-slots", 0], Decoding(mask_slots=0)),
+    (["--draft", "chain"], Decoding(draft="chain")),
+    (["--draft-rows", 6], Decoding(draft_rows=6)),
+    (["--draft-siblings", 1], Decoding(draft_siblings=1)),
+    (["--lookup", 0], Decoding(lookup=0)),
+    (["--lookup", 3, "--mask-slots", 0, "--draft-rows", 3], Decoding(lookup=3, mask_slots=0, draft_rows=3)),
+    (["--no-fork"], Decoding(fork=False)),
+    (["--fork"], Decoding(fork=True)),
+    (["--max-threads", 1], Decoding(max_threads=1)),
+    (["--max-depth", 2], Decoding(max_depth=2)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "decoding"), OPTIONS)
+def test_an_option_does_what_it_does_in_a_program(
+    forking: Path, runtime: Runtime, capfd: Capture, arguments: list[object], decoding: Decoding
+) -> None:
+    if decoding.max_tokens is None:
+        arguments, decoding = [*arguments, "--max-tokens", 60], replace(decoding, max_tokens=60)
+    expected = runtime.generate(DECODER, decoding)
+    found = json.loads(printed(capfd, forking, "--json", *arguments)[0])
+    assert (found["text"], found["ending"]) == (expected.text, expected.ending)
+    assert tuple(found["tokens"]) == expected.tokens
+    assert tuple(found["prompt_tokens"]) == expected.prompt_tokens
+    assert found["threads"] == json.loads(json.dumps([asdict(thread) for thread in expected.threads]))
+    assert without_times(found["statistics"]) == without_times(asdict(expected.statistics)) | {
+        "tokens_per_step": expected.statistics.tokens_per_step
+    }
+
+
+def test_the_options_above_are_told_apart_by_what_comes_of_them(runtime: Runtime) -> None:
+    """Else a dropped one would go unnoticed: only the deadline and what is the default anyway change nothing."""
+    same = [arguments for arguments, decoding in OPTIONS[1:] if cost(runtime, decoding) == cost(runtime, Decoding())]
+    assert same == [["--timeout", 600], ["--fork"]]
+
+
+def cost(runtime: Runtime, decoding: Decoding) -> object:
+    if decoding.max_tokens is None:
+        decoding = replace(decoding, max_tokens=60)
+    completion = runtime.generate(DECODER, decoding)
+    return completion.threads, without_times(asdict(completion.statistics))
+
+
+def test_a_text_that_forks_is_printed_in_reading_order(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    expected = runtime.generate(DECODER, Decoding(max_tokens=60))
+    assert len(expected.threads) == 3
+    out, err = printed(capfd, forking, "--max-tokens", 60)
+    assert (out, err) == (f"{expected.text}\n", "")
+
+
+def test_marked_drafts_are_the_accepted_ones(tiny_bundle: Path, capfd: Capture) -> None:
+    out, _ = printed(capfd, tiny_bundle, "--max-tokens", 40, "--show-drafts")
+    with Runtime.open(tiny_bundle, threads=1, max_seq_len=256) as runtime:
+        stream = runtime.stream(DECODER, Decoding(max_tokens=40))
+        marked = [(piece.text, piece.drafted) for piece in stream]
+    runs = (("".join(text for text, _ in run), drafted) for drafted, run in groupby(marked, lambda one: one[1]))
+    assert out == "".join(f"[{text}]" if drafted else text for text, drafted in runs) + "\n"
+
+
+def test_marks_change_nothing_else_of_a_text_that_forks(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    arguments = ("--max-tokens", 60, "--stop", "[", "--stop", "]")  # so that every bracket is a mark
+    plain, _ = printed(capfd, forking, *arguments)
+    marked, _ = printed(capfd, forking, *arguments, "--show-drafts")
+    assert len(plain) > 30
+    assert marked.count("[") == marked.count("]") > 3
+    assert marked.replace("[", "").replace("]", "") == plain
+
+
+def test_statistics_say_what_the_text_cost(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    s = runtime.generate(DECODER, Decoding(max_tokens=60)).statistics
+    for arguments in ([], ["--json"]):
+        _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", *arguments)
+        written, threads, drafts, times = err.splitlines()
+        assert written == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} a step), ended by length"
+        assert threads == (
+            f"{s.threads} threads, at most {s.peak_threads} at a time, at most {s.peak_slots} slots, {s.rows} rows"
+        )
+        assert f"{s.accepted_by_source['mask']} of {s.drafted_by_source['mask']} from mask slots" in drafts
+        assert f"by depth {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in drafts
+        assert re.fullmatch(
+            r"[\d.]+ s in the engine, [\d.]+ s outside it \([\d.]+ ms a step\), [\d.]+ s waiting", times
+        )
+    _, err = printed(capfd, forking, "--max-tokens", 9, "--mask-slots", 0, "--no-fork", "--stats")
+    assert "drafts accepted: none, nothing was drafted" in err
+    assert "threads" not in err
+
+
+WRONG: list[tuple[list[object], str]] = [
+    (["--max-total-tokens", 0], "max_total_tokens is 0: expected at least 1"),
+    (["--max-total-tokens", 5000], r"max_total_tokens 5000 make 5002 slots, max_slots is 1024: lower .* to 1022, or"),
+    (["--max-slots", 9], "max_slots is 9: expected at least max_seq_len, 1024"),
+    (["--max-slots", -1], "max_slots is -1: expected at least max_seq_len, 1024"),
+    (["--timeout", 0], "timeout is 0.0: expected seconds, more than 0"),
+    (["--timeout", "nan"], "timeout is nan: expected seconds, more than 0"),
+    (["--timeout", "soon"], "'soon' is not a valid float"),
+    (["--draft", "bush"], "'bush' is not one of 'chain', 'tree'"),
+    (["--draft-rows", 0], "draft rows is 0: expected at least 1"),
+    (["--draft-siblings", 0], "draft siblings is 0: expected at least 1"),
+    (["--lookup", -1], "draft lookup is -1: expected at least 0"),
+    (["--lookup", 3, "--draft", "chain"], "lookup is 3 with draft chain: .*: leave one out"),
+    (["--draft-rows", 3, "--draft", "chain"], "--draft-rows with --draft chain: it would do nothing; expected --draft"),
+    (["--draft-siblings", 3, "--draft", "chain"], "--draft-siblings with --draft chain: it would do nothing"),
+    (["--draft-siblings", 3, "--mask-slots", 0, "--lookup", 2], "--draft-siblings with --mask-slots 0: it would do"),
+    (["--draft-rows", 3, "--mask-slots", 0], "--draft-rows with --mask-slots 0: .*expected mask slots or --lookup"),
+    (["--draft", "tree", "--mask-slots", 0], "--draft with --mask-slots 0: it would do nothing; expected mask slots"),
+    (["--max-threads", 0], "max_threads is 0: expected 1 to 128"),
+    (["--max-threads", 129], "max_threads is 129: expected 1 to 128"),
+    (["--max-depth", -1], "max_depth is -1: expected at least 0"),
+    (["--max-threads", 2, "--no-fork"], "--max-threads with --no-fork: it would do nothing; expected --fork, or leave"),
+    (["--max-depth", 2, "--no-fork"], "--max-depth with --no-fork: it would do nothing; expected --fork, or leave it"),
+    (["--json", "--show-drafts"], "--show-drafts with --json: it would do nothing; expected one of the two"),
+    (["--live"], "--live draws on a terminal, and standard output is none: leave it out, or take --show-drafts"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_what_cannot_be_meant_is_refused(forking: Path, capfd: Capture, arguments: list[object], message: str) -> None:
+    refused(capfd, message, forking, *arguments)
+
+
+def test_a_bundle_that_cannot_do_it_is_told_apart(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
+    refused(capfd, "fork is True: expected a bundle with a fork token, this one has none: leave", tiny_bundle, "--fork")
+    refused(capfd, "--max-threads with a bundle without a fork token: it would do", tiny_bundle, "--max-threads", 2)
+    plain = shutil.copytree(tiny_bundle, tmp_path / "plain")
+    edit(plain, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
+    message = "with a bundle without mask slots: it would do nothing"
+    refused(capfd, f"--draft-siblings {message}", plain, "--draft-siblings", 2)
+    refused(capfd, f"--draft-rows {message}; expected mask slots or --lookup", plain, "--draft-rows", 2, "--lookup", 0)
+    printed(capfd, plain, "--draft-rows", 2, "--max-tokens", 3)
+
+
+def test_help_lists_every_option_once_under_a_heading(capfd: Capture) -> None:
+    assert run(["generate", "--help"]) == OK
+    out, err = capfd.readouterr()
+    assert err == ""
+    headings = re.findall(r"^(\S.*):$", out, re.MULTILINE)
+    assert headings == [*Generate.headings.values(), "Help"]
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert len(re.findall(rf"^  {option.opts[0]}[ ,\n]", out, re.MULTILINE)) == 1
+            assert option.help or option.name == "backend"
+
+
+def test_on_a_terminal_the_threads_are_drawn_before_the_text(forking: Path, runtime: Runtime) -> None:
+    expected = runtime.generate(DECODER, Decoding(max_tokens=60))
+    out = on_a_terminal(forking, "--max-tokens", 60, "--live")
+    assert out.endswith("\r\n" + expected.text.replace("\n", "\r\n") + "\r\n")
+    assert f"; {expected.statistics.threads} threads; at most {expected.statistics.peak_slots} slots" in out
+    assert "spine" in out
+    alone = on_a_terminal(forking, "--max-tokens", 60, "--live", "--no-fork", "--show-drafts")
+    assert "\x1b[32m" in alone
+
+
+def on_a_terminal(bundle: Path, *arguments: object) -> str:
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-c", PROGRAM, "generate", bundle, DECODER, "--threads", 1, *arguments]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    with subprocess.Popen(
+        [str(word) for word in words], stdout=theirs, stdin=theirs, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        os.close(theirs)
+        found = b""
+        try:
+            while data := os.read(ours, 65536):
+                found += data
+        except OSError:  # so the end is told
+            pass
+        os.close(ours)
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == OK
+    return found.decode()

@@ -1,0 +1,128 @@
+"""Generate options: what `spaceport generate` can be told, and which of it makes no sense together."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, get_args
+
+import click
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.manifest import Manifest
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.draft import Drafting, Shape
+from spaceport.tools.cli.options import Idle, Sectioned, options, refuse_idle
+
+_FILE = click.Path(path_type=Path)
+
+
+class Generate(Sectioned):
+    """The command with its options in groups."""
+
+    headings: ClassVar = {
+        "prompt_file": "Prompt",
+        "max_tokens": "Length",
+        "mask_slots": "Drafts, which never change the text",
+        "fork": "Threads",
+        "live": "Output",
+        "backend": "Engine",
+    }
+
+
+prompts = options(
+    click.option("--prompt-file", type=_FILE, metavar="FILE", help="Read the prompt from a file."),
+    click.option("--chat", is_flag=True, help="The prompt is what a user says: put it through the model's chat template."),
+)  # fmt: skip
+
+lengths = options(
+    click.option("--max-tokens", type=int, metavar="N", help="Most tokens from the prompt to the end of any thread."),
+    click.option("--max-total-tokens", type=int, metavar="N", help="Most tokens of all threads together; all of them end there."),
+    click.option("--max-seq-len", type=int, metavar="N", help="Make room for so many tokens of prompt and text; by default what the model knows, at most 4096."),
+    click.option("--max-slots", type=int, metavar="N", help="Make room for so many tokens of a prompt and all its threads; by default --max-seq-len."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be given more than once."),
+    click.option("--timeout", type=float, metavar="SECONDS", help="End the text where it is after so long."),
+)  # fmt: skip
+
+drafts = options(
+    click.option("--mask-slots", type=int, metavar="K", help="Most tokens that mask slots draft for a thread in a step, 0 for none; by default the bundle's limit."),
+    click.option("--draft", type=click.Choice(get_args(Shape)), help="Draft trees of likely tokens, which is the default, or one chain of the likeliest."),
+    click.option("--draft-rows", type=int, metavar="N", help=f"Most rows of a tree; {Drafting.rows} by default."),
+    click.option("--draft-siblings", type=int, metavar="N", help=f"Most tokens that a tree tries for one place; {Drafting.siblings} by default."),
+    click.option("--lookup", type=int, metavar="N", help="Most tokens that trees draft because they followed the last words before; some by default, 0 for none."),
+)  # fmt: skip
+
+threads = options(
+    click.option("--fork/--no-fork", default=None, help="Whether the text may fork into threads; by default if the model can."),
+    click.option("--max-threads", type=int, metavar="N", help=f"Most threads that write at the same time; {Decoding.max_threads} by default. The others wait, and write the same."),
+    click.option("--max-depth", type=int, metavar="N", help=f"Most forks on the way to a thread; {Decoding.max_depth} by default."),
+)  # fmt: skip
+
+outputs = options(
+    click.option("--live", is_flag=True, help="Draw the threads side by side as they grow, before the text (on a terminal)."),
+    click.option("--show-drafts", is_flag=True, help="Mark tokens that were drafted and accepted: green, in a pipe in brackets."),
+    click.option("--stats", is_flag=True, help="Say on stderr what the text cost."),
+    click.option("--json", "as_json", is_flag=True, help="Print text, tokens, threads and statistics as JSON."),
+)  # fmt: skip
+
+engines = options(
+    click.option("--backend", type=click.Choice(("auto", "onnxruntime", "torch")), default="auto", show_default=True),
+    click.option("--checkpoint", type=_FILE, metavar="FOLDER", help="With --backend torch: the checkpoint that the bundle was made from."),
+    click.option("--threads", "workers", default=0, metavar="N", help="Processor threads; 0 means one for each core."),
+)  # fmt: skip
+
+
+def check_before(context: click.Context) -> None:
+    """Raise for options that contradict each other or would do nothing, whatever the bundle is."""
+    told = context.params
+    if told["live"] and not sys.stdout.isatty():
+        raise OptionFault(
+            "--live draws on a terminal, and standard output is none: leave it out, or take --show-drafts"
+        )
+    if told["checkpoint"] is not None and told["backend"] != "torch":
+        raise OptionFault("--checkpoint is only read with --backend torch: leave it out, or add that")
+    if told["checkpoint"] is None and told["backend"] == "torch":
+        raise OptionFault("--backend torch runs the checkpoint itself: name it with --checkpoint")
+    refuse_idle(
+        context,
+        (
+            Idle(told["as_json"], ("live", "show_drafts"), "--json", "one of the two"),
+            Idle(told["draft"] == "chain", ("draft_rows", "draft_siblings"), "--draft chain", "--draft tree"),
+            Idle(told["fork"] is False, ("max_threads", "max_depth"), "--no-fork", "--fork"),
+        ),
+    )
+
+
+def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
+    """Raise for options that would do nothing with a bundle."""
+    drafting = decoding.drafting(manifest.max_mask_slots)
+    idle = drafting.mask_slots == 0
+    without = "--mask-slots 0" if manifest.max_mask_slots else "a bundle without mask slots"
+    forks = manifest.tokens.fork is not None
+    refuse_idle(
+        context,
+        (
+            Idle(idle, ("draft_siblings",), without, "mask slots"),
+            Idle(idle and not drafting.lookup, ("draft", "draft_rows"), without, "mask slots or --lookup"),
+            Idle(not forks, ("max_threads", "max_depth"), "a bundle without a fork token", "one that forks"),
+        ),
+    )
+
+
+def decoding_of(told: dict[str, Any]) -> Decoding:
+    """How a text is to be written, from what was said; what was not said is as it is by default."""
+    said = {name: value for name, value in told.items() if value is not None}
+    return Decoding(
+        max_tokens=told["max_tokens"],
+        max_total_tokens=told["max_total_tokens"],
+        stop=told["stop"],
+        timeout=told["timeout"],
+        mask_slots=told["mask_slots"],
+        draft=said.get("draft", Decoding.draft),
+        draft_rows=said.get("draft_rows", Decoding.draft_rows),
+        draft_siblings=said.get("draft_siblings", Decoding.draft_siblings),
+        lookup=told["lookup"],
+        fork=told["fork"],
+        max_threads=said.get("max_threads", Decoding.max_threads),
+        max_depth=said.get("max_depth", Decoding.max_depth),
+    )

@@ -18,6 +18,7 @@ settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
 TINY = Path(__file__).parent / "data" / "tiny"
+DEMO = Path(__file__).parents[1] / "tools" / "demo" / "model"
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +28,19 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, which forks, as a bundle."""
+    return exported_once(tmp_path_factory, "scatter", DEMO)
+
+
+@pytest.fixture(scope="session")
 def tiny_append_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with the append lowering."""
     return exported_once(tmp_path_factory, "append")
 
 
-def exported_once(factory: pytest.TempPathFactory, lowering: Lowering) -> Path:
-    """The tiny bundle of a lowering, exported by the first of the session's processes that asks for it."""
+def exported_once(factory: pytest.TempPathFactory, lowering: Lowering, checkpoint: Path = TINY) -> Path:
+    """The bundle of a checkpoint and a lowering, exported by the first of the session's processes that asks for it."""
     # torch and transformers are imported only where a test needs a bundle
     from spaceport.exporter.export import Options, export
     from spaceport.exporter.quiet import quiet_libraries
@@ -41,10 +48,10 @@ def exported_once(factory: pytest.TempPathFactory, lowering: Lowering) -> Path:
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # each worker has a folder of its own within the session's
-    target = folder / f"tiny-{lowering}"
+    target = folder / f"{checkpoint.name}-{lowering}"
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             quiet_libraries()
-            export(TINY, target, Options(lowering=lowering))
+            export(checkpoint, target, Options(lowering=lowering))
     return target

@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.manifest import TokenIds
 from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.draft import Drafting, Guess
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request, new_thread
+from spaceport.runtime.request import Request
 from spaceport.runtime.slots import Slots
+from spaceport.runtime.threads import Thread, new_thread
 from spaceport.tools.tune.packing import IGNORED, Group, anchors, collate, draw_groups, pack, see, successors
 from spaceport.tools.tune.samples import NO_PARENT, Sample
 from spaceport.tools.tune.trainee import LOSS, run, trainee_of
@@ -206,20 +208,34 @@ class Recording:
         return self.engine.run(batch)
 
 
+@dataclass(frozen=True)
+class Known:
+    """Says the tokens of a text that is known beforehand."""
+
+    text: Sequence[int]
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        return self._at(len(thread.tokens) + len(ahead))
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return tuple(Guess((self._at(place + slot),), (1.0,)) for slot in range(len(logits)))
+
+    def _at(self, place: int) -> int:
+        return self.text[place] if place < len(self.text) else 3
+
+
 def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots: int) -> list[Batch]:
     """Let the runtime write a text that is known beforehand, so that it accepts every draft; the calls it makes."""
     decoder, _ = decoder_of(model, "scatter", "plain")
     engine = Recording(TorchEngine(decoder, decoder.signature, 128, 1, "cpu"))
     request = Request(
-        index=0,
         slots=Slots(128, "scatter"),
         threads=[new_thread(text[:prompt], 128)],
         tokens=TokenIds(mask=(M,)),
-        choose=lambda logits, path, place: text[place] if place < len(text) else 3,
-        listener=lambda thread, token, drafted: False,
+        choose=Known(text),
         limit=len(text),
-        mask_slots=mask_slots,
-        chunk=512,
+        total=len(text),
+        drafting=Drafting(mask_slots, "chain"),
     )
     while request.live:
         step(engine, [request])

@@ -7,9 +7,9 @@ import pytest
 
 from spaceport.graphs.manifest import TokenIds
 from spaceport.runtime.accept import Verdict, accept
-from spaceport.runtime.draft import PLAIN, Draft, chain
+from spaceport.runtime.choice import NotANumber, greedy
+from spaceport.runtime.draft import PLAIN, Draft, Guess, chain
 from spaceport.runtime.plan import Part, Plan, lay_out, plan_thread, sees, within
-from spaceport.runtime.sampling import NotANumber, greedy
 from spaceport.runtime.threads import Thread
 
 M = 90
@@ -94,7 +94,9 @@ def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> No
     ],
 )
 def test_nothing_is_drafted_beyond_the_room_left(room: int, tokens: tuple[int, ...], masks: tuple[int, ...]) -> None:
-    assert chain([7, 8, 9], 3, room) == Draft(tokens, tuple(range(len(tokens))), masks)
+    found = chain([7, 8, 9], 3, room)
+    assert (found.tokens, found.parents, found.masks) == (tokens, tuple(range(len(tokens))), masks)
+    assert found.sources == ("mask",) * len(tokens)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
@@ -104,6 +106,15 @@ def test_a_window_counts_positions_and_not_slots(window: int) -> None:
     near = within(window, mask, np.array([3]), slot_positions)
     seen = sorted(slot_positions[near[0]].tolist())
     assert seen == [place for place in range(4) if 3 - place < window]
+
+
+def test_an_echo_wants_the_rows_of_a_prompt_from_a_place_on() -> None:
+    thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
+    wanted = [plan_thread(thread, PLAIN, IDS, 3, echo=place).rows_wanted.tolist() for place in range(5)]
+    assert wanted == [[0, 1, 2], [1, 2], [2], [], []]
+    thread.fed = 3
+    wanted = [plan_thread(thread, chain([], 2, room=9), IDS, 3, echo=place).rows_wanted.tolist() for place in range(6)]
+    assert wanted == [[0, 1, 2, 3]] * 4 + [[1, 2, 3]] * 2  # the last known token's row is always wanted
 
 
 def part_for(draft: Draft, known: int = 1) -> Part:
@@ -117,6 +128,10 @@ def lines(*tokens: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     return logits
 
 
+def guessed(*tokens: int) -> tuple[Guess, ...]:
+    return tuple(Guess((token,), (1.0,)) for token in tokens)
+
+
 K2 = Draft((31, 32), (0, 1), (2, 2, 2))
 TREE = Draft((31, 41, 32), (0, 0, 2), (1, 0, 0, 2))  # 31 and 41 side by side, 32 behind 41; masks behind x and 32
 
@@ -125,13 +140,17 @@ TREE = Draft((31, 41, 32), (0, 0, 2), (1, 0, 0, 2))  # 31 and 41 side by side, 3
     ("draft", "logits", "verdict"),
     [
         # rows: x m01 m02 c1 m11 m12 c2 m21 m22
-        (K2, lines(5, 6, 7, 0, 0, 0, 0, 0, 0), Verdict((0,), (5,), (6, 7))),
-        (K2, lines(31, 6, 7, 5, 8, 9, 0, 0, 0), Verdict((0, 3), (31, 5), (8, 9))),
-        (K2, lines(31, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0, 3, 6), (31, 32, 5), (3, 4))),
-        (K2, lines(32, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0,), (32,), (6, 7))),  # the right token, one place too early
+        (K2, lines(5, 6, 7, 0, 0, 0, 0, 0, 0), Verdict((0,), (5,), guessed(6, 7))),
+        (K2, lines(31, 6, 7, 5, 8, 9, 0, 0, 0), Verdict((0, 3), (31, 5), guessed(8, 9))),
+        (K2, lines(31, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0, 3, 6), (31, 32, 5), guessed(3, 4))),
+        (
+            K2,
+            lines(32, 6, 7, 32, 8, 9, 5, 3, 4),
+            Verdict((0,), (32,), guessed(6, 7)),
+        ),  # the right token, one place too early
         # rows: x m01 c31 c41 c32 m m
         (TREE, lines(31, 6, 32, 0, 0, 0, 0), Verdict((0, 2), (31, 32), ())),  # 32 hangs from 41, not from 31
-        (TREE, lines(41, 6, 0, 32, 5, 3, 4), Verdict((0, 3, 4), (41, 32, 5), (3, 4))),
+        (TREE, lines(41, 6, 0, 32, 5, 3, 4), Verdict((0, 3, 4), (41, 32, 5), guessed(3, 4))),
         (TREE, lines(41, 6, 0, 9, 5, 3, 4), Verdict((0, 3), (41, 9), ())),  # no masks behind 41: nothing drafted
         (PLAIN, lines(5), Verdict((0,), (5,), ())),
     ],
@@ -139,27 +158,44 @@ TREE = Draft((31, 41, 32), (0, 0, 2), (1, 0, 0, 2))  # 31 and 41 side by side, 3
 def test_the_verdict_is_the_walk_along_the_networks_own_tokens(
     draft: Draft, logits: np.ndarray[tuple[int, int], np.dtype[np.float32]], verdict: Verdict
 ) -> None:
-    assert accept(part_for(draft), logits, greedy(())) == verdict
+    assert accept(part_for(draft), logits, greedy()) == verdict
 
 
 def test_a_prompt_chunk_is_kept_and_writes_nothing() -> None:
     part = plan_thread(thread_with([1, 2, 3], fed=0, held=[]), K2, IDS, chunk=2)
-    assert accept(part, np.zeros((0, 100), np.float32), greedy(())) == Verdict((0, 1), (), ())
+    assert accept(part, np.zeros((0, 100), np.float32), greedy()) == Verdict((0, 1), (), ())
 
 
 def test_a_prompts_last_chunk_keeps_its_known_rows_and_what_is_accepted() -> None:
     part = part_for(Draft((31,), (0,), (1, 1)), known=3)  # rows: 10 11 12 m c1 m
-    assert accept(part, lines(31, 6, 5, 7), greedy(())) == Verdict((0, 1, 2, 4), (31, 5), (7,))
+    assert accept(part, lines(31, 6, 5, 7), greedy()) == Verdict((0, 1, 2, 4), (31, 5), guessed(7))
+
+
+def test_siblings_are_guessed_from_the_best_on_with_their_odds() -> None:
+    logits = lines(5, 6, 7)
+    logits[1, [6, 8]] = (9, 8)
+    logits[2, 7] = 99
+    first, second = accept(part_for(Draft((), (), (2,))), logits, greedy((8,)), most=3).guesses
+    assert first.tokens[0] == 6
+    assert 8 not in first.tokens
+    assert first.odds[0] == pytest.approx(np.exp(9) / (np.exp(9) + np.exp(8) + 98), rel=0.05)
+    assert (second.tokens, second.odds) == ((7,), (1.0,))
+
+
+BEFORE = thread_with([10, 11], fed=0, held=[])
 
 
 def test_of_equal_logits_the_lowest_id_is_taken() -> None:
-    assert greedy(())(np.array([0, 2, 2, 1], np.float32), (), 0) == 1
+    assert greedy().token(np.array([0, 2, 2, 1], np.float32), BEFORE, ()) == 1
 
 
 def test_a_banned_token_is_passed_over() -> None:
-    assert greedy((1, 2))(np.array([0, 5, 4, 3, 3], np.float32), (), 0) == 3
+    logits = np.array([0, 5, 4, 3, 3], np.float32)
+    assert greedy((1, 2)).token(logits, BEFORE, ()) == 3
+    assert greedy((1, 2)).guesses(logits[None], BEFORE, 2, 1) == guessed(3)
+    assert logits.tolist() == [0, 5, 4, 3, 3]  # what the engine owns stays as it is
 
 
 def test_logits_that_are_not_numbers_are_an_error_that_says_where() -> None:
-    with pytest.raises(NotANumber, match="place 17 hold NaN"):
-        greedy(())(np.array([0, np.nan, 2], np.float32), (), 17)
+    with pytest.raises(NotANumber, match="place 5 hold NaN"):
+        greedy().token(np.array([0, np.nan, 2], np.float32), BEFORE, (7, 8, 9))

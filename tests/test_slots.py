@@ -11,7 +11,8 @@ from spaceport.runtime.slots import Slots, SlotsExhausted
 
 
 def take(slots: Slots, count: int) -> list[int]:
-    return slots.take(np.arange(count)).tolist()
+    taken: list[int] = slots.take(np.arange(count)).tolist()
+    return taken
 
 
 def test_scatter_gives_the_lowest_free_slots_and_never_the_spare_one() -> None:
@@ -41,6 +42,59 @@ def test_a_shared_slot_is_free_when_its_last_holder_lets_go() -> None:
     assert slots.held == 2
     slots.release(held[:2])
     assert slots.held == 0
+
+
+def test_slots_that_are_let_go_of_by_one_holder_are_still_held_by_the_others() -> None:
+    slots = Slots(8, "scatter")
+    held = slots.take(np.arange(4))
+    slots.share(held[:2])
+    slots.release(held)
+    assert slots.still_held(held).tolist() == [0, 1]
+    assert slots.height == 2
+
+
+def test_cleared_slots_are_free_whoever_held_them() -> None:
+    slots = Slots(8, "append")
+    slots.share(slots.take(np.arange(5)))
+    slots.clear()
+    assert (slots.held, slots.height) == (0, 0)
+    assert take(slots, 2) == [0, 1]
+
+
+def test_a_slot_that_moves_takes_its_holders_along() -> None:
+    slots = Slots(16, "append")
+    slots.take(np.array([0]))
+    run = slots.take(np.array([1, 1, 2]))
+    slots.share(run[2:])
+    slots.release(run[:2])
+    assert [moved.tolist() for moved in slots.settle(run[2:])] == [[3], [1]]
+    slots.release(np.array([1]))
+    assert slots.still_held(np.arange(16)).tolist() == [0, 1]
+    slots.release(np.array([1]))
+    assert slots.height == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(("take", "share", "release")), st.integers(1, 2**12 - 1)), max_size=30))
+def test_a_slot_is_free_when_as_many_let_go_of_it_as_took_it(acts: list[tuple[str, int]]) -> None:
+    slots = Slots(12, "scatter")
+    holders = [0] * 12
+    for act, bits in acts:
+        held = [slot for slot in range(12) if holders[slot] and bits >> slot & 1]
+        free = [slot for slot in range(11) if not holders[slot]]
+        if act == "take":
+            held, change = free[: 1 + bits % len(free)] if free else [], 1
+            assert not held or take(slots, len(held)) == held
+        elif act == "share":
+            slots.share(np.array(held, np.int64))
+            change = 1
+        else:
+            slots.release(np.array(held, np.int64))
+            change = -1
+        for slot in held:
+            holders[slot] += change
+        assert slots.still_held(np.arange(12)).tolist() == [slot for slot in range(12) if holders[slot]]
+        assert slots.held == sum(map(bool, holders))
+        assert slots.height == max((slot + 1 for slot in range(12) if holders[slot]), default=0)
 
 
 def test_what_nobody_holds_cannot_be_shared_or_released() -> None:

@@ -23,44 +23,92 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
         raise BundleError(f"{file}: not a tokenizer that can be read: {error}") from error
 
 
+class StopSearch:
+    """Text on its way to where it is shown, up to the first stop string and without what may begin one."""
+
+    def __init__(self, stops: tuple[str, ...], held: str = "") -> None:
+        self.held = held  # may begin a stop string
+        self.stopped = False
+        self._stops = stops
+        self._beginnings = frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def push(self, text: str) -> str:
+        """What can be shown now; `stopped` says whether a stop string is complete."""
+        if not self._stops:
+            return text
+        text = self.held + text
+        places = ((text.find(stop), len(stop)) for stop in self._stops)
+        found = [(place + size, place) for place, size in places if place >= 0]
+        if found:
+            self.stopped = True
+            _, cut = min(found)  # the one that is complete first: so it does not matter where tokens end
+            self.held = ""
+            return text[:cut]
+        cut = len(text) - self._beginning(text)
+        self.held = text[cut:]
+        return text[:cut]
+
+    def finish(self) -> str:
+        """What is still held: no more text follows."""
+        rest, self.held = self.held, ""
+        return rest
+
+    def _beginning(self, text: str) -> int:
+        """How many characters at the end may begin a stop string."""
+        for size in range(min(self._longest, len(text)), 0, -1):
+            if text[-size:] in self._beginnings:
+                return size
+        return 0
+
+
 @dataclass
 class TextStream:
     """Text that grows token by token and never shows half a character, nor the beginning of a stop string."""
 
     tokenizer: Tokenizer
     stops: tuple[str, ...] = ()
+    context: tuple[int, ...] = ()  # complete text that stands before; without it a decoder treats the first token apart
     text: str = ""  # shown so far
-    stopped: bool = False
+    fresh: str = ""  # what the last token said, also what is held back or behind a stop string
 
     def __post_init__(self) -> None:
-        self._tokens: list[int] = []
-        self._settled = 0  # tokens whose text is complete
+        self._tokens = list(self.context)
+        self._settled = len(self._tokens)  # tokens whose text is complete
         self._context = 0  # tokens before those that are decoded along, since a decoder treats a beginning apart
         self._ahead = 0  # complete characters of the tokens that are not settled
-        self._pending = ""  # complete, but may begin a stop string
+        self._search = StopSearch(self.stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self._search.stopped
 
     def push(self, token: int) -> str:
         """The text that this token lets out; `stopped` says whether it completed a stop string."""
         self._tokens.append(token)
-        fresh = self._fresh()
+        fresh = self._unsettled()
         complete = fresh.rstrip(_BROKEN)  # what is broken at the end may become a character with the next token
         before, self._ahead = self._ahead, len(complete)
         if complete and complete == fresh:
             self._context, self._settled, self._ahead = self._settled, len(self._tokens), 0
-        return self._let_out(complete[before:])
+        self.fresh = complete[before:]
+        shown = self._search.push(self.fresh)
+        self.text += shown
+        return shown
 
     def finish(self) -> str:
         """The text still held back: no more tokens follow."""
+        self.fresh = ""
         if self.stopped:
             return ""
-        fresh = self._fresh()[self._ahead :]
+        self.fresh = self._unsettled()[self._ahead :]
         self._settled, self._ahead = len(self._tokens), 0
-        rest = self._let_out(fresh) + ("" if self.stopped else self._pending)
-        self.text += "" if self.stopped else self._pending
-        self._pending = ""
-        return rest
+        shown = self._search.push(self.fresh) + self._search.finish()
+        self.text += shown
+        return shown
 
-    def _fresh(self) -> str:
+    def _unsettled(self) -> str:
         """The text of the tokens that are not settled."""
         before = self._decode(self._tokens[self._context : self._settled])
         both = self._decode(self._tokens[self._context :])
@@ -72,32 +120,14 @@ class TextStream:
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)) if tokens else ""
 
-    def _let_out(self, fresh: str) -> str:
-        self._pending += fresh
-        places = ((self._pending.find(stop), len(stop)) for stop in self.stops)
-        found = [(place + size, place) for place, size in places if place >= 0]
-        if found:
-            self.stopped = True
-            _, cut = min(found)  # the one that is complete first: so it does not matter where tokens end
-            shown, self._pending = self._pending[:cut], ""
-        else:
-            held = self._held_back()
-            shown, self._pending = (
-                self._pending[: len(self._pending) - held],
-                self._pending[len(self._pending) - held :],
-            )
-        self.text += shown
-        return shown
 
-    def _held_back(self) -> int:
-        """How many characters at the end may begin a stop string."""
-        longest = 0
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(self._pending)), longest, -1):
-                if self._pending.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+def context_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[int, ...]:
+    """What a stream needs to know of the tokens before it: the last of them that is text by itself, if there is one."""
+    for token in reversed(tokens):
+        text = str(tokenizer.decode([token], skip_special_tokens=True))
+        if text and _BROKEN not in text:
+            return (token,)
+    return ()
 
 
 def encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:

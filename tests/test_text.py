@@ -8,56 +8,15 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from small_tokenizers import BROKEN, BYTES, FALLBACK, SPECIAL, cut_at, full, one_byte_each
+from tokenizers import Tokenizer
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.signature import Signature
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.text import TextStream, encode, open_tokenizer
+from spaceport.runtime.text import TextStream, context_of, encode, open_tokenizer
 
-BROKEN = "\ufffd"
-SPECIAL = ["<s>", "</s>"]
-CORPUS = [
-    "the answer of the tower is the ship, and the ship is the answer",
-    "你好世界，你们好 你 世界你好 こんにちは世界",
-    "😀😁😂 👍🏽👍🏾 👨‍👩‍👧 é é naïve שלום עולם مرحبا",
-    "abab\nabab\nabab\nabab 你ab a你b\n\n  def f(x):\n\treturn x\n",
-]
-
-
-def byte_level() -> Tokenizer:
-    """As GPT's and Llama 3's: tokens are bytes, and often halves of characters."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=sorted(alphabet), special_tokens=SPECIAL, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return tokenizer
-
-
-def byte_fallback() -> Tokenizer:
-    """As Llama 2's: tokens are characters and words; what has no token is written byte by byte."""
-    words = ["▁", *"abcdefghinorstw.,你é", "th", "the", "▁the", "▁a", "▁▁", "ab", "\n"]
-    vocab = {token: i for i, token in enumerate(("<unk>", *SPECIAL))}
-    vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
-    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
-    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("▁", "▁"), ("a", "b")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.add_special_tokens(["<unk>", *SPECIAL])
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
-BYTES = byte_level()
-FALLBACK = byte_fallback()
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
 
 TEXTS = st.lists(
@@ -73,10 +32,6 @@ def ids(tokenizer: Tokenizer, least: int = 0, most: int = 40) -> st.SearchStrate
     return st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=least, max_size=most)
 
 
-def full(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
 def shown_by(stream: TextStream, tokens: Iterable[int]) -> list[str]:
     """The pieces up to a stop string or the end, the last one being what finish lets out."""
     pieces = []
@@ -85,12 +40,6 @@ def shown_by(stream: TextStream, tokens: Iterable[int]) -> list[str]:
         if stream.stopped:
             break
     return [*pieces, stream.finish()]
-
-
-def one_byte_each(text: str) -> list[int]:
-    """The tokens of a text without any merges."""
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-    return [BYTES.token_to_id(letter) for word, _ in letters for letter in word]
 
 
 @BOTH
@@ -151,14 +100,14 @@ def test_broken_bytes_behind_a_shown_character_do_not_take_others_along(tokens: 
 )
 def test_every_broken_byte_behind_a_character_is_shown_once(names: Sequence[str], text: str) -> None:
     stream = TextStream(FALLBACK)
-    assert "".join(shown_by(stream, map(FALLBACK.token_to_id, names))) == stream.text == text
+    assert "".join(shown_by(stream, map(FALLBACK.get_vocab().__getitem__, names))) == stream.text == text
 
 
 def readable(tokens: Sequence[int]) -> str:
     """The text of tokens with broken bytes left out, read without the decoder."""
     raw = b""
     for token in tokens:
-        name = FALLBACK.id_to_token(token)
+        name = FALLBACK.id_to_token(token) or ""
         if name in ("<unk>", *SPECIAL):
             continue
         raw += bytes([int(name[3:5], 16)]) if name.startswith("<0x") else name.replace("▁", " ").encode()
@@ -198,6 +147,24 @@ def test_the_space_at_the_beginning_is_the_tokenizers_own() -> None:
     assert shown_by(TextStream(FALLBACK), tokens) == ["the", " the", ""]
 
 
+@BOTH
+@given(before=TEXTS, after=TEXTS)
+def test_a_stream_with_a_context_goes_on_where_that_ends(tokenizer: Tokenizer, before: str, after: str) -> None:
+    assume("▁" not in before + after)
+    start = encode(tokenizer, before, special=False)
+    tokens = encode(tokenizer, before + after, special=False)
+    assume(tokens[: len(start)] == start)
+    stream = TextStream(tokenizer, context=context_of(tokenizer, start))
+    assert "".join(shown_by(stream, tokens[len(start) :])) == stream.text == after
+
+
+def test_the_context_is_the_last_token_that_is_text_by_itself() -> None:
+    end, lead = BYTES.get_vocab()["</s>"], one_byte_each("é")[0]
+    a, b = one_byte_each("ab")
+    assert context_of(BYTES, [a, b, lead, end]) == (b,)
+    assert context_of(BYTES, [lead, end]) == context_of(BYTES, []) == ()
+
+
 @settings(max_examples=600)
 @given(
     text=st.text("ab你😀", max_size=14),
@@ -230,15 +197,6 @@ def test_a_text_is_cut_before_the_first_stop_string_wherever_tokens_end(
         assert fed <= next(n for n in range(len(tokens) + 1) if cut_at(full(BYTES, tokens[:n]), stops)[1])
 
 
-def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text before the stop string that is complete first, found character by character."""
-    for end in range(1, len(text) + 1):
-        ending = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending:
-            return text[: end - max(map(len, ending))], True
-    return text, False
-
-
 @given(tokens=ids(BYTES), stops=st.lists(st.text(" ab你the", min_size=1, max_size=3), max_size=3))
 def test_stop_strings_in_any_tokens_are_never_shown(tokens: list[int], stops: list[str]) -> None:
     stream = TextStream(BYTES, tuple(stops))
@@ -267,6 +225,7 @@ def test_nothing_comes_out_after_a_stop_string() -> None:
     stream = TextStream(BYTES, ("b",))
     assert shown_by(stream, [a, b, a]) == ["a", "", ""]
     assert stream.text == "a"
+    assert stream.fresh == ""
 
 
 def test_a_stop_string_is_found_in_what_the_end_lets_out() -> None:

@@ -1,0 +1,268 @@
+"""Reading: the text of a request's threads, as pieces and in reading order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from tokenizers import Tokenizer
+
+from spaceport.runtime.text import StopSearch, TextStream, context_of
+from spaceport.runtime.threads import Ending, Thread
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token added to a text."""
+
+    text: str  # of its own thread; may be empty: half a character, or what may become a stop string, is held back
+    token: int
+    drafted: bool  # an accepted candidate, and not the network's own next prediction
+    thread: Path = ()
+    reading: str = ""  # how much longer the text is now that can be read from its beginning on without a gap
+
+
+@dataclass(frozen=True)
+class ThreadText:
+    """The finished text of one thread."""
+
+    path: Path
+    fork: int | None  # which of its parent's tokens is the [Fork] that it hangs from; nothing: it is the spine
+    text: str
+    tokens: tuple[int, ...]  # its own, with each [Fork], without an end token
+    ending: Ending
+
+
+@dataclass
+class _Segment:
+    """What a thread writes between two forks."""
+
+    stream: TextStream
+    start: int = 0  # tokens of the thread before it
+    parts: list[str] = field(default_factory=list)  # what each of its tokens said, stop strings and all
+
+    @property
+    def end(self) -> int:
+        """One more than the place of its last token in the thread."""
+        return self.start + len(self.parts)
+
+
+@dataclass
+class _Line:
+    """What was heard of one thread."""
+
+    path: Path
+    segments: list[_Segment]
+    parent: _Line | None = None
+    fork: int = -1  # place of the [Fork] among the parent's tokens
+    tokens: list[int] = field(default_factory=list)
+    children: list[_Line | None] = field(default_factory=list)  # what stands between two segments, if anything does
+    read: int = 0  # segments that the reading has left behind
+    ending: Ending | None = None
+
+
+class Reading:
+    """The text of one request, heard from its threads in any order.
+
+    In reading order a child's whole text stands in place of the [Fork] that it hangs from. The text ends before the
+    first stop string in that order, however fast each thread writes. A stop string between two forks of a thread is
+    found with the token that completes it; one that reaches across a fork or the end of a thread as soon as all before
+    it can be read. So `Piece.text` may show what turns out to stand behind a stop string; `Piece.reading` never does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = (), fork: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._fork = fork
+        self._spine = _Line((), [_Segment(TextStream(tokenizer, stops))])
+        self._lines: dict[Path, _Line] = {(): self._spine}
+        self._front: _Line | None = self._spine  # all before its last segment has been read
+        self._search = StopSearch(stops)
+        self._shown: list[str] = []
+        self._pieces: list[Piece] = []
+        self._bound: tuple[float, ...] | None = None  # threads that end behind it are of no interest any more
+        self._cut: tuple[_Line, int] | None = None  # who completed the first stop string, with which of its tokens
+
+    @property
+    def text(self) -> str:
+        """What can be read so far."""
+        return "".join(self._shown)
+
+    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
+        """Hear a thread's next token; whether its text ends with it."""
+        if self.beyond(thread):
+            return True
+        line = self._lines[thread.path]
+        segment = line.segments[-1]
+        line.tokens.append(token)
+        if token == self._fork:
+            text = segment.stream.finish()
+            reading = self._close(line)
+            self._split(line, thread)
+        else:
+            text = segment.stream.push(token)
+            segment.parts.append(segment.stream.fresh)
+            reading = self._follow(line)
+        self._pieces.append(Piece(text, token, drafted, line.path, reading))
+        return segment.stream.stopped or self._search.stopped
+
+    def forked(self, parent: Thread, child: Thread) -> None:
+        """A thread hangs from the last token of its parent."""
+        line = self._lines[parent.path]
+        stream = TextStream(self._tokenizer, self._stops, line.segments[-1].stream.context)
+        new = _Line(child.path, [_Segment(stream)], line, len(line.tokens) - 1)
+        self._lines[child.path] = line.children[-1] = new
+        if self._front is line:
+            self._front = new
+
+    def ended(self, thread: Thread) -> None:
+        """A thread writes no more."""
+        line = self._lines[thread.path]
+        line.ending = thread.ending
+        if self.beyond(thread):
+            return
+        text = line.segments[-1].stream.finish()
+        reading = self._close(line)
+        if line is self._front:
+            reading += self._advance()
+        if text or reading:
+            self._lengthen(thread, text, reading)
+
+    def beyond(self, thread: Thread) -> bool:
+        """Whether all that a thread may still write stands behind a stop string."""
+        return self._bound is not None and _end(thread.path) > self._bound
+
+    def take(self) -> list[Piece]:
+        """The pieces since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def finished(self) -> tuple[ThreadText, ...]:
+        """The text of each thread once all have ended, parents before their children.
+
+        What stands behind the first stop string is left out: later threads are, and the others end, by "stop", with the
+        token that completed it or with the [Fork] on the way to that token.
+        """
+        kept = self._kept()
+        texts: dict[Path, str] = {}
+        left = len(self.text)
+        for line, segment in _in_order(self._spine, kept):
+            text = "".join(segment.parts)[:left]
+            left -= len(text)
+            texts[line.path] = texts.get(line.path, "") + text
+        return tuple(self._thread_text(self._lines[path], text, kept) for path, text in texts.items())
+
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of the finished text in reading order, without any [Fork]."""
+        kept = self._kept()
+        found: list[int] = []
+        for line, segment in _in_order(self._spine, kept):
+            found += line.tokens[segment.start : min(segment.end, kept.get(line.path, segment.end))]
+        return tuple(found)
+
+    def _split(self, line: _Line, thread: Thread) -> None:
+        """Begin the segment behind a [Fork]."""
+        context = context_of(self._tokenizer, thread.tokens)
+        line.segments.append(_Segment(TextStream(self._tokenizer, self._stops, context), len(line.tokens)))
+        line.children.append(None)
+        if self._front is line:
+            line.read += 1
+
+    def _close(self, line: _Line) -> str:
+        """What can be read of what a line's last segment has let out at its end."""
+        segment = line.segments[-1]
+        if not segment.stream.fresh:
+            return ""
+        segment.parts[-1] += segment.stream.fresh
+        return self._follow(line)
+
+    def _follow(self, line: _Line) -> str:
+        """What can be read of what a line's stream has just let out."""
+        segment = line.segments[-1]
+        if segment.stream.stopped:
+            self._bound = _end(line.path)
+        return self._read(line, segment.stream.fresh, segment.end) if line is self._front else ""
+
+    def _advance(self) -> str:
+        """What can be read now that the line at the front has ended."""
+        found = []
+        while (line := self._front) is not None and self._cut is None:
+            if line.read < len(line.children):
+                child = line.children[line.read]
+                line.read += 1
+                self._front = line if child is None else child
+            elif line.ending is not None:
+                self._front = line.parent
+            else:
+                break
+            found.append(self._catch_up())
+        return "".join(found)
+
+    def _catch_up(self) -> str:
+        """What can be read of what stands at the front already."""
+        line = self._front
+        if line is None:
+            self._shown.append(self._search.finish())
+            return self._shown[-1]
+        segment = line.segments[line.read]
+        found = []
+        for place, part in enumerate(segment.parts):
+            found.append(self._read(line, part, segment.start + place + 1))
+            if self._cut is not None:
+                break
+        return "".join(found)
+
+    def _read(self, line: _Line, part: str, kept: int) -> str:
+        """What can be read of a part of a line's text that ends with so many of its tokens."""
+        shown = self._search.push(part)
+        self._shown.append(shown)
+        if self._search.stopped:
+            self._cut, self._bound = (line, kept), ()
+        return shown
+
+    def _lengthen(self, thread: Thread, text: str, reading: str) -> None:
+        """Hand out text that no token of its own lets out."""
+        for place in reversed(range(len(self._pieces))):
+            piece = self._pieces[place]
+            if piece.thread == thread.path:
+                self._pieces[place] = replace(piece, text=piece.text + text, reading=piece.reading + reading)
+                return
+            if reading and piece.reading:
+                break  # what is read later has to come later
+        self._pieces.append(Piece(text, thread.tokens[-1], False, thread.path, reading))
+
+    def _kept(self) -> dict[Path, int]:
+        """How many of their tokens are left to the threads that the first stop string cuts off."""
+        kept: dict[Path, int] = {}
+        if self._cut is not None:
+            line, count = self._cut
+            kept[line.path] = count
+            while line.parent is not None:
+                kept[line.parent.path] = line.fork + 1
+                line = line.parent
+        return kept
+
+    def _thread_text(self, line: _Line, text: str, kept: Mapping[Path, int]) -> ThreadText:
+        tokens = tuple(line.tokens[: kept.get(line.path)])
+        ending = "stop" if line.path in kept else line.ending
+        assert ending is not None
+        return ThreadText(line.path, None if line.parent is None else line.fork, text, tokens, ending)
+
+
+def _in_order(line: _Line, kept: Mapping[Path, int]) -> Iterator[tuple[_Line, _Segment]]:
+    """The segments of a line and of all that hangs from what is kept of it, in reading order."""
+    if line.ending is None and line.path not in kept:
+        raise ValueError(f"thread {line.path} has not ended: there is no finished text")
+    for segment, child in zip_longest(line.segments, line.children):
+        yield line, segment
+        if child is not None and child.fork < kept.get(line.path, math.inf):
+            yield from _in_order(child, kept)
+
+
+def _end(path: Path) -> tuple[float, ...]:
+    """Where a thread ends in reading order: behind all its children, before its parent and later siblings do."""
+    return (*path, math.inf)

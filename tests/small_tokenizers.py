@@ -1,0 +1,70 @@
+"""Small tokenizers of the two kinds that there are, and what tests need to know of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+BROKEN = "\ufffd"
+SPECIAL = ["<s>", "</s>"]
+CORPUS = [
+    "the answer of the tower is the ship, and the ship is the answer",
+    "你好世界，你们好 你 世界你好 こんにちは世界",
+    "😀😁😂 👍🏽👍🏾 👨‍👩‍👧 é é naïve שלום עולם مرحبا",
+    "abab\nabab\nabab\nabab 你ab a你b\n\n  def f(x):\n\treturn x\n",
+]
+
+
+def byte_level() -> Tokenizer:
+    """As GPT's and Llama 3's: tokens are bytes, and often halves of characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=sorted(alphabet), special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's: tokens are characters and words; what has no token is written byte by byte."""
+    words = ["▁", *"abcdefghinorstw.,你é", "th", "the", "▁the", "▁a", "▁▁", "ab", "\n"]
+    vocab = {token: i for i, token in enumerate(("<unk>", *SPECIAL))}
+    vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("▁", "▁"), ("a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.add_special_tokens(["<unk>", *SPECIAL])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+BYTES = byte_level()
+FALLBACK = byte_fallback()
+
+
+def full(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def one_byte_each(text: str) -> list[int]:
+    """The tokens of a text without any merges."""
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    ids = BYTES.get_vocab()
+    return [ids[letter] for word, _ in letters for letter in word]
+
+
+def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """The text before the stop string that is complete first, found character by character."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False

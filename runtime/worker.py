@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from threading import Condition, Thread
 
 from spaceport.runtime.scheduler import Scheduler, Task
 
-_PATIENCE = 5.0  # seconds without work after which the OS thread ends; the next request begins another
+PATIENCE = 5.0  # seconds without work after which the OS thread ends; the next request begins another
 
 
 class RuntimeClosed(RuntimeError):
@@ -16,8 +17,9 @@ class RuntimeClosed(RuntimeError):
 class Worker:
     """Runs rounds while there is work; requests may come from any OS thread."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, patience: float = PATIENCE) -> None:
         self._scheduler = scheduler
+        self._patience = patience
         self._change = Condition()
         self._thread: Thread | None = None
         self._closing = False
@@ -27,11 +29,9 @@ class Worker:
         with self._change:
             if self._closing:
                 raise RuntimeClosed("the runtime is closed")
-            self._scheduler.submit(task)
             if self._thread is None:
-                # a daemon: a program that ends without closing its runtimes does not wait for their texts
-                self._thread = Thread(target=self._work, name="spaceport", daemon=True)
-                self._thread.start()
+                self._thread = self._begin()
+            self._scheduler.submit(task)
             self._change.notify()
 
     def close(self) -> None:
@@ -42,7 +42,17 @@ class Worker:
             thread = self._thread
         if thread is not None:
             thread.join()
-        self._scheduler.fail(RuntimeClosed("the runtime was closed before the text ended"))
+        with self._change:
+            atexit.unregister(self.close)
+            self._scheduler.fail(RuntimeClosed("the runtime was closed before the text ended"))
+
+    def _begin(self) -> Thread:
+        # A daemon: a program that ends without closing its runtimes does not wait for their texts. It does wait for
+        # the step that is under way: an OS thread that is inside an engine while Python goes away aborts the process.
+        thread = Thread(target=self._work, name="spaceport", daemon=True)
+        thread.start()
+        atexit.register(self.close)
+        return thread
 
     def _work(self) -> None:
         while self._has_work():
@@ -54,8 +64,11 @@ class Worker:
     def _has_work(self) -> bool:
         with self._change:
             if not self._closing and not self._scheduler.busy:
-                self._change.wait(_PATIENCE)
-            if self._closing or not self._scheduler.busy:
+                self._change.wait(self._patience)
+            if self._closing:
+                return False
+            if not self._scheduler.busy:
+                atexit.unregister(self.close)
                 self._thread = None
                 return False
             return True

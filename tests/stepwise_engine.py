@@ -10,7 +10,7 @@ from hash_engine import HashEngine, Language
 from hash_runtime import hash_runtime
 from numpy.typing import NDArray
 
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.session import DEFAULT_QUEUE_LIMIT, Runtime
 
 _PATIENCE = 60.0  # seconds after which a test has failed
@@ -23,10 +23,13 @@ class StepwiseEngine(HashEngine):
 
     asked: Semaphore = field(default_factory=lambda: Semaphore(0))
     leave: Semaphore = field(default_factory=lambda: Semaphore(0))
+    broken: bool = False  # whether its steps fail
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self.asked.release()
         assert self.leave.acquire(timeout=_PATIENCE)
+        if self.broken:
+            raise EngineFault("the fake engine failed")
         return super().run(batch)
 
     def wait(self) -> None:

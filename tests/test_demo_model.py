@@ -12,7 +12,7 @@ from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import MODEL, prompts_of
+from spaceport.tools.cli.demo import MODEL, WAYS, prompts_of, timed
 from spaceport.tools.demo.evaluate import Written, pace_of, quality_of, write
 from spaceport.tools.demo.signatures import read_signature
 from spaceport.tools.demo.train import PRESETS
@@ -87,13 +87,27 @@ def test_threads_side_by_side_take_fewer_steps_than_the_text_in_one_line(answers
 def test_its_prompts_are_answered_as_they_were_when_it_was_trained(runtime: Runtime) -> None:
     prompts = prompts_of(MODEL)
     assert list(prompts) == list(PRESETS["demo"].prompts)
-    told = runtime.generate(prompts["fullmatch"], Decoding(max_tokens=160))
-    assert told.text == FULLMATCH
-    assert told.ending == "end"
-    steps = [
-        runtime.generate(prompts["fullmatch"], Decoding(mask_slots=slots)).statistics.steps for slots in (0, 1, 3, 5)
-    ]
+    for fork in (False, True):
+        told = runtime.generate(prompts["fullmatch"], Decoding(max_tokens=160, fork=fork))
+        assert told.text == FULLMATCH
+        assert told.ending == "end"
+    chains = [Decoding(mask_slots=slots, draft="chain", fork=False) for slots in (0, 1, 3, 5)]
+    steps = [runtime.generate(prompts["fullmatch"], chain).statistics.steps for chain in chains]
     assert steps == [97, 49, 26, 18]
+
+
+def test_each_way_to_write_a_prompt_takes_as_many_steps_as_the_demo_shows(runtime: Runtime) -> None:
+    found = timed(runtime, prompts_of(MODEL)["fullmatch"], 160)
+    costs = [(one.completion.statistics, len(one.completion.tokens)) for one in found.values()]
+    # [Fork]s count as tokens that were written, and not as tokens of the text
+    assert [(count, cost.steps, cost.tokens, cost.threads) for cost, count in costs] == [
+        (96, 97, 96, 1),
+        (96, 18, 96, 1),
+        (96, 56, 99, 4),
+        (96, 11, 99, 4),
+    ]
+    assert found[WAYS[1]].same_as(found[WAYS[0]])
+    assert found[WAYS[3]].same_as(found[WAYS[2]])
 
 
 def test_what_is_shipped_is_what_the_recipe_makes() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 import pytest
+from forking_bundle import forking_copy
 from small_bundle import edit
 
 from spaceport.runtime.decoding import Decoding
@@ -34,12 +35,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def forking(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose text forks: the token of a line's end is its [Fork]."""
-    bundle = shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("forking") / "bundle")
-    with Runtime.open(bundle, threads=1, max_seq_len=64) as runtime:
-        (fork,), (child,) = (runtime.tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "#"))
-    edit(bundle, lambda manifest: manifest["tokens"].update(fork=fork, child=child))
-    return bundle
+    return forking_copy(tiny_bundle, tmp_path_factory.mktemp("forking") / "bundle")
 
 
 @pytest.fixture(scope="module")
@@ -248,3 +244,17 @@ def on_a_terminal(bundle: Path, *arguments: object) -> str:
         assert process.stderr.read() == b""
     assert process.returncode == OK
     return found.decode()
+
+
+def test_inspect_tells_the_memory_that_so_many_slots_take(tiny_bundle: Path, capfd: Capture) -> None:
+    told = []
+    for arguments in (["--max-seq-len", "256"], ["--max-seq-len", "256", "--max-slots", "512"]):
+        assert run(["inspect", str(tiny_bundle), "--json", *arguments]) == OK
+        told.append(json.loads(capfd.readouterr().out)["memory"])
+    assert [memory["max_slots"] for memory in told] == [256, 512]
+    with Runtime.open(tiny_bundle, threads=1, max_seq_len=256, max_slots=512) as runtime:
+        assert told[1]["slots"] == runtime.engine.capacity
+        assert told[1]["kv"] == runtime.engine.signature.kv_bytes(1, runtime.engine.capacity)
+    assert told[1]["slots"] - told[0]["slots"] == 256
+    assert run(["inspect", str(tiny_bundle), "--max-slots", "9"]) == USAGE
+    assert "max_slots is 9: expected at least max_seq_len, 1024" in capfd.readouterr().err

@@ -91,8 +91,8 @@ def test_a_lane_names_the_threads_that_hang_from_it() -> None:
     script = line("1.", line("a", line("deep"), "b"), "2.", line("c"), "z")
     lanes, _ = heard(Writing(BYTES, script).run(Random(0)))
     texts = {lane.name: "".join(span.text for span in lane.spans) for lane in lanes}
-    assert texts == {"spine": "1.<0>2.<1>z", "0": "a<0.0>b", "0.0": "deep", "1": "c"}
-    assert list(texts) == ["spine", "0", "0.0", "1"]
+    assert texts == {"spine": "1.<0>2.<1>z", "thread 0": "a<0.0>b", "thread 0.0": "deep", "thread 1": "c"}
+    assert list(texts) == ["spine", "thread 0", "thread 0.0", "thread 1"]
 
 
 def test_drafts_stand_in_brackets_which_may_stay_open_between_two_calls() -> None:
@@ -127,8 +127,8 @@ def view_of(*said: str | Script) -> View:
 
 def test_the_threads_stand_below_each_other_with_what_they_cost() -> None:
     assert drawn(view_of("1.", line("one"), "2."), 20, 60) == [
-        "spine 1.<0>2.",
-        "  0   one",
+        "spine      1.<0>2.",
+        "  thread 0 one",
         "step 3: 9 tokens, 3.00 a step; 2 threads; at most 12 slots",
     ]
 

@@ -12,6 +12,7 @@ import pytest
 from spaceport.tools.cli import run
 
 ROOT = Path(__file__).parent.parent
+JSON_ORDER = ["text", "tokens", "ending", "prompt_tokens", "threads", "seed", "statistics"]
 README = (ROOT / "README.md").read_text("utf-8")
 
 
@@ -63,13 +64,35 @@ def test_every_link_leads_to_a_file() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+ROW = re.compile(
+    r"^(\w+)  +(plain|drafted|forked|forked \+ drafted) +(\d.*\d) +[\d.]+ +[\d.]+  (-|the same|DIFFERENT)$",
+    re.MULTILINE,
+)
+THREAD = re.compile(r"^(?:spine|thread \d)  .*(?:\n {10}.*)*", re.MULTILINE)
+
+
 def test_the_demo_checks_the_graph_and_finds_every_drafted_text_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["demo"]) == 0
     out = capsys.readouterr().out
-    table = re.findall(r"^(.+?)  +(plain|k = \d) +(\d+) +(\d+) .* (-|the same|DIFFERENT)$", out, re.MULTILINE)
-    assert len(table) == 3 * 4
-    shown = re.findall(r"^(.+?)  +(plain|k = \d) +(\d+) +(\d+) .* (-|the same)$", README, re.MULTILINE)
-    assert len(shown) == 6
+    table = ROW.findall(out)
+    assert len(table) == 4 + 4 + 2
+    assert [row[3] for row in table] == ["the same" if "drafted" in row[1] else "-" for row in table]
+    shown = ROW.findall(README)
+    assert len(shown) == 4 + 2
     assert set(shown) <= set(table), "the README shows what the demo prints, times apart"
-    assert {row[-1] for row in table} == {"-", "the same"}
-    assert "passed" in out
+    assert THREAD.findall(README) == THREAD.findall(out)
+    assert len(THREAD.findall(out)) == 4
+    assert re.search(r"^checked: 15 kinds of calls, .* passed$", out, re.MULTILINE)
+    assert "checked: 15 kinds of calls, " in README
+
+
+def test_what_json_holds_is_what_the_readme_says(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", str(tiny_bundle), "a", "--json", "--max-tokens", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    table = README[README.index("| entry |") :].split("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
+    assert [name for names, _ in rows for name in re.findall(r"`(\w+)`", names)] == JSON_ORDER
+    assert sorted(found) == sorted(JSON_ORDER)
+    ((_, threads),) = (row for row in rows if "`threads`" in row[0])
+    assert {"path", "fork", "text", "tokens", "ending"} == set(found["threads"][0])
+    assert set(re.findall(r"`([a-z]+)`", threads)) == set(found["threads"][0])

@@ -1,10 +1,12 @@
-"""`spaceport demo`: the whole way once: export a checkpoint, check it, decode plainly and with drafts."""
+"""`spaceport demo`: the whole way once: export a checkpoint, check it, decode plainly, with drafts and in threads."""
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,13 +22,58 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.stream import Completion
 from spaceport.tools.cli.check import FAILED, check
-from spaceport.tools.cli.generate import show
+from spaceport.tools.cli.generate_screen import show_lanes, show_live
+from spaceport.tools.cli.lanes import Lanes
 from spaceport.tools.cli.screen import show_table, stages
 
 PROMPTS_FILE = "prompts.json"
+TEXTS = (
+    "text: a drafted text is compared with the one in the line above it, thread by thread and token by token. A forked text\n"
+    "may differ from the plain one, and is not compared with it."
+)
 NOTE = "The model is tiny and its answers are templated: these numbers are no comparison with published ones."
 MODEL = Path(__file__).parents[1] / "demo" / "model"
+COLUMNS = ("prompt", "decoding", "tokens", "steps", "tokens a step", "slots", "ms", "times as fast", "text")
 _LONG = 256  # tokens of the longest case that is checked
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to write a text."""
+
+    name: str
+    drafts: bool
+    forks: bool
+
+    def decoding(self, max_tokens: int) -> Decoding:
+        """The same, with everything else as it is by default."""
+        return Decoding(max_tokens=max_tokens, mask_slots=None if self.drafts else 0, fork=self.forks)
+
+
+WAYS = (
+    Way("plain", False, False),
+    Way("drafted", True, False),
+    Way("forked", False, True),
+    Way("forked + drafted", True, True),
+)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A text, and the shortest of the times that it took."""
+
+    completion: Completion
+    seconds: float
+
+    @property
+    def pace(self) -> float:
+        """Tokens of the text in a second."""
+        return len(self.completion.tokens) / self.seconds
+
+    def same_as(self, other: Timed) -> bool:
+        """Whether every thread wrote the same."""
+        return self.completion.threads == other.completion.threads
 
 
 @click.command("demo")
@@ -34,10 +81,12 @@ _LONG = 256  # tokens of the longest case that is checked
 @click.option(
     "--prompt", "prompts", multiple=True, help="Prompt to decode; by default those in the checkpoint's prompts.json."
 )
-@click.option("--max-tokens", default=160, show_default=True, help="Most tokens to write.")
+@click.option(
+    "--max-tokens", default=160, show_default=True, help="Most tokens from the prompt to the end of any thread."
+)
 @click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads.")
 def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads: int) -> int:
-    """Export CHECKPOINT into a temporary folder, check it, and write texts plainly and with drafts.
+    """Export CHECKPOINT into a temporary folder, check it, and write texts plainly, with drafts and in threads.
 
     Without CHECKPOINT it is the model that comes along: two million weights that explain the parameters of Python
     functions, in templated answers, and continue Python source.
@@ -60,50 +109,62 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
             if checkpoint == MODEL:
                 click.echo(f"\n{NOTE}")
             name, prompt = next(iter(chosen.items()))
-            click.echo(f"\n{name}, accepted drafts marked:\n{_shown(prompt)}", nl=False)
-            show(runtime.stream(prompt, Decoding(max_tokens=max_tokens)), drafts=True)
+            click.echo(f"\n{name}, thread by thread, accepted drafts marked:\n{_shown(prompt)}")
+            play(runtime, prompt, max_tokens)
     return 0 if same and all(findings) else FAILED
 
 
-def compare(runtime: Runtime, prompts: dict[str, Prompt], max_tokens: int) -> bool:
-    """The table of all prompts with every number of mask slots; whether all texts were the plain ones."""
-    most = runtime.bundle.manifest.max_mask_slots
-    rows: list[Sequence[object]] = []
-    equal = True
+def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) -> bool:
+    """The table of all prompts, written in every way; whether drafts changed no text."""
+    rows: list[tuple[object, ...]] = []
     for name, prompt in prompts.items():
-        plain, seconds = timed(runtime, prompt, max_tokens, 0)
-        rows.append(
-            (
-                name,
-                "plain",
-                len(plain.tokens),
-                plain.statistics.steps,
-                plain.statistics.tokens_per_step,
-                seconds * 1e3,
-                "-",
-            )
-        )
-        for slots in sorted({1, (most + 1) // 2, most} - {0}) if most else ():
-            drafted, seconds = timed(runtime, prompt, max_tokens, slots)
-            same = drafted.tokens == plain.tokens
-            equal = equal and same
-            found = drafted.statistics
-            verdict = "the same" if same else "DIFFERENT"
-            rows.append(
-                (name, f"k = {slots}", len(drafted.tokens), found.steps, found.tokens_per_step, seconds * 1e3, verdict)
-            )
-    show_table("", ("text", "drafts", "tokens", "steps", "tokens a step", "ms", "text against plain"), rows)
-    return equal
+        rows += lines_of(name, timed(runtime, prompt, max_tokens))
+    show_table("", COLUMNS, rows)
+    if any(row[1] == "forked" for row in rows):
+        click.echo(f"\n{TEXTS}")
+    return all(row[-1] != "DIFFERENT" for row in rows)
 
 
-def timed(runtime: Runtime, prompt: Prompt, max_tokens: int, slots: int) -> tuple[Completion, float]:
-    """A text and the shortest of three times that it took."""
-    times, completions = [], []
-    for _ in range(3):
-        started = perf_counter()
-        completions.append(runtime.generate(prompt, Decoding(max_tokens=max_tokens, mask_slots=slots)))
-        times.append(perf_counter() - started)
-    return completions[-1], min(times)
+def lines_of(name: str, found: Mapping[Way, Timed]) -> Iterator[tuple[object, ...]]:
+    """The lines of a prompt's table."""
+    plain = next(iter(found.values()))
+    undrafted = plain
+    for way, one in found.items():
+        verdict = "-"
+        if way.drafts:
+            verdict = "the same" if one.same_as(undrafted) else "DIFFERENT"
+        else:
+            undrafted = one
+        count, cost = len(one.completion.tokens), one.completion.statistics
+        speed = one.pace / plain.pace
+        yield name, way.name, count, cost.steps, count / cost.steps, cost.peak_slots, one.seconds * 1e3, speed, verdict
+
+
+def timed(runtime: Runtime, prompt: Prompt, max_tokens: int) -> dict[Way, Timed]:
+    """A text in every way that makes a difference, timed in turn."""
+    masks, fork = runtime.bundle.manifest.max_mask_slots, runtime.bundle.manifest.tokens.fork
+    ways = [way for way in WAYS if (masks or not way.drafts) and (fork is not None or not way.forks)]
+    found: dict[Way, Timed] = {}
+    for _ in range(_ROUNDS):
+        for way in ways:
+            started = perf_counter()
+            completion = runtime.generate(prompt, way.decoding(max_tokens))
+            seconds = perf_counter() - started
+            found[way] = Timed(completion, min(seconds, found[way].seconds) if way in found else seconds)
+        ways = [way for way in ways if not way.forks or len(found[way].completion.threads) > 1]
+    return {way: found[way] for way in ways}
+
+
+def play(runtime: Runtime, prompt: Prompt, max_tokens: int) -> None:
+    """A text as its threads grow; in a pipe, as they were in the end."""
+    lanes = Lanes(runtime.bundle.manifest.tokens.fork)
+    with runtime.stream(prompt, Decoding(max_tokens=max_tokens)) as stream:
+        if sys.stdout.isatty():
+            show_live(stream, lanes, drafts=True)
+        else:
+            for piece in stream:
+                lanes.hear(piece)
+            show_lanes(lanes)
 
 
 def prompts_of(checkpoint: Path) -> dict[str, Prompt]:

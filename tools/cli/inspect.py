@@ -10,7 +10,7 @@ import click
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import ACCURACY_FILE, MODEL_FILE, Manifest
-from spaceport.runtime.admission import capacity_for, seq_len
+from spaceport.runtime.admission import capacity_for, seq_len, slots_for
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.cli.screen import show_json, show_table, size
 
@@ -21,13 +21,19 @@ from spaceport.tools.cli.screen import show_json, show_table, size
 @click.option(
     "--max-seq-len", type=int, help="Longest text to tell the memory for; by default what `generate` makes room for."
 )
+@click.option(
+    "--max-slots",
+    type=int,
+    help="Most tokens of a prompt and all its threads to tell the memory for; by default those of the longest text.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def command(bundle: Path, requests: int, max_seq_len: int | None, as_json: bool) -> None:
+def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int | None, as_json: bool) -> None:
     """Show the model, the graph's contract, token ids, files and memory of BUNDLE, after checking every file."""
     if requests < 1:
         raise OptionFault(f"--requests is {requests}: expected at least 1")
     opened = open_bundle(bundle)
-    memory = memory_of(opened.manifest, requests, seq_len(opened.manifest, max_seq_len))
+    length = seq_len(opened.manifest, max_seq_len)
+    memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
     if as_json:
         show_json(
             {
@@ -47,7 +53,8 @@ def command(bundle: Path, requests: int, max_seq_len: int | None, as_json: bool)
     )
     rows = [(name, size(record.size), record.sha256) for name, record in manifest.files.items()]
     show_table("\nFiles", ("file", "size", "sha256"), rows)
-    label = f"\nMemory for {requests} request{'s' if requests > 1 else ''} of {memory['max_seq_len']} tokens"
+    threads = f", {memory['max_slots']} with all threads" if memory["max_slots"] > length else ""
+    label = f"\nMemory for {requests} request{'s' if requests > 1 else ''} of {length} tokens{threads}"
     show_table(label, ("what", "bytes"), [("weights", size(memory["weights"])), ("KV buffers", size(memory["kv"]))])
     found = accuracy(opened)
     click.echo(
@@ -94,12 +101,19 @@ def short_contract(manifest: Manifest) -> list[dict[str, str]]:
     ]
 
 
-def memory_of(manifest: Manifest, requests: int, length: int) -> dict[str, int]:
+def memory_of(manifest: Manifest, requests: int, length: int, max_slots: int) -> dict[str, int]:
     """Bytes that weights and KV buffers take."""
-    slots = capacity_for(manifest, length)
+    slots = capacity_for(manifest, max_slots)
     weights = sum(record.size for name, record in manifest.files.items() if name.startswith("model.onnx"))
     kv = manifest.signature.kv_bytes(requests, slots)
-    return {"requests": requests, "max_seq_len": length, "slots": slots, "weights": weights, "kv": kv}
+    return {
+        "requests": requests,
+        "max_seq_len": length,
+        "max_slots": max_slots,
+        "slots": slots,
+        "weights": weights,
+        "kv": kv,
+    }
 
 
 def accuracy(bundle: Bundle) -> dict[str, Any] | None:

@@ -28,14 +28,18 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """The spine, or the places of its forks as in `ThreadText.path`."""
-        return ".".join(map(str, self.path)) or "spine"
+        """What it is called beside its text."""
+        return f"thread {self._number}" if self.path else "spine"
 
     @property
     def spans(self) -> Iterator[Span]:
         """What it wrote itself; another thread is named in the place where it hangs."""
         for part in self.parts:
-            yield Span(f"<{part.name}>", False) if isinstance(part, Lane) else part
+            yield Span(f"<{part._number}>", False) if isinstance(part, Lane) else part
+
+    @property
+    def _number(self) -> str:
+        return ".".join(map(str, self.path))
 
 
 class Lanes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +16,6 @@ from spaceport.runtime.plan import Plan
 from spaceport.runtime.request import Request
 
 _BLOCK = 128  # of a line of logits; the likeliest tokens are looked for in the blocks with the highest maxima
-
-Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Logprobs:
     """The log-probabilities of what each thread of a request writes, with so many of the likeliest tokens."""
 
     top: int
-    _heard: dict[Path, list[TokenLogprob]] = field(default_factory=dict)
+    _heard: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
 
     def saw(
         self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
@@ -50,12 +48,8 @@ class Logprobs:
             for place, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), len(thread.tokens)):
                 heard.append(logprob_in(own[row - first], token, self.top, place))
 
-    def of(self, path: Path, count: int) -> tuple[TokenLogprob, ...]:
-        """Those of the first tokens that a thread wrote itself."""
-        return tuple(self._heard.get(path, ())[:count])
-
-    def at(self, path: Path, place: int) -> TokenLogprob:
-        """That of one token that a thread wrote itself."""
+    def at(self, path: tuple[int, ...], place: int) -> TokenLogprob:
+        """That of one of the tokens that a thread wrote itself."""
         return self._heard[path][place]
 
 
@@ -81,20 +75,6 @@ def likeliest_in(line: NDArray[np.float32], count: int) -> list[int]:
     tokens = np.flatnonzero(line >= least)
     found: list[int] = tokens[np.argsort(-line[tokens], kind="stable")[:count]].tolist()
     return found
-
-
-def in_reading_order(
-    threads: Mapping[Path, Sequence[TokenLogprob]], fork: int | None, path: Path = ()
-) -> Iterator[TokenLogprob]:
-    """Those of a thread in the order in which its text is read: a child's in place of the [Fork] that it hangs from."""
-    forks = 0
-    for one in threads[path]:
-        if one.token != fork:
-            yield one
-            continue
-        if (child := (*path, forks)) in threads:
-            yield from in_reading_order(threads, fork, child)
-        forks += 1
 
 
 def check_top(name: str, top: int, vocab_size: int) -> None:

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from tokenizers import Tokenizer
 
+from spaceport.runtime.logprobs import Logprobs, TokenLogprob
 from spaceport.runtime.text import StopSearch, TextStream, context_of
 from spaceport.runtime.threads import Ending, Thread
 
@@ -24,6 +25,7 @@ class Piece:
     drafted: bool  # an accepted candidate, and not the network's own next prediction
     thread: Path = ()
     reading: str = ""  # how much longer the text is now that can be read from its beginning on without a gap
+    logprob: TokenLogprob | None = None  # of the token, if that was asked for; a piece that only ends a text has none
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class ThreadText:
     text: str
     tokens: tuple[int, ...]  # its own, with each [Fork], without an end token
     ending: Ending
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if that was asked for
 
 
 @dataclass
@@ -60,6 +63,7 @@ class _Line:
     parent: _Line | None = None
     fork: int = -1  # place of the [Fork] among the parent's tokens
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each of them, if that was asked for
     children: list[_Line | None] = field(default_factory=list)  # what stands between two segments, if anything does
     read: int = 0  # segments that the reading has left behind
     ending: Ending | None = None
@@ -74,10 +78,17 @@ class Reading:
     it can be read. So `Piece.text` may show what turns out to stand behind a stop string; `Piece.reading` never does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = (), fork: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: tuple[str, ...] = (),
+        fork: int | None = None,
+        logprobs: Logprobs | None = None,  # that sees what is heard here
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._fork = fork
+        self._logprobs = logprobs
         self._spine = _Line((), [_Segment(TextStream(tokenizer, stops))])
         self._lines: dict[Path, _Line] = {(): self._spine}
         self._front: _Line | None = self._spine  # all before its last segment has been read
@@ -107,7 +118,11 @@ class Reading:
             text = segment.stream.push(token)
             segment.parts.append(segment.stream.fresh)
             reading = self._follow(line)
-        self._pieces.append(Piece(text, token, drafted, line.path, reading))
+        logprob = None
+        if self._logprobs is not None:
+            logprob = self._logprobs.at(line.path, len(line.tokens) - 1)
+            line.logprobs.append(logprob)
+        self._pieces.append(Piece(text, token, drafted, line.path, reading, logprob))
         return segment.stream.stopped or self._search.stopped
 
     def forked(self, parent: Thread, child: Thread) -> None:
@@ -158,11 +173,11 @@ class Reading:
 
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the finished text in reading order, without any [Fork]."""
-        kept = self._kept()
-        found: list[int] = []
-        for line, segment in _in_order(self._spine, kept):
-            found += line.tokens[segment.start : min(segment.end, kept.get(line.path, segment.end))]
-        return tuple(found)
+        return tuple(token for line, part in self._parts() for token in line.tokens[part])
+
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of these tokens, if that was asked for."""
+        return tuple(one for line, part in self._parts() for one in line.logprobs[part])
 
     def _split(self, line: _Line, thread: Thread) -> None:
         """Begin the segment behind a [Fork]."""
@@ -235,6 +250,12 @@ class Reading:
                 break  # what is read later has to come later
         self._pieces.append(Piece(text, thread.tokens[-1], False, thread.path, reading))
 
+    def _parts(self) -> Iterator[tuple[_Line, slice]]:
+        """Which tokens of which lines are the finished text, in reading order, without any [Fork]."""
+        kept = self._kept()
+        for line, segment in _in_order(self._spine, kept):
+            yield line, slice(segment.start, min(segment.end, kept.get(line.path, segment.end)))
+
     def _kept(self) -> dict[Path, int]:
         """How many of their tokens are left to the threads that the first stop string cuts off."""
         kept: dict[Path, int] = {}
@@ -247,10 +268,11 @@ class Reading:
         return kept
 
     def _thread_text(self, line: _Line, text: str, kept: Mapping[Path, int]) -> ThreadText:
-        tokens = tuple(line.tokens[: kept.get(line.path)])
+        tokens, logprobs = line.tokens[: kept.get(line.path)], line.logprobs[: kept.get(line.path)]
         ending = "stop" if line.path in kept else line.ending
         assert ending is not None
-        return ThreadText(line.path, None if line.parent is None else line.fork, text, tokens, ending)
+        fork = None if line.parent is None else line.fork
+        return ThreadText(line.path, fork, text, tuple(tokens), ending, tuple(logprobs))
 
 
 def _in_order(line: _Line, kept: Mapping[Path, int]) -> Iterator[tuple[_Line, _Segment]]:

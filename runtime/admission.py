@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tokenizers import Tokenizer
 
@@ -12,22 +13,36 @@ from spaceport.graphs.manifest import Manifest
 from spaceport.graphs.signature import visible_length
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.chat import Message, render
-from spaceport.runtime.choice import Bans, Choose, Greedy
+from spaceport.runtime.choice import Bans, Choose
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.grammar import constrained
 from spaceport.runtime.logprobs import check_top
 from spaceport.runtime.reading import Reading
 from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.sampling import Sampling, chooser, seeded
 from spaceport.runtime.scheduler import PROMPT_ROWS
 from spaceport.runtime.scoring import Scoring, encode_parts
 from spaceport.runtime.slots import Slots
 from spaceport.runtime.statistics import Statistics
 from spaceport.runtime.text import encode
 from spaceport.runtime.threads import new_thread
+from spaceport.runtime.trace import Trace
+from spaceport.runtime.vocabulary import Vocabulary, open_vocabulary
 
 DEFAULT_SEQ_LEN = 4096
 
 Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request with what hears and sees it."""
+
+    request: Request
+    reading: Reading
+    seed: int | None  # of what is drawn; none: nothing is
+    trace: Trace | None
 
 
 @dataclass(frozen=True)
@@ -87,29 +102,33 @@ class Admission:
         if not ids:
             raise OptionFault("the prompt has no tokens: expected at least one")
 
-    def request(self, prompt: Prompt, decoding: Decoding) -> tuple[Request, Reading]:
-        """A request that will not run out of slots half way, and what reads its text."""
+    def text(self, prompt: Prompt, decoding: Decoding) -> Admitted:
+        """A request that will not run out of slots half way."""
         ids = self.tokens_of(prompt)
         manifest, capacity = self.bundle.manifest, self.engine.capacity
         limit = self._limit(ids, decoding.max_tokens)
         fork = self._forks(decoding)
         drafting = decoding.drafting(manifest.max_mask_slots)
         self._check_mask_slots(drafting.mask_slots)
+        decoding.sampling.check(manifest.signature.vocab_size)
+        sampling = seeded(decoding.sampling)
         reading = Reading(self.tokenizer, decoding.stops, manifest.tokens.fork)
+        trace = Trace() if decoding.trace else None
         request = Request(
             slots=Slots(capacity, self.engine.signature.lowering),
             threads=[new_thread(ids, capacity, lookup=drafting.lookup > 0)],
             tokens=manifest.tokens,
-            choose=self._choose(decoding, fork),
+            choose=self._choose(decoding, sampling, fork, len(ids)),
             limit=limit,
             total=self._total(ids, decoding.max_total_tokens),
             drafting=drafting,
             max_threads=decoding.max_threads,
             listener=reading,
+            observers=() if trace is None else (trace,),
             end=frozenset(manifest.tokens.end),
             statistics=Statistics(prompt_tokens=len(ids)),
         )
-        return request, reading
+        return Admitted(request, reading, sampling.seed if sampling.temperature else None, trace)
 
     def scoring(self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int) -> tuple[Request, Scoring]:
         """A request that writes nothing, and what sees how likely its tokens are."""
@@ -122,7 +141,7 @@ class Admission:
             slots=Slots(self.engine.capacity, self.engine.signature.lowering),
             threads=[new_thread(ids, self.engine.capacity)],
             tokens=self.bundle.manifest.tokens,
-            choose=self._choose(plain, self._forks(plain)),
+            choose=self._choose(plain, plain.sampling, self._forks(plain), len(ids)),
             limit=len(ids),
             total=0,
             observers=(scoring,),
@@ -131,11 +150,21 @@ class Admission:
         )
         return request, scoring
 
-    def _choose(self, decoding: Decoding, fork: bool) -> Choose:
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens as a form reads them; it takes a while to make, so only who asks for a form waits for it."""
+        manifest = self.bundle.manifest
+        tokens = manifest.tokens
+        never = (*tokens.unwritable, *tokens.forking)
+        return open_vocabulary(self.tokenizer, manifest.signature.vocab_size, tokens.end, never)
+
+    def _choose(self, decoding: Decoding, sampling: Sampling, fork: bool, prompt_length: int) -> Choose:
         tokens = self.bundle.manifest.tokens
+        bans = Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, decoding.max_depth)
         if not fork:
-            return Greedy(Bans(frozenset((*tokens.unwritable, *tokens.forking))))
-        return Greedy(Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, decoding.max_depth))
+            bans = Bans(frozenset((*tokens.unwritable, *tokens.forking)))
+        choose = chooser(sampling, bans, prompt_length)
+        return choose if decoding.form is None else constrained(choose, decoding.form, self.vocabulary)
 
     def _forks(self, decoding: Decoding) -> bool:
         able = self.bundle.manifest.tokens.fork is not None
@@ -143,7 +172,7 @@ class Admission:
             raise OptionFault(
                 "fork is True: expected a bundle with a fork token, this one has none: leave the option out"
             )
-        return able if decoding.fork is None else decoding.fork
+        return able and decoding.form is None if decoding.fork is None else decoding.fork
 
     def _limit(self, ids: Sequence[int], max_tokens: int | None) -> int:
         room = self.max_seq_len - len(ids)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.draft import Drafting, Shape
+from spaceport.runtime.grammar import Form
 from spaceport.runtime.request import STEP_ROWS
+from spaceport.runtime.sampling import Sampling
 
 _LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free
 
@@ -16,12 +18,13 @@ _LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free
 class Decoding:
     """What is asked for beside a prompt. Drafts and threads change how long it takes; the rest may change what it says."""
 
-    max_tokens: int | None = (
-        None  # longest way from the prompt to the end of any thread; none: as long as there is room
-    )
+    # Longest way from the prompt to the end of any thread; none: as long as there is room.
+    max_tokens: int | None = None
     max_total_tokens: int | None = None  # of all threads together; a safety net, see `Completion.ending`
     stop: str | Sequence[str] = ()  # the text ends before the first of these
     timeout: float | None = None  # seconds until it ends where it is
+    sampling: Sampling = field(default_factory=Sampling)  # the likeliest tokens, unless told otherwise
+    form: Form | None = None  # what the text has to be like; it does not fork then
 
     mask_slots: int | None = None  # most tokens that mask slots draft for each thread; none: as many as the bundle has
     draft: Shape = "tree"
@@ -34,7 +37,7 @@ class Decoding:
     max_threads: int = 16  # that write at the same time; the others wait, and write the same
     max_depth: int = 1  # forks on the way to a thread
 
-    trace: bool = False  # keep what every step did
+    trace: bool = False  # note what every step did
 
     stops: tuple[str, ...] = field(init=False)
 
@@ -54,6 +57,10 @@ class Decoding:
         if self.draft == "chain" and self.lookup:
             raise OptionFault(
                 f"lookup is {self.lookup} with draft chain: looked-up tokens need draft tree: leave one out"
+            )
+        if self.form is not None and self.fork:
+            raise OptionFault(
+                "fork is True with a form: expected one of them, since a form is one of a text in one line"
             )
         self.drafting(0)
 

@@ -11,13 +11,12 @@ from time import monotonic
 from types import TracebackType
 
 from spaceport.graphs.faults import OptionFault
-from spaceport.runtime.admission import Admission, Prompt, capacity_for, seq_len, slots_for
+from spaceport.runtime.admission import Admission, Admitted, Prompt, capacity_for, seq_len, slots_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.reading import Piece, Reading
-from spaceport.runtime.request import Request
+from spaceport.runtime.reading import Piece
 from spaceport.runtime.scheduler import PROMPT_ROWS, Scheduler, Task
 from spaceport.runtime.scoring import Score, Scoring
 from spaceport.runtime.stream import AsyncStream, Completion, Stream, news_for_loop
@@ -83,9 +82,9 @@ class Runtime:
 
     def stream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Stream:
         """The text that follows a prompt, piece by piece; a prompt is text, token ids, or chat messages."""
-        request, reading = self._admission.request(prompt, decoding)
+        admitted = self._admission.text(prompt, decoding)
         news: SimpleQueue[list[Piece] | None] = SimpleQueue()
-        return Stream(request, reading, self._submit(request, reading, decoding, news.put), news)
+        return Stream(admitted, self._submit(admitted, decoding, news.put), news)
 
     async def agenerate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The same for asyncio; a cancelled call ends its text."""
@@ -94,10 +93,10 @@ class Runtime:
 
     def astream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> AsyncStream:
         """The same for asyncio, piece by piece: `async for piece in runtime.astream(prompt)`."""
-        request, reading = self._admission.request(prompt, decoding)
+        admitted = self._admission.text(prompt, decoding)
         news: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
         put = news_for_loop(news, asyncio.get_running_loop())
-        return AsyncStream(request, reading, self._submit(request, reading, decoding, put), news)
+        return AsyncStream(admitted, self._submit(admitted, decoding, put), news)
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
         """How likely each token of a continuation is behind a prompt, or of the prompt itself; `top` likeliest with each."""
@@ -153,16 +152,14 @@ class Runtime:
         self._worker.submit(task)
         return scoring, task, fed
 
-    def _submit(
-        self, request: Request, reading: Reading, decoding: Decoding, put: Callable[[list[Piece] | None], None]
-    ) -> Task:
+    def _submit(self, admitted: Admitted, decoding: Decoding, put: Callable[[list[Piece] | None], None]) -> Task:
         def news(task: Task) -> None:
-            if pieces := reading.take():
+            if pieces := admitted.reading.take():
                 put(pieces)
             if task.done:
                 put(None)
 
         deadline = None if decoding.timeout is None else monotonic() + decoding.timeout
-        task = Task(request, news, deadline)
+        task = Task(admitted.request, news, deadline)
         self._worker.submit(task)
         return task

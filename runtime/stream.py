@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
 
-from spaceport.runtime.reading import Piece, Reading, ThreadText
-from spaceport.runtime.request import Request
+from spaceport.runtime.admission import Admitted
+from spaceport.runtime.reading import Piece, ThreadText
 from spaceport.runtime.scheduler import Task
 from spaceport.runtime.statistics import Statistics
 from spaceport.runtime.threads import Ending
+from spaceport.runtime.trace import Trace
 
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
 
@@ -30,20 +31,21 @@ class Completion:
     statistics: Statistics
     prompt_tokens: tuple[int, ...] = ()
     threads: tuple[ThreadText, ...] = ()
+    seed: int | None = None  # of what was drawn: the same seed, the same text; none: nothing was
+    trace: Trace | None = field(default=None, repr=False)  # if one was asked for
 
 
 class _Text:
     """A task with what it has written."""
 
-    def __init__(self, request: Request, reading: Reading, task: Task) -> None:
-        self._request = request
-        self._reading = reading
+    def __init__(self, admitted: Admitted, task: Task) -> None:
+        self._admitted = admitted
         self._task = task
 
     @property
     def statistics(self) -> Statistics:
         """What the text has cost so far."""
-        return self._request.statistics
+        return self._admitted.request.statistics
 
     def close(self) -> None:
         """End the text where it is, if it has not ended; its slots are free after the step that is under way."""
@@ -55,25 +57,27 @@ class _Text:
     def _completion(self) -> Completion:
         if self._task.fault is not None:
             raise self._task.fault
-        request = self._request
+        request, reading = self._admitted.request, self._admitted.reading
         spine = request.threads[0]
         wide = next((t.ending for t in request.threads if t.ending in _REQUEST_WIDE), None)
-        threads = self._reading.finished()
+        threads = reading.finished()
         return Completion(
-            self._reading.text,
-            self._reading.tokens(),
+            reading.text,
+            reading.tokens(),
             wide or threads[0].ending,
             request.statistics,
             tuple(spine.tokens[: spine.start]),
             threads,
+            self._admitted.seed,
+            self._admitted.trace,
         )
 
 
 class Stream(_Text):
     """A text under way: iterate for its pieces, then ask for the completion; closing it early ends it."""
 
-    def __init__(self, request: Request, reading: Reading, task: Task, news: SimpleQueue[list[Piece] | None]) -> None:
-        super().__init__(request, reading, task)
+    def __init__(self, admitted: Admitted, task: Task, news: SimpleQueue[list[Piece] | None]) -> None:
+        super().__init__(admitted, task)
         self._news = news
         self._pieces: deque[Piece] = deque()
         self._over = False
@@ -112,8 +116,8 @@ class Stream(_Text):
 class AsyncStream(_Text):
     """The same for asyncio: what is written meanwhile waits in order; leaving the `async with` early ends the text."""
 
-    def __init__(self, request: Request, reading: Reading, task: Task, news: asyncio.Queue[list[Piece] | None]) -> None:
-        super().__init__(request, reading, task)
+    def __init__(self, admitted: Admitted, task: Task, news: asyncio.Queue[list[Piece] | None]) -> None:
+        super().__init__(admitted, task)
         self._news = news
         self._pieces: deque[Piece] = deque()
         self._over = False

@@ -103,16 +103,16 @@ class Scheduler:
         now = self._clock()
         with self._lock:
             tasks = [*self._waiting, *self._running.values()]
-        for task in tasks:
-            late = task.deadline is not None and now >= task.deadline
-            if task.cancelled or late:
-                try:
-                    task.request.finish("cancelled" if task.cancelled else "deadline")
-                except Exception as error:  # noqa: BLE001  (of what listens to it, told to whom it concerns)
-                    self._give_up(task, error)
-                self._tell(task)
-        with self._lock:
-            self._waiting = deque(task for task in self._waiting if not task.done)
+        gone = [task for task in tasks if task.cancelled or (task.deadline is not None and now >= task.deadline)]
+        for task in gone:
+            try:
+                task.request.finish("cancelled" if task.cancelled else "deadline")
+            except Exception as error:  # noqa: BLE001  (of what listens to it, told to whom it concerns)
+                self._give_up(task, error)
+            self._tell(task)
+        if gone:
+            with self._lock:
+                self._waiting = deque(task for task in self._waiting if not task.done)
 
     def _admit(self) -> None:
         """Give each free index to the one that waits longest."""
@@ -193,13 +193,17 @@ class Scheduler:
 
 
 def calls(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Which turns share a call of the engine.
+    """Which turns, given in the order of their requests, share a call of the engine.
 
     A call computes as many rows for each of its requests as its widest plan has, also for requests between them that
     take no part. So turns of like width go together: in the order of their widths they are cut where it costs least.
     """
-    if len(turns) < 2:
-        return [list(turns)] if turns else []
+    if not turns:
+        return []
+    span = turns[-1].request.index - turns[0].request.index + 1
+    rows = [turn.plan.rows for turn in turns]
+    if span * max(rows) <= sum(rows) + _CALL_ROWS:  # the usual case: no second call could save its own cost
+        return [list(turns)]
     ordered = sorted(turns, key=lambda turn: (turn.plan.rows, turn.request.index))
     places = [(turn.request.index, turn.plan.rows) for turn in ordered]
     found, end = [], len(ordered)

@@ -1,0 +1,189 @@
+"""Outside: what a round of the scheduler takes beside the engine, with an engine that takes no time or behind a real one.
+
+    python -m spaceport.tools.bench.outside BUNDLE --threads 1 [--profile]
+
+The logits are made up, so that drafts are as wide as they may be: at each position one token is likely and two more are
+possible, and a mask slot is right in four cases of five.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.signature import Signature
+from spaceport.runtime.admission import Admission, capacity_for
+from spaceport.runtime.backends import open_engine
+from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.reading import Reading
+from spaceport.runtime.scheduler import Scheduler, Task
+from spaceport.runtime.slots import Moves
+from spaceport.runtime.text import open_tokenizer
+from spaceport.tools.cli.screen import show_json, show_table
+
+CASES = ((1, 1), (1, 9), (1, 36), (8, 1), (8, 9))  # requests, and rows of each in a step
+LENGTH = 512
+_PROMPT = 64
+_WARM = 20  # rounds before any is measured
+_LIKELY = 12.0  # a logit over 32,000 others of 0: nearly certain; the next two are 2 lower each
+_RIGHT = 80  # percent of the tokens that mask slots say
+
+
+class MadeUpEngine:
+    """An engine whose logits follow from positions; the engine behind it, if there is one, computes in vain."""
+
+    device = "none"
+
+    def __init__(self, signature: Signature, capacity: int, requests: int, masks: Sequence[int], inner: Engine | None):
+        self.signature, self.capacity, self.requests, self.rows = signature, capacity, requests, capacity
+        self._masks = list(masks)
+        self._inner = inner
+        self._logits = np.zeros((0, 0, signature.vocab_size), np.float32)
+        self.rows_fed = 0
+        self.seconds = 0.0
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        started = perf_counter()
+        logits = self._run(batch)
+        self.rows_fed += batch.input_ids.size
+        self.seconds += perf_counter() - started
+        return logits
+
+    def _run(self, batch: Batch) -> NDArray[np.float32]:
+        if self._inner is not None:
+            self._inner.run(batch)
+        shape = batch.logit_rows.shape
+        if self._logits.shape[:2] != shape:
+            self._logits = np.zeros((*shape, self.signature.vocab_size), np.float32)
+        lines = np.arange(shape[0])[:, None]
+        places, tokens = batch.position_ids[lines, batch.logit_rows], batch.input_ids[lines, batch.logit_rows]
+        wrong = np.isin(tokens, self._masks) & (places * 7919 % 100 >= _RIGHT)
+        likely = (places * 31 + wrong) % 200  # letters: no end of the text among them
+        self._logits[:, :, :256] = 0
+        rows = np.arange(shape[1])[None]
+        for rank in range(3):
+            self._logits[lines, rows, (likely + rank) % 200] = _LIKELY - 2 * rank
+        return self._logits
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        if self._inner is not None:
+            self._inner.move(first, moves)
+
+    def clear(self, request: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What rounds took beside the engine."""
+
+    requests: int
+    rows: float  # that a request had in a step, on average
+    rounds: int
+    milliseconds: float  # median
+    slow_milliseconds: float  # 95 of 100 were faster
+
+
+def texts(bundle: Bundle, engine: MadeUpEngine, rows: int) -> list[Task]:
+    """A text for each of the engine's places."""
+    admission = Admission(bundle, open_tokenizer(bundle), engine, LENGTH, LENGTH)
+    random = np.random.default_rng(0)
+    mask_slots = 0 if rows == 1 else bundle.manifest.max_mask_slots
+    decoding = Decoding(mask_slots=mask_slots, draft_rows=rows)
+    found = []
+    for _ in range(engine.requests):
+        admitted = admission.text(random.integers(0, 200, _PROMPT).tolist(), decoding)
+        # rows that cost nothing: the tree is as wide as it may be, whatever it promises
+        admitted.request.drafting = replace(admitted.request.drafting, row_cost=0.0)
+
+        def news(task: Task, reading: Reading = admitted.reading) -> None:
+            reading.take()
+
+        found.append(Task(admitted.request, news))
+    return found
+
+
+def rounds(
+    engine: MadeUpEngine, tasks: Sequence[Task], profile: cProfile.Profile | None
+) -> Iterator[tuple[float, int]]:
+    """What each round took beside the engine, and how many rows the engine computed, until a text ends."""
+    scheduler = Scheduler(engine, 0)
+    for task in tasks:
+        scheduler.submit(task)
+    for number in count():
+        engine.rows_fed, engine.seconds = 0, 0.0
+        if profile is not None and number > _WARM:
+            profile.enable()
+        started = perf_counter()
+        scheduler.round()
+        taken = perf_counter() - started
+        if profile is not None:
+            profile.disable()
+        if any(task.done for task in tasks):
+            return
+        if number > _WARM:
+            yield taken - engine.seconds, engine.rows_fed
+
+
+def measure(
+    bundle: Bundle, inner: Engine | None, requests: int, rows: int, least: int, profile: cProfile.Profile | None
+) -> Cost:
+    """At least so many rounds of so many requests with so many rows each."""
+    signature, masks = bundle.manifest.signature, bundle.manifest.tokens.mask
+    engine = MadeUpEngine(signature, capacity_for(bundle.manifest, LENGTH), requests, masks, inner)
+    found: list[tuple[float, int]] = []
+    while len(found) < least:
+        found += rounds(engine, texts(bundle, engine, rows), profile)
+    times = [taken for taken, _ in found]
+    return Cost(
+        requests,
+        statistics.mean(fed for _, fed in found) / requests,
+        len(found),
+        statistics.median(times) * 1e3,
+        float(np.quantile(times, 0.95)) * 1e3,
+    )
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--real", is_flag=True, help="Run the graph of BUNDLE in every step too.")
+@click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads of the graph.")
+@click.option("--rounds", "least", default=150, show_default=True, help="Rounds to measure of each kind, at least.")
+@click.option("--profile", "profiled", is_flag=True, help="Tell in which functions the time goes; it is more then.")
+@click.option("--json", "as_json", is_flag=True)
+def command(bundle: Path, real: bool, threads: int, least: int, profiled: bool, as_json: bool) -> None:
+    """Time that a round takes beside the engine, by requests and rows, with the sizes and the tokenizer of BUNDLE."""
+    opened = open_bundle(bundle)
+    capacity = capacity_for(opened.manifest, LENGTH)
+    costs = []
+    for requests, rows in CASES:
+        inner = open_engine(opened, "auto", capacity, requests, threads) if real else None
+        profile = cProfile.Profile() if profiled else None
+        costs.append(measure(opened, inner, requests, rows, least, profile))
+        if profile is not None:
+            click.echo(f"\n{requests} requests, {rows} rows each:")
+            pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(18)
+    if as_json:
+        show_json({"real": real, "costs": [asdict(cost) for cost in costs]})
+        return
+    columns = ("requests", "rows of each", "rounds", "ms, median", "ms, 95 of 100")
+    show_table("Outside the engine, per round", columns, [tuple(asdict(cost).values()) for cost in costs])
+
+
+if __name__ == "__main__":
+    command()

@@ -17,7 +17,7 @@ from spaceport.runtime.choice import Bans, Choose
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.grammar import constrained
-from spaceport.runtime.logprobs import check_top
+from spaceport.runtime.logprobs import Logprobs, check_top
 from spaceport.runtime.reading import Reading
 from spaceport.runtime.request import STEP_ROWS, Request
 from spaceport.runtime.sampling import Sampling, chooser, seeded
@@ -112,7 +112,8 @@ class Admission:
         self._check_mask_slots(drafting.mask_slots)
         decoding.sampling.check(manifest.signature.vocab_size)
         sampling = seeded(decoding.sampling)
-        reading = Reading(self.tokenizer, decoding.stops, manifest.tokens.fork)
+        logprobs = self._logprobs(decoding.logprobs)
+        reading = Reading(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)
         trace = Trace() if decoding.trace else None
         request = Request(
             slots=Slots(capacity, self.engine.signature.lowering),
@@ -124,7 +125,7 @@ class Admission:
             drafting=drafting,
             max_threads=decoding.max_threads,
             listener=reading,
-            observers=() if trace is None else (trace,),
+            observers=tuple(observer for observer in (logprobs, trace) if observer is not None),
             end=frozenset(manifest.tokens.end),
             statistics=Statistics(prompt_tokens=len(ids)),
         )
@@ -149,6 +150,12 @@ class Admission:
             statistics=Statistics(prompt_tokens=len(ids)),
         )
         return request, scoring
+
+    def _logprobs(self, top: int | None) -> Logprobs | None:
+        if top is None:
+            return None
+        check_top("logprobs", top, self.bundle.manifest.signature.vocab_size)
+        return Logprobs(top)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

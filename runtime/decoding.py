@@ -37,6 +37,7 @@ class Decoding:
     max_threads: int = 16  # that write at the same time; the others wait, and write the same
     max_depth: int = 1  # forks on the way to a thread
 
+    logprobs: int | None = None  # tell how likely each token was, and so many of the likeliest; none: neither
     trace: bool = False  # note what every step did
 
     stops: tuple[str, ...] = field(init=False)
@@ -46,7 +47,7 @@ class Decoding:
         if not all(isinstance(one, str) and one for one in stops):
             raise OptionFault(f"stop is {self.stop!r}: expected strings of at least one character")
         object.__setattr__(self, "stops", stops)
-        for name, least in (("max_tokens", 1), ("max_total_tokens", 1), ("max_depth", 0)):
+        for name, least in (("max_tokens", 1), ("max_total_tokens", 1), ("max_depth", 0), ("logprobs", 0)):
             given = getattr(self, name)
             if given is not None and given < least:
                 raise OptionFault(f"{name} is {given}: expected at least {least}")

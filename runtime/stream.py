@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from spaceport.runtime.admission import Admitted
+from spaceport.runtime.logprobs import TokenLogprob
 from spaceport.runtime.reading import Piece, ThreadText
 from spaceport.runtime.scheduler import Task
 from spaceport.runtime.statistics import Statistics
@@ -31,6 +32,7 @@ class Completion:
     statistics: Statistics
     prompt_tokens: tuple[int, ...] = ()
     threads: tuple[ThreadText, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if that was asked for
     seed: int | None = None  # of what was drawn: the same seed, the same text; none: nothing was
     trace: Trace | None = field(default=None, repr=False)  # if one was asked for
 
@@ -68,6 +70,7 @@ class _Text:
             request.statistics,
             tuple(spine.tokens[: spine.start]),
             threads,
+            reading.logprobs(),
             self._admitted.seed,
             self._admitted.trace,
         )

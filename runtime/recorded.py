@@ -1,0 +1,271 @@
+"""Recorded: a record read back from parsed JSON, after everything in it has been checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NoReturn, TypeVar, get_args
+
+from spaceport.graphs.faults import InputFault
+from spaceport.graphs.manifest import TokenIds
+from spaceport.runtime.draft import Source
+from spaceport.runtime.record import SCHEMA, Kind, Line, Record, Rows, Step
+from spaceport.runtime.threads import Ending
+
+T = TypeVar("T")
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_SOURCES: tuple[Source, ...] = get_args(Source)
+_ENDINGS: tuple[Ending, ...] = get_args(Ending)
+_MOST = 2**53  # numbers beyond it are not the same in every reader of JSON
+
+
+def trace_of(data: object) -> Record:
+    """The record that `Record.as_dict` made; nothing may be missing and nothing more be there."""
+    found = _Found(data, "trace")
+    schema = found.entry("schema").whole(1)
+    if schema > SCHEMA:
+        raise InputFault(f"trace.schema is {schema}, this version reads up to {SCHEMA}: update spaceport")
+    told = found.entries(Record)
+    record = Record(
+        tokens=_tokens(told["tokens"]),
+        prompt=told["prompt"].wholes(),
+        prompt_text=told["prompt_text"].text(),
+        threads=told["threads"].each(_line),
+        steps=told["steps"].each(_step),
+        texts=told["texts"].texts(),
+        waiting_seconds=told["waiting_seconds"].seconds(),
+        schema=schema,
+    )
+    _hold_names(record)
+    _hold_threads(record)
+    _hold_steps(record)
+    return record
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A value of parsed JSON, and where it stands."""
+
+    value: object
+    where: str
+
+    def refuse(self, expected: str) -> NoReturn:
+        raise InputFault(f"{self.where} is {_short(self.value)}: expected {expected}; write the trace again")
+
+    def entry(self, name: str) -> _Found:
+        if not isinstance(self.value, dict) or name not in self.value:
+            self.refuse(f"an object with the entry {name!r}")
+        return _Found(self.value[name], f"{self.where}.{name}")
+
+    def entries(self, kind: type) -> dict[str, _Found]:
+        """The entries of an object that has those of a dataclass and no others."""
+        names = {part.name for part in fields(kind)}
+        if not isinstance(self.value, dict) or set(self.value) != names:
+            self.refuse(f"an object with the entries {', '.join(sorted(names))}")
+        return {name: self.entry(name) for name in names}
+
+    def each(self, read: Callable[[_Found], T]) -> tuple[T, ...]:
+        return tuple(read(item) for item in self.items())
+
+    def items(self) -> list[_Found]:
+        if not isinstance(self.value, list):
+            self.refuse("a list")
+        return [_Found(item, f"{self.where}[{place}]") for place, item in enumerate(self.value)]
+
+    def whole(self, least: int = 0) -> int:
+        if not isinstance(self.value, int) or isinstance(self.value, bool) or not least <= self.value < _MOST:
+            self.refuse(f"a whole number of at least {least}")
+        return self.value
+
+    def wholes(self) -> tuple[int, ...]:
+        return self.each(_Found.whole)
+
+    def or_none(self, read: Callable[[_Found], T]) -> T | None:
+        return None if self.value is None else read(self)
+
+    def truth(self) -> bool:
+        if not isinstance(self.value, bool):
+            self.refuse("true or false")
+        return self.value
+
+    def seconds(self) -> float:
+        value = self.value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            self.refuse("a number of seconds, 0 or more")
+        return float(value)
+
+    def text(self) -> str:
+        if not isinstance(self.value, str):
+            self.refuse("text")
+        return self.value
+
+    def texts(self) -> dict[int, str]:
+        """The texts of tokens; JSON has their ids as text."""
+        if not isinstance(self.value, dict):
+            self.refuse("an object")
+        for name in self.value:
+            if not (name.isascii() and name.isdecimal() and len(name) < 16):
+                _Found(name, f"a name in {self.where}").refuse("a token id")
+        return {int(name): self.entry(name).text() for name in self.value}
+
+    def one_of(self, names: tuple[T, ...]) -> T:
+        if self.value not in names:
+            self.refuse(" or ".join(map(str, names)))
+        return names[names.index(self.value)]
+
+
+def _tokens(found: _Found) -> TokenIds:
+    told = found.entries(TokenIds)
+    return TokenIds(
+        mask=told["mask"].wholes(),
+        fork=told["fork"].or_none(_Found.whole),
+        child=told["child"].or_none(_Found.whole),
+        end=told["end"].wholes(),
+    )
+
+
+def _line(found: _Found) -> Line:
+    told = found.entries(Line)
+    return Line(
+        path=told["path"].wholes(),
+        fork=told["fork"].or_none(_Found.whole),
+        start=told["start"].whole(),
+        ending=told["ending"].or_none(lambda ending: ending.one_of(_ENDINGS)),
+    )
+
+
+def _step(found: _Found) -> Step:
+    told = found.entries(Step)
+    return Step(
+        rows=told["rows"].each(_rows),
+        queued=told["queued"].wholes(),
+        began=told["began"].wholes(),
+        ended=told["ended"].wholes(),
+        held=told["held"].whole(),
+        engine_seconds=told["engine_seconds"].seconds(),
+        outside_seconds=told["outside_seconds"].seconds(),
+    )
+
+
+def _rows(found: _Found) -> Rows:
+    told = found.entries(Rows)
+    rows = Rows(
+        thread=told["thread"].whole(),
+        anchor=told["anchor"].or_none(_Found.whole),
+        tokens=told["tokens"].wholes(),
+        parents=told["parents"].each(lambda parent: parent.or_none(_Found.whole)),
+        positions=told["positions"].wholes(),
+        kinds=told["kinds"].each(lambda kind: kind.one_of(_KINDS)),
+        sources=told["sources"].each(lambda source: source.or_none(lambda one: one.one_of(_SOURCES))),
+        kept=told["kept"].each(_Found.truth),
+        chosen=told["chosen"].wholes(),
+        written=told["written"].whole(),
+        pieces=told["pieces"].each(_Found.text),
+    )
+    if wrong := _wrong_columns(rows) or _wrong_outcome(rows):
+        raise InputFault(f"{found.where} {wrong}; write the trace again")
+    return rows
+
+
+def _wrong_columns(rows: Rows) -> str:
+    """What is wrong with the shape of a thread's rows."""
+    columns = (rows.tokens, rows.parents, rows.positions, rows.kinds, rows.sources, rows.kept)
+    lengths = [len(column) for column in columns]
+    if not lengths[0] or len(set(lengths)) > 1:
+        return f"has columns of {', '.join(map(str, lengths))} rows: expected as many in each, one at least"
+    if not rows.known or "known" in rows.kinds[rows.known :] or not all(rows.kept[: rows.known]):
+        return "mixes its kinds of rows: expected known ones first, one at least, all of them kept"
+    for row, parent in enumerate(rows.parents):
+        if parent is not None and parent >= row:
+            return f"has the parent {parent} at row {row}: expected a row before it"
+        if parent is not None and rows.positions[row] != rows.positions[parent] + 1:
+            return f"has the position {rows.positions[row]} at row {row}: expected its parent's and 1"
+        if (rows.sources[row] is None) != (rows.kinds[row] != "candidate"):
+            return f"has the source {rows.sources[row]!r} at row {row}: expected one for each candidate only"
+    return ""
+
+
+def _wrong_outcome(rows: Rows) -> str:
+    """What is wrong with what came of a thread's rows."""
+    kept = tuple(rows.tokens[row] for row in rows.candidates if rows.kept[row])
+    if kept != rows.chosen[:-1]:
+        return f"keeps the candidates {_short(kept)}: expected those chosen before the last, {_short(rows.chosen[:-1])}"
+    if any(kept and kind == "mask" for kept, kind in zip(rows.kept, rows.kinds, strict=True)):
+        return "keeps a mask: expected none"
+    if rows.written > len(rows.chosen):
+        return f"writes {rows.written} tokens: expected at most the {len(rows.chosen)} chosen"
+    if len(rows.pieces) not in (0, rows.written):
+        return f"has {len(rows.pieces)} pieces: expected one for each of the {rows.written} tokens written, or none"
+    return ""
+
+
+def _hold_names(record: Record) -> None:
+    """Raise unless the steps name threads that there are."""
+    for number, step in enumerate(record.steps):
+        for thread in (*(rows.thread for rows in step.rows), *step.queued, *step.began, *step.ended):
+            if thread >= len(record.threads):
+                raise InputFault(
+                    f"trace.steps[{number}] names the thread {thread}: expected one of the {len(record.threads)} there are"
+                )
+
+
+def _hold_steps(record: Record) -> None:
+    """Raise unless what each thread wrote follows what it had written before, and it begins and ends once."""
+    places = {index: line.start for index, line in enumerate(record.threads)}
+    begun: set[int] = set()
+    ended: set[int] = set()
+    for number, step in enumerate(record.steps):
+        where = f"trace.steps[{number}]"
+        fed = [rows.thread for rows in step.rows]
+        early = set(fed) - begun - (set() if number else {0})
+        if len(set(fed)) < len(fed) or early or begun & set(step.began) or ended & {*fed, *step.ended}:
+            raise InputFault(f"{where}: expected each thread once in a step, between its beginning and its end")
+        begun |= set(step.began)
+        ended |= set(step.ended)
+        _hold_rows(step, where, places)
+    over = {index for index, line in enumerate(record.threads) if line.ending is not None}
+    if begun != set(places) or ended != over:
+        raise InputFault(
+            f"trace.steps: {len(begun)} threads begin and {len(ended)} end: expected the {len(places)} that there are and "
+            f"the {len(over)} that have an ending"
+        )
+
+
+def _hold_rows(step: Step, where: str, places: dict[int, int]) -> None:
+    """Raise unless a step's rows hang from rows of it and write at these places; the places move on."""
+    first = 0
+    for rows in step.rows:
+        if rows.anchor is not None and rows.anchor >= first:
+            raise InputFault(f"{where} has the anchor {rows.anchor}: expected a row before {first}")
+        if rows.written and rows.place != places[rows.thread]:
+            raise InputFault(f"{where} writes at place {rows.place}: expected {places[rows.thread]}")
+        first += len(rows.tokens)
+        places[rows.thread] += rows.written
+
+
+def _hold_threads(record: Record) -> None:
+    """Raise unless each thread hangs from a [Fork] that a thread before it wrote."""
+    before: dict[tuple[int, ...], int] = {}
+    for index, line in enumerate(record.threads):
+        where = f"trace.threads[{index}]"
+        if bool(line.path) != bool(index) or line.path in before or (index and line.path[:-1] not in before):
+            raise InputFault(f"{where}.path is {list(line.path)}: expected the spine, then children of threads before")
+        before[line.path] = index
+        start = len(record.prompt)
+        if index:
+            parent = before[line.path[:-1]]
+            own, place = record.written[parent], (line.fork or 0) - record.threads[parent].start
+            if not 0 <= place < len(own) or own[place] != record.tokens.fork:
+                raise InputFault(f"{where}.fork is {line.fork}: expected the place of a [Fork] that its parent wrote")
+            start = (line.fork or 0) + 2
+        if line.start != start or (not index and line.fork is not None):
+            raise InputFault(
+                f"{where} starts at {line.start}, fork {line.fork}: expected {start}, and a fork unless first"
+            )
+
+
+def _short(value: object) -> str:
+    told = repr(value)
+    return told if len(told) <= 60 else f"{told[:57]}..."

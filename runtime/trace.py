@@ -1,0 +1,192 @@
+"""Trace: an observer that notes what every step of a request does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from spaceport.graphs.manifest import TokenIds
+from spaceport.runtime.accept import Verdict
+from spaceport.runtime.plan import NO_PARENT, Part, Plan
+from spaceport.runtime.record import Kind, Line, Record, Rows, Step
+from spaceport.runtime.request import Request
+from spaceport.runtime.text import TextStream, context_of
+from spaceport.runtime.threads import Thread
+
+
+class _Seen(NamedTuple):
+    """What is noted of a step: only what is gone, or has changed, when the text is finished."""
+
+    plan: Plan
+    verdicts: tuple[Verdict, ...]
+    queue: tuple[Thread, ...]
+    held: int
+    engine_seconds: float  # of the request so far, this step's included
+    outside_seconds: float  # so far, without this step's
+
+
+@dataclass
+class Trace:
+    """Notes every step of one request; the record is worked out when somebody asks for it."""
+
+    _seen: list[_Seen] = field(default_factory=list)
+    _request: Request | None = None
+
+    def saw(
+        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """Note a step that was judged and of which nothing is kept yet."""
+        statistics = request.statistics
+        if self._request is not request:
+            if self._request is not None or statistics.rows:
+                raise ValueError("a trace is of one request, from its first step on: make a new one for each request")
+            self._request = request
+        self._seen.append(
+            _Seen(
+                plan,
+                tuple(verdicts),
+                tuple(request.queue),
+                request.slots.held,
+                statistics.engine_seconds,
+                statistics.outside_seconds,
+            )
+        )
+
+    def record(self, tokenizer: Tokenizer | None = None) -> Record:
+        """All that happened so far; with a tokenizer also as text."""
+        if self._request is None:
+            return Record(TokenIds(), (), "", (), ())
+        return _Telling(self._request, self._seen, tokenizer).record()
+
+    def as_dict(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+        """The same, as what a JSON file holds."""
+        return self.record(tokenizer).as_dict()
+
+
+class _Telling:
+    """How notes become a record: a thread's tokens say what was written, since they only ever grow."""
+
+    def __init__(self, request: Request, seen: Sequence[_Seen], tokenizer: Tokenizer | None) -> None:
+        self._request, self._seen, self._tokenizer = request, seen, tokenizer
+        self._index = {thread.path: index for index, thread in enumerate(request.threads)}
+        self._pieces = [
+            [] if tokenizer is None else _pieces(tokenizer, thread, request.tokens.fork) for thread in request.threads
+        ]
+
+    def record(self) -> Record:
+        request, spine = self._request, self._request.threads[0]
+        prompt = tuple(spine.tokens[: spine.start])
+        steps = tuple(self._steps())
+        return Record(
+            tokens=request.tokens,
+            prompt=prompt,
+            prompt_text=""
+            if self._tokenizer is None
+            else str(self._tokenizer.decode(list(prompt), skip_special_tokens=False)),
+            threads=tuple(Line(line.path, line.fork, line.start, line.ending) for line in request.threads),
+            steps=steps,
+            texts=self._texts(steps),
+            waiting_seconds=request.statistics.waiting_seconds,
+        )
+
+    def _steps(self) -> Iterator[Step]:
+        rows = [
+            tuple(self._rows(part, verdict) for part, verdict in zip(seen.plan.parts, seen.verdicts, strict=True))
+            for seen in self._seen
+        ]
+        queued = [tuple(self._index[thread.path] for thread in seen.queue) for seen in self._seen]
+        began = [self._began(number, of_step) for number, of_step in enumerate(rows)]
+        last = [0] * len(self._request.threads)  # step in which each thread was last heard of
+        for number, of_step in enumerate(rows):
+            for thread in (*(one.thread for one in of_step), *queued[number], *began[number]):
+                last[thread] = number
+        engine, outside = self._seconds()
+        for number, seen in enumerate(self._seen):
+            ended = tuple(
+                index
+                for index, thread in enumerate(self._request.threads)
+                if thread.ending is not None and last[index] == number
+            )
+            yield Step(rows[number], queued[number], began[number], ended, seen.held, engine[number], outside[number])
+
+    def _rows(self, part: Part, verdict: Verdict) -> Rows:
+        layout, thread = part.layout, part.thread
+        kinds: list[Kind] = ["known" if depth < 0 else "mask" for depth in layout.mask_depths.tolist()]
+        sources = dict(zip(layout.nodes[1:], part.draft.sources, strict=True))
+        for row in sources:
+            kinds[row] = "candidate"
+        index = self._index[thread.path]
+        place = int(part.positions[layout.known - 1]) + 1
+        written = max(0, min(len(verdict.tokens), len(thread.tokens) - place))
+        own = place - thread.start
+        return Rows(
+            thread=index,
+            anchor=part.anchor,
+            tokens=tuple(part.tokens.tolist()),
+            parents=tuple(None if parent == NO_PARENT else parent for parent in layout.parents.tolist()),
+            positions=tuple(part.positions.tolist()),
+            kinds=tuple(kinds),
+            sources=tuple(sources.get(row) for row in range(layout.rows)),
+            kept=tuple(row in verdict.kept for row in range(layout.rows)),
+            chosen=verdict.tokens,
+            written=written,
+            pieces=tuple(self._pieces[index][own : own + written]),
+        )
+
+    def _began(self, number: int, rows: Sequence[Rows]) -> tuple[int, ...]:
+        """The threads that hang from what these rows wrote."""
+        ranges = {self._request.threads[one.thread].path: range(one.place, one.place + one.written) for one in rows}
+        return tuple(
+            index
+            for index, thread in enumerate(self._request.threads)
+            if (thread.fork in ranges.get(thread.path[:-1], ()) if thread.path else number == 0)
+        )
+
+    def _seconds(self) -> tuple[list[float], list[float]]:
+        """Of each step: in the engine, and outside of it."""
+        engine = [0.0, *(seen.engine_seconds for seen in self._seen)]
+        outside = [*(seen.outside_seconds for seen in self._seen), self._request.statistics.outside_seconds]
+        outside[0] = 0.0
+        return _differences(engine), _differences(outside)
+
+    def _texts(self, steps: Sequence[Step]) -> dict[int, str]:
+        if self._tokenizer is None:
+            return {}
+        used = {token for step in steps for rows in step.rows for token in (*rows.tokens, *rows.chosen)}
+        return {token: str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in sorted(used)}
+
+
+def _pieces(tokenizer: Tokenizer, thread: Thread, fork: int | None) -> list[str]:
+    """What each own token of a thread adds to the text; a character is added by the token that completes it."""
+    found: list[str] = []
+    stream = TextStream(tokenizer, context=_context(tokenizer, thread, thread.fork))
+    for place, token in enumerate(thread.written, thread.start):
+        if token == fork:  # what is behind a [Fork] is read behind another thread's text
+            _finish(stream, found)
+            found.append("")
+            stream = TextStream(tokenizer, context=_context(tokenizer, thread, place))
+        else:
+            stream.push(token)
+            found.append(stream.fresh)
+    _finish(stream, found)
+    return found
+
+
+def _finish(stream: TextStream, found: list[str]) -> None:
+    stream.finish()
+    if stream.fresh:
+        found[-1] += stream.fresh
+
+
+def _context(tokenizer: Tokenizer, thread: Thread, fork: int | None) -> tuple[int, ...]:
+    return () if fork is None else context_of(tokenizer, thread.tokens[: fork + 1])
+
+
+def _differences(totals: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(totals)]

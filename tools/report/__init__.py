@@ -1,0 +1,1 @@
+"""Report: a generation as a page, from its trace."""

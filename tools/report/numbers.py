@@ -1,0 +1,56 @@
+"""Numbers: what a recorded generation cost, counted from its steps."""
+
+from __future__ import annotations
+
+from spaceport.runtime.record import Record, Rows, Step
+from spaceport.runtime.statistics import Statistics
+
+
+def statistics_of(record: Record) -> Statistics:
+    """The statistics that the request had in the end."""
+    found = Statistics(prompt_tokens=len(record.prompt), threads=len(record.threads))
+    found.waiting_seconds = record.waiting_seconds
+    for step in record.steps:
+        _count(found, step)
+        for rows in step.rows:
+            _count_drafts(found, rows)
+    return found
+
+
+def in_one_line(record: Record) -> list[int]:
+    """The slots that the text would hold at each step if one thread had written as much of it, with no drafts."""
+    found, before = [], 0
+    for step in record.steps:
+        spine = [rows.positions[rows.known - 1] + 1 for rows in step.rows if rows.thread == 0 and not before]
+        fed = spine[0] if spine and spine[0] < len(record.prompt) else len(record.prompt)
+        found.append(fed + before)
+        before += sum(token != record.tokens.fork for rows in step.rows for token in rows.text)
+    return found
+
+
+def _count(found: Statistics, step: Step) -> None:
+    found.rows += sum(len(rows.tokens) for rows in step.rows)
+    found.peak_slots = max(found.peak_slots, step.held)
+    found.peak_threads = max(found.peak_threads, len(step.rows))
+    found.engine_seconds += step.engine_seconds
+    found.outside_seconds += step.outside_seconds
+    if any(rows.chosen for rows in step.rows):
+        found.steps += 1
+    else:
+        found.prompt_steps += 1
+
+
+def _count_drafts(found: Statistics, rows: Rows) -> None:
+    found.tokens += rows.written
+    accepted = [row for row in rows.candidates if rows.kept[row]][: rows.accepted]
+    for row in rows.candidates:
+        depth, source = rows.positions[row] - rows.place, rows.sources[row]
+        assert source is not None
+        while len(found.drafted_by_depth) <= depth:
+            found.drafted_by_depth.append(0)
+            found.accepted_by_depth.append(0)
+        found.drafted_by_depth[depth] += 1
+        found.drafted_by_source[source] = found.drafted_by_source.get(source, 0) + 1
+        if row in accepted:
+            found.accepted_by_depth[depth] += 1
+            found.accepted_by_source[source] = found.accepted_by_source.get(source, 0) + 1

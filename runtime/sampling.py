@@ -1,40 +1,253 @@
-"""Sampling: which token a row's logits mean."""
+"""Sampling: tokens drawn so that the text depends on its seed and never on its drafts; docs/sampling.md says how."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+import secrets
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.choice import Bans, Choose, Greedy, not_a_number
+from spaceport.runtime.draft import Guess
+from spaceport.runtime.filters import best, survivors
+from spaceport.runtime.noise import gumbels, noise_key
+from spaceport.runtime.threads import Thread
 
-class NotANumber(RuntimeError):
-    """An engine gave logits that are not numbers."""
+_FAINT = -10.0  # score below which a guess is right so seldom that its noise is not worth computing
+_UNLIKELY = 1e-3  # odds below which a guess is not worth a row
 
 
-class Choose(Protocol):
-    """Says which token logits mean at one place of one thread: the same place, thread and logits, the same token."""
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, as a user asks for it; by default the likeliest always."""
 
-    def __call__(self, logits: NDArray[np.float32], path: tuple[int, ...], place: int) -> int: ...
+    temperature: float = 0.0  # 0: the likeliest token
+    top_k: int = 0  # only so many of the likeliest tokens; 0: all
+    top_p: float = 1.0  # only the likeliest tokens that together are so likely
+    min_p: float = 0.0  # only tokens at least so likely in proportion to the likeliest
+    repetition_penalty: float = 1.0  # for tokens of the prompt and the text: > 1 makes them less likely
+    presence_penalty: float = 0.0  # off the logit of each token of the text
+    frequency_penalty: float = 0.0  # off it each time that the token is in the text
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # onto logits
+    banned: Collection[int] = ()  # tokens that are never written
+    seed: int | None = None  # the same seed, the same text; None: another in each text
+
+    def __post_init__(self) -> None:
+        for name, kind, kinds in (
+            ("banned", Collection, "token ids"),
+            ("logit_bias", Mapping, "token ids with biases"),
+        ):
+            if not isinstance(given := getattr(self, name), kind):
+                raise OptionFault(f"{name} is {given!r}: expected {kinds}")
+        _number("temperature", self.temperature, 0, 100, "0 writes the likeliest token always")
+        _number("top_p", self.top_p, 0, 1, "1 keeps all tokens")
+        _number("min_p", self.min_p, 0, 1, "0 keeps all tokens")
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100, "1 changes nothing")
+        _number("presence_penalty", self.presence_penalty, -2, 2, "0 changes nothing")
+        _number("frequency_penalty", self.frequency_penalty, -2, 2, "0 changes nothing")
+        _integer("top_k", self.top_k, 2**63 - 1, "0 keeps all tokens")
+        if self.seed is not None:
+            _integer("seed", self.seed, 2**64 - 1, "leave it out for another text each time")
+        for token in self.banned:
+            _integer("a token id in banned", token, 2**63 - 1, "they are ids, not text")
+        for token, bias in self.logit_bias.items():
+            _integer("a token id in logit_bias", token, 2**63 - 1, "they are ids, not text")
+            _number(f"the logit_bias of token {token}", bias, -100, 100, "to forbid a token, put it in banned")
+        object.__setattr__(self, "banned", frozenset(self.banned))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse token ids that a vocabulary does not hold."""
+        for name, tokens in (("banned", self.banned), ("logit_bias", self.logit_bias)):
+            beyond = [token for token in tokens if token >= vocab_size]
+            if beyond:
+                raise OptionFault(f"{name} holds the token id {min(beyond)}: expected ids from 0 to {vocab_size - 1}")
+        if len(self.banned) >= vocab_size:
+            raise OptionFault(f"banned holds all {vocab_size} tokens: expected at least one that may be written")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what is written changes what may follow."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-def greedy(banned: Collection[int]) -> Choose:
-    """The likeliest token that is not banned; of equals the lowest id."""
-    never = frozenset(banned)
-    columns = np.array(sorted(never), np.int64)
+def seeded(sampling: Sampling) -> Sampling:
+    """The same with a seed: one that nobody knows yet if it has none."""
+    return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(64))
 
-    def choose(logits: NDArray[np.float32], path: tuple[int, ...], place: int) -> int:
-        token = int(logits.argmax())
-        if np.isnan(logits[token]):
-            raise NotANumber(
-                f"the logits for the token at place {place} hold NaN: `spaceport check` on the bundle tells whether the "
-                "export or the engine is at fault; a float16 model that overflows needs --dtype float32 at its export"
+
+def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> Choose:
+    """What chooses the tokens of one request, whose prompt is so long."""
+    bans = replace(bans, never=bans.never | frozenset(sampling.banned))
+    if sampling.temperature == 0 and not sampling.penalises and not sampling.logit_bias:
+        return Greedy(bans)
+    sampling = seeded(sampling)
+    assert sampling.seed is not None
+    return Sampled(sampling, sampling.seed, bans, prompt_length)
+
+
+@dataclass
+class _Counts:
+    """Which tokens a line of text holds, and how often each of them stands behind the prompt."""
+
+    thread: Thread
+    prompt_length: int
+    counted: int = 0  # tokens of the thread
+    index: dict[int, int] = field(default_factory=dict)
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    own: array[int] = field(default_factory=lambda: array("q"))  # how often behind the prompt
+
+    def follow(self) -> None:
+        """Count what the thread has grown by: its tokens never change, they only become more."""
+        prompt = max(self.counted, self.prompt_length)
+        self.add(self.thread.tokens[self.counted : prompt], 0)
+        self.add(self.thread.tokens[prompt:], 1)
+        self.counted = len(self.thread.tokens)
+
+    def add(self, tokens: Iterable[int], own: int) -> None:
+        for token in tokens:
+            index = self.index.setdefault(token, len(self.tokens))
+            if index == len(self.tokens):
+                self.tokens.append(token)
+                self.own.append(0)
+            self.own[index] += own
+
+    def and_then(self, ahead: Sequence[int]) -> _Counts:
+        """These and the tokens of a step that the thread does not hold yet."""
+        if not ahead:
+            return self
+        longer = replace(self, index=self.index.copy(), tokens=self.tokens[:], own=self.own[:])
+        longer.add(ahead, 1)
+        return longer
+
+
+@dataclass
+class Sampled:
+    """The token whose log-probability and noise are together the highest; the noise belongs to its place in the text.
+
+    The token at a place is a function of its logits, the tokens before it, its place, its thread's path and the seed:
+    nothing is drawn in an order, so drafts, trees, chunks and other threads cannot change it.
+    """
+
+    sampling: Sampling
+    seed: int
+    bans: Bans
+    prompt_length: int
+    _counts: dict[tuple[int, ...], _Counts] = field(default_factory=dict, repr=False)  # of the live threads
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        place = len(thread.tokens) + len(ahead)
+        if np.isnan(logits.max()):
+            raise not_a_number(place)
+        scores = self._scores(logits, self.bans.at(thread, ahead), thread, ahead)
+        if scores.max() == -np.inf:
+            raise OptionFault(
+                f"each token is banned or impossible at place {place}: expected one at least that may be written; ban less"
             )
-        if token in never:
-            allowed = logits.copy()
-            allowed[columns] = -np.inf
-            token = int(allowed.argmax())
-        return token
+        sampling = self.sampling
+        if sampling.temperature == 0:
+            return int(scores.argmax())
+        tokens, noised = survivors(self._tempered(scores), sampling.top_k, sampling.top_p, sampling.min_p)
+        noised = noised + gumbels(noise_key(self.seed, thread.path, place), tokens)
+        return int(tokens[noised.argmax()])
 
-    return choose
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        """What the mask slots would write, drawn with the noise of the places: then the network likely draws the same."""
+        banned = self.bans.among_guesses(thread)
+        found = []
+        for at, line in enumerate(logits, place):
+            scores = self._scores(line, banned, thread, ())
+            if np.isfinite(scores.max()):
+                found.append(self._guess(scores, thread.path, at, most))
+            else:  # a draft must not end a text that goes on without it
+                found.append(Guess((int(scores.argmax()),), (0.0,)))
+        return tuple(found)
+
+    def _guess(self, scores: NDArray[np.float64], path: tuple[int, ...], place: int, most: int) -> Guess:
+        """The tokens that pass the filters, best first; how likely the network draws them says a softmax over all.
+
+        How far a mask slot is off depends neither on the filters nor on the temperature, so the softmax is over logits
+        to which the noise is added times the temperature. Measured on the demo model: docs/sampling.md.
+        """
+        sampling = self.sampling
+        temperature = sampling.temperature
+        passing = np.ones(scores.size, np.bool_)
+        if temperature > 0:
+            scores = self._tempered(scores)
+            passing[:] = False
+            passing[survivors(scores, sampling.top_k, sampling.top_p, sampling.min_p)[0]] = True
+        else:
+            scores -= scores.max()
+        (tokens,) = np.nonzero(scores >= _FAINT)
+        drawn = scores[tokens]
+        if temperature > 0:
+            drawn += gumbels(noise_key(self.seed, path, place), tokens)
+            drawn *= temperature
+        weights = np.exp(drawn - drawn.max())
+        odds = weights / weights.sum()
+        (allowed,) = np.nonzero(passing[tokens])
+        order = allowed[best(drawn[allowed], most)]
+        order = order[: max(1, np.count_nonzero(odds[order] > _UNLIKELY))]
+        return Guess(tuple(tokens[order].tolist()), tuple(odds[order].tolist()))
+
+    def _scores(
+        self, logits: NDArray[np.float32], banned: frozenset[int], thread: Thread, ahead: Sequence[int]
+    ) -> NDArray[np.float64]:
+        """Logits with all that bears on single tokens; bans last, so that nothing lifts them."""
+        scores = logits.astype(np.float64)
+        for token, bias in self.sampling.logit_bias.items():
+            scores[token] += bias
+        if self.sampling.penalises:
+            _penalise(scores, self.sampling, self._counted(thread).and_then(ahead))
+        scores[_columns(banned)] = -np.inf
+        return scores
+
+    def _tempered(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Log-probabilities but for a constant: the highest is 0; `scores` is used up."""
+        top = scores.max()
+        if top == np.inf:  # the limit of ever larger logits
+            return np.where(scores == top, 0.0, -np.inf)
+        scores -= top
+        if self.sampling.temperature != 1:
+            with np.errstate(over="ignore"):  # -inf is right
+                scores /= self.sampling.temperature
+        return scores
+
+    def _counted(self, thread: Thread) -> _Counts:
+        counts = self._counts.get(thread.path)
+        if counts is None or counts.thread is not thread:
+            for path in [path for path, old in self._counts.items() if old.thread.ending is not None]:
+                del self._counts[path]
+            counts = self._counts[thread.path] = _Counts(thread, self.prompt_length)
+        counts.follow()
+        return counts
+
+
+def _penalise(scores: NDArray[np.float64], sampling: Sampling, counts: _Counts) -> None:
+    tokens, own = np.array(counts.tokens), np.array(counts.own)
+    held = scores[tokens]
+    penalty = sampling.repetition_penalty
+    held = np.where(held < 0, held * penalty, held / penalty)
+    held -= sampling.frequency_penalty * own
+    held -= sampling.presence_penalty * (own > 0)
+    scores[tokens] = held
+
+
+@lru_cache(maxsize=64)
+def _columns(banned: frozenset[int]) -> NDArray[np.int64]:
+    return np.array(sorted(banned), np.int64)
+
+
+def _number(name: str, value: object, least: float, most: float, hint: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        raise OptionFault(f"{name} is {value!r}: expected a number from {least} to {most} ({hint})")
+
+
+def _integer(name: str, value: object, most: int, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise OptionFault(f"{name} is {value!r}: expected a whole number from 0 to {most} ({hint})")

@@ -39,12 +39,14 @@ LIBRARIES = {
     "spaceport": None,
     "spaceport.runtime": {"numpy", "tokenizers", "jinja2"},
     "spaceport.runtime.backends": None,
+    "spaceport.runtime.vocabulary": {"numpy", "tokenizers", "llguidance"},  # an optional extra
     "spaceport.graphs.faults": set(),
     "spaceport.graphs.signature": {"numpy"},
     "spaceport.graphs.manifest": {"numpy"},
 }
 
 HEAVY = (
+    "llguidance",
     *("onnx", "onnx_graphsurgeon", "onnxruntime", "onnxscript", "polygraphy"),
     *("tensorrt", "tensorrt_rtx", "torch", "transformers"),
 )

@@ -7,7 +7,7 @@ import functools
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 
@@ -89,6 +89,22 @@ def hash_runtime(
     bundle = Bundle(_folder(), manifest)
     engine = HashEngine(language, capacity_for(manifest, max_slots or max_seq_len), requests, lowering)
     return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows)
+
+
+def counting_runtime(language: Language, vocab_size: int, requests: int) -> tuple[Runtime, CountingEngine]:
+    """A runtime whose engine says that it knows so many tokens."""
+    runtime = hash_runtime(language, max_seq_len=600, requests=requests)
+    engine = CountingEngine(language, runtime.engine.capacity, requests)
+    engine.signature = replace(engine.signature, vocab_size=vocab_size)
+    counted = Runtime(runtime.bundle, engine, 600)
+    return counted, engine
+
+
+def slow_runtime(language: Language) -> tuple[Runtime, SlowEngine]:
+    """A runtime whose steps wait for leave."""
+    runtime = hash_runtime(language, prompt_rows=16)
+    engine = SlowEngine(language, runtime.engine.capacity, 1)
+    return Runtime(runtime.bundle, engine, 64, prompt_rows=16), engine
 
 
 def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top: int) -> list[TokenLogprob]:

@@ -6,14 +6,13 @@ import asyncio
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hash_engine import END, MASKS, VOCAB, Language
-from hash_runtime import WORDS, BrokenEngine, CountingEngine, SlowEngine, expected_logprobs, hash_runtime, same
+from hash_runtime import WORDS, BrokenEngine, counting_runtime, expected_logprobs, hash_runtime, same, slow_runtime
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import BROKEN, BYTES, FALLBACK, full
@@ -21,13 +20,17 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import LOWERINGS, Lowering
 from spaceport.runtime.choice import NotANumber
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.draft import Draft
+from spaceport.runtime.plan import plan_thread
 from spaceport.runtime.scheduler import ECHO_BYTES
 from spaceport.runtime.scoring import Score, encode_parts
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text import encode
+from spaceport.runtime.threads import new_thread
 from spaceport.runtime.worker import RuntimeClosed
 
 TINY = Path(__file__).parent / "data" / "tiny"
@@ -92,20 +95,31 @@ def test_what_a_model_would_write_is_greedy_and_nothing_else_is(
         assert runtime.score(tokens, text).greedy == (wrong is None or wrong >= len(text))
 
 
-def counting(language: Language, vocab_size: int, requests: int) -> tuple[Runtime, CountingEngine]:
-    """A runtime whose engine says that it knows so many tokens."""
-    runtime = hash_runtime(language, max_seq_len=600, requests=requests)
-    engine = CountingEngine(language, runtime.engine.capacity, requests)
-    engine.signature = replace(engine.signature, vocab_size=vocab_size)
-    counted = Runtime(runtime.bundle, engine, 600)
-    return counted, engine
+@given(
+    fed=st.integers(0, 20),
+    pending=st.integers(1, 20),
+    chunk=st.integers(1, 25),
+    masks=st.integers(0, 3),
+    echo=st.none() | st.integers(0, 45),
+)
+def test_from_a_place_on_the_logits_of_all_rows_are_wanted(
+    fed: int, pending: int, chunk: int, masks: int, echo: int | None
+) -> None:
+    thread = new_thread([1] * (fed + pending), 1)
+    thread.fed = fed
+    part = plan_thread(thread, Draft(masks=(masks,)), TokenIds(mask=(2,)), chunk, echo=echo)
+    expected = set(part.layout.wanted.tolist()) if pending <= chunk else set()
+    if echo is not None:
+        expected |= {row for row, position in enumerate(part.positions.tolist()) if position >= echo}
+    assert part.rows_wanted.tolist() == sorted(expected)
+    assert part.wanted == len(expected)
 
 
 @pytest.mark.parametrize("vocab_size", [32_000, 128_256, 262_144, 10**8])
 def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
     language = Language(seed=5)
     tokens = language.write([1, 2], 1) + [token % END for token in range(300)]
-    runtime, engine = counting(language, vocab_size, 1)
+    runtime, engine = counting_runtime(language, vocab_size, 1)
     with runtime:
         score = runtime.score(tokens)
         assert max(count * rows for count, rows in engine.lines) == min(301, max(1, ECHO_BYTES // 4 // vocab_size))
@@ -119,7 +133,7 @@ def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
 def test_many_texts_at_once_need_no_more() -> None:
     language = Language(seed=6)
     texts = [[(token * 7 + number) % END for token in range(60)] for number in range(12)]
-    runtime, engine = counting(language, 262_144, 4)
+    runtime, engine = counting_runtime(language, 262_144, 4)
     with runtime, ThreadPoolExecutor(12) as pool:
         for tokens, score in zip(texts, pool.map(runtime.score, texts), strict=True):
             assert same(score.logprobs, expected_logprobs(language, tokens, 1, 0))
@@ -156,14 +170,8 @@ def test_scores_are_there_for_asyncio() -> None:
         assert asyncio.run(ask(runtime)) == [runtime.score(text[:2], text[2:], top=1) for text in texts]
 
 
-def slow(language: Language) -> tuple[Runtime, SlowEngine]:
-    runtime = hash_runtime(language, prompt_rows=16)
-    engine = SlowEngine(language, runtime.engine.capacity, 1)
-    return Runtime(runtime.bundle, engine, 64, prompt_rows=16), engine
-
-
 def test_a_score_that_nobody_waits_for_any_more_takes_no_further_step() -> None:
-    runtime, engine = slow(Language(seed=9))
+    runtime, engine = slow_runtime(Language(seed=9))
 
     async def begin_and_leave() -> None:
         waiting = asyncio.create_task(runtime.ascore([1] * 60))
@@ -180,7 +188,7 @@ def test_a_score_that_nobody_waits_for_any_more_takes_no_further_step() -> None:
 
 
 def test_a_score_under_way_is_told_of_the_end_of_its_runtime() -> None:
-    runtime, engine = slow(Language(seed=9))
+    runtime, engine = slow_runtime(Language(seed=9))
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(runtime.score, [1] * 60)
         assert engine.began.wait(60)

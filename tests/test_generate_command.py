@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,13 +16,15 @@ from pathlib import Path
 import click
 import pytest
 from forking_bundle import forking_copy
-from small_bundle import edit
 
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.grammar import Form
+from spaceport.runtime.sampling import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, USAGE, run
 from spaceport.tools.cli.generate import command
 from spaceport.tools.cli.generate_options import Generate
+from spaceport.tools.report.files import read_trace
 
 TINY = Path(__file__).parent / "data" / "tiny"
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
@@ -52,14 +53,6 @@ def printed(capfd: Capture, bundle: Path, *arguments: object) -> tuple[str, str]
     return out, err
 
 
-def refused(capfd: Capture, message: str, bundle: Path, *arguments: object) -> None:
-    assert run(["generate", str(bundle), "a", *map(str, arguments)]) == USAGE
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert re.search(message, err), err
-    assert "Traceback" not in err
-
-
 def without_times(statistics: dict[str, object]) -> dict[str, object]:
     assert statistics.keys() >= TIMES
     return {name: value for name, value in statistics.items() if name not in TIMES}
@@ -82,6 +75,18 @@ OPTIONS: list[tuple[list[object], Decoding]] = [
     (["--fork"], Decoding(fork=True)),
     (["--max-threads", 1], Decoding(max_threads=1)),
     (["--max-depth", 2], Decoding(max_depth=2)),
+    (["--temperature", 0.9, "--seed", 3], Decoding(sampling=Sampling(0.9, seed=3))),
+    (["--temperature", 0.9, "--seed", 4], Decoding(sampling=Sampling(0.9, seed=4))),
+    (["--temperature", 0.9, "--seed", 3, "--top-k", 2], Decoding(sampling=Sampling(0.9, top_k=2, seed=3))),
+    (["--temperature", 0.9, "--seed", 3, "--top-p", 0.5], Decoding(sampling=Sampling(0.9, top_p=0.5, seed=3))),
+    (["--temperature", 0.9, "--seed", 3, "--min-p", 0.2], Decoding(sampling=Sampling(0.9, min_p=0.2, seed=3))),
+    (["--repetition-penalty", 1.5], Decoding(sampling=Sampling(repetition_penalty=1.5))),
+    (["--presence-penalty", 1.5], Decoding(sampling=Sampling(presence_penalty=1.5))),
+    (["--frequency-penalty", 2], Decoding(sampling=Sampling(frequency_penalty=2))),
+    (["--logit-bias", "362=-9", "--logit-bias", "5=3"], Decoding(sampling=Sampling(logit_bias={362: -9, 5: 3}))),
+    (["--ban", "362", "--ban", "JSON"], Decoding(sampling=Sampling(banned=(362, 322)))),
+    (["--logprobs", 1], Decoding(logprobs=1)),
+    (["--regex", "[a-z =]+"], Decoding(form=Form(regex="[a-z =]+"))),
 ]
 
 
@@ -96,6 +101,7 @@ def test_an_option_does_what_it_does_in_a_program(
     assert (found["text"], found["ending"]) == (expected.text, expected.ending)
     assert tuple(found["tokens"]) == expected.tokens
     assert tuple(found["prompt_tokens"]) == expected.prompt_tokens
+    assert found["seed"] == decoding.sampling.seed
     assert found["threads"] == json.loads(json.dumps([asdict(thread) for thread in expected.threads]))
     assert without_times(found["statistics"]) == without_times(asdict(expected.statistics)) | {
         "tokens_per_step": expected.statistics.tokens_per_step
@@ -104,8 +110,9 @@ def test_an_option_does_what_it_does_in_a_program(
 
 def test_the_options_above_are_told_apart_by_what_comes_of_them(runtime: Runtime) -> None:
     """Else a dropped one would go unnoticed: only the deadline and what is the default anyway change nothing."""
-    same = [arguments for arguments, decoding in OPTIONS[1:] if cost(runtime, decoding) == cost(runtime, Decoding())]
-    assert same == [["--timeout", 600], ["--fork"]]
+    costs = [cost(runtime, decoding) for _, decoding in OPTIONS]
+    same = [arguments for (arguments, _), found in zip(OPTIONS, costs, strict=True) if costs.count(found) > 1]
+    assert same == [[], ["--timeout", 600], ["--fork"]]
 
 
 def cost(runtime: Runtime, decoding: Decoding) -> object:
@@ -159,48 +166,77 @@ def test_statistics_say_what_the_text_cost(forking: Path, runtime: Runtime, capf
     assert "threads" not in err
 
 
-WRONG: list[tuple[list[object], str]] = [
-    (["--max-total-tokens", 0], "max_total_tokens is 0: expected at least 1"),
-    (["--max-total-tokens", 5000], r"max_total_tokens 5000 make 5002 slots, max_slots is 1024: lower .* to 1022, or"),
-    (["--max-slots", 9], "max_slots is 9: expected at least max_seq_len, 1024"),
-    (["--max-slots", -1], "max_slots is -1: expected at least max_seq_len, 1024"),
-    (["--timeout", 0], "timeout is 0.0: expected seconds, more than 0"),
-    (["--timeout", "nan"], "timeout is nan: expected seconds, more than 0"),
-    (["--timeout", "soon"], "'soon' is not a valid float"),
-    (["--draft", "bush"], "'bush' is not one of 'chain', 'tree'"),
-    (["--draft-rows", 0], "draft rows is 0: expected at least 1"),
-    (["--draft-siblings", 0], "draft siblings is 0: expected at least 1"),
-    (["--lookup", -1], "draft lookup is -1: expected at least 0"),
-    (["--lookup", 3, "--draft", "chain"], "lookup is 3 with draft chain: .*: leave one out"),
-    (["--draft-rows", 3, "--draft", "chain"], "--draft-rows with --draft chain: it would do nothing; expected --draft"),
-    (["--draft-siblings", 3, "--draft", "chain"], "--draft-siblings with --draft chain: it would do nothing"),
-    (["--draft-siblings", 3, "--mask-slots", 0, "--lookup", 2], "--draft-siblings with --mask-slots 0: it would do"),
-    (["--draft-rows", 3, "--mask-slots", 0], "--draft-rows with --mask-slots 0: .*expected mask slots or --lookup"),
-    (["--draft", "tree", "--mask-slots", 0], "--draft with --mask-slots 0: it would do nothing; expected mask slots"),
-    (["--max-threads", 0], "max_threads is 0: expected 1 to 128"),
-    (["--max-threads", 129], "max_threads is 129: expected 1 to 128"),
-    (["--max-depth", -1], "max_depth is -1: expected at least 0"),
-    (["--max-threads", 2, "--no-fork"], "--max-threads with --no-fork: it would do nothing; expected --fork, or leave"),
-    (["--max-depth", 2, "--no-fork"], "--max-depth with --no-fork: it would do nothing; expected --fork, or leave it"),
-    (["--json", "--show-drafts"], "--show-drafts with --json: it would do nothing; expected one of the two"),
-    (["--live"], "--live draws on a terminal, and standard output is none: leave it out, or take --show-drafts"),
-]
+def test_a_seed_that_was_drawn_draws_the_same_text_again(forking: Path, capfd: Capture) -> None:
+    arguments = ("--temperature", 1, "--max-tokens", 30)
+    first = json.loads(printed(capfd, forking, *arguments, "--json")[0])
+    assert 0 <= first["seed"] < 2**64
+    out, err = printed(capfd, forking, *arguments, "--seed", first["seed"], "--stats")
+    assert out == first["text"] + "\n"
+    assert f"seed {first['seed']}: the same one writes the same text again" in err
+    other = json.loads(printed(capfd, forking, *arguments, "--json")[0])
+    assert other["seed"] != first["seed"]
+    assert other["text"] != first["text"]
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_what_cannot_be_meant_is_refused(forking: Path, capfd: Capture, arguments: list[object], message: str) -> None:
-    refused(capfd, message, forking, *arguments)
+def test_json_tells_how_likely_the_tokens_were(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    expected = runtime.generate(DECODER, Decoding(max_tokens=60, logprobs=2))
+    found = json.loads(printed(capfd, forking, "--max-tokens", 60, "--json", "--logprobs", 2)[0])
+    assert [one["token"] for one in found["logprobs"]] == found["tokens"]
+    assert [one["logprob"] for one in found["logprobs"]] == [one.logprob for one in expected.logprobs]
+    assert {len(one["top"]) for one in found["logprobs"]} == {2}
+    for thread in found["threads"]:
+        assert [one["token"] for one in thread["logprobs"]] == thread["tokens"]
+    assert json.loads(printed(capfd, forking, "--max-tokens", 9, "--json")[0])["logprobs"] == []
 
 
-def test_a_bundle_that_cannot_do_it_is_told_apart(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
-    refused(capfd, "fork is True: expected a bundle with a fork token, this one has none: leave", tiny_bundle, "--fork")
-    refused(capfd, "--max-threads with a bundle without a fork token: it would do", tiny_bundle, "--max-threads", 2)
-    plain = shutil.copytree(tiny_bundle, tmp_path / "plain")
-    edit(plain, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
-    message = "with a bundle without mask slots: it would do nothing"
-    refused(capfd, f"--draft-siblings {message}", plain, "--draft-siblings", 2)
-    refused(capfd, f"--draft-rows {message}; expected mask slots or --lookup", plain, "--draft-rows", 2, "--lookup", 0)
-    printed(capfd, plain, "--draft-rows", 2, "--max-tokens", 3)
+def test_everything_at_once_is_one_object(forking: Path, tmp_path: Path, capfd: Capture) -> None:
+    arguments: list[object] = [
+        "--json",
+        "--stats",
+        "--logprobs",
+        3,
+        "--trace",
+        tmp_path / "t",
+        "--report",
+        tmp_path / "r",
+    ]
+    arguments += ["--temperature", 0.8, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01, "--seed", 7, "--ban", 9]
+    arguments += [
+        "--repetition-penalty",
+        1.1,
+        "--presence-penalty",
+        0.1,
+        "--frequency-penalty",
+        0.1,
+        "--logit-bias",
+        "5=-1",
+    ]
+    arguments += ["--mask-slots", 3, "--draft", "tree", "--draft-rows", 12, "--draft-siblings", 2, "--lookup", 4]
+    arguments += ["--fork", "--max-threads", 2, "--max-depth", 2, "--max-tokens", 60, "--max-total-tokens", 90]
+    arguments += ["--stop", "never", "--timeout", 60, "--backend", "onnxruntime"]
+    out, err = printed(capfd, forking, *arguments)
+    found = json.loads(out)
+    assert list(found) == ["text", "ending", "tokens", "prompt_tokens", "logprobs", "threads", "seed", "statistics"]
+    assert found["seed"] == 7
+    assert len(found["threads"]) > 1
+    assert "seed 7" in err
+
+
+def test_what_every_step_did_is_written_to_files(forking: Path, tmp_path: Path, capfd: Capture) -> None:
+    trace, report = tmp_path / "t.json", tmp_path / "r.html"
+    plain, _ = printed(capfd, forking, "--max-tokens", 60, "--json")
+    found, _ = printed(capfd, forking, "--max-tokens", 60, "--json", "--trace", trace, "--report", report)
+    told, statistics = json.loads(found), json.loads(found)["statistics"]
+    assert told["text"] == json.loads(plain)["text"]
+    record = read_trace(trace)
+    assert len(record.steps) == statistics["steps"] + statistics["prompt_steps"]
+    assert [list(line.path) for line in record.threads] == [thread["path"] for thread in told["threads"]]
+    assert report.read_text("utf-8").startswith("<!doctype html>")
+    assert "Text of bundle" in report.read_text("utf-8")
+    report.unlink()
+    printed(capfd, forking, "--max-tokens", 5, "--report", report)
+    assert report.exists()
+    assert read_trace(trace) == record
 
 
 def test_help_lists_every_option_once_under_a_heading(capfd: Capture) -> None:
@@ -221,8 +257,11 @@ def test_on_a_terminal_the_threads_are_drawn_before_the_text(forking: Path, runt
     assert out.endswith("\r\n" + expected.text.replace("\n", "\r\n") + "\r\n")
     assert f"; {expected.statistics.threads} threads; at most {expected.statistics.peak_slots} slots" in out
     assert "spine" in out
+    erased = "\x1b[2K"
+    assert erased not in out[out.rindex("at most") :]  # the threads stay
     alone = on_a_terminal(forking, "--max-tokens", 60, "--live", "--no-fork", "--show-drafts")
-    assert "\x1b[32m" in alone
+    assert erased in alone[alone.rindex("at most") :]  # one thread is the text itself
+    assert "\x1b[32m" in alone[alone.rindex(erased) :]
 
 
 def on_a_terminal(bundle: Path, *arguments: object) -> str:

@@ -12,7 +12,6 @@ import pytest
 from spaceport.tools.cli import run
 
 ROOT = Path(__file__).parent.parent
-JSON_ORDER = ["text", "tokens", "ending", "prompt_tokens", "threads", "seed", "statistics"]
 README = (ROOT / "README.md").read_text("utf-8")
 
 
@@ -91,8 +90,7 @@ def test_what_json_holds_is_what_the_readme_says(tiny_bundle: Path, capsys: pyte
     found = json.loads(capsys.readouterr().out)
     table = README[README.index("| entry |") :].split("\n\n")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
-    assert [name for names, _ in rows for name in re.findall(r"`(\w+)`", names)] == JSON_ORDER
-    assert sorted(found) == sorted(JSON_ORDER)
+    names = [name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(names) == sorted(found)
     ((_, threads),) = (row for row in rows if "`threads`" in row[0])
-    assert {"path", "fork", "text", "tokens", "ending"} == set(found["threads"][0])
     assert set(re.findall(r"`([a-z]+)`", threads)) == set(found["threads"][0])

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.admission import Prompt, capacity_for, seq_len, slots_for
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.trace import Trace
 from spaceport.tools.cli.generate_options import (
     Generate,
+    banned,
     check_before,
     check_with,
+    choices,
+    decoded,
     decoding_of,
     drafts,
     engines,
     lengths,
     outputs,
     prompts,
+    read_text,
     threads,
 )
 from spaceport.tools.cli.generate_screen import as_dict, show, show_live, show_statistics
@@ -36,17 +43,21 @@ from spaceport.tools.cli.screen import show_json
 @lengths
 @drafts
 @threads
+@choices
 @outputs
 @engines
 @click.pass_context
 def command(context: click.Context, /, bundle: Path, prompt: str | None, **told: Any) -> None:
     """Write the text that BUNDLE continues PROMPT with; PROMPT - reads it from standard input."""
     check_before(context)
+    check_files(told["trace"], told["report"])
     text = read_prompt(prompt, told["prompt_file"])
     given: Prompt = [{"role": "user", "content": text}] if told["chat"] else text
     decoding = decoding_of(told)
     with open_runtime(bundle, told) as runtime:
         check_with(context, runtime.bundle.manifest, decoding)
+        never = banned(told["ban"], runtime.tokenizer)
+        decoding = replace(decoding, sampling=replace(decoding.sampling, banned=never))
         lanes = Lanes(runtime.bundle.manifest.tokens.fork)
         with runtime.stream(given, decoding) as stream:
             if told["live"]:
@@ -54,10 +65,12 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **told:
             elif not told["as_json"]:
                 show(stream, lanes, told["show_drafts"])
             completion = stream.completion()
+        if completion.trace is not None:
+            write_files(completion.trace, runtime.tokenizer, told, f"Text of {bundle.name}")
     if told["as_json"]:
-        show_json(as_dict(completion, None))
+        show_json(as_dict(completion))
     if told["stats"]:
-        show_statistics(completion, None)
+        show_statistics(completion)
 
 
 def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
@@ -80,20 +93,31 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise OptionFault("expected one prompt: as PROMPT, with --prompt-file, or as - from standard input")
     if prompt_file is not None:
-        try:
-            return _text(prompt_file.read_bytes(), str(prompt_file))
-        except OSError as error:
-            raise InputFault(f"{prompt_file}: {error.strerror}: expected a text file") from error
+        return read_text(prompt_file)
     if prompt == "-":
-        return _text(sys.stdin.buffer.read(), "standard input")
+        return decoded(sys.stdin.buffer.read(), "standard input")
     assert prompt is not None
-    return _text(prompt.encode("utf-8", "surrogateescape"), "the prompt")
+    return decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
 
 
-def _text(data: bytes, source: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputFault(
-            f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8: expected text in UTF-8"
-        ) from error
+def check_files(*files: Path | None) -> None:
+    """Raise if something could not be written in the end."""
+    named = [file for file in files if file is not None]
+    if named:
+        from spaceport.tools.report.files import check_target
+
+        for file in named:
+            check_target(file)
+    if len({file.resolve() for file in named}) < len(named):
+        raise OptionFault(f"--trace and --report are both {named[0]}: expected two files")
+
+
+def write_files(trace: Trace, tokenizer: Tokenizer, told: dict[str, Any], title: str) -> None:
+    """The trace and the report that were asked for."""
+    from spaceport.tools.report.files import write_report, write_trace
+
+    record = trace.record(tokenizer)
+    if told["trace"] is not None:
+        write_trace(told["trace"], record)
+    if told["report"] is not None:
+        write_report(told["report"], record, title)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import click
+from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import Manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.draft import Drafting, Shape
+from spaceport.runtime.grammar import Form
+from spaceport.runtime.sampling import Sampling
+from spaceport.runtime.text import encode
 from spaceport.tools.cli.options import Idle, Sectioned, options, refuse_idle
 
 _FILE = click.Path(path_type=Path)
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 class Generate(Sectioned):
@@ -25,6 +34,7 @@ class Generate(Sectioned):
         "max_tokens": "Length",
         "mask_slots": "Drafts, which never change the text",
         "fork": "Threads",
+        "temperature": "Choice of tokens: the likeliest, unless one of these says otherwise",
         "live": "Output",
         "backend": "Engine",
     }
@@ -58,11 +68,29 @@ threads = options(
     click.option("--max-depth", type=int, metavar="N", help=f"Most forks on the way to a thread; {Decoding.max_depth} by default."),
 )  # fmt: skip
 
+choices = options(
+    click.option("--temperature", type=float, metavar="T", help="Draw tokens by their odds: 1 takes them as they are, less makes likely ones likelier, 0 draws nothing."),
+    click.option("--top-k", type=int, metavar="N", help="Draw from the N likeliest tokens only."),
+    click.option("--top-p", type=float, metavar="P", help="Draw from the likeliest tokens that are together so likely, 0 to 1."),
+    click.option("--min-p", type=float, metavar="P", help="Draw from tokens at least P times as likely as the likeliest."),
+    click.option("--seed", type=int, metavar="N", help="Draw the same text again; without one a seed is drawn too, and told by --stats and --json."),
+    click.option("--repetition-penalty", type=float, metavar="X", help="Make tokens of prompt and text less likely (above 1)."),
+    click.option("--presence-penalty", type=float, metavar="X", help="Take X off the logit of each token of the text."),
+    click.option("--frequency-penalty", type=float, metavar="X", help="Take X off it for each time that it is in the text."),
+    click.option("--logit-bias", multiple=True, metavar="ID=X", help="Add X to the logit of a token; may be given more than once."),
+    click.option("--ban", multiple=True, metavar="TOKEN", help="Never write a token: its id, or text that is one token; may be given more than once."),
+    click.option("--regex", metavar="REGEX", help="Write a text that matches this as a whole; it does not fork."),
+    click.option("--json-schema", type=_FILE, metavar="FILE", help="Write JSON that fits a schema; it does not fork."),
+)  # fmt: skip
+
 outputs = options(
     click.option("--live", is_flag=True, help="Draw the threads side by side as they grow, before the text (on a terminal)."),
     click.option("--show-drafts", is_flag=True, help="Mark tokens that were drafted and accepted: green, in a pipe in brackets."),
     click.option("--stats", is_flag=True, help="Say on stderr what the text cost."),
     click.option("--json", "as_json", is_flag=True, help="Print text, tokens, threads and statistics as JSON."),
+    click.option("--logprobs", type=int, metavar="N", help="With --json: how likely each token was, and the N likeliest in its place."),
+    click.option("--trace", type=_FILE, metavar="FILE", help="Write what every step did as JSON."),
+    click.option("--report", type=_FILE, metavar="FILE", help="Write it as an HTML page."),
 )  # fmt: skip
 
 engines = options(
@@ -83,9 +111,13 @@ def check_before(context: click.Context) -> None:
         raise OptionFault("--checkpoint is only read with --backend torch: leave it out, or add that")
     if told["checkpoint"] is None and told["backend"] == "torch":
         raise OptionFault("--backend torch runs the checkpoint itself: name it with --checkpoint")
+    formed = "--regex" if told["regex"] is not None else "--json-schema" if told["json_schema"] is not None else ""
     refuse_idle(
         context,
         (
+            Idle(not told["temperature"], ("top_k", "top_p", "min_p", "seed"), "no --temperature", "--temperature 1"),
+            Idle(bool(formed), ("max_threads", "max_depth"), formed, "one of the two, since such a text does not fork"),
+            Idle(not told["as_json"], ("logprobs",), "no --json", "--json"),
             Idle(told["as_json"], ("live", "show_drafts"), "--json", "one of the two"),
             Idle(told["draft"] == "chain", ("draft_rows", "draft_siblings"), "--draft chain", "--draft tree"),
             Idle(told["fork"] is False, ("max_threads", "max_depth"), "--no-fork", "--fork"),
@@ -125,4 +157,61 @@ def decoding_of(told: dict[str, Any]) -> Decoding:
         fork=told["fork"],
         max_threads=said.get("max_threads", Decoding.max_threads),
         max_depth=said.get("max_depth", Decoding.max_depth),
+        sampling=Sampling(
+            **{name: said[name] for name in _SAMPLING if name in said}, logit_bias=_biases(told["logit_bias"])
+        ),
+        form=_form(told["regex"], told["json_schema"]),
+        logprobs=told["logprobs"],
+        trace=told["trace"] is not None or told["report"] is not None,
     )
+
+
+def banned(given: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """The tokens that --ban names, by their ids or by their text."""
+    found = []
+    for token in given:
+        ids = [int(token)] if token.isascii() and token.isdigit() else encode(tokenizer, token, special=False)
+        if len(ids) != 1:
+            raise OptionFault(f"--ban {token!r}: it is {len(ids)} tokens, {ids}: expected one; name it by its id")
+        found += ids
+    return found
+
+
+def read_text(file: Path) -> str:
+    """A text file."""
+    try:
+        return decoded(file.read_bytes(), str(file))
+    except OSError as error:
+        raise InputFault(f"{file}: {error.strerror}: expected a text file") from error
+
+
+def decoded(data: bytes, source: str) -> str:
+    """Text from a source of bytes."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputFault(
+            f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8: expected text in UTF-8"
+        ) from error
+
+
+def _biases(given: Sequence[str]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for pair in given:
+        token, _, bias = pair.partition("=")
+        try:
+            token_id, value = int(token), float(bias)
+        except ValueError:
+            raise OptionFault(f"--logit-bias is {pair!r}: expected a token id and a number, such as 42=-1.5") from None
+        if token_id in found:
+            raise OptionFault(f"--logit-bias names the token {token_id} twice: expected one number for it")
+        found[token_id] = value
+    return found
+
+
+def _form(regex: str | None, schema: Path | None) -> Form | None:
+    if regex is not None and schema is not None:
+        raise OptionFault("--regex and --json-schema are both given: expected one of the two")
+    if schema is not None:
+        return Form(json_schema=read_text(schema))
+    return None if regex is None else Form(regex=regex)

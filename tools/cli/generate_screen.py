@@ -45,7 +45,7 @@ def show_lanes(lanes: Lanes) -> None:
         click.echo(lane.name.ljust(width) + f"\n{' ' * width}".join(lines))
 
 
-def show_statistics(completion: Completion, seed: int | None) -> None:
+def show_statistics(completion: Completion) -> None:
     """What a text cost, for people."""
     s = completion.statistics
     threads = f"{s.threads} threads, at most {s.peak_threads} at a time, " if s.threads > 1 else ""
@@ -57,12 +57,12 @@ def show_statistics(completion: Completion, seed: int | None) -> None:
         f"{s.engine_seconds:.3f} s in the engine, {s.outside_seconds:.3f} s outside it "
         f"({s.outside_seconds / max(1, steps) * 1e3:.3f} ms a step), {s.waiting_seconds:.3f} s waiting",
     ]
-    if seed is not None:
-        lines.append(f"seed {seed}: the same one writes the same text again")
+    if completion.seed is not None:
+        lines.append(f"seed {completion.seed}: the same one writes the same text again")
     click.echo("\n".join(lines), err=True)
 
 
-def as_dict(completion: Completion, seed: int | None) -> dict[str, Any]:
+def as_dict(completion: Completion) -> dict[str, Any]:
     """A completion for machines; README.md says what is in it."""
     statistics = asdict(completion.statistics)
     statistics["tokens_per_step"] = completion.statistics.tokens_per_step
@@ -71,8 +71,9 @@ def as_dict(completion: Completion, seed: int | None) -> dict[str, Any]:
         "ending": completion.ending,
         "tokens": completion.tokens,
         "prompt_tokens": completion.prompt_tokens,
+        "logprobs": [asdict(one) for one in completion.logprobs],
         "threads": [asdict(thread) for thread in completion.threads],
-        "seed": seed,
+        "seed": completion.seed,
         "statistics": statistics,
     }
 

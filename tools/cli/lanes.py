@@ -50,7 +50,6 @@ class Lanes:
         self._fork = fork
         self._lanes: dict[Path, Lane] = {(): self.spine}
         self._order: Iterator[Span] = _reading(self.spine)
-        self._rest = Span("", False)  # what of the last span cannot be read yet
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -73,12 +72,11 @@ class Lanes:
 
     def _read(self, reading: str) -> Iterator[Span]:
         while reading:
-            text, drafted = self._rest if self._rest.text else next(self._order, Span(reading, False))
+            text, drafted = next(self._order, Span(reading, False))
             if not text.startswith(reading[: len(text)]):
                 # A request that ends all its threads at once lets out text before the pieces that it belongs to.
                 self._order, text, drafted = iter(()), reading, False
             yield Span(text[: len(reading)], drafted)
-            self._rest = Span(text[len(reading) :], drafted)
             reading = reading[len(text) :]
 
 

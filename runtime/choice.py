@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 from spaceport.runtime.draft import Guess
 from spaceport.runtime.threads import Thread
 
-_UNLIKELY = 7.0  # a candidate whose logit is so far below the best is not worth a row in any tree
+_LEAST = -7.0  # a candidate whose logit is so far below the best is not worth a row in any tree
+_LEAST_ODDS = 2e-3  # nor one with such odds
+_MANY = 512  # tokens near the best: a line with more says little, and is held to odds instead
 _SAMPLE = 32  # one token in so many is looked at to tell what the unlikely ones weigh
 
 
@@ -105,21 +108,31 @@ def without(logits: NDArray[np.float32], banned: Collection[int]) -> NDArray[np.
 def likeliest(scores: NDArray[np.float32], most: int, banned: Collection[int] = ()) -> tuple[Guess, ...]:
     """The best tokens of each line of scores, and about how likely a softmax over the line makes them.
 
-    All but a few tokens of a line are too unlikely to be looked at; what they weigh together is taken from a sample.
+    All but a few tokens of a line are too unlikely to be looked at; what they weigh together is taken from a sample. A
+    line that says nothing gives no tokens.
     """
-    lines, size = scores.shape
-    highest = scores.max(axis=-1, keepdims=True)
-    places = np.flatnonzero(scores > highest - _UNLIKELY)
-    owners, tokens = np.divmod(places, size)
-    below = scores[:, ::_SAMPLE] - highest
-    rest = np.where(below > -_UNLIKELY, 0, np.exp(below)).sum(axis=-1) * _SAMPLE
-    weights = np.exp(scores[owners, tokens] - highest[owners, 0])
-    found = []
-    for line in range(lines):
-        first, last = np.searchsorted(owners, (line, line + 1)).tolist()
-        own = weights[first:last]
-        order = np.argsort(-own, kind="stable")[: most + len(banned)]
-        best, odds = tokens[first:last][order].tolist(), (own[order] / (own.sum() + rest[line])).tolist()
-        allowed = [place for place, token in enumerate(best) if token not in banned][:most]
-        found.append(Guess(tuple(best[place] for place in allowed), tuple(odds[place] for place in allowed)))
-    return tuple(found)
+    with np.errstate(all="ignore"):  # what is not a number is nobody's guess
+        highest = scores.max(axis=-1, keepdims=True)
+        below = scores[:, ::_SAMPLE] - highest
+        weights = np.exp(below) * _SAMPLE
+        flat = np.count_nonzero(below > _LEAST, axis=-1) * _SAMPLE > _MANY
+        least = np.where(flat, np.log(weights.sum(axis=-1) * _LEAST_ODDS), _LEAST)[:, None]
+        rest = np.where(below > least, 0, weights).sum(axis=-1)
+        owners, tokens = np.divmod(np.flatnonzero(scores > highest + least), scores.shape[1])
+        found = np.exp(scores[owners, tokens] - highest[owners, 0])
+    ends = np.searchsorted(owners, np.arange(len(scores) + 1)).tolist()
+    return tuple(
+        _best(tokens[first:last], found[first:last], float(rest[line]), most, banned)
+        for line, (first, last) in enumerate(pairwise(ends))
+    )
+
+
+def _best(
+    tokens: NDArray[np.int64], weights: NDArray[np.float32], rest: float, most: int, banned: Collection[int]
+) -> Guess:
+    """The guess that the likely tokens of a line make, and what the others weigh."""
+    order = np.argsort(-weights, kind="stable")[: most + len(banned)]
+    total = float(weights.sum()) + rest
+    ranked = zip(tokens[order].tolist(), weights[order].tolist(), strict=True)
+    allowed = [(token, weight / total) for token, weight in ranked if token not in banned][:most]
+    return Guess(tuple(token for token, _ in allowed), tuple(odds for _, odds in allowed))

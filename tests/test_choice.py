@@ -1,0 +1,74 @@
+"""Which tokens logits mean, and what mask slots guess."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spaceport.runtime.choice import Bans, Greedy, likeliest
+from spaceport.runtime.threads import Thread, new_thread
+
+FORK, CHILD = 7, 8
+
+
+def thread(path: tuple[int, ...], *tokens: int) -> Thread:
+    found = new_thread(tokens, 8)
+    found.path = path
+    return found
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.integers(8, 3000),
+    peaks=st.integers(1, 6),
+    most=st.integers(1, 4),
+    banned=st.frozensets(st.integers(0, 7), max_size=3),
+)
+def test_the_likeliest_tokens_are_those_of_a_softmax(
+    seed: int, size: int, peaks: int, most: int, banned: frozenset[int]
+) -> None:
+    random = np.random.default_rng(seed)
+    lines = random.normal(size=(3, size)).astype(np.float32)
+    for line in lines:
+        line[random.choice(size, peaks, replace=False)] += random.uniform(8, 12, peaks).astype(np.float32)
+    weights = np.exp(lines.astype(np.float64))
+    odds = weights / weights.sum(axis=-1, keepdims=True)
+    for guess, line in zip(likeliest(lines, most, banned), odds, strict=True):
+        ranked = [token for token in np.argsort(-line, kind="stable").tolist() if token not in banned]
+        likely = [token for token in ranked[:most] if line[token] > 0.01]
+        assert list(guess.tokens[: len(likely)]) == likely
+        assert len(guess.tokens) <= most
+        for token, told in zip(likely, guess.odds, strict=False):
+            assert told == pytest.approx(line[token], rel=0.3)
+
+
+def test_a_line_that_says_nothing_gives_no_guess() -> None:
+    flat = np.stack([np.zeros(40_000), np.full(40_000, np.nan), np.random.default_rng(0).normal(size=40_000)])
+    assert [guess.tokens for guess in likeliest(flat.astype(np.float32), 3)] == [(), (), ()]
+
+
+def test_a_banned_token_is_no_guess_though_it_is_the_likeliest() -> None:
+    logits = np.array([[0, 9, 8, 1]], np.float32)
+    assert likeliest(logits, 1, {1})[0].tokens == (2,)
+    assert Greedy(Bans(frozenset({1}))).guesses(logits, thread((), 0), 1, 1)[0].tokens == (2,)
+
+
+@pytest.mark.parametrize(
+    ("path", "tokens", "ahead", "forks"),
+    [
+        ((), (1, 2), (), True),
+        ((), (1, FORK), (), False),
+        ((), (1, 2), (3, FORK), False),
+        ((), (1, FORK), (3,), True),
+        ((0,), (1, FORK, CHILD), (), False),
+        ((0,), (1, FORK, CHILD, 2), (), False),  # one fork deep already
+    ],
+)
+def test_a_fork_follows_no_fork_and_begins_no_thread_too_deep(
+    path: tuple[int, ...], tokens: tuple[int, ...], ahead: tuple[int, ...], forks: bool
+) -> None:
+    choose = Greedy(Bans(frozenset({CHILD}), FORK, CHILD, depth=1))
+    logits = np.array([0, 1, 2, 3, 4, 0, 0, 9, 10], np.float32)
+    assert choose.token(logits, thread(path, *tokens), ahead) == (FORK if forks else 4)

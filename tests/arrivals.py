@@ -219,3 +219,8 @@ class Scene:
 
         deadline = None if arrival.patience is None else arrival.at + arrival.patience
         return Task(request, news, deadline)
+
+
+def steps_of(task: Task) -> int:
+    """How many steps a request has taken."""
+    return task.request.statistics.prompt_steps + task.request.statistics.steps

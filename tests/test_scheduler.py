@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from arrivals import Arrival, Scene, Trap
+from arrivals import Arrival, Scene, Trap, steps_of
 from hash_engine import END, Language, Tree, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,10 +148,6 @@ def test_requests_begin_in_the_order_in_which_they_came_and_no_prompt_waits_for_
         assert all(later - earlier <= requests for earlier, later in pairwise(rounds))
 
 
-def steps_of(task: Task) -> int:
-    return task.request.statistics.prompt_steps + task.request.statistics.steps
-
-
 def test_prompts_take_turns_while_their_rows_last() -> None:
     arrivals = [Arrival([1] * length, max_tokens=1) for length in (100, 30, 100)]
     scene = Scene(Language(8), arrivals, 3, prompt_rows=40)
@@ -202,58 +198,16 @@ def test_who_waits_can_be_too_late_and_is_told_so_without_a_step() -> None:
     assert scene.text(0) == scene.alone[0]
 
 
-def test_of_a_failed_call_only_those_fail_who_took_part() -> None:
-    wide = Drafting(mask_slots=5, shape="chain")
-    arrivals = [
-        Arrival([1], max_tokens=60, drafting=wide),
-        Arrival([2], max_tokens=12),
-        Arrival([3], at=1, max_tokens=9),
-    ]
-    scene = Scene(Language(8, end_every=10**9), arrivals, 2)
-    while scene.now < 4:
-        scene.turn()
-    scene.engine.faulty = scene.engine.calls  # the narrow call of two that a round has by now
+def test_a_deadline_is_the_first_moment_that_is_too_late() -> None:
+    scene = Scene(Language(8, end_every=10**9), [Arrival([1], patience=patience) for patience in (0, 1, 4)], 3)
     scene.play()
-    assert isinstance(scene.tasks[1].fault, EngineFault)
-    assert [scene.tasks[number].fault for number in (0, 2)] == [None, None]
-    assert [scene.text(number) for number in (0, 2)] == [scene.alone[number] for number in (0, 2)]
+    assert [steps_of(task) for task in scene.tasks] == [0, 1, 4]
+    assert {task.request.threads[0].ending for task in scene.tasks} == {"deadline"}
 
 
-def test_buffers_that_a_failed_request_leaves_behind_are_cleared_before_the_next_one_has_them() -> None:
-    arrivals = [Arrival([1], trouble="number", when=2), Arrival([2]), Arrival([3])]
-    scene = Scene(Language(8, end_every=10**9), arrivals, 1)
-    cleared: list[tuple[int, int]] = []
-    clear = scene.engine.clear
-
-    def noted(request: int) -> None:
-        cleared.append((scene.now, request))
-        clear(request)
-
-    scene.engine.clear = noted  # type: ignore[method-assign]
+def test_the_lowest_free_places_are_taken_first() -> None:
+    """So that a call spans few requests that take no part in it."""
+    arrivals = [Arrival([1], max_tokens=tokens) for tokens in (2, 20, 3, 20)] + [Arrival([2], at=9), Arrival([3], at=9)]
+    scene = Scene(Language(8, end_every=10**9), arrivals, 5)
     scene.play()
-    assert isinstance(scene.tasks[0].fault, NotANumber)
-    assert cleared == [(3, 0)]
-    assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
-
-
-def test_when_buffers_cannot_be_cleared_those_who_would_have_had_them_are_told() -> None:
-    arrivals = [Arrival([1], trouble="number", when=2), Arrival([2]), Arrival([3])]
-    scene = Scene(Language(8, end_every=10**9), arrivals, 1)
-
-    def broken(request: int) -> None:
-        raise EngineFault("lost the device")
-
-    scene.engine.clear = broken  # type: ignore[method-assign]
-    scene.play()
-    assert [type(task.fault) for task in scene.tasks] == [NotANumber, EngineFault, EngineFault]
-    assert all(task.done for task in scene.tasks)
-
-
-def test_giving_up_tells_everybody_even_if_somebody_does_not_want_to_hear_it() -> None:
-    arrivals = [Arrival([1], trouble="news", when=1), *(Arrival([2]) for _ in range(4))]
-    scene = Scene(Language(8, end_every=10**9), arrivals, 2)
-    scene.turn()
-    scene.scheduler.fail(EngineFault("gone"))
-    assert all(task.done for task in scene.tasks)
-    assert [told[-1] for told in scene.told] == [True] * 5
-    assert not scene.scheduler.busy
+    assert [task.request.index for task in scene.tasks] == [0, 1, 2, 3, 0, 2]

@@ -204,6 +204,17 @@ def test_the_os_thread_ends_when_there_is_nothing_to_do_and_another_begins_with_
     worker.close()
 
 
+def test_a_worker_that_waits_is_woken_by_the_next_text() -> None:
+    worker = Worker(Scheduler(HashEngine(ENDLESS, 300, 1), 8), patience=1000)
+    for prompt in ([1, 2], [3]):
+        done = threading.Event()
+        worker.submit(Task(request_for(HashEngine(ENDLESS, 300, 1), prompt, 9, 0), setting(done)))
+        assert done.wait(60)
+        time.sleep(0.1)  # by now it waits
+    worker.close()
+    assert not workers()
+
+
 def test_who_raises_when_it_is_told_hurts_nobody_else() -> None:
     engine = HashEngine(ENDLESS, 300, 2)
     worker = Worker(Scheduler(engine, 8))

@@ -138,7 +138,8 @@ def _folder() -> Path:
     kept = tempfile.TemporaryDirectory(prefix="spaceport-hash-")
     atexit.register(kept.cleanup)
     folder = Path(kept.name)
-    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(WORDS)}, []))
+    tokens = (*WORDS, "x", "ax")  # the last two are beyond what the network knows
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(tokens)}, [("a", "x")]))
     tokenizer.decoder = decoders.Fuse()
     (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), "utf-8")
     return folder

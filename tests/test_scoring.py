@@ -241,6 +241,9 @@ def runtime() -> Iterator[Runtime]:
         ("ab", "", 0, "the continuation is empty: expected at least one token, or none at all to score the prompt"),
         ([1], [], 0, "the continuation is empty: expected"),
         ([1], "a", 0, "the prompt is token ids and the continuation is text: expected both as ids or both as text"),
+        ("a", "x", 0, "the prompt has no token of its own: expected a longer one, or both as token ids"),
+        ("a", "?", 0, "the continuation has no token of its own: expected a longer one, or both as token ids"),
+        ("b", "x", 0, "the prompt holds the token id 15: expected ids from 0 to 14"),
         ([1, 15], None, 0, "the prompt holds the token id 15: expected ids from 0 to 14"),
         ([1], [-1], 0, "the prompt holds the token id -1: expected ids from 0 to 14"),
         ("abcdefghi", None, 0, "the text has 9 tokens, max_seq_len is 8: shorten the text, or raise max_seq_len"),
@@ -283,6 +286,7 @@ def test_scores_are_those_of_the_model_in_transformers(tiny: Runtime) -> None:
         assert [token for token, _ in one.top] == best.indices.tolist()
         assert np.allclose([logprob for _, logprob in one.top], best.values, atol=1e-4)
     part = tiny.score(TEXT[:60], TEXT[60:])
+    assert part.tokens == score.tokens
     assert abs(part.sum - sum(one.logprob for one in score.logprobs[part.start - 1 :])) < 1e-4
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
 from spaceport.runtime.decoding import Decoding
@@ -203,21 +202,6 @@ def test_threads_side_by_side_write_the_same_in_fewer_steps(runtime: Runtime, fo
     assert together.statistics.peak_threads > one_by_one.statistics.peak_threads == 1
     if not mask_slots:
         assert together.statistics.steps == 40  # threads in step end when the longest path does
-
-
-def test_an_answer_in_one_line_has_no_fork(runtime: Runtime) -> None:
-    prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
-    answer = write_answer(forking(runtime, OTHER), prompt, 40, 2, max_depth=0)
-    assert not answer.children
-    assert OTHER not in answer.spine.tokens
-
-
-def test_an_answer_that_its_slots_would_cut_is_refused(runtime: Runtime) -> None:
-    prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
-    with pytest.raises(
-        OptionFault, match=r"have room for \d+ tokens behind a prompt of \d+ and need more: raise --max-seq-len"
-    ):
-        write_answer(forking(runtime, BREAK), prompt, 300, 0)
 
 
 @pytest.mark.parametrize("mask_slots", [0, 5])

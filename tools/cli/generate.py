@@ -36,7 +36,7 @@ from spaceport.tools.cli.lanes import Lanes
 from spaceport.tools.cli.screen import show_json
 
 
-@click.command("generate", cls=Generate)
+@click.command("generate", cls=Generate, context_settings={"max_content_width": 110})
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @prompts

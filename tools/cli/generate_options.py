@@ -32,9 +32,9 @@ class Generate(Sectioned):
     headings: ClassVar = {
         "prompt_file": "Prompt",
         "max_tokens": "Length",
-        "mask_slots": "Drafts, which never change the text",
+        "mask_slots": "Drafts (they never change the text)",
         "fork": "Threads",
-        "temperature": "Choice of tokens: the likeliest, unless one of these says otherwise",
+        "temperature": "Choice of tokens (the likeliest, unless told otherwise)",
         "live": "Output",
         "backend": "Engine",
     }
@@ -94,7 +94,7 @@ outputs = options(
 )  # fmt: skip
 
 engines = options(
-    click.option("--backend", type=click.Choice(("auto", "onnxruntime", "torch")), default="auto", show_default=True),
+    click.option("--backend", type=click.Choice(("auto", "onnxruntime", "torch")), default="auto", metavar="NAME", help="What runs the model: onnxruntime, torch, or the best that is installed (auto)."),
     click.option("--checkpoint", type=_FILE, metavar="FOLDER", help="With --backend torch: the checkpoint that the bundle was made from."),
     click.option("--threads", "workers", default=0, metavar="N", help="Processor threads; 0 means one for each core."),
 )  # fmt: skip

@@ -129,7 +129,8 @@ def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         parents.extend((nodes[node], *group)[:count])
         mask_depths.extend(range(count))
         groups.append(tuple(group))
-    offsets = _depths(parents)
+    ancestry = _ancestry(parents)
+    offsets = ancestry.sum(axis=1) - 1
     layout = Layout(
         parents=np.array(parents, np.int64),
         offsets=offsets,
@@ -137,7 +138,7 @@ def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         known=known,
         nodes=tuple(nodes),
         groups=tuple(groups),
-        ancestry=_ancestry(parents),
+        ancestry=ancestry,
         wanted=np.arange(known - 1, len(parents)),
         drafted=tuple(np.bincount(offsets[nodes[1:]] - known).tolist()),
     )
@@ -171,16 +172,11 @@ def within(
     return mask & near
 
 
-def _depths(parents: Sequence[int]) -> NDArray[np.int64]:
-    depths = np.zeros(len(parents), np.int64)
-    for row, parent in enumerate(parents):
-        depths[row] = 0 if parent == NO_PARENT else depths[parent] + 1
-    return depths
-
-
 def _ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
-    ancestry = np.eye(len(parents), dtype=np.bool_)
+    lines: list[int] = []  # of each row, a bit for itself and one for each of its ancestors
     for row, parent in enumerate(parents):
-        if parent != NO_PARENT:
-            ancestry[row] |= ancestry[parent]
-    return ancestry
+        lines.append(1 << row | (0 if parent == NO_PARENT else lines[parent]))
+    size = (len(lines) + 7) // 8
+    packed = np.frombuffer(b"".join(line.to_bytes(size, "little") for line in lines), np.uint8)
+    bits = np.unpackbits(packed.reshape(len(lines), size), axis=1, count=len(lines), bitorder="little")
+    return bits.view(np.bool_)

@@ -6,17 +6,19 @@ import gc
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 from hash_engine import END, FORK, Language
 from hash_runtime import CountingEngine, hash_runtime
+from numpy.typing import NDArray
 
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.request import Request
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.stream import Completion
@@ -26,6 +28,7 @@ MODEL = Path(__file__).parents[1] / "tools" / "demo" / "model"
 ASKED: dict[str, Any] = json.loads((MODEL / "prompts.json").read_text("utf-8"))
 LANGUAGE = Language(11, 70, end_every=30, fork_every=12)
 PLACES = 8
+PLAIN = Decoding(max_tokens=30, fork=False, mask_slots=0)  # one row a step: all go into one call
 DRAFTS: list[dict[str, Any]] = [{"draft": "chain"}, {}, {"lookup": 4}]
 
 
@@ -85,9 +88,10 @@ def hold_alone(order: Order, found: Completion) -> None:
         assert len(found.tokens) == sum(token != FORK for tokens in alone.values() for token in tokens)
 
 
-def loaded_runtime() -> tuple[Runtime, CountingEngine]:
+def loaded_runtime() -> tuple[Runtime, HoldingEngine]:
     with hash_runtime(LANGUAGE, max_seq_len=128, max_slots=800) as like:
-        engine = CountingEngine(LANGUAGE, like.engine.capacity, PLACES)
+        engine = HoldingEngine(LANGUAGE, like.engine.capacity, PLACES)
+        engine.held.set()
         return Runtime(like.bundle, engine, 128, 800), engine
 
 
@@ -102,14 +106,27 @@ def test_two_hundred_texts_over_eight_places_are_what_each_is_alone_and_leave_no
         endings = [completion.ending for completion in found]
         assert endings.count("cancelled") > 0
         assert set(endings) >= {"end", "length", "cancelled"}
-        assert max(requests for requests, _ in engine.lines) == PLACES
         assert alive() == before
         # and as many as ever find a place at once
+        engine.held.clear()
+        long = [number for number in range(END) if len(LANGUAGE.write([number], 30)) > 3] * 4
+        streams = [runtime.stream([number], PLAIN) for number in long[:PLACES]]
         engine.lines.clear()
-        again = [Order([number], Decoding(max_tokens=30, mask_slots=0, max_depth=0)) for number in range(PLACES)]
-        for order, completion in zip(again, pool.map(lambda order: serve(runtime, order), again), strict=True):
-            hold_alone(order, completion)
+        engine.held.set()
+        for number, stream in zip(long, streams, strict=False):
+            assert list(stream.completion().tokens) == LANGUAGE.write([number], 30)
         assert max(requests for requests, _ in engine.lines) == PLACES
+
+
+@dataclass
+class HoldingEngine(CountingEngine):
+    """A fake engine that can be held."""
+
+    held: Event = field(default_factory=Event)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        assert self.held.wait(60)
+        return super().run(batch)
 
 
 def test_of_a_text_that_failed_nothing_is_left_either() -> None:

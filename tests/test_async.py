@@ -102,6 +102,22 @@ def test_a_cancelled_call_ends_its_text_with_the_step_under_way() -> None:
         assert within_a_minute(cancel()).tokens == tuple(ENDLESS.write([4, 5], 4))
 
 
+def test_a_cancelled_wait_for_a_piece_ends_the_text_even_if_somebody_holds_it() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+    with runtime:
+
+        async def cancel() -> Completion:
+            stream = runtime.astream([1, 2, 3], PLAIN)
+            await asyncio.to_thread(engine.wait)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(stream.completion(), 0.01)
+            engine.go()
+            return await stream.completion()
+
+        found = within_a_minute(cancel())
+    assert (found.ending, list(found.tokens)) == ("cancelled", ENDLESS.write([1, 2, 3], 1))
+
+
 def test_leaving_the_block_early_ends_the_text() -> None:
     runtime, engine = stepwise_runtime(ENDLESS)
     with runtime:

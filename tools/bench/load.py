@@ -1,0 +1,166 @@
+"""Load: how many tokens a second several texts at once get, and how long each of them waits, by places on the engine.
+
+    python -m spaceport.tools.bench.load BUNDLE --threads 1 [--prompts CHECKPOINT]
+
+All texts are asked for at the same moment. With one place they are written one by one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+
+import click
+import numpy as np
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.admission import Prompt
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli.demo import prompts_of
+from spaceport.tools.cli.screen import show_json, show_table
+
+
+@dataclass(frozen=True)
+class Order:
+    """A text to ask for."""
+
+    prompt: Prompt
+    decoding: Decoding
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of one."""
+
+    tokens: int
+    first_seconds: float  # until something could be read
+    seconds: float  # until all could be
+
+
+@dataclass(frozen=True)
+class Load:
+    """What became of all, in the median of the rounds."""
+
+    places: int
+    tokens_per_second: float
+    ratio: float  # to the first number of places
+    first_p50: float  # seconds until something could be read
+    first_p95: float
+    whole_p50: float  # seconds until all could be read
+    whole_p95: float
+
+
+def random_orders(count: int, context: int, decoding: Decoding) -> list[Order]:
+    """Prompts of half to one and a half times so many tokens, drawn from the first 200 of a vocabulary."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(max(1, context // 2), context * 3 // 2 + 1, count)
+    return [Order(random.integers(0, 200, length).tolist(), decoding) for length in lengths]
+
+
+def given_orders(prompts: Sequence[Prompt], count: int, decoding: Decoding) -> list[Order]:
+    """These prompts, again and again."""
+    return [Order(prompts[number % len(prompts)], decoding) for number in range(count)]
+
+
+def serve(runtime: Runtime, order: Order) -> Served:
+    """Ask for a text and read it to its end."""
+    started = perf_counter()
+    first = None
+    with runtime.stream(order.prompt, order.decoding) as stream:
+        for piece in stream:
+            if first is None and piece.reading:
+                first = perf_counter() - started
+        found = stream.completion()
+    seconds = perf_counter() - started
+    return Served(len(found.tokens), first or seconds, seconds)
+
+
+def rush(
+    bundle: Path, places: int, orders: Sequence[Order], threads: int, max_seq_len: int
+) -> tuple[float, list[Served]]:
+    """All of them at once, on a runtime with so many places: the seconds until the last is done, and each."""
+    with (
+        Runtime.open(
+            bundle, max_requests=places, max_seq_len=max_seq_len, queue_limit=len(orders), threads=threads
+        ) as runtime,
+        ThreadPoolExecutor(len(orders)) as clients,
+    ):
+        list(clients.map(lambda order: serve(runtime, order), orders[:places]))  # warms up
+        started = perf_counter()
+        served = list(clients.map(lambda order: serve(runtime, order), orders))
+        return perf_counter() - started, served
+
+
+def compare(
+    bundle: Path, counts: Sequence[int], orders: Sequence[Order], threads: int, max_seq_len: int, rounds: int
+) -> list[Load]:
+    """The numbers of places taken in turn in every round, so that they share the machine's moods."""
+    found: dict[int, list[tuple[float, list[Served]]]] = {places: [] for places in counts}
+    for _ in range(rounds):
+        for places in counts:
+            found[places].append(rush(bundle, places, orders, threads, max_seq_len))
+    rates = {
+        places: statistics.median(sum(one.tokens for one in served) / seconds for seconds, served in rushes)
+        for places, rushes in found.items()
+    }
+    return [load_of(places, rates[places], rates[counts[0]], rushes) for places, rushes in found.items()]
+
+
+def load_of(places: int, rate: float, least: float, rushes: Sequence[tuple[float, list[Served]]]) -> Load:
+    """The latencies of all texts of all rounds together."""
+    first = [one.first_seconds for _, served in rushes for one in served]
+    whole = [one.seconds for _, served in rushes for one in served]
+    return Load(places, rate, rate / least, *np.quantile(first, (0.5, 0.95)), *np.quantile(whole, (0.5, 0.95)))
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--requests", default=16, show_default=True, help="Texts that are asked for at once.")
+@click.option("--places", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Values of max_requests.")
+@click.option("--context", default=64, show_default=True, help="Tokens of a prompt, on average.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Checkpoint whose prompts.json is asked instead.")
+@click.option("--tokens", default=48, show_default=True, help="Most tokens of a text.")
+@click.option("--mask-slots", type=int, default=None, metavar="K", help="Most tokens to draft; 0: none.")
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads.")
+@click.option("--json", "as_json", is_flag=True)
+def command(
+    bundle: Path,
+    requests: int,
+    places: str,
+    context: int,
+    prompts: Path | None,
+    tokens: int,
+    mask_slots: int | None,
+    rounds: int,
+    threads: int,
+    as_json: bool,
+) -> None:
+    """Throughput and latency of BUNDLE under load."""
+    counts = [int(part) for part in places.split(",") if part.isdecimal() and int(part)]
+    if not counts or min(requests, context, tokens, rounds) < 1:
+        raise OptionFault(f"--places is {places!r}: expected numbers of at least 1, as of the other options")
+    decoding = Decoding(max_tokens=tokens, mask_slots=mask_slots)
+    if prompts is None:
+        orders = random_orders(requests, context, decoding)
+    else:
+        orders = given_orders(list(prompts_of(prompts).values()), requests, decoding)
+    loads = compare(bundle, counts, orders, threads, context * 2 + tokens, rounds)
+    if as_json:
+        show_json(
+            {"requests": requests, "tokens": tokens, "threads": threads, "loads": [asdict(load) for load in loads]}
+        )
+        return
+    columns = ("places", "tokens/s", "ratio", "first, p50 s", "p95 s", "whole, p50 s", "p95 s")
+    show_table(
+        f"{requests} texts at once, {tokens} tokens each", columns, [tuple(asdict(load).values()) for load in loads]
+    )
+
+
+if __name__ == "__main__":
+    command()

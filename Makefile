@@ -25,7 +25,7 @@ demo: venv
 
 test: check
 	@echo "test: pytest"
-	@$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 check: venv
 	@echo "check: ruff format"

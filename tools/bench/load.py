@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import click
 import numpy as np
@@ -38,20 +38,35 @@ class Served:
     """What became of one."""
 
     tokens: int
-    first_seconds: float  # until something could be read
-    seconds: float  # until all could be
+    first_seconds: float  # until its first piece came
+    seconds: float  # until it was done
+
+
+@dataclass(frozen=True)
+class Rush:
+    """All of them, asked for at once."""
+
+    served: list[Served]
+    seconds: float
+    processor_seconds: float  # of all of the process: what others do on the machine is not in it
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self.served)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What became of all, in the median of the rounds."""
+    """What became of them with so many places, in the median of the rounds."""
 
     places: int
     tokens_per_second: float
     ratio: float  # to the first number of places
-    first_p50: float  # seconds until something could be read
+    tokens_per_processor_second: float
+    processor_ratio: float
+    first_p50: float  # seconds until the first piece came
     first_p95: float
-    whole_p50: float  # seconds until all could be read
+    whole_p50: float  # seconds until a text was done
     whole_p95: float
 
 
@@ -72,50 +87,59 @@ def serve(runtime: Runtime, order: Order) -> Served:
     started = perf_counter()
     first = None
     with runtime.stream(order.prompt, order.decoding) as stream:
-        for piece in stream:
-            if first is None and piece.reading:
-                first = perf_counter() - started
+        for _ in stream:
+            first = first or perf_counter() - started
         found = stream.completion()
     seconds = perf_counter() - started
     return Served(len(found.tokens), first or seconds, seconds)
 
 
-def rush(
-    bundle: Path, places: int, orders: Sequence[Order], threads: int, max_seq_len: int
-) -> tuple[float, list[Served]]:
-    """All of them at once, on a runtime with so many places: the seconds until the last is done, and each."""
-    with (
-        Runtime.open(
-            bundle, max_requests=places, max_seq_len=max_seq_len, queue_limit=len(orders), threads=threads
-        ) as runtime,
-        ThreadPoolExecutor(len(orders)) as clients,
-    ):
+def rush(bundle: Path, places: int, orders: Sequence[Order], threads: int, max_seq_len: int) -> Rush:
+    """All of them at once, on a runtime with so many places."""
+    opened = Runtime.open(
+        bundle, max_requests=places, max_seq_len=max_seq_len, queue_limit=len(orders), threads=threads
+    )
+    with opened as runtime, ThreadPoolExecutor(len(orders)) as clients:
         list(clients.map(lambda order: serve(runtime, order), orders[:places]))  # warms up
-        started = perf_counter()
+        started, computed = perf_counter(), process_time()
         served = list(clients.map(lambda order: serve(runtime, order), orders))
-        return perf_counter() - started, served
+        return Rush(served, perf_counter() - started, process_time() - computed)
 
 
 def compare(
     bundle: Path, counts: Sequence[int], orders: Sequence[Order], threads: int, max_seq_len: int, rounds: int
 ) -> list[Load]:
     """The numbers of places taken in turn in every round, so that they share the machine's moods."""
-    found: dict[int, list[tuple[float, list[Served]]]] = {places: [] for places in counts}
+    rushes: dict[int, list[Rush]] = {places: [] for places in counts}
     for _ in range(rounds):
         for places in counts:
-            found[places].append(rush(bundle, places, orders, threads, max_seq_len))
-    rates = {
-        places: statistics.median(sum(one.tokens for one in served) / seconds for seconds, served in rushes)
-        for places, rushes in found.items()
-    }
-    return [load_of(places, rates[places], rates[counts[0]], rushes) for places, rushes in found.items()]
+            rushes[places].append(rush(bundle, places, orders, threads, max_seq_len))
+    return [load_of(places, found, rushes[counts[0]]) for places, found in rushes.items()]
 
 
-def load_of(places: int, rate: float, least: float, rushes: Sequence[tuple[float, list[Served]]]) -> Load:
-    """The latencies of all texts of all rounds together."""
-    first = [one.first_seconds for _, served in rushes for one in served]
-    whole = [one.seconds for _, served in rushes for one in served]
-    return Load(places, rate, rate / least, *np.quantile(first, (0.5, 0.95)), *np.quantile(whole, (0.5, 0.95)))
+def load_of(places: int, rushes: Sequence[Rush], least: Sequence[Rush]) -> Load:
+    """Medians over the rounds; latencies of the texts of all rounds together."""
+    rate, processor_rate = rates(rushes)
+    least_rate, least_processor_rate = rates(least)
+    first = [one.first_seconds for found in rushes for one in found.served]
+    whole = [one.seconds for found in rushes for one in found.served]
+    return Load(
+        places,
+        rate,
+        rate / least_rate,
+        processor_rate,
+        processor_rate / least_processor_rate,
+        *np.quantile(first, (0.5, 0.95)).tolist(),
+        *np.quantile(whole, (0.5, 0.95)).tolist(),
+    )
+
+
+def rates(rushes: Sequence[Rush]) -> tuple[float, float]:
+    """Tokens a second and tokens a second of the processor."""
+    return (
+        statistics.median(found.tokens / found.seconds for found in rushes),
+        statistics.median(found.tokens / found.processor_seconds for found in rushes),
+    )
 
 
 @click.command()
@@ -156,7 +180,7 @@ def command(
             {"requests": requests, "tokens": tokens, "threads": threads, "loads": [asdict(load) for load in loads]}
         )
         return
-    columns = ("places", "tokens/s", "ratio", "first, p50 s", "p95 s", "whole, p50 s", "p95 s")
+    columns = ("places", "tokens/s", "ratio", "tokens/CPU s", "ratio", "first, p50 s", "p95 s", "whole, p50 s", "p95 s")
     show_table(
         f"{requests} texts at once, {tokens} tokens each", columns, [tuple(asdict(load).values()) for load in loads]
     )

@@ -28,12 +28,12 @@ from spaceport.tools.cli.screen import show_table, stages
 
 PROMPTS_FILE = "prompts.json"
 TEXTS = (
-    "text: a drafted text is compared with the one in the line above it, thread by thread and token by token. A forked text\n"
-    "may differ from the plain one, and is not compared with it."
+    "text: a drafted text is compared with the one in the line above it, thread by thread\n"
+    "and token by token. A forked text may differ from the plain one: they are not compared."
 )
 NOTE = "The model is tiny and its answers are templated: these numbers are no comparison with published ones."
 MODEL = Path(__file__).parents[1] / "demo" / "model"
-COLUMNS = ("prompt", "decoding", "tokens", "steps", "tokens a step", "slots", "ms", "times as fast", "text")
+COLUMNS = ("decoding", "tokens", "steps", "tokens a step", "slots", "ms", "speed", "text")
 _LONG = 256  # tokens of the longest case that is checked
 _ROUNDS = 3
 
@@ -107,7 +107,7 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
         with Runtime.open(bundle, threads=threads) as runtime:
             same = compare(runtime, chosen, max_tokens)
             if checkpoint == MODEL:
-                click.echo(f"\n{NOTE}")
+                click.echo(NOTE)
             name, prompt = next(iter(chosen.items()))
             click.echo(f"\n{name}, thread by thread, accepted drafts marked:\n{_shown(prompt)}")
             play(runtime, prompt, max_tokens)
@@ -115,29 +115,32 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
 
 
 def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) -> bool:
-    """The table of all prompts, written in every way; whether drafts changed no text."""
-    rows: list[tuple[object, ...]] = []
+    """A table for each prompt, written in every way; whether drafts changed no text."""
+    same, forks = True, False
     for name, prompt in prompts.items():
-        rows += lines_of(name, timed(runtime, prompt, max_tokens))
-    show_table("", COLUMNS, rows)
-    if any(row[1] == "forked" for row in rows):
-        click.echo(f"\n{TEXTS}")
-    return all(row[-1] != "DIFFERENT" for row in rows)
+        rows = list(lines_of(timed(runtime, prompt, max_tokens)))
+        show_table(name, COLUMNS, rows)
+        click.echo()
+        same = same and all(row[-1] != "DIFFERENT" for row in rows)
+        forks = forks or any(row[0] == "forked" for row in rows)
+    if forks:
+        click.echo(TEXTS)
+    return same
 
 
-def lines_of(name: str, found: Mapping[Way, Timed]) -> Iterator[tuple[object, ...]]:
+def lines_of(found: Mapping[Way, Timed]) -> Iterator[tuple[object, ...]]:
     """The lines of a prompt's table."""
     plain = next(iter(found.values()))
     undrafted = plain
     for way, one in found.items():
         verdict = "-"
         if way.drafts:
-            verdict = "the same" if one.same_as(undrafted) else "DIFFERENT"
+            verdict = "same" if one.same_as(undrafted) else "DIFFERENT"
         else:
             undrafted = one
         count, cost = len(one.completion.tokens), one.completion.statistics
         speed = one.pace / plain.pace
-        yield name, way.name, count, cost.steps, count / cost.steps, cost.peak_slots, one.seconds * 1e3, speed, verdict
+        yield way.name, count, cost.steps, count / cost.steps, cost.peak_slots, one.seconds * 1e3, speed, verdict
 
 
 def timed(runtime: Runtime, prompt: Prompt, max_tokens: int) -> dict[Way, Timed]:

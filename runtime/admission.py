@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from spaceport.graphs.faults import OptionFault
@@ -57,12 +59,16 @@ class Admission:
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt: text, token ids, or chat messages."""
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
+            raise OptionFault(f"the prompt is {_shown(prompt)}: expected text, token ids or chat messages")
+        if not len(prompt):
+            raise OptionFault("the prompt is empty: expected at least one character, token id or message")
         if isinstance(prompt, str):
-            if not prompt:
-                raise OptionFault("the prompt is empty: expected at least one character")
             ids = encode(self.tokenizer, prompt, special=True)
-        elif len(prompt) and all(isinstance(item, int) for item in prompt):
-            ids = [item for item in prompt if isinstance(item, int)]
+        elif all(isinstance(item, Integral) for item in prompt):
+            ids = [int(item) for item in prompt if isinstance(item, Integral)]
+            if any(isinstance(item, bool) for item in prompt):
+                raise OptionFault(f"the prompt is {_shown(prompt)}: expected token ids, not True or False")
         else:
             ids = encode(self.tokenizer, self._rendered(prompt), special=False)
         self._check_tokens(ids)
@@ -104,6 +110,8 @@ class Admission:
 
     def text(self, prompt: Prompt, decoding: Decoding) -> Admitted:
         """A request that will not run out of slots half way."""
+        if not isinstance(decoding, Decoding):
+            raise OptionFault(f"decoding is {_shown(decoding)}: expected a Decoding, such as Decoding(max_tokens=64)")
         ids = self.tokens_of(prompt)
         manifest, capacity = self.bundle.manifest, self.engine.capacity
         limit = self._limit(ids, decoding.max_tokens)
@@ -220,6 +228,11 @@ class Admission:
                 else "the bundle has no mask token and only decodes plainly"
             )
             raise OptionFault(f"mask_slots is {mask_slots}: expected 0 to {most} ({reason})")
+
+
+def _shown(given: object) -> str:
+    text = repr(given)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def seq_len(manifest: Manifest, max_seq_len: int | None) -> int:

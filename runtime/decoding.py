@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.draft import Drafting, Shape
@@ -12,6 +13,27 @@ from spaceport.runtime.request import STEP_ROWS
 from spaceport.runtime.sampling import Sampling
 
 _LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free
+
+# Whole numbers, the least and the most that each may be, and those that may be left open.
+_NUMBERS: tuple[tuple[str, int | None, int | None], ...] = (
+    ("max_tokens", 1, None),
+    ("max_total_tokens", 1, None),
+    ("mask_slots", None, None),  # how many there may be depends on the bundle
+    ("draft_rows", 1, None),
+    ("draft_siblings", 1, None),
+    ("lookup", 0, None),
+    ("max_threads", 1, STEP_ROWS),
+    ("max_depth", 0, None),
+    ("logprobs", 0, None),
+)
+_OPEN = ("max_tokens", "max_total_tokens", "mask_slots", "lookup", "logprobs")
+_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("sampling", (Sampling,), "a Sampling"),
+    ("form", (Form, NoneType), "a Form, such as Form(regex='[a-z]+')"),
+    ("fork", (bool, NoneType), "True, False or None"),
+    ("trace", (bool,), "True or False"),
+    ("timeout", (int, float, NoneType), "seconds, more than 0"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,16 +65,12 @@ class Decoding:
     stops: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(one, str) and one for one in stops):
-            raise OptionFault(f"stop is {self.stop!r}: expected strings of at least one character")
-        object.__setattr__(self, "stops", stops)
-        for name, least in (("max_tokens", 1), ("max_total_tokens", 1), ("max_depth", 0), ("logprobs", 0)):
-            given = getattr(self, name)
-            if given is not None and given < least:
-                raise OptionFault(f"{name} is {given}: expected at least {least}")
-        if not 1 <= self.max_threads <= STEP_ROWS:
-            raise OptionFault(f"max_threads is {self.max_threads}: expected 1 to {STEP_ROWS}")
+        object.__setattr__(self, "stops", self._stops())
+        for name, kind, kinds in _KINDS:
+            if not isinstance(given := getattr(self, name), kind):
+                raise OptionFault(f"{name} is {given!r}: expected {kinds}")
+        for name, least, most in _NUMBERS:
+            self._hold(name, least, most)
         if self.timeout is not None and not self.timeout > 0:
             raise OptionFault(f"timeout is {self.timeout}: expected seconds, more than 0")
         if self.draft == "chain" and self.lookup:
@@ -60,10 +78,25 @@ class Decoding:
                 f"lookup is {self.lookup} with draft chain: looked-up tokens need draft tree: leave one out"
             )
         if self.form is not None and self.fork:
-            raise OptionFault(
-                "fork is True with a form: expected one of them, since a form is one of a text in one line"
-            )
+            raise OptionFault("form and fork are both asked for: expected one, a form is that of a text in one line")
         self.drafting(0)
+
+    def _stops(self) -> tuple[str, ...]:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
+            raise OptionFault(f"stop is {self.stop!r}: expected strings of at least one character")
+        return tuple(stops)
+
+    def _hold(self, name: str, least: int | None, most: int | None) -> None:
+        given = getattr(self, name)
+        if given is None and name in _OPEN:
+            return
+        if not isinstance(given, int) or isinstance(given, bool):
+            raise OptionFault(f"{name} is {given!r}: expected a whole number")
+        if least is not None and (given < least or (most is not None and given > most)):
+            raise OptionFault(
+                f"{name} is {given}: expected {f'at least {least}' if most is None else f'{least} to {most}'}"
+            )
 
     def drafting(self, most: int) -> Drafting:
         """How threads draft with a bundle that has so many mask slots."""

@@ -95,6 +95,7 @@ class Stream(_Text):
             news = self._news.get()
             if news is None:
                 self._over = True
+                self._news.put(None)  # for other readers of the same stream
                 if self._task.fault is not None:
                     raise self._task.fault
             else:
@@ -139,6 +140,7 @@ class AsyncStream(_Text):
                 raise
             if news is None:
                 self._over = True
+                self._news.put_nowait(None)  # for other readers of the same stream
                 if self._task.fault is not None:
                     raise self._task.fault
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,48 @@ def test_a_trace_is_kept_if_it_is_asked_for(tiny_bundle: Path) -> None:
         ({"timeout": float("nan")}, "timeout is nan: expected seconds, more than 0"),
         ({"stop": [""]}, "expected strings of at least one character"),
         ({"draft": "bush"}, "draft shape is 'bush': expected chain or tree"),
-        ({"draft_rows": 0}, "draft rows is 0: expected at least 1"),
-        ({"draft_siblings": 0}, "draft siblings is 0: expected at least 1"),
-        ({"lookup": -1}, "draft lookup is -1: expected at least 0"),
+        ({"draft_rows": 0}, "draft_rows is 0: expected at least 1"),
+        ({"draft_siblings": 0}, "draft_siblings is 0: expected at least 1"),
+        ({"lookup": -1}, "lookup is -1: expected at least 0"),
         ({"draft": "chain", "lookup": 3}, "looked-up tokens need draft tree"),
-        ({"fork": True, "form": FORM}, "fork is True with a form"),
+        ({"max_tokens": 5.5}, "max_tokens is 5.5: expected a whole number"),
+        ({"max_tokens": True}, "max_tokens is True: expected a whole number"),
+        ({"max_threads": None}, "max_threads is None: expected a whole number"),
+        ({"draft_siblings": "3"}, "draft_siblings is '3': expected a whole number"),
+        ({"logprobs": 1.5}, "logprobs is 1.5: expected a whole number"),
+        ({"timeout": "5"}, "timeout is '5': expected seconds"),
+        ({"stop": 5}, "stop is 5: expected strings"),
+        ({"fork": "no"}, "fork is 'no': expected True, False or None"),
+        ({"trace": "t.json"}, "trace is 't.json': expected True or False"),
+        ({"sampling": 0.7}, "sampling is 0.7: expected a Sampling"),
+        ({"form": "[a-z]"}, r"form is .* expected a Form"),
+        ({"fork": True, "form": FORM}, "form and fork are both asked for"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_once(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(OptionFault, match=told):
         Decoding(**asked)
+
+
+@pytest.mark.parametrize("prompt", [5, None, b"abc", [True, 2], "", [], [1.5], {"role": "user"}])
+def test_what_is_no_prompt_is_refused(tiny_bundle: Path, prompt: Any) -> None:
+    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime, pytest.raises(OptionFault, match="expected"):
+        runtime.stream(prompt)
+
+
+def test_what_says_how_to_decode_is_a_decoding(tiny_bundle: Path) -> None:
+    how: Any = {"max_tokens": 3}
+    told = r"decoding is \{'max_tokens': 3\}: expected a Decoding"
+    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime, pytest.raises(OptionFault, match=told):
+        runtime.stream(PROMPT, how)
+
+
+def test_a_stream_that_two_read_ends_for_both(tiny_bundle: Path) -> None:
+    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
+        stream = runtime.stream(PROMPT, Decoding(max_tokens=40))
+        with ThreadPoolExecutor(2) as readers:
+            read = [future.result(timeout=60) for future in [readers.submit(list, stream) for _ in range(2)]]
+        assert sum(map(len, read)) >= 40
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.grammar import Form
 from spaceport.runtime.logprobs import TokenLogprob
 from spaceport.runtime.reading import Piece, ThreadText
+from spaceport.runtime.sampling import Sampling
 from spaceport.runtime.scheduler import QueueFull
 from spaceport.runtime.scoring import Score
 from spaceport.runtime.session import Runtime
@@ -14,11 +16,13 @@ __all__ = [
     "AsyncStream",
     "Completion",
     "Decoding",
+    "Form",
     "OptionFault",
     "Piece",
     "QueueFull",
     "Runtime",
     "RuntimeClosed",
+    "Sampling",
     "Score",
     "Stream",
     "ThreadText",

@@ -20,6 +20,7 @@ PACKAGES = {
     "numpy": ("", "runtime"),
     "tokenizers": ("", "runtime"),
     "jinja2": ("", "chat templates"),
+    "llguidance": ("grammar", "texts that fit a form"),
     "onnxruntime": ("cpu", "runs bundles on the CPU"),
     "onnxruntime-gpu": ("gpu", "runs bundles on NVIDIA GPUs"),
     "tensorrt-cu13": ("tensorrt", "builds and runs TensorRT engines"),

@@ -26,7 +26,8 @@ _NUMBERS: tuple[tuple[str, int | None, int | None], ...] = (
     ("max_depth", 0, None),
     ("logprobs", 0, None),
 )
-_OPEN = ("max_tokens", "max_total_tokens", "mask_slots", "lookup", "logprobs")
+_OF_TREES = ("draft_rows", "draft_siblings", "lookup")
+_OPEN = ("max_tokens", "max_total_tokens", "mask_slots", "logprobs", *_OF_TREES)
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("sampling", (Sampling,), "a Sampling"),
     ("form", (Form, NoneType), "a Form, such as Form(regex='[a-z]+')"),
@@ -50,8 +51,8 @@ class Decoding:
 
     mask_slots: int | None = None  # most tokens that mask slots draft for each thread; none: as many as the bundle has
     draft: Shape = "tree"
-    draft_rows: int = Drafting.rows
-    draft_siblings: int = Drafting.siblings
+    draft_rows: int | None = None  # most rows of a thread in a step; none: 24, and as many as they take in a chain
+    draft_siblings: int | None = None  # most candidates for one place; none: 3, and one in a chain
     # Most tokens that are looked up in the text so far; none: some in trees, unless there are to be no mask slots.
     lookup: int | None = None
 
@@ -73,10 +74,9 @@ class Decoding:
             self._hold(name, least, most)
         if self.timeout is not None and not self.timeout > 0:
             raise OptionFault(f"timeout is {self.timeout}: expected seconds, more than 0")
-        if self.draft == "chain" and self.lookup:
-            raise OptionFault(
-                f"lookup is {self.lookup} with draft chain: looked-up tokens need draft tree: leave one out"
-            )
+        for name in _OF_TREES:
+            if self.draft == "chain" and (given := getattr(self, name)):
+                raise OptionFault(f"{name} is {given} with draft chain: expected it with draft tree: leave one out")
         if self.form is not None and self.fork:
             raise OptionFault("form and fork are both asked for: expected one, a form is that of a text in one line")
         self.drafting(0)
@@ -104,4 +104,5 @@ class Decoding:
         lookup = self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
-        return Drafting(slots, self.draft, self.draft_rows, self.draft_siblings, lookup)
+        rows, siblings = self.draft_rows or Drafting.rows, self.draft_siblings or Drafting.siblings
+        return Drafting(slots, self.draft, rows, siblings, lookup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hash_engine import END, FORK, HashEngine, Language, Tree, request_for
 from hypothesis import given, settings
@@ -45,6 +46,7 @@ def run(engine: HashEngine, request: Request, most: int | None = None) -> Reques
     """Run to the end, with slots for so many tokens and one step beside them, and not one more."""
     if most is not None:
         request.slots = Slots(most + STEP_ROWS + 1, engine.lowering)
+        request.slots.positions = np.zeros(engine.capacity, np.int64)  # masks are as wide as the engine's buffers allow
     while request.live:
         step(engine, [request])
     return request

@@ -166,8 +166,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Throughput and latency of BUNDLE under load."""
-    counts = [int(part) for part in places.split(",") if part.isdecimal() and int(part)]
-    if not counts or min(requests, context, tokens, rounds) < 1:
+    counts = [int(part) if part.isdecimal() else 0 for part in places.split(",")]
+    if min(*counts, requests, context, tokens, rounds) < 1:
         raise OptionFault(f"--places is {places!r}: expected numbers of at least 1, as of the other options")
     decoding = Decoding(max_tokens=tokens, mask_slots=mask_slots)
     if prompts is None:

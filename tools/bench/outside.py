@@ -21,7 +21,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.manifest import Manifest
 from spaceport.runtime.admission import Admission, capacity_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import Bundle, open_bundle
@@ -36,6 +36,7 @@ from spaceport.tools.cli.screen import show_json, show_table
 CASES = ((1, 1), (1, 9), (1, 36), (8, 1), (8, 9))  # requests, and rows of each in a step
 LENGTH = 512
 _PROMPT = 64
+_LETTERS = 200  # tokens that are written
 _WARM = 20  # rounds before any is measured
 _LIKELY = 12.0  # a logit over 32,000 others of 0: nearly certain; the next two are 2 lower each
 _RIGHT = 80  # percent of the tokens that mask slots say
@@ -46,11 +47,14 @@ class MadeUpEngine:
 
     device = "none"
 
-    def __init__(self, signature: Signature, capacity: int, requests: int, masks: Sequence[int], inner: Engine | None):
-        self.signature, self.capacity, self.requests, self.rows = signature, capacity, requests, capacity
-        self._masks = list(masks)
+    def __init__(self, manifest: Manifest, requests: int, inner: Engine | None):
+        self.signature, self.requests = manifest.signature, requests
+        self.capacity = self.rows = capacity_for(manifest, LENGTH)
+        special = {*manifest.tokens.end, *manifest.tokens.unwritable, *manifest.tokens.forking}
+        self._letters = np.setdiff1d(np.arange(_LETTERS + len(special)), list(special))[:_LETTERS]
+        self._masks = list(manifest.tokens.mask)
         self._inner = inner
-        self._logits = np.zeros((0, 0, signature.vocab_size), np.float32)
+        self._logits = np.zeros((0, 0, self.signature.vocab_size), np.float32)
         self.rows_fed = 0
         self.seconds = 0.0
 
@@ -70,11 +74,11 @@ class MadeUpEngine:
         lines = np.arange(shape[0])[:, None]
         places, tokens = batch.position_ids[lines, batch.logit_rows], batch.input_ids[lines, batch.logit_rows]
         wrong = np.isin(tokens, self._masks) & (places * 7919 % 100 >= _RIGHT)
-        likely = (places * 31 + wrong) % 200  # letters: no end of the text among them
-        self._logits[:, :, :256] = 0
+        likely = places * 31 + wrong
+        self._logits[:, :, self._letters] = 0
         rows = np.arange(shape[1])[None]
         for rank in range(3):
-            self._logits[lines, rows, (likely + rank) % 200] = _LIKELY - 2 * rank
+            self._logits[lines, rows, self._letters[(likely + rank) % _LETTERS]] = _LIKELY - 2 * rank
         return self._logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
@@ -104,12 +108,13 @@ def texts(bundle: Bundle, engine: MadeUpEngine, rows: int) -> list[Task]:
     admission = Admission(bundle, open_tokenizer(bundle), engine, LENGTH, LENGTH)
     random = np.random.default_rng(0)
     mask_slots = 0 if rows == 1 else bundle.manifest.max_mask_slots
-    decoding = Decoding(mask_slots=mask_slots, draft_rows=rows)
+    decoding = Decoding(mask_slots=mask_slots, draft_rows=rows, fork=False)
     found = []
     for _ in range(engine.requests):
-        admitted = admission.text(random.integers(0, 200, _PROMPT).tolist(), decoding)
+        admitted = admission.text(random.integers(0, _LETTERS, _PROMPT).tolist(), decoding)
         # rows that cost nothing: the tree is as wide as it may be, whatever it promises
         admitted.request.drafting = replace(admitted.request.drafting, row_cost=0.0)
+        admitted.request.end = ()  # made-up logits know no end: a text that ended at once would be measured for ever
 
         def news(task: Task, reading: Reading = admitted.reading) -> None:
             reading.take()
@@ -144,8 +149,7 @@ def measure(
     bundle: Bundle, inner: Engine | None, requests: int, rows: int, least: int, profile: cProfile.Profile | None
 ) -> Cost:
     """At least so many rounds of so many requests with so many rows each."""
-    signature, masks = bundle.manifest.signature, bundle.manifest.tokens.mask
-    engine = MadeUpEngine(signature, capacity_for(bundle.manifest, LENGTH), requests, masks, inner)
+    engine = MadeUpEngine(bundle.manifest, requests, inner)
     found: list[tuple[float, int]] = []
     while len(found) < least:
         found += rounds(engine, texts(bundle, engine, rows), profile)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.choice import Choose
+from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.choice import Choose, NotANumber
 from spaceport.runtime.draft import Guess
 from spaceport.runtime.plan import Part
 
@@ -38,9 +39,14 @@ def accept(part: Part, logits: NDArray[np.float32], choose: Choose, most: int = 
     node, kept = 0, list(range(known))
     tokens = [choose.token(logits[known - 1 - first], thread, ())]
     while (follower := _child(part, node, tokens[-1])) is not None:
+        row = layout.nodes[follower]
+        try:
+            following = choose.token(logits[row - first], thread, tokens)
+        except (NotANumber, OptionFault):
+            break  # the text may end before it comes to that; if it does not, the next step does
         node = follower
-        kept.append(layout.nodes[node])
-        tokens.append(choose.token(logits[layout.nodes[node] - first], thread, tokens))
+        kept.append(row)
+        tokens.append(following)
     guesses: tuple[Guess, ...] = ()
     if group := layout.groups[node]:
         lines = logits[group[0] - first : group[-1] + 1 - first]

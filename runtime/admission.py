@@ -69,6 +69,8 @@ class Admission:
             ids = [int(item) for item in prompt if isinstance(item, Integral)]
             if any(isinstance(item, bool) for item in prompt):
                 raise OptionFault(f"the prompt is {_shown(prompt)}: expected token ids, not True or False")
+        elif any(isinstance(item, Integral) for item in prompt):
+            raise OptionFault(f"the prompt is {_shown(prompt)}: expected token ids or chat messages, not both")
         else:
             ids = encode(self.tokenizer, self._rendered(prompt), special=False)
         self._check_tokens(ids)

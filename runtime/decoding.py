@@ -12,6 +12,7 @@ from spaceport.runtime.grammar import Form
 from spaceport.runtime.request import STEP_ROWS
 from spaceport.runtime.sampling import Sampling
 
+_LONGEST_STOP = 1000  # characters; the beginnings of a stop string are held for each thread
 _LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free
 
 # Whole numbers, the least and the most that each may be, and those that may be left open.
@@ -85,6 +86,8 @@ class Decoding:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
             raise OptionFault(f"stop is {self.stop!r}: expected strings of at least one character")
+        if (longest := max(map(len, stops), default=0)) > _LONGEST_STOP:
+            raise OptionFault(f"a stop string has {longest} characters: expected at most {_LONGEST_STOP}")
         return tuple(stops)
 
     def _hold(self, name: str, least: int | None, most: int | None) -> None:

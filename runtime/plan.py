@@ -15,6 +15,7 @@ from spaceport.runtime.threads import Thread
 
 NO_PARENT = -1
 _NO_ROWS = np.zeros(0, np.int64)
+_KEPT = 4  # known tokens of layouts that are kept: longer ones are a prompt's, large, and seldom the same
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,12 @@ def plan_thread(
     return Part(thread, draft, layout, ids, layout.offsets + begin, complete, anchor, echo)
 
 
-@lru_cache(maxsize=1024)
 def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) -> Layout:
     """The rows for `known` tokens and a draft of this shape, a node's mask slots right behind it."""
+    return (_kept_layout if known <= _KEPT else _layout)(known, draft_parents, masks)
+
+
+def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) -> Layout:
     parents = list(range(-1, known - 1))
     mask_depths = [-1] * known
     nodes: list[int] = []
@@ -145,6 +149,9 @@ def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
     for array in (layout.parents, layout.offsets, layout.mask_depths, layout.ancestry, layout.wanted):
         array.setflags(write=False)  # one layout serves many steps
     return layout
+
+
+_kept_layout = lru_cache(maxsize=1024)(_layout)
 
 
 def sees(plan: Plan, slots: NDArray[np.int64], visible: int) -> NDArray[np.bool_]:

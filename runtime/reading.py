@@ -21,7 +21,7 @@ class Piece:
     """What one token added to a text."""
 
     text: str  # of its own thread; may be empty: half a character, or what may become a stop string, is held back
-    token: int
+    token: int | None  # none: what was held back is let out, and no token with it
     drafted: bool  # an accepted candidate, and not the network's own next prediction
     thread: Path = ()
     reading: str = ""  # how much longer the text is now that can be read from its beginning on without a gap
@@ -248,7 +248,7 @@ class Reading:
                 return
             if reading and piece.reading:
                 break  # what is read later has to come later
-        self._pieces.append(Piece(text, thread.tokens[-1], False, thread.path, reading))
+        self._pieces.append(Piece(text, None, False, thread.path, reading))
 
     def _parts(self) -> Iterator[tuple[_Line, slice]]:
         """Which tokens of which lines are the finished text, in reading order, without any [Fork]."""

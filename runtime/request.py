@@ -155,7 +155,7 @@ class Request:
         return plan_thread(thread, self._draft(thread, rows), self.tokens, self.chunk, anchor, self.echo)
 
     def _draft(self, thread: Thread, rows: int) -> Draft:
-        drafting, room = self.drafting, self.limit - len(thread.tokens)
+        drafting, room = self.drafting, min(self.limit - len(thread.tokens), self.total - self.added)
         if drafting.shape == "chain":
             rows = min(rows, (drafting.mask_slots + 1) ** 2)
             return chain([guess.tokens[0] for guess in thread.guesses], drafting.mask_slots, room, rows)
@@ -197,7 +197,7 @@ class Request:
             thread.drafted.append(accepted)
             self.statistics.wrote(part, verdict, place)
             stops = self.listener.wrote(thread, token, accepted)
-            if token == self.tokens.fork and not stops:
+            if token == self.tokens.fork and not stops and self.added < self.total:
                 self._fork(thread, own[part.layout.known + place + 1 :])
             if stops:
                 self._end(thread, "stop")

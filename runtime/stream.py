@@ -61,8 +61,8 @@ class _Text:
             raise self._task.fault
         request, reading = self._admitted.request, self._admitted.reading
         spine = request.threads[0]
-        wide = next((t.ending for t in request.threads if t.ending in _REQUEST_WIDE), None)
         threads = reading.finished()
+        wide = next((thread.ending for thread in threads if thread.ending in _REQUEST_WIDE), None)
         return Completion(
             reading.text,
             reading.tokens(),
@@ -168,11 +168,6 @@ def news_for_loop(
     """Puts news into a queue of an event loop, from any OS thread."""
 
     def put(news: list[Piece] | None) -> None:
-        try:
-            loop.call_soon_threadsafe(queue.put_nowait, news)
-        except RuntimeError:
-            if not loop.is_closed():
-                raise
-            # nobody is left to read it
+        loop.call_soon_threadsafe(queue.put_nowait, news)  # raises once the loop is closed: that ends the text
 
     return put

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from threading import Condition, Thread
 
 from spaceport.runtime.scheduler import Scheduler, Task
@@ -23,12 +24,15 @@ class Worker:
         self._change = Condition()
         self._thread: Thread | None = None
         self._closing = False
+        self._process = os.getpid()
 
     def submit(self, task: Task) -> None:
         """Hand a request over."""
         with self._change:
             if self._closing:
                 raise RuntimeClosed("the runtime is closed")
+            if os.getpid() != self._process:
+                raise RuntimeError("the runtime was opened by the process that this one was forked from: open it here")
             if self._thread is None:
                 self._thread = self._begin()
             self._scheduler.submit(task)

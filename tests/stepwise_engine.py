@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from threading import Semaphore
+from threading import Semaphore, Thread
 
 import numpy as np
 from hash_engine import HashEngine, Language
@@ -53,3 +53,12 @@ def stepwise_runtime(
     with hash_runtime(language) as like:
         engine = StepwiseEngine(language, like.engine.capacity, requests)
         return Runtime(like.bundle, engine, like.max_seq_len, queue_limit=queue_limit), engine
+
+
+def close_between_steps(runtime: Runtime, engine: StepwiseEngine) -> None:
+    """Close a runtime whose engine waits in a step, and take no more steps than it needs for that."""
+    closing = Thread(target=runtime.close)
+    closing.start()
+    while closing.is_alive():
+        engine.leave.release()
+        closing.join(0.1)

@@ -223,7 +223,7 @@ def test_two_loops_and_an_os_thread_share_a_runtime() -> None:
                 assert text.result(60) == [tuple(ENDLESS.write([number, place], 62)) for place in range(5)]
 
 
-def test_a_loop_that_ends_before_its_texts_do_hurts_nobody() -> None:
+def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> None:
     runtime, engine = stepwise_runtime(ENDLESS, requests=2)
     with runtime:
         kept: list[AsyncStream] = []
@@ -232,8 +232,8 @@ def test_a_loop_that_ends_before_its_texts_do_hurts_nobody() -> None:
             kept.append(runtime.astream([1, 2, 3], PLAIN))
             await asyncio.to_thread(engine.wait)
 
-        within_a_minute(begin())  # the loop is closed now, the text is not cancelled
+        within_a_minute(begin())  # the loop is closed now: nobody can read on
         second = runtime.stream([4, 5], PLAIN)
         engine.go()
         assert second.completion().tokens == tuple(ENDLESS.write([4, 5], 62))
-    assert kept[0].statistics.tokens == 61
+    assert kept[0].statistics.tokens < 10

@@ -78,6 +78,21 @@ def test_a_form_is_kept_and_drafts_do_not_change_it(runtime: Runtime) -> None:
             assert runtime.generate(PROMPT, Decoding(form=FORM, sampling=how, **drafts)).tokens == plain.tokens
 
 
+def test_a_dead_end_that_the_text_never_comes_to_is_none(tiny_bundle: Path) -> None:
+    """Drafts look further than the text goes: what is wrong there must not end it."""
+    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
+        every = range(runtime.bundle.manifest.signature.vocab_size)
+        banned = [token for token in every if "Z" in runtime.tokenizer.decode([token])]
+        how: dict[str, Any] = {"form": Form(regex="alpha beta gamma delta Z"), "sampling": Sampling(banned=banned)}
+        for limit in ({"stop": "delta "}, {"max_tokens": 12}, {"max_total_tokens": 12}):
+            plain = runtime.generate(PROMPT, Decoding(mask_slots=0, **how, **limit))
+            for drafts in DRAFTS:
+                drafted = runtime.generate(PROMPT, Decoding(**how, **limit, **drafts))
+                assert (drafted.tokens, drafted.ending) == (plain.tokens, plain.ending)
+        with pytest.raises(OptionFault, match="cannot be kept to"):
+            runtime.generate(PROMPT, Decoding(**how))
+
+
 def test_a_text_tells_the_seed_that_writes_it_again(tiny_bundle: Path) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
         first = runtime.generate(PROMPT, Decoding(sampling=Sampling(temperature=1.0)))
@@ -123,6 +138,7 @@ def test_a_trace_is_kept_if_it_is_asked_for(tiny_bundle: Path) -> None:
         ({"logprobs": 1.5}, "logprobs is 1.5: expected a whole number"),
         ({"timeout": "5"}, "timeout is '5': expected seconds"),
         ({"stop": 5}, "stop is 5: expected strings"),
+        ({"stop": "x" * 1001}, "a stop string has 1001 characters: expected at most 1000"),
         ({"fork": "no"}, "fork is 'no': expected True, False or None"),
         ({"trace": "t.json"}, "trace is 't.json': expected True or False"),
         ({"sampling": 0.7}, "sampling is 0.7: expected a Sampling"),
@@ -135,7 +151,9 @@ def test_what_cannot_be_meant_is_refused_at_once(asked: dict[str, Any], told: st
         Decoding(**asked)
 
 
-@pytest.mark.parametrize("prompt", [5, None, b"abc", [True, 2], "", [], [1.5], {"role": "user"}])
+@pytest.mark.parametrize(
+    "prompt", [5, None, b"abc", [True, 2], "", [], [1.5], {"role": "user"}, [5, {"role": "user", "content": "a"}]]
+)
 def test_what_is_no_prompt_is_refused(tiny_bundle: Path, prompt: Any) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime, pytest.raises(OptionFault, match="expected"):
         runtime.stream(prompt)

@@ -91,7 +91,7 @@ def test_pieces_tell_whose_they_are_and_how_far_the_text_can_be_read(runtime: Ru
     for thread in found.threads:
         own = [piece for piece in pieces if piece.thread == thread.path]
         assert "".join(piece.text for piece in own) == thread.text
-        assert tuple(piece.token for piece in own) == thread.tokens
+        assert tuple(piece.token for piece in own if piece.token is not None) == thread.tokens
     order = [piece.thread for piece in pieces]
     spine_ends = len(order) - order[::-1].index(())
     assert ((2,) in order[:spine_ends]) == (max_threads > 1)

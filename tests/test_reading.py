@@ -183,7 +183,7 @@ def test_each_piece_says_what_it_adds_to_its_thread_and_to_what_can_be_read() ->
     ]
     assert writing.write((1,)) == [Piece("b", b, False, (1,))]
     assert writing.write((0,), 1) == [Piece("a", a, False, (0,), "a")]
-    assert writing.write((0,)) == [Piece("", a, False, (0,), "2b")]
+    assert writing.write((0,)) == [Piece("", None, False, (0,), "2b")]
     assert writing.reading.tokens() == tuple(tokens)
     assert [thread.fork for thread in writing.reading.finished()] == [None, 1, 3]
 
@@ -193,7 +193,7 @@ def test_what_was_held_back_lengthens_the_last_piece_of_its_thread_that_was_not_
     assert Writing(BYTES, line("xa"), ["ab"]).write(()) == [Piece("x", x, False, (), "x"), Piece("a", a, True, (), "a")]
     taken = Writing(BYTES, line("xa"), ["ab"])
     assert taken.write((), 2) == [Piece("x", x, False, (), "x"), Piece("", a, True, ())]
-    assert taken.write(()) == [Piece("a", a, False, (), "a")]
+    assert taken.write(()) == [Piece("a", None, False, (), "a")]
 
 
 def test_what_may_begin_a_stop_string_behind_a_fork_is_shown_in_its_thread_and_cannot_be_read_yet() -> None:

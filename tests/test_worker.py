@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from hash_engine import HashEngine, Language, request_for
-from stepwise_engine import stepwise_runtime
+from stepwise_engine import close_between_steps, stepwise_runtime
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduler import QueueFull, Scheduler, Task
@@ -92,14 +92,12 @@ def test_closing_ends_every_text_and_leaves_no_os_thread() -> None:
     engine.wait()
     for _ in range(6):
         engine.step()
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(4) as pool:
         texts = [pool.submit(stream.completion) for stream in streams]
-        closed = pool.submit(runtime.close)
-        engine.go()
+        close_between_steps(runtime, engine)
         for text in texts:
             with pytest.raises(RuntimeClosed, match="the runtime was closed before the text ended"):
                 text.result(60)
-        closed.result(60)
     assert not workers()
     with pytest.raises(RuntimeClosed, match="the runtime is closed"):
         runtime.stream([1])
@@ -112,8 +110,7 @@ def test_what_was_written_before_the_runtime_closed_can_be_read() -> None:
     engine.wait()
     for _ in range(3):
         engine.step()
-    engine.go()
-    runtime.close()
+    close_between_steps(runtime, engine)
     assert [next(stream).token for _ in range(3)] == ENDLESS.write([1, 2, 3], 3)
     with pytest.raises(RuntimeClosed):
         stream.completion()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 from hash_engine import Language
-from stepwise_engine import StepwiseEngine, stepwise_runtime
+from stepwise_engine import StepwiseEngine, close_between_steps, stepwise_runtime
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
@@ -180,14 +180,12 @@ def test_a_runtime_that_is_closed_tells_whoever_awaits() -> None:
     async def close() -> None:
         text = asyncio.create_task(runtime.agenerate([1, 2, 3], PLAIN))
         await asyncio.to_thread(engine.wait)
-        engine.leave.release()
-        await asyncio.to_thread(runtime.close)
+        await asyncio.to_thread(close_between_steps, runtime, engine)
         with pytest.raises(RuntimeClosed, match="before the text ended"):
             await text
         with pytest.raises(RuntimeClosed, match="the runtime is closed"):
             await runtime.agenerate([1])
 
-    engine.go()
     within_a_minute(close())
 
 

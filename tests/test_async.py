@@ -56,7 +56,7 @@ def test_gathered_texts_are_what_each_is_alone(demo_bundle: Path) -> None:
 def test_pieces_come_one_after_the_other_and_make_up_the_text() -> None:
     with free() as runtime:
 
-        async def read() -> tuple[list[int], Completion]:
+        async def read() -> tuple[list[int | None], Completion]:
             async with runtime.astream([1, 2], Decoding(max_tokens=20)) as stream:
                 tokens = [piece.token async for piece in stream]
                 return tokens, await stream.completion()

@@ -178,8 +178,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_spoilt_bundle_is_a_bad_file_to_every_command(spoilt: Path, capfd: Capture, command: str, kind: str) -> None:
     spoil, message = SPOILS[kind]
     spoil(spoilt)
-    more = {"generate": ["a"], "check": [TINY]}.get(command, [])
-    told(capfd, INPUT, f"^spaceport: {re.escape(str(spoilt))}.*{message}", *command.split(), spoilt, *more)
+    more: dict[str, list[object]] = {"generate": ["a"], "check": [TINY]}
+    message = f"^spaceport: {re.escape(str(spoilt))}.*{message}"
+    told(capfd, INPUT, message, *command.split(), spoilt, *more.get(command, []))
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -296,5 +297,7 @@ def test_an_interrupt_ends_a_text_without_a_fuss(tiny_bundle: Path) -> None:
             _, errors = process.communicate()
         if process.returncode != OK:
             break
+    else:
+        pytest.fail("no signal came in time")
     assert process.returncode == INTERRUPTED
     assert errors.decode().split() == ["spaceport:", "interrupted"]

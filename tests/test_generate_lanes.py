@@ -42,7 +42,7 @@ def marks(spans: Sequence[Span]) -> list[tuple[str, bool]]:
 
 @BOTH
 def test_in_every_order_of_writing_the_spans_are_the_text_that_can_be_read(tokenizer: Tokenizer) -> None:
-    @settings(max_examples=200)
+    @settings(max_examples=100)
     @given(case=cases(tokenizer), seed=st.integers(0, 10**6))
     def holds(case: tuple[Script, list[str]], seed: int) -> None:
         writing = Writing(tokenizer, *case)
@@ -59,7 +59,7 @@ def test_in_every_order_of_writing_the_spans_are_the_text_that_can_be_read(token
     holds()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(script=trees(2), seed=st.integers(0, 10**6))
 def test_each_character_is_marked_as_the_token_that_wrote_it(script: Script, seed: int) -> None:
     writing, random, pieces = Writing(BYTES, script), Random(seed), list[Piece]()
@@ -74,7 +74,7 @@ def test_each_character_is_marked_as_the_token_that_wrote_it(script: Script, see
     assert marks(spans) == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(script=trees(2), seed=st.integers(0, 10**6), steps=st.integers(0, 4))
 def test_a_text_that_is_ended_half_way_is_shown_as_far_as_it_came(script: Script, seed: int, steps: int) -> None:
     """All threads end at once, before the pieces of their last step are taken: some marks may be lost, no text is."""

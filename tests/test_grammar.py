@@ -138,7 +138,7 @@ def write(tokenizer: Tokenizer, form: Form, seed: int, most: int = 80, haste: fl
 
 
 @BOTH
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(regex=REGEXES, seed=st.integers(0, 10**6))
 @example(r"  the ship", 0)
 @example(r" ?(?:é|你😀){2,4}\n?", 1)
@@ -149,7 +149,7 @@ def test_a_text_that_ends_by_itself_matches_its_regular_expression(tokenizer: To
 
 
 @BOTH
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(schema=SCHEMAS, seed=st.integers(0, 10**6), spelt=st.booleans())
 def test_a_text_that_ends_by_itself_is_json_that_fits_its_schema(
     tokenizer: Tokenizer, schema: dict[str, Any], seed: int, spelt: bool
@@ -313,7 +313,7 @@ def run(language: Language, regex: str, drafting: Drafting, most: int, chunk: in
     return thread.written, thread.ending, request.statistics.steps
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     regex=st.sampled_from(SMALL_REGEXES),
     seed=st.integers(0, 10**6),

@@ -96,7 +96,9 @@ def test_an_export_interrupted_at_any_time_leaves_the_old_bundle_or_a_new_one(vi
             os.kill(child, kind)
         ending = victim.end()
         endings.append(ending)
-        assert ending in (0, 130 if kind == signal.SIGINT else -signal.SIGKILL)
+        # An interrupt that comes while torch is in a callback of its own aborts the process; the bundle is what counts.
+        interrupted = (130, -signal.SIGABRT) if kind == signal.SIGINT else (-signal.SIGKILL,)
+        assert ending in (0, *interrupted)
         found = open_bundle(folder / "bundle").manifest
         assert found.signature == old.signature
         rubbish = [file.name for file in folder.iterdir() if file.name != "bundle"]

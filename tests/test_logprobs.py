@@ -62,7 +62,7 @@ def noted(engine: HashEngine, requests: list[Request], top: int) -> list[Noted]:
     ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     language=LANGUAGES,
     prompts=st.lists(PROMPTS, min_size=1, max_size=3),
@@ -103,7 +103,7 @@ def test_each_token_is_as_likely_as_the_network_says(
         assert noted(plain_engine, [plain], top) == [found]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     language=LANGUAGES,
     prompt=PROMPTS,
@@ -191,7 +191,7 @@ def test_more_tokens_than_there_are_cannot_be_told(top: int, message: str) -> No
         runtime.generate([1], Decoding(logprobs=top))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     size=st.integers(1, 3000), seed=st.integers(0, 10**6), share=st.floats(0, 1), spread=st.sampled_from((0, 3, 1000))
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spaceport.runtime.decoding import Decoding
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10**6),
     prompt=st.lists(st.integers(0, END - 1), min_size=1, max_size=5),

@@ -40,7 +40,7 @@ LANGUAGES = st.builds(Language, seed=st.integers(0, 10**6), window=st.none() | s
 TOKENS = st.lists(st.integers(0, END - 1), min_size=1, max_size=40)
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(
     language=LANGUAGES,
     tokens=TOKENS,
@@ -64,7 +64,7 @@ def test_a_text_is_as_likely_as_the_network_says_wherever_chunks_end(
         assert whole.score(tokens, top=top) == score
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(language=LANGUAGES, tokens=TOKENS, more=TOKENS, prompt_rows=st.integers(1, 45), top=st.integers(0, 3))
 def test_a_continuation_is_scored_as_the_end_of_the_whole(
     language: Language, tokens: list[int], more: list[int], prompt_rows: int, top: int
@@ -80,7 +80,7 @@ def test_a_continuation_is_scored_as_the_end_of_the_whole(
     assert bool(following.tokens) == (whole.following.token != END)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(language=LANGUAGES, tokens=TOKENS, more=st.integers(1, 10), wrong=st.none() | st.integers(0, 9))
 def test_what_a_model_would_write_is_greedy_and_nothing_else_is(
     language: Language, tokens: list[int], more: int, wrong: int | None

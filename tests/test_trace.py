@@ -205,10 +205,11 @@ def test_what_stands_behind_the_end_is_chosen_and_not_written() -> None:
     assert sum(rows.kept[row] for row in rows.candidates) == 2
 
 
-def test_what_is_beyond_the_limit_is_chosen_and_not_written() -> None:
+def test_what_is_beyond_the_limit_of_all_threads_is_not_even_drafted() -> None:
     _, record = scripted(Script({(): (1, 2, 3, 4, 5)}), total=2)
     (rows,) = record.steps[1].rows
-    assert (rows.chosen, rows.written, rows.accepted) == ((2, 3, 4), 1, 1)
+    assert (rows.chosen, rows.written, rows.accepted) == ((2,), 1, 0)
+    assert not rows.candidates
     assert record.threads[0].ending == "total"
 
 

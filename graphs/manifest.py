@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast, get_args
 
 from spaceport.graphs.faults import InputFault
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.signature import WEIGHTS, Signature, Weights
 
-SCHEMA = 1
+SCHEMA = 2  # 1 knew no engines, and weights of one type only
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 MODEL_FILE = "model.onnx"
+ENGINES_FOLDER = "engines"
 
 MOST_MASK_SLOTS = 64
 
@@ -55,6 +57,29 @@ class FileRecord:
     size: int
 
 
+Flavour = Literal["tensorrt", "tensorrt-rtx"]
+
+FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """An engine that was built from a bundle's graph, and all that it depends on beside that graph."""
+
+    sha256: str  # of the engine's file
+    size: int
+    graph: tuple[str, ...]  # sha256 of model.onnx and of its data file, as they were when it was built
+    flavour: Flavour
+    version: str  # of the library that built it, and the only one that runs it
+    target: str  # what it runs on, such as sm89
+    capacity: int  # slots of a request
+    requests: int  # most requests of a call
+    step_rows: int  # most rows of a request in the profile of steps, which CUDA graphs are captured for
+    prompt_rows: int  # most rows of a request in the profile of prompts
+    refittable: bool = False
+    decomposed: int = 0  # attention layers that run as matrix products, since the library has no kernel for them
+
+
 def record_of(stream: BinaryIO) -> FileRecord:
     """What is recorded of a file, read to its end."""
     hasher, size = hashlib.sha256(), 0
@@ -78,9 +103,11 @@ class Manifest:
     attention: str  # "plain" or "operator"
     special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... as chat templates use them
     generation: dict[str, Any] = field(default_factory=dict)  # the checkpoint's generation_config, for the record
+    weights: Weights = "same"  # how the weights of its matrix products are stored: as the signature's dtype, or smaller
     files: dict[str, FileRecord] = field(default_factory=dict)
+    engines: dict[str, EngineRecord] = field(default_factory=dict)  # by their names below `engines/`
     versions: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: int = SCHEMA  # as it was read; what is written is always the newest
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,6 +121,8 @@ def manifest_of(data: object) -> Manifest:
         raise NewerSchema(
             f"schema is {schema}, this version reads up to {SCHEMA}: update spaceport, or export again with this version"
         )
+    if schema == 1:
+        told = {"weights": "same", "engines": {}, **told}
     _hold_to_fields(told, Manifest, "manifest")
     manifest = Manifest(
         schema=schema,
@@ -107,7 +136,9 @@ def manifest_of(data: object) -> Manifest:
         attention=_text(told, "attention"),
         special_tokens=_texts(told, "special_tokens"),
         generation=_object(told["generation"], "generation"),
+        weights=_weights(told),
         files={name: _file(name, record) for name, record in _object(told["files"], "files").items()},
+        engines={name: _engine(name, record) for name, record in _object(told["engines"], "engines").items()},
         versions=_texts(told, "versions"),
     )
     _hold_together(manifest)
@@ -152,10 +183,43 @@ def _tokens(told: dict[str, Any]) -> TokenIds:
 def _file(name: str, record: object) -> FileRecord:
     told = _object(record, f"files[{name!r}]")
     _hold_to_fields(told, FileRecord, f"files[{name!r}]")
-    digest = _text(told, "sha256")
-    if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-        raise ManifestError(f"sha256 of {name!r} is {digest!r}: expected 64 hexadecimal digits")
-    return FileRecord(digest, _number(told, "size", 0))
+    return FileRecord(_digest(_text(told, "sha256"), name), _number(told, "size", 0))
+
+
+def _engine(name: str, record: object) -> EngineRecord:
+    told = _object(record, f"engines[{name!r}]")
+    _hold_to_fields(told, EngineRecord, f"engines[{name!r}]")
+    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*\.engine", name) is None:
+        raise ManifestError(
+            f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
+        )
+    if told["flavour"] not in FLAVOURS:
+        raise ManifestError(f"flavour of {name} is {told['flavour']!r}: expected {' or '.join(FLAVOURS)}")
+    if not isinstance(told["graph"], list) or not isinstance(told["refittable"], bool):
+        raise ManifestError(f"engines[{name!r}]: expected a list of digests in graph, true or false in refittable")
+    return EngineRecord(
+        sha256=_digest(_text(told, "sha256"), name),
+        size=_number(told, "size", 0),
+        graph=tuple(_digest(digest, name) for digest in told["graph"]),
+        flavour=cast(Flavour, told["flavour"]),
+        version=_text(told, "version"),
+        target=_text(told, "target"),
+        refittable=told["refittable"],
+        **{part: _number(told, part, 1) for part in ("capacity", "requests", "step_rows", "prompt_rows")},
+        decomposed=_number(told, "decomposed", 0),
+    )
+
+
+def _weights(told: dict[str, Any]) -> Weights:
+    if told["weights"] not in WEIGHTS:
+        raise ManifestError(f"weights is {told['weights']!r}: expected {', '.join(WEIGHTS)}")
+    return cast(Weights, told["weights"])
+
+
+def _digest(value: object, name: str) -> str:
+    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+        raise ManifestError(f"sha256 of {name!r} is {value!r}: expected 64 hexadecimal digits")
+    return value
 
 
 def _hold_to_fields(told: dict[str, Any], kind: type, name: str) -> None:

@@ -6,11 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Lowering = Literal["scatter", "append"]
-Precision = Literal["float32", "float16"]
+Precision = Literal["float32", "float16", "bfloat16"]
+
+Weights = Literal["same", "int4", "float8"]
 
 LOWERINGS: tuple[Lowering, ...] = ("scatter", "append")
-PRECISIONS: tuple[Precision, ...] = ("float32", "float16")
-BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
+PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
+WEIGHTS: tuple[Weights, ...] = ("same", "int4", "float8")
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 
 # The visible length is rounded up to a multiple of this, so that few distinct shapes reach an engine.
 VISIBLE_STEP = 64

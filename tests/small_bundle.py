@@ -12,11 +12,13 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle import seal
-from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE, EngineRecord, Manifest, TokenIds
 from spaceport.graphs.signature import Signature
 from spaceport.runtime.bundle import BundleError, open_bundle
 
 DATA_FILE = "model.onnx.data"
+ENGINE = "sm89-0123456789ab.engine"
+RECORD = EngineRecord("a" * 64, 7, ("b" * 64, "c" * 64), "tensorrt-rtx", "1.7.1.116", "sm89", 1024, 4, 64, 512)
 
 
 def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
@@ -35,6 +37,7 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
         attention="plain",
         special_tokens={"bos_token": "<s>"},
         generation={"eos_token_id": [1, 3], "temperature": 0.5},
+        engines={ENGINE: RECORD},
         versions={"spaceport": "0.1.0"},
     )
     return seal(folder, manifest)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_bundle import edit, fill, refused
+from small_bundle import ENGINE, RECORD, edit, fill, refused
 
 from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle
@@ -35,7 +35,7 @@ def bundle(tmp_path: Path) -> Path:
         (b"{}", "schema is None: expected a whole number of at least 1"),
         (b"[" * 200_000, "maximum recursion depth"),
         (b'{"schema": ' + b"1" * 5000 + b"}", "4300 digits"),
-        (b'{"schema": 1}', "manifest lacks .*'files'.*: expected attention, family, files"),
+        (b'{"schema": 1}', "manifest lacks .*'files'.*: expected attention, engines, family, files"),
     ],
 )
 def test_a_manifest_that_is_none_is_refused(bundle: Path, content: bytes, message: str) -> None:
@@ -49,7 +49,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(2, "schema is 2, this version reads up to 1: update spaceport")])
+@pytest.mark.parametrize(("schema", "message"), [(3, "schema is 3, this version reads up to 2: update spaceport")])
 def test_a_manifest_of_a_later_version_is_told_apart(bundle: Path, schema: int, message: str) -> None:
     """Whatever else it holds: it may well have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
@@ -102,6 +102,23 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("files", MODEL_FILE, "sha256"), [5, None], "sha256 is .*: expected text"),
     (("files", MODEL_FILE, "sha256"), ["", "0" * 63, "G" * 64, "A" * 64], "expected 64 hexadecimal digits"),
     (("files", MODEL_FILE, "size"), [-1, "7", None, 7.0], f"size is .*: {NUMBER}"),
+    (("weights",), [5, None, "int8", ["int4"]], "weights is .*: expected same, int4, float8"),
+    (("engines",), [5, None, []], "engines is .*: expected an object"),
+    (("engines", ENGINE), [5, None, "0" * 64], "engines.* is .*: expected an object"),
+    (("engines", ENGINE, "sha256"), ["", "G" * 64], "sha256 of .* expected 64 hexadecimal digits"),
+    (("engines", ENGINE, "sha256"), [5, None], "sha256 is .*: expected text"),
+    (("engines", ENGINE, "size"), [-1, "7", None], f"size is .*: {NUMBER}"),
+    (("engines", ENGINE, "graph"), [5, None, "b" * 64], "expected a list of digests"),
+    (("engines", ENGINE, "graph"), [[5], ["b" * 63], [None]], "expected 64 hexadecimal digits"),
+    (("engines", ENGINE, "flavour"), ["openvino", None, 5, []], "flavour of .*: expected tensorrt or tensorrt-rtx"),
+    (("engines", ENGINE, "version"), [5, None], "version is .*: expected text"),
+    (("engines", ENGINE, "target"), [89, None], "target is .*: expected text"),
+    (("engines", ENGINE, "capacity"), [0, None, "9", True], f"capacity is .*: {NUMBER}"),
+    (("engines", ENGINE, "requests"), [0, None], f"requests is .*: {NUMBER}"),
+    (("engines", ENGINE, "step_rows"), [0, None], f"step_rows is .*: {NUMBER}"),
+    (("engines", ENGINE, "prompt_rows"), [0, None], f"prompt_rows is .*: {NUMBER}"),
+    (("engines", ENGINE, "decomposed"), [-1, None], f"decomposed is .*: {NUMBER}"),
+    (("engines", ENGINE, "refittable"), [0, "no", None], "true or false in refittable"),
 ]
 
 
@@ -133,7 +150,9 @@ def test_a_value_of_the_wrong_kind_is_refused(
         (bundle / MANIFEST_FILE).write_bytes(before)
 
 
-@pytest.mark.parametrize("path", [(), ("signature",), ("tokens",), ("files", MODEL_FILE)], ids=".".join)
+@pytest.mark.parametrize(
+    "path", [(), ("signature",), ("tokens",), ("files", MODEL_FILE), ("engines", ENGINE)], ids=".".join
+)
 def test_a_manifest_with_a_field_less_or_more_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
     """Read on regardless, and a misspelt `end` would be a text without an end, a misspelt `window` a wrong one."""
     before = (bundle / MANIFEST_FILE).read_bytes()
@@ -158,6 +177,24 @@ def test_a_manifest_with_a_field_less_or_more_is_refused(bundle: Path, path: tup
 
     edit(bundle, add)
     refused(bundle, r"has the unknown 'extra\\x1b': expected")
+
+
+@pytest.mark.parametrize("name", ["../x.engine", "x", "a/b.engine", ".engine", "A.engine", "x.engine\n", "-x.engine"])
+def test_an_engine_lies_below_its_folder_under_a_plain_name(bundle: Path, name: str) -> None:
+    edit(bundle, lambda told: told["engines"].update({name: told["engines"][ENGINE]}))
+    refused(bundle, "expected small letters, digits, dots and hyphens, ending in .engine")
+
+
+def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> None:
+    assert open_bundle(bundle).manifest.engines == {ENGINE: RECORD}
+
+    def older(told: dict[str, Any]) -> None:
+        told["schema"] = 1
+        del told["engines"], told["weights"]
+
+    edit(bundle, older)
+    manifest = open_bundle(bundle).manifest
+    assert (manifest.engines, manifest.weights) == ({}, "same")
 
 
 JSON = st.recursive(

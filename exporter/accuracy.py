@@ -20,14 +20,11 @@ from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
 from spaceport.graphs.manifest import ACCURACY_FILE
+from spaceport.graphs.tolerance import TOLERANCE as TOLERANCE
 
 Array = NDArray[Any]
 # Runs the rows of one feed on an engine, which keeps its KV buffers from feed to feed; the logits, B x R x V.
 Call = Callable[[Mapping[str, Array]], NDArray[np.float32]]
-
-# Largest difference, relative to the largest logit of the call and at least absolutely, that rounding explains:
-# measured are 1e-6 to 1e-5 in float32 and 1e-3 to 1e-2 in float16, against 0.4 and more for one wrong mask bit.
-TOLERANCE = {"float32": 1e-4, "float16": 3e-2}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
 WEIGHTS: tuple[Weights, ...] = ("same", "int4", "float8")
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 
+STEP_ROWS = 128  # most rows of a request in a step that writes, all its threads together
+LOGIT_BYTES = 32 << 20  # of logits of prompts' rows in a call: a whole prompt's would be gigabytes
+
 # The visible length is rounded up to a multiple of this, so that few distinct shapes reach an engine.
 VISIBLE_STEP = 64
 
@@ -106,3 +109,8 @@ class Signature:
 def visible_length(slots: int) -> int:
     """The shortest allowed visible length that covers the first `slots` slots."""
     return max(1, -(-slots // VISIBLE_STEP)) * VISIBLE_STEP
+
+
+def logit_rows(prompt_rows: int, vocab_size: int) -> int:
+    """The most rows of a request in a call whose logits are wanted, if it may feed so many rows of a prompt."""
+    return min(prompt_rows, max(STEP_ROWS, LOGIT_BYTES // (4 * vocab_size)))

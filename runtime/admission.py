@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import Manifest
-from spaceport.graphs.signature import visible_length
+from spaceport.graphs.signature import STEP_ROWS, visible_length
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.chat import Message, render
 from spaceport.runtime.choice import Bans, Choose
@@ -21,7 +21,7 @@ from spaceport.runtime.engine import Engine
 from spaceport.runtime.grammar import constrained
 from spaceport.runtime.logprobs import Logprobs, check_top
 from spaceport.runtime.reading import Reading
-from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.request import Request
 from spaceport.runtime.sampling import Sampling, chooser, seeded
 from spaceport.runtime.scheduler import PROMPT_ROWS
 from spaceport.runtime.scoring import Scoring, encode_parts
@@ -118,7 +118,7 @@ class Admission:
         manifest, capacity = self.bundle.manifest, self.engine.capacity
         limit = self._limit(ids, decoding.max_tokens)
         fork = self._forks(decoding)
-        drafting = decoding.drafting(manifest.max_mask_slots)
+        drafting = decoding.drafting(manifest.max_mask_slots, self.engine.costs)
         self._check_mask_slots(drafting.mask_slots)
         decoding.sampling.check(manifest.signature.vocab_size)
         sampling = seeded(decoding.sampling)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from types import NoneType
 
 from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.signature import STEP_ROWS
+from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.draft import Drafting, Shape
 from spaceport.runtime.grammar import Form
-from spaceport.runtime.request import STEP_ROWS
 from spaceport.runtime.sampling import Sampling
 
 _LONGEST_STOP = 1000  # characters; the beginnings of a stop string are held for each thread
@@ -101,11 +102,11 @@ class Decoding:
                 f"{name} is {given}: expected {f'at least {least}' if most is None else f'{least} to {most}'}"
             )
 
-    def drafting(self, most: int) -> Drafting:
-        """How threads draft with a bundle that has so many mask slots."""
+    def drafting(self, most: int, costs: Costs = PROCESSOR) -> Drafting:
+        """How threads draft with a bundle that has so many mask slots, on an engine of such costs."""
         slots = most if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
         rows, siblings = self.draft_rows or Drafting.rows, self.draft_siblings or Drafting.siblings
-        return Drafting(slots, self.draft, rows, siblings, lookup)
+        return Drafting(slots, self.draft, rows, siblings, lookup, costs.row)

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Literal
 
 from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.costs import PROCESSOR
 
 Shape = Literal["chain", "tree"]
 Source = Literal["mask", "lookup", "both"]  # who proposed a candidate
@@ -38,7 +39,7 @@ class Drafting:
     rows: int = 24  # most rows of a thread in a step; a chain has (mask_slots + 1)²
     siblings: int = 3  # most candidates for one place
     lookup: int = 0  # most tokens that are looked up in the text so far; 0: none are
-    row_cost: float = 0.08  # what a row adds to a step, in steps of one row; of a CPU, see docs/performance.md
+    row_cost: float = PROCESSOR.row  # what a row adds to a step, in steps of one row
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0)):

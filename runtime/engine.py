@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.signature import Signature, visible_length
+from spaceport.runtime.costs import Costs
 from spaceport.runtime.plan import Plan, sees, within
 from spaceport.runtime.request import Request
 from spaceport.runtime.slots import Moves
@@ -62,6 +63,14 @@ class Engine(Protocol):
 
     @property
     def device(self) -> str: ...
+
+    @property
+    def costs(self) -> Costs:
+        """What its calls take."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What whoever opened it should know: a sentence each."""
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits of the wanted rows, B x R x V; they hold until the next call."""

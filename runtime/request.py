@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.signature import STEP_ROWS
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.choice import Choose
 from spaceport.runtime.draft import Draft, Drafting, Rates, chain, tree
@@ -17,8 +18,6 @@ from spaceport.runtime.plan import Part, Plan, plan_thread
 from spaceport.runtime.slots import NO_MOVES, Moves, Slots
 from spaceport.runtime.statistics import Statistics
 from spaceport.runtime.threads import Ending, Thread
-
-STEP_ROWS = 128  # most rows of a request in a step that writes, all its threads together
 
 
 class Listener(Protocol):

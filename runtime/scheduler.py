@@ -9,14 +9,13 @@ from heapq import heappop, heappush
 from threading import Lock
 from time import monotonic, perf_counter
 
+from spaceport.graphs.signature import LOGIT_BYTES
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.loop import Turn, plan, play
 from spaceport.runtime.request import Request
 
 PROMPT_ROWS = 512  # of a round that only feeds prompts: keeps the matrix products full, and the round interruptible
 BESIDE_ROWS = 128  # of prompts in a round in which others write: these wait for it
-ECHO_BYTES = 32 << 20  # of logits of prompts' rows in a round: a whole prompt's would be gigabytes
-_CALL_ROWS = 16  # rows that cost as much as a call with one row does; measured on a CPU, see docs/performance.md
 _REACH = 64  # turns of different widths among which a call is sought; more would take longer than they save
 
 
@@ -81,7 +80,7 @@ class Scheduler:
         chosen = sorted((*writing, *self._prompts(bool(writing))), key=lambda request: request.index)
         turns = plan(chosen, self._failed)
         inside = 0.0
-        for call in calls(turns):
+        for call in calls(turns, self.engine.costs.call_rows):
             before = call[0].request.statistics.engine_seconds
             self._play(call)
             inside += call[0].request.statistics.engine_seconds - before
@@ -139,12 +138,12 @@ class Scheduler:
     def _prompts(self, beside: bool) -> list[Request]:
         """Whose prompts are fed in this round: as many as there are rows for, those that waited longest first."""
         rows = min(BESIDE_ROWS, self._prompt_rows) if beside else self._prompt_rows
-        lines = max(1, ECHO_BYTES // (4 * self.engine.signature.vocab_size))  # of logits
+        lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.vocab_size))  # of logits
         chosen: list[Request] = []
         for index, task in list(self._running.items()):
             request = task.request
             room = rows if request.echo is None else min(rows, request.silent + lines)
-            if request.prompting and (room >= _CALL_ROWS or not chosen):
+            if request.prompting and (room >= self.engine.costs.call_rows or not chosen):
                 request.chunk = room
                 feeds = min(room, len(request.threads[0].tokens) - request.threads[0].fed)
                 rows -= feeds
@@ -192,22 +191,23 @@ class Scheduler:
             heappush(self._free, index)
 
 
-def calls(turns: Sequence[Turn]) -> list[list[Turn]]:
+def calls(turns: Sequence[Turn], call_rows: int) -> list[list[Turn]]:
     """Which turns, given in the order of their requests, share a call of the engine.
 
     A call computes as many rows for each of its requests as its widest plan has, also for requests between them that
-    take no part. So turns of like width go together: in the order of their widths they are cut where it costs least.
+    take no part. So turns of like width go together: in the order of their widths they are cut where it costs least,
+    if a call takes as long as so many rows.
     """
     if not turns:
         return []
     span = turns[-1].request.index - turns[0].request.index + 1
     rows = [turn.plan.rows for turn in turns]
-    if span * max(rows) <= sum(rows) + _CALL_ROWS:  # the usual case: no second call could save its own cost
+    if span * max(rows) <= sum(rows) + call_rows:  # the usual case: no second call could save its own cost
         return [list(turns)]
     ordered = sorted(turns, key=lambda turn: (turn.plan.rows, turn.request.index))
     places = [(turn.request.index, turn.plan.rows) for turn in ordered]
     found, end = [], len(ordered)
-    begins = _cuts(places)
+    begins = _cuts(places, call_rows)
     while end:
         call = ordered[begins[end] : end]
         found.append(sorted(call, key=lambda turn: turn.request.index))
@@ -215,18 +215,18 @@ def calls(turns: Sequence[Turn]) -> list[list[Turn]]:
     return found[::-1]
 
 
-def _cuts(places: Sequence[tuple[int, int]]) -> list[int]:
+def _cuts(places: Sequence[tuple[int, int]], call_rows: int) -> list[int]:
     """Where the last call of the first so many turns begins; each is told by its index and its rows."""
     best, begins = [0], [0]  # the least cost of the first so many turns
     lowest = highest = places[0][0]
     for end, (index, rows) in enumerate(places, 1):
         low = high = index
         lowest, highest = min(lowest, index), max(highest, index)
-        costs = [((highest - lowest + 1) * rows + _CALL_ROWS, 0)]  # all in one
+        costs = [((highest - lowest + 1) * rows + call_rows, 0)]  # all in one
         for begin in range(end - 1, max(0, end - _REACH), -1):
             index = places[begin][0]
             low, high = min(low, index), max(high, index)
-            costs.append((best[begin] + (high - low + 1) * rows + _CALL_ROWS, begin))
+            costs.append((best[begin] + (high - low + 1) * rows + call_rows, begin))
         cost, begin = min(costs)  # of equals the one with the fewest calls
         best.append(cost)
         begins.append(begin)

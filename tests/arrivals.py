@@ -10,13 +10,13 @@ import numpy as np
 from hash_engine import HashEngine, Language, Tree, request_for
 from numpy.typing import NDArray
 
-from spaceport.graphs.signature import Lowering
+from spaceport.graphs.signature import STEP_ROWS, Lowering
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.choice import Choose
 from spaceport.runtime.draft import Drafting, Guess
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import STEP_ROWS, Deaf, Request
+from spaceport.runtime.request import Deaf, Request
 from spaceport.runtime.scheduler import Scheduler, Task
 from spaceport.runtime.threads import Thread
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import Lowering, Signature
 from spaceport.runtime.choice import Bans, Greedy
+from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.request import Request
@@ -117,6 +118,8 @@ class HashEngine:
     calls: int = 0
     widths: list[int] = field(default_factory=list)
     device: str = "none"
+    costs: Costs = PROCESSOR
+    notes: tuple[str, ...] = ()
     owner: Callable[[int], object] = int  # who has an index of the engine now
 
     def __post_init__(self) -> None:

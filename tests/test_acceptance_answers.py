@@ -11,8 +11,8 @@ from small_bundle import fill
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.signature import STEP_ROWS
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.request import STEP_ROWS
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.statistics import Statistics
 from spaceport.tools.acceptance.answers import Answer, Line, write_answer

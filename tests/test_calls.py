@@ -9,6 +9,8 @@ from hash_engine import HashEngine, Language, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spaceport.runtime.costs import PROCESSOR, Costs, measured
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.loop import Turn
 from spaceport.runtime.scheduler import calls
 
@@ -27,7 +29,7 @@ def turns_of(widths: Widths) -> list[Turn]:
 
 
 def shared(widths: Widths) -> list[list[int]]:
-    return [[turn.request.index for turn in call] for call in calls(turns_of(widths))]
+    return [[turn.request.index for turn in call] for call in calls(turns_of(widths), CALL)]
 
 
 def cost(call: Sequence[int], widths: Widths) -> int:
@@ -66,3 +68,22 @@ def test_calls_cost_no_more_than_all_in_one_or_each_on_its_own(widths: Widths) -
 )
 def test_turns_of_like_width_go_together(widths: Widths, expected: list[list[int]]) -> None:
     assert shared(widths) == expected
+
+
+def test_where_calls_are_dear_they_are_shared() -> None:
+    """On a GPU one more call takes as long as hundreds of rows."""
+    turns = turns_of({0: 1, 1: 1, 2: 40, 3: 40})
+    assert len(calls(turns, CALL)) == 2
+    assert len(calls(turns, 200)) == 1
+
+
+def test_costs_are_measured_between_one_row_and_many() -> None:
+    assert measured(lambda rows: 1e-3 * (1 + 0.02 * (rows - 1))) == Costs(pytest.approx(0.02), 50)
+    assert measured(lambda rows: 1e-3) == Costs(0.0005, 1024)  # what cannot be told from noise is not free
+    assert measured(lambda rows: 1e-3 * rows) == Costs(1.0, 1)
+    assert measured(lambda rows: 1e-3 if rows == 1 else 9e-4).row > 0
+
+
+def test_drafts_pay_what_rows_cost_on_their_engine() -> None:
+    assert Decoding().drafting(5).row_cost == PROCESSOR.row
+    assert Decoding().drafting(5, Costs(0.003, 300)).row_cost == 0.003

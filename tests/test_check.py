@@ -21,8 +21,7 @@ from small_bundle import fill
 
 from spaceport.exporter.accuracy import difference, together
 from spaceport.graphs.manifest import TokenIds, manifest_of, record_of
-from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
-from spaceport.runtime.request import STEP_ROWS
+from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.tools.check.cases import REQUESTS, record
 from spaceport.tools.cli import run
 

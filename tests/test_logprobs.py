@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.signature import LOWERINGS, Lowering
+from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.logprobs import Logprobs, TokenLogprob, likeliest_in, logprob_in
 from spaceport.runtime.loop import step
-from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.request import Request
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.stream import Completion
 

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from slow_sampling import odds_slowly, scores_slowly
 from table_engine import Table
 
-from spaceport.graphs.signature import LOWERINGS, Lowering
+from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.choice import Bans, Choose
 from spaceport.runtime.draft import Drafting, Guess
 from spaceport.runtime.loop import step
-from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.request import Request
 from spaceport.runtime.sampling import Sampled, Sampling, chooser
 from spaceport.runtime.threads import Thread
 

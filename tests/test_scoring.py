@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import LOWERINGS, Lowering
+from spaceport.graphs.signature import LOGIT_BYTES, LOWERINGS, Lowering
 from spaceport.runtime.choice import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.draft import Draft
 from spaceport.runtime.plan import plan_thread
-from spaceport.runtime.scheduler import ECHO_BYTES
 from spaceport.runtime.scoring import Score, encode_parts
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text import encode
@@ -122,7 +121,7 @@ def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
     runtime, engine = counting_runtime(language, vocab_size, 1)
     with runtime:
         score = runtime.score(tokens)
-        assert max(count * rows for count, rows in engine.lines) == min(301, max(1, ECHO_BYTES // 4 // vocab_size))
+        assert max(count * rows for count, rows in engine.lines) == min(301, max(1, LOGIT_BYTES // 4 // vocab_size))
         assert same(score.logprobs, expected_logprobs(language, tokens, 1, 0))
         engine.lines.clear()
         part = runtime.score(tokens[:290], tokens[290:])
@@ -137,7 +136,7 @@ def test_many_texts_at_once_need_no_more() -> None:
     with runtime, ThreadPoolExecutor(12) as pool:
         for tokens, score in zip(texts, pool.map(runtime.score, texts), strict=True):
             assert same(score.logprobs, expected_logprobs(language, tokens, 1, 0))
-    assert max(count * rows for count, rows in engine.lines) * 4 * 262_144 <= ECHO_BYTES
+    assert max(count * rows for count, rows in engine.lines) * 4 * 262_144 <= LOGIT_BYTES
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)

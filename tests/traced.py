@@ -8,10 +8,11 @@ from hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, re
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from spaceport.graphs.signature import STEP_ROWS
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.loop import step
 from spaceport.runtime.reading import Reading
-from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.request import Request
 from spaceport.runtime.trace import Trace
 
 # What the tokens of the fake engine say: bytes of é and of an emoji, so that most texts break characters; a decoder that

@@ -14,6 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from spaceport.graphs.manifest import MODEL_FILE
 from spaceport.graphs.signature import Signature
 from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.runtime.costs import PROCESSOR
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.slots import Moves
 
@@ -35,6 +36,8 @@ class OnnxRuntimeEngine:
     """A graph in an onnxruntime session on the CPU."""
 
     device = "cpu"
+    costs = PROCESSOR
+    notes: tuple[str, ...] = ()
 
     def __init__(self, session: ort.InferenceSession, signature: Signature, capacity: int, requests: int) -> None:
         self.signature = signature

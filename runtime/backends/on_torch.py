@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from spaceport.graphs.signature import Signature
+from spaceport.runtime.costs import PROCESSOR
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.slots import Moves
 
@@ -17,6 +18,9 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 class TorchEngine:
     """A module called step by step; it writes its rows into the buffers that it is given."""
+
+    costs = PROCESSOR
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,

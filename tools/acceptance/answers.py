@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.signature import STEP_ROWS
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.choice import Bans, Greedy
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.loop import step
 from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import STEP_ROWS, Request
+from spaceport.runtime.request import Request
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.slots import Slots
 from spaceport.runtime.statistics import Statistics

@@ -25,6 +25,7 @@ from spaceport.graphs.manifest import Manifest
 from spaceport.runtime.admission import Admission, capacity_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.costs import PROCESSOR
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.reading import Reading
@@ -46,6 +47,8 @@ class MadeUpEngine:
     """An engine whose logits follow from positions; the engine behind it, if there is one, computes in vain."""
 
     device = "none"
+    costs = PROCESSOR
+    notes: tuple[str, ...] = ()
 
     def __init__(self, manifest: Manifest, requests: int, inner: Engine | None):
         self.signature, self.requests = manifest.signature, requests

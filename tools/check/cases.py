@@ -41,6 +41,7 @@ class Recorder:
             engine.rows,
             engine.device,
         )
+        self.costs, self.notes = engine.costs, engine.notes
         self.feeds: list[Feed] = []
         self.case = ""
         self._moves: list[tuple[int, int, int]] = []  # request, source, target: since the last call

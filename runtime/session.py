@@ -12,7 +12,8 @@ from types import TracebackType
 
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.admission import Admission, Admitted, Prompt, capacity_for, seq_len, slots_for
-from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends import best, open_engine, passed_over
+from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
@@ -40,10 +41,12 @@ class Runtime:
         max_slots: int | None = None,
         queue_limit: int = DEFAULT_QUEUE_LIMIT,
         prompt_rows: int = PROMPT_ROWS,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.bundle = bundle
         self.engine = engine
         self.max_seq_len = max_seq_len
+        self.notes = (*notes, *engine.notes)  # what there is to know of the engine that was opened: a sentence each
         self.tokenizer = open_tokenizer(bundle)
         self._admission = Admission(bundle, self.tokenizer, engine, max_seq_len, slots_for(max_seq_len, max_slots))
         self._worker = Worker(Scheduler(engine, queue_limit, prompt_rows))
@@ -59,11 +62,13 @@ class Runtime:
         max_slots: int | None = None,
         queue_limit: int = DEFAULT_QUEUE_LIMIT,
         threads: int = 0,
+        trust_engines: bool = False,
     ) -> Runtime:
         """The bundle on the best backend that is installed.
 
         There is room for `max_requests` texts at a time, each up to `max_seq_len` tokens long with its prompt and up to
-        `max_slots` with all its threads; up to `queue_limit` more may wait. `threads` are the processor's.
+        `max_slots` with all its threads; up to `queue_limit` more may wait. `threads` are the processor's. Engines are code:
+        those that were not built on this machine are only run with `trust_engines`.
         """
         opened = open_bundle(bundle)
         length = seq_len(opened.manifest, max_seq_len)
@@ -72,8 +77,11 @@ class Runtime:
             raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
         if queue_limit < 0:
             raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
-        engine = open_engine(opened, backend, capacity_for(opened.manifest, slots), max_requests, threads)
-        return cls(opened, engine, length, slots, queue_limit)
+        opening = Opening(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
+        name = best(opened, opening) if backend == "auto" else backend
+        engine = open_engine(opened, name, opening)
+        notes = passed_over(opened, name, opening) if backend == "auto" else ()
+        return cls(opened, engine, length, slots, queue_limit, notes=notes)
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The text that follows a prompt."""

@@ -45,6 +45,7 @@ from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
@@ -142,7 +143,7 @@ def test_an_exported_adapter_changes_mask_rows_and_no_bit_of_others(
     gated_append = tuned.with_name("append")
     export(tuned, gated_append, Options(lowering="append"))
     for base, gated in ((tiny_bundle, gated_bundle), (tiny_append_bundle, gated_append)):
-        engines = [open_engine(open_bundle(bundle), "onnxruntime", SLOTS, 1, 1) for bundle in (base, gated)]
+        engines = [open_engine(open_bundle(bundle), "onnxruntime", Opening(SLOTS, 1)) for bundle in (base, gated)]
         (ordinary, drafted), (same, other) = (walk(engine, MASK) for engine in engines)
         assert ordinary.tobytes() == same.tobytes()
         assert (np.abs(drafted - other).max(axis=-1) > 0.5).all()

@@ -11,6 +11,7 @@ import pytest
 
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
@@ -87,7 +88,7 @@ def test_a_chat_goes_through_the_models_template(runtime: Runtime) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 48, 512])
 def test_a_prompt_fed_in_chunks_leads_to_the_same_text(tiny_bundle: Path, chunk: int) -> None:
     bundle = open_bundle(tiny_bundle)
-    engine = open_engine(bundle, "auto", capacity_for(bundle.manifest, 512), 1, 1)
+    engine = open_engine(bundle, "auto", Opening(capacity_for(bundle.manifest, 512), 1))
     with Runtime(bundle, engine, 512, prompt_rows=chunk) as opened:
         found = opened.generate(DECODER, chain(5))
     assert found.text == GOLDEN

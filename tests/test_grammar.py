@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models
 from spaceport.graphs.faults import MissingPart, OptionFault
 from spaceport.graphs.signature import visible_length
 from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.choice import NotANumber, greedy
 from spaceport.runtime.draft import Drafting, Guess
@@ -531,7 +532,7 @@ def test_only_the_masks_of_the_last_places_are_kept() -> None:
 def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(tiny_bundle: Path) -> None:
     bundle = open_bundle(tiny_bundle)
     manifest, tokenizer = bundle.manifest, open_tokenizer(bundle)
-    engine = open_engine(bundle, "auto", 512, 1, 1)
+    engine = open_engine(bundle, "auto", Opening(512, 1))
     vocabulary = open_vocabulary(tokenizer, manifest.signature.vocab_size, manifest.tokens.end)
     prompt = list(tokenizer.encode("import json\n\n").ids)
     schema = {

@@ -13,6 +13,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 from spaceport.graphs.manifest import MODEL_FILE
 from spaceport.graphs.signature import Signature
+from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.costs import PROCESSOR
 from spaceport.runtime.engine import Batch, EngineFault
@@ -95,10 +96,10 @@ class OnnxRuntimeEngine:
         self._binding.bind_output("logits", "cpu", 0, np.float32, self._logits.shape, self._logits.ctypes.data)
 
 
-def open_engine(bundle: Bundle, capacity: int, requests: int, threads: int) -> OnnxRuntimeEngine:
-    """The bundle's graph in a session with this many threads (0: as many as the machine has cores)."""
+def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
+    """The bundle's graph in a session."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = opening.threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
     # Shapes change from step to step: without an arena and its plans one-row steps take 0.91 of the time, 36 rows 1.02.
@@ -112,7 +113,7 @@ def open_engine(bundle: Bundle, capacity: int, requests: int, threads: int) -> O
             f"onnxruntime {ort.__version__} does not load {path}: {error}: export it again, or update onnxruntime"
         ) from error
     _hold_to_contract(session, bundle.manifest.signature, path)
-    return OnnxRuntimeEngine(session, bundle.manifest.signature, capacity, requests)
+    return OnnxRuntimeEngine(session, bundle.manifest.signature, opening.capacity, opening.requests)
 
 
 def _hold_to_contract(session: ort.InferenceSession, signature: Signature, path: Path) -> None:

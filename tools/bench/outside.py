@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.manifest import Manifest
 from spaceport.runtime.admission import Admission, capacity_for
 from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.costs import PROCESSOR
 from spaceport.runtime.decoding import Decoding
@@ -179,7 +180,7 @@ def command(bundle: Path, real: bool, threads: int, least: int, profiled: bool, 
     capacity = capacity_for(opened.manifest, LENGTH)
     costs = []
     for requests, rows in CASES:
-        inner = open_engine(opened, "auto", capacity, requests, threads) if real else None
+        inner = open_engine(opened, "auto", Opening(capacity, requests, threads)) if real else None
         profile = cProfile.Profile() if profiled else None
         costs.append(measure(opened, inner, requests, rows, least, profile))
         if profile is not None:

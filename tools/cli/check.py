@@ -12,6 +12,7 @@ from spaceport.exporter.accuracy import TOLERANCE, Finding, compare, write_repor
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.check import cases
 from spaceport.tools.cli.screen import show_json, show_table, stages
@@ -78,7 +79,7 @@ def check(
     stage("recording the cases on the reference")
     feeds = cases.record(reference, manifest, length, seed)
     stage("comparing")
-    engine = open_engine(bundle, backend, capacity, cases.REQUESTS, threads)
+    engine = open_engine(bundle, backend, Opening(capacity, cases.REQUESTS, threads))
     try:
         return compare(cases.replay(engine), feeds, TOLERANCE[manifest.signature.dtype])
     finally:

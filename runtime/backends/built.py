@@ -1,0 +1,98 @@
+"""Built: which of a bundle's engines runs on this machine, and its bytes once they may be run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from spaceport.graphs.faults import InputFault
+from spaceport.graphs.manifest import ENGINES_FOLDER, MODEL_FILE, EngineRecord, Flavour
+from spaceport.runtime.backends import trust
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import Bundle, BundleError
+
+
+class Named(NamedTuple):
+    """An engine of a bundle."""
+
+    name: str
+    record: EngineRecord
+
+
+class NoEngine(InputFault):
+    """A bundle has no engine that would run here; the message says what comes nearest, and how to build one."""
+
+
+def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: str, opening: Opening) -> Named:
+    """The engine that this library and GPU run and that has room enough; of several the one with the least room.
+
+    Without a version any will do: to ask before the library is loaded.
+    """
+    rules: tuple[tuple[Callable[[EngineRecord], bool], str], ...] = (
+        (lambda record: record.flavour == flavour, "flavour"),
+        (lambda record: record.graph == graph_of(bundle), "graph"),
+        (lambda record: record.target == target, "target"),
+        (lambda record: version is None or record.version == version, "version"),
+        (lambda record: record.requests >= opening.requests, "requests"),
+        (lambda record: record.capacity >= opening.capacity, "capacity"),
+    )
+    left = [Named(name, record) for name, record in sorted(bundle.manifest.engines.items())]
+    for fits, what in rules:
+        fitting = [named for named in left if fits(named.record)]
+        if not fitting:
+            raise NoEngine(_lacking(bundle, what, left, flavour, version, target, opening))
+        left = fitting
+    return min(left, key=lambda named: (named.record.capacity, named.record.requests, named.name))
+
+
+def graph_of(bundle: Bundle) -> tuple[str, ...]:
+    """What an engine's record calls the graph that it was built from: the digests of its files."""
+    files = bundle.manifest.files
+    return tuple(files[name].sha256 for name in sorted(files) if name.startswith(MODEL_FILE))
+
+
+def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
+    """An engine's bytes, which are those that the manifest tells of, and trusted."""
+    file = bundle.path / ENGINES_FOLDER / named.name
+    try:
+        plan = file.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{file}: {error.strerror}: build it again with `spaceport build`") from error
+    digest = hashlib.sha256(plan).hexdigest()
+    if digest != named.record.sha256:
+        raise BundleError(
+            f"{file}: sha256 is {digest[:12]}…, the manifest says {named.record.sha256[:12]}…: build it again with "
+            "`spaceport build`"
+        )
+    if not trusted and not trust.built_here(digest):
+        raise BundleError(
+            f"{file}: it was not built on this machine, and an engine is code that runs: build it here with `spaceport "
+            "build`, or trust who made it (--trust-engines, trust_engines=True)"
+        )
+    return plan
+
+
+def _lacking(
+    bundle: Bundle, what: str, left: list[Named], flavour: Flavour, version: str | None, target: str, opening: Opening
+) -> str:
+    """Why none of these engines fits, when `what` is the first thing about them that does not."""
+    build = f"`spaceport build {_quoted(bundle.path)} --flavour {flavour}`"
+    got = ", ".join(sorted({str(getattr(named.record, what)) for named in left})) if what != "graph" else ""
+    told = {
+        "flavour": f"it holds no {flavour} engine: build one with {build}",
+        "graph": f"its {flavour} engines were built from another graph: build them again with {build}",
+        "target": f"its {flavour} engines are for {got}, this GPU is {target}: build one with {build} --target current",
+        "version": f"its engines were built with {flavour} {got}, {version} is installed: build one with {build}",
+        "requests": f"its engines take {got} requests at most, {opening.requests} are asked for: lower max_requests "
+        f"(--max-requests), or build one with {build} --max-requests {opening.requests}",
+        "capacity": f"its engines have {got} slots, {opening.capacity} are needed: lower max_seq_len (--max-seq-len), "
+        f"or build one with {build} and a higher --max-seq-len",
+    }
+    return f"{bundle.path}: {told[what]}"
+
+
+def _quoted(path: Path) -> str:
+    text = str(path)
+    return f"'{text}'" if " " in text else text

@@ -1,0 +1,152 @@
+"""Staging: the rows of a call in one block of memory, filled up to one of few shapes, so that one copy takes them to a
+GPU and few shapes are ever compiled or captured there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.signature import VISIBLE_STEP, Signature
+from spaceport.runtime.engine import Batch
+
+# Rows that calls are filled up to: the widths that steps have most often, and multiples of 64 beyond.
+_ROWS = (1, 2, 4, 6, 9, 12, 16, 20, 24, 30, 36, 48, 64)
+_MANY = 64
+_ALIGNED = 256  # bytes: what GPUs and their libraries like addresses to be multiples of
+_DTYPES = {"int64": np.int64, "bool": np.bool_}
+
+
+class Shape(NamedTuple):
+    """The sizes of a call."""
+
+    requests: int  # B
+    rows: int  # T
+    visible: int  # A
+    wanted: int  # R
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes that calls of an engine may have."""
+
+    capacity: int  # slots of a request
+    rows: int
+    wanted: int
+
+
+def shape_of(batch: Batch) -> Shape:
+    """The sizes of a call as it is."""
+    return Shape(*batch.input_ids.shape, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
+
+
+def filled_up(batch: Batch, signature: Signature, limits: Limits) -> Shape:
+    """The sizes that a call is filled up to: not less in any, as few different ones as possible."""
+    requests, rows, visible, wanted = shape_of(batch)
+    most = limits.rows
+    if signature.lowering == "append":  # a run of rows must not reach beyond the buffer
+        starts = batch.slot_ids[:, 0]
+        busy = starts[starts != limits.capacity - rows]  # the others only fill up, and move where there is room
+        most = min(most, limits.capacity - int(busy.max(initial=0)))
+    return Shape(
+        requests,
+        max(rows, min(_wide(rows), most)),
+        min(_long(visible), limits.capacity),
+        max(wanted, min(_wide(wanted), limits.wanted)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _wide(rows: int) -> int:
+    return next((size for size in _ROWS if size >= rows), -(-rows // _MANY) * _MANY)
+
+
+@lru_cache(maxsize=4096)
+def _long(visible: int) -> int:
+    """A visible length of three binary digits: at most a quarter longer."""
+    units = -(-visible // VISIBLE_STEP)
+    step = 1 << max(0, units.bit_length() - 3)
+    return -(-units // step) * step * VISIBLE_STEP
+
+
+class Block:
+    """Memory that the inputs of any call lie in, one behind the other, each of its own size."""
+
+    def __init__(self, memory: NDArray[np.uint8], signature: Signature) -> None:
+        self.memory = memory
+        self._signature = signature
+        self._views: dict[Shape, dict[str, NDArray[Any]]] = {}
+
+    def write(self, batch: Batch, shape: Shape, capacity: int) -> int:
+        """Put a call into the block, filled up to a shape; how many bytes of the block it takes.
+
+        Rows that only fill up see slot 0, write where nobody reads and are never read themselves.
+        """
+        views = self._of(shape)
+        _, rows, visible, wanted = shape_of(batch)
+        for name in ("input_ids", "position_ids"):
+            views[name][:, :rows] = getattr(batch, name)
+            views[name][:, rows:] = 0
+        self._write_slots(views["slot_ids"], batch.slot_ids, capacity)
+        for name in ("attention_mask", "sliding_attention_mask"):
+            if name in views:
+                mask = views[name]
+                mask[:, :, :rows, :visible] = getattr(batch, name)
+                mask[:, :, :rows, visible:] = False
+                mask[:, :, rows:] = False
+                mask[:, :, rows:, 0] = True
+        views["logit_rows"][:, :wanted] = batch.logit_rows
+        views["logit_rows"][:, wanted:] = 0
+        return end_of(self._signature, shape)
+
+    def _write_slots(self, view: NDArray[Any], slots: NDArray[np.int64], capacity: int) -> None:
+        rows, width = slots.shape[1], view.shape[1]
+        if self._signature.lowering == "scatter":
+            view[:, :rows] = slots
+            view[:, rows:] = capacity - 1
+            return
+        starts = slots[:, :1]
+        idle = starts == capacity - rows
+        view[:] = np.where(idle, capacity - width, starts) + np.arange(width)
+
+    def _of(self, shape: Shape) -> Mapping[str, NDArray[Any]]:
+        views = self._views.get(shape)
+        if views is None:
+            views = self._views[shape] = {
+                name: self.memory[place.offset : place.offset + place.bytes].view(place.dtype).reshape(place.shape)
+                for name, place in places(self._signature, shape).items()
+            }
+        return views
+
+
+class Place(NamedTuple):
+    """Where an input lies in a block."""
+
+    offset: int  # bytes
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: type[np.generic]
+
+
+@lru_cache(maxsize=4096)
+def places(signature: Signature, shape: Shape) -> Mapping[str, Place]:
+    """Where each input of a call lies in a block."""
+    sizes = {"B": shape.requests, "T": shape.rows, "A": shape.visible, "R": shape.wanted}
+    found, offset = {}, 0
+    for tensor in signature.rows:
+        dims = tuple(sizes[size] if isinstance(size, str) else size for size in tensor.shape)
+        dtype = _DTYPES[tensor.dtype]
+        size = int(np.prod(dims)) * np.dtype(dtype).itemsize
+        found[tensor.name] = Place(offset, size, dims, dtype)
+        offset += -(-size // _ALIGNED) * _ALIGNED
+    return found
+
+
+def end_of(signature: Signature, shape: Shape) -> int:
+    """The bytes of a block that a call takes."""
+    last = [*places(signature, shape).values()][-1]
+    return last.offset + last.bytes

@@ -1,0 +1,131 @@
+"""Staging: what a call says is what the block says, whatever fills it up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.graphs.signature import LOWERINGS, Lowering, Signature, visible_length
+from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places, shape_of
+from spaceport.runtime.engine import Batch
+
+CAPACITY = 1024
+LIMITS = Limits(CAPACITY, 512, 256)
+
+
+def signature(lowering: Lowering, window: int | None = None) -> Signature:
+    return Signature(2, 2, 8, 100, "float16", lowering, window)
+
+
+@st.composite
+def batches(draw: st.DrawFn, lowering: Lowering, window: int | None) -> Batch:
+    """Calls as `pack` makes them: busy requests, idle ones between them."""
+    dice = np.random.default_rng(draw(st.integers(0, 2**32)))
+    count, rows = draw(st.integers(1, 4)), draw(st.one_of(st.integers(1, 70), st.just(300)))
+    wanted = draw(st.integers(1, min(rows, 256)))
+    height = draw(st.integers(0, 300))
+    visible = visible_length(height + rows)
+    idle = np.array([draw(st.booleans()) for _ in range(count)])
+    slots = height + np.arange(rows) + np.zeros((count, 1), np.int64)
+    if lowering == "scatter":
+        slots = dice.permuted(slots, axis=1)
+        slots[idle] = CAPACITY - 1
+    else:
+        slots[idle] = np.arange(CAPACITY - rows, CAPACITY)
+    mask = dice.random((count, 1, rows, visible)) < 0.5
+    return Batch(
+        first=0,
+        input_ids=dice.integers(0, 100, (count, rows)),
+        position_ids=dice.integers(0, 500, (count, rows)),
+        slot_ids=slots,
+        attention_mask=mask,
+        logit_rows=dice.integers(0, rows, (count, wanted)),
+        sliding_attention_mask=mask & (dice.random(mask.shape) < 0.5) if window else None,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_call_is_found_in_its_block_and_nothing_else_is_seen(
+    lowering: Lowering, window: int | None, data: st.DataObject
+) -> None:
+    contract = signature(lowering, window)
+    block = Block(np.full(2_000_000, 0xAB, np.uint8), contract)
+    for _ in range(2):  # the second finds what the first has left
+        batch = data.draw(batches(lowering, window))
+        shape = filled_up(batch, contract, LIMITS)
+        assert all(least <= most for least, most in zip(shape_of(batch), shape, strict=True))
+        used = block.write(batch, shape, CAPACITY)
+        (count, rows), visible = batch.input_ids.shape, batch.attention_mask.shape[-1]
+        told = {
+            name: block.memory[p.offset : p.offset + p.bytes].view(p.dtype).reshape(p.shape)
+            for name, p in places(contract, shape).items()
+        }
+        assert [*told] == [tensor.name for tensor in contract.rows]
+        assert used == max(p.offset + p.bytes for p in places(contract, shape).values()) == end_of(contract, shape)
+        assert all(p.offset % 256 == 0 for p in places(contract, shape).values())
+        for name in ("input_ids", "position_ids"):
+            assert np.array_equal(told[name][:, :rows], getattr(batch, name))
+        for name in ("attention_mask", "sliding_attention_mask")[: 2 if window else 1]:
+            assert np.array_equal(told[name][:, :, :rows, :visible], getattr(batch, name))
+            assert not told[name][:, :, :rows, visible:].any()
+            assert told[name][:, :, rows:, 0].all()
+            assert not told[name][:, :, rows:, 1:].any()
+        assert np.array_equal(told["logit_rows"][:, : batch.logit_rows.shape[1]], batch.logit_rows)
+        assert told["logit_rows"].max() < shape.rows
+        check_slots(lowering, batch, told["slot_ids"], shape)
+        assert (told["input_ids"][:, rows:] == 0).all()
+        assert count == shape.requests
+
+
+def check_slots(
+    lowering: Lowering, batch: Batch, slots: np.ndarray[tuple[int, ...], np.dtype[np.int64]], shape: Shape
+) -> None:
+    rows = batch.input_ids.shape[1]
+    if lowering == "scatter":
+        assert np.array_equal(slots[:, :rows], batch.slot_ids)
+        assert (slots[:, rows:] == CAPACITY - 1).all()
+        return
+    assert (np.diff(slots, axis=1) == 1).all()
+    assert slots.max() < CAPACITY
+    idle = batch.slot_ids[:, 0] == CAPACITY - rows
+    assert np.array_equal(slots[~idle, 0], batch.slot_ids[~idle, 0])
+    assert (slots[idle, 0] == CAPACITY - shape.rows).all()
+
+
+def test_a_run_is_filled_up_only_as_far_as_the_buffer_goes() -> None:
+    batch = Batch(
+        first=0,
+        input_ids=np.zeros((1, 10), np.int64),
+        position_ids=np.zeros((1, 10), np.int64),
+        slot_ids=np.arange(CAPACITY - 11, CAPACITY - 1)[None],
+        attention_mask=np.ones((1, 1, 10, CAPACITY), np.bool_),
+        logit_rows=np.zeros((1, 1), np.int64),
+    )
+    assert filled_up(batch, signature("append"), LIMITS) == Shape(1, 11, CAPACITY, 1)
+    assert filled_up(batch, signature("scatter"), LIMITS) == Shape(1, 12, CAPACITY, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "filled"), [(1, 1), (3, 4), (7, 9), (17, 20), (36, 36), (37, 48), (65, 128), (200, 256), (512, 512)]
+)
+def test_rows_come_in_few_sizes(rows: int, filled: int) -> None:
+    batch = batch_of(rows, 64)
+    assert filled_up(batch, signature("scatter"), LIMITS).rows == filled
+
+
+@pytest.mark.parametrize(
+    ("visible", "filled"),
+    [(64, 64), (320, 320), (448, 448), (576, 640), (704, 768), (832, 896), (960, 1024), (1024, 1024)],
+)
+def test_visible_lengths_come_in_few_sizes_at_most_a_quarter_longer(visible: int, filled: int) -> None:
+    assert filled_up(batch_of(1, visible), signature("scatter"), LIMITS).visible == filled
+
+
+def batch_of(rows: int, visible: int) -> Batch:
+    ids = np.zeros((1, rows), np.int64)
+    return Batch(0, ids, ids, ids, np.ones((1, 1, rows, visible), np.bool_), ids[:, :1])

@@ -1,0 +1,1 @@
+"""Audit: whether a bundle's drafted texts are its plain texts, on one engine."""

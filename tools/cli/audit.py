@@ -1,0 +1,125 @@
+"""`spaceport audit`: whether a bundle's drafted texts are its plain texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.session import Runtime
+from spaceport.tools.audit.audit import audit
+from spaceport.tools.audit.prompts import questions, read_prompts
+from spaceport.tools.audit.report import Finding, Report
+from spaceport.tools.cli.screen import show_json, show_table, stages
+
+FAILED = 4  # exit code
+MAX_TOKENS = 128
+MAX_REQUESTS = 4
+_SHOWN = 20  # findings; --json has all
+
+
+@click.command("audit")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("prompts", type=click.Path(path_type=Path))
+@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
+@click.option("--max-tokens", default=MAX_TOKENS, show_default=True, metavar="N", help="Tokens of each text.")
+@click.option("--limit", type=int, metavar="N", help="Read only the first N prompts.")
+@click.option("--max-seq-len", type=int, metavar="N", help="Longest prompt and text together.")
+@click.option(
+    "--max-requests", default=MAX_REQUESTS, show_default=True, metavar="N", help="Texts at a time, beside one alone."
+)
+@click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
+@click.option("--trust-engines", is_flag=True, help="Also open engines that were not built on this machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(
+    bundle: Path,
+    prompts: Path,
+    backend: str,
+    max_tokens: int,
+    limit: int | None,
+    max_seq_len: int | None,
+    max_requests: int,
+    threads: int,
+    trust_engines: bool,
+    as_json: bool,
+) -> int:
+    """Hold every kind of draft against plain decoding over the file PROMPTS, on one engine.
+
+    A prompt on each line: plain text, or JSON with "messages", "prompt" or "text". Exit code 4 if a token differs by more
+    than the engine's own rounding explains.
+    """
+    check_options(max_tokens, limit)
+    asked = read_prompts(prompts)[:limit]
+    with stages() as stage:
+        stage("opening the bundle")
+        with Runtime.open(
+            bundle,
+            backend=backend,
+            max_seq_len=max_seq_len,
+            max_requests=max_requests,
+            threads=threads,
+            trust_engines=trust_engines,
+        ) as runtime:
+            report = audit(runtime, questions(runtime, asked, max_tokens, prompts), max_tokens, stage)
+    if as_json:
+        show_json(report.as_dict())
+    else:
+        show(report)
+    return 0 if report.passed else FAILED
+
+
+def check_options(max_tokens: int, limit: int | None) -> None:
+    """Raise for what can be told wrong before any file is opened."""
+    for name, given in (("--max-tokens", max_tokens), ("--limit", limit)):
+        if given is not None and given < 1:
+            raise OptionFault(f"{name} is {given}: expected at least 1")
+
+
+def show(report: Report) -> None:
+    """The noise, the kinds, where they part, and the statement."""
+    noise = [
+        (one.name, one.places, f"{one.largest:.1e}", f"{one.limit:.1e}", "rounding" if one.sound else "FAULT")
+        for one in report.noise
+    ]
+    show_table(
+        f"Noise of the widths of steps, against one row ({report.engine})",
+        ("width", "places", "noise", "allowed", "verdict"),
+        noise,
+    )
+    rows = [
+        (
+            row.kind,
+            row.requests,
+            row.texts,
+            row.tokens,
+            row.steps,
+            "-" if row.reference else row.identical,
+            row.near_ties if row.margin is None else f"{row.near_ties} ({row.margin:.0e})",
+            row.faults,
+        )
+        for row in report.rows
+    ]
+    columns = ("kind of draft", "at once", "texts", "tokens", "steps", "same", "near-ties", "faults")
+    click.echo()
+    show_table("Texts, each token held against the logits of a step of one row", columns, rows)
+    for finding in report.findings[:_SHOWN]:
+        click.echo(f"\n{told(finding)}")
+    if (more := len(report.findings) - _SHOWN) > 0:
+        click.echo(f"\n{more} more places: --json lists them")
+    click.echo(f"\n{report.statement}")
+
+
+def told(finding: Finding) -> str:
+    """A finding in two lines."""
+    miss = finding.miss
+    thread = f", thread {'.'.join(map(str, miss.path))}" if miss.path else ""
+    kind = finding.kind if finding.requests == 1 else f"{finding.kind}, {finding.requests} at once"
+    head = f"{finding.grade}: prompt {finding.prompt} (line {finding.line}), {kind}{thread}"
+    if miss.said:
+        return f"{head}: {miss.said}"
+    place = (
+        f"token {miss.place - finding.start + 1}: plain decoding writes {finding.plain!r}, it has {finding.written!r}"
+    )
+    return f"{head}, {place} (margin {miss.margin:.1e})\n  behind {finding.around!r}"

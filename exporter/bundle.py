@@ -68,10 +68,10 @@ def writing(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> Iterator[Path
         partial.mkdir()
         yield partial
         check_target(target, overwrite, kind)  # again: by now something else may stand there
-        with _undisturbed():
+        with undisturbed():
             _publish(partial, target)
     finally:
-        with _undisturbed():  # by now `partial` is what came to nothing, or the old folder
+        with undisturbed():  # by now `partial` is what came to nothing, or the old folder
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -81,12 +81,12 @@ def seal(folder: Path, manifest: Manifest) -> Manifest:
     for file in sorted(folder.iterdir()):
         with file.open("rb") as stream:
             files[file.name] = record_of(stream)
-        _flush(file)
+        flush(file)
     sealed = replace(manifest, files=files)
     path = folder / MANIFEST_FILE
     path.write_text(json.dumps(sealed.as_dict(), indent=2, ensure_ascii=False) + "\n", "utf-8")
-    _flush(path)
-    _flush(folder)
+    flush(path)
+    flush(folder)
     return sealed
 
 
@@ -100,7 +100,7 @@ def require_space(folder: Path, size: int, kind: Kind = BUNDLE) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Let an interrupt wait until the block has ended; only the main thread is ever interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -129,7 +129,7 @@ def _publish(partial: Path, target: Path) -> None:
             old.rename(target)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    _flush(target.parent)
+    flush(target.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -169,7 +169,7 @@ def _alive(process: int) -> bool:
     return process != os.getpid()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,71 @@
+"""Build: a bundle's graph becomes an engine in the bundle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spaceport.exporter.append_graph import append_graph
+from spaceport.exporter.builder_monitor import Hear
+from spaceport.exporter.bundle import require_space
+from spaceport.exporter.engines import found, graph_of, name_of, store
+from spaceport.exporter.to_tensorrt import Library, Recipe, attention_of, build
+from spaceport.graphs.manifest import MODEL_FILE, EngineRecord, Manifest
+
+_KERNELS = 64 << 20  # bytes that an engine takes beside its weights, generously
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An engine of a bundle, and how it came there."""
+
+    name: str
+    record: EngineRecord
+    built: bool  # False: it was there already
+    decomposed: str = ""  # why attention layers run as matrix products, if any do
+    activation: int | None = None  # bytes that running it takes beside weights and buffers; nothing: not known
+
+
+def weights_of(manifest: Manifest) -> int:
+    """Bytes of a bundle's graph and weights."""
+    return sum(record.size for name, record in manifest.files.items() if name.startswith(MODEL_FILE))
+
+
+def build_engine(
+    folder: Path,
+    manifest: Manifest,
+    library: Library,
+    recipe: Recipe,
+    reusable: Callable[[EngineRecord], bool] = lambda record: True,
+    begin: Callable[[], None] = lambda: None,
+    hear: Hear = lambda done, phase: None,
+) -> Outcome:
+    """The engine of a checked bundle for a target: built and stored, or the one that is there and was built alike."""
+    graph, signature = graph_of(manifest), manifest.signature
+    name = name_of(graph, library, recipe)
+    model = append_graph(folder, signature, recipe.shapes.capacity)
+    record = found(folder, manifest, name)
+    if record is not None and reusable(record):
+        return Outcome(name, record, False, attention_of(model, signature).reason if record.decomposed else "")
+    require_space(folder, weights_of(manifest) + _KERNELS)
+    begin()
+    built = build(library, model, folder, signature, recipe, hear)
+    shapes = recipe.shapes
+    record = EngineRecord(
+        sha256=hashlib.sha256(built.plan).hexdigest(),
+        size=built.plan.nbytes,
+        graph=graph,
+        flavour=library.flavour,
+        version=library.version,
+        target=recipe.target,
+        capacity=shapes.capacity,
+        requests=shapes.requests,
+        step_rows=shapes.step_rows,
+        prompt_rows=shapes.prompt_rows,
+        refittable=recipe.refittable,
+        decomposed=built.attention.decomposed,
+    )
+    store(folder, name, built.plan, record)
+    return Outcome(name, record, True, built.attention.reason, built.activation or None)

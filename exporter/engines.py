@@ -1,0 +1,133 @@
+"""Engines: what was built from a bundle's graph, kept in the bundle under all that it depends on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from spaceport.exporter.bundle import flush, undisturbed
+from spaceport.exporter.to_tensorrt import Library, Recipe
+from spaceport.graphs.faults import InputFault
+from spaceport.graphs.manifest import (
+    ENGINES_FOLDER,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    SCHEMA,
+    EngineRecord,
+    Manifest,
+    manifest_of,
+    record_of,
+)
+
+_RECIPE = 1  # raised when engines of the same key come out in another way
+_PARTIAL = ".partial"
+
+
+class ChangedBundle(InputFault):
+    """A bundle that was exported again while an engine was built from it."""
+
+
+def graph_of(manifest: Manifest) -> tuple[str, ...]:
+    """The digests of the files that an engine is built from."""
+    return tuple(manifest.files[name].sha256 for name in sorted(manifest.files) if name.startswith(MODEL_FILE))
+
+
+def name_of(graph: tuple[str, ...], library: Library, recipe: Recipe) -> str:
+    """The file name of an engine: its target and a digest of everything that it depends on."""
+    depends = {
+        "recipe": _RECIPE,
+        "graph": graph,
+        "flavour": library.flavour,
+        "version": library.version,
+        "target": recipe.target,
+        "shapes": asdict(recipe.shapes),
+        "workspace": recipe.workspace,
+        "refittable": recipe.refittable,
+        "mask_slots": recipe.mask_slots,
+    }
+    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+    return f"{recipe.target}-{digest[:12]}.engine"
+
+
+def found(folder: Path, manifest: Manifest, name: str) -> EngineRecord | None:
+    """The engine of this name, if it is in the bundle and whole."""
+    record, file = manifest.engines.get(name), folder / ENGINES_FOLDER / name
+    if record is None or not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        told = record_of(stream)
+    return record if (told.sha256, told.size) == (record.sha256, record.size) else None
+
+
+def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> None:
+    """Put an engine into a bundle and its manifest, and drop those of an earlier graph; all of it or nothing."""
+    with _locked(folder):
+        manifest = manifest_of(json.loads((folder / MANIFEST_FILE).read_text("utf-8")))
+        if record.graph != graph_of(manifest):
+            raise ChangedBundle(f"{folder}: its graph was replaced while the engine was built: build it again")
+        engines = folder / ENGINES_FOLDER
+        kept = {
+            other: told
+            for other, told in manifest.engines.items()
+            if other != name and told.graph == record.graph and (engines / other).is_file()
+        }
+        written = replace(manifest, engines={**kept, name: record}, schema=SCHEMA)
+        text = json.dumps(written.as_dict(), indent=2, ensure_ascii=False) + "\n"
+        # An interrupt waits. What may fail is done first: then two files take their places.
+        with (
+            undisturbed(),
+            _room_for_engines(engines),
+            _beside(engines / name, plan) as engine,
+            _beside(folder / MANIFEST_FILE, text.encode()) as told,
+        ):
+            engine.replace(engines / name)
+            flush(engines)
+            told.replace(folder / MANIFEST_FILE)
+            flush(folder)
+        for file in engines.iterdir():  # of an earlier graph, or of a build that was killed
+            if file.name not in written.engines:
+                file.unlink()
+
+
+@contextmanager
+def _room_for_engines(folder: Path) -> Iterator[None]:
+    """The folder of engines, which does not stay if it was made for one that came to nothing."""
+    folder.mkdir(exist_ok=True)
+    try:
+        yield
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+@contextmanager
+def _beside(file: Path, content: bytes | memoryview) -> Iterator[Path]:
+    """A file with this content that can take the place of `file`; it is removed if it did not."""
+    partial = file.with_name(f"{file.name}{_PARTIAL}")
+    try:
+        with partial.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone among those that store engines in this bundle; the lock is the folder itself and leaves nothing behind."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise ChangedBundle(f"{folder}: was exported again while the engine was built: build it again")
+        yield
+    finally:
+        os.close(descriptor)

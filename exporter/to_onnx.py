@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import onnx
@@ -18,6 +18,7 @@ from spaceport.exporter.projections import join_projections
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import MODEL_FILE
+from spaceport.graphs.marks import Marked
 from spaceport.graphs.signature import Lowering, Signature
 
 OPSETS = (23, 24)
@@ -72,17 +73,21 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
 
 def trace(decoder: Decoder) -> ir.Model:
     """The decoder as an ONNX graph at opset 23, where normalisation and rotary embedding are single operators."""
-    signature = decoder.signature
+    signature, marked = decoder.signature, Marked(decoder)
     names = [tensor.name for tensor in signature.inputs]
     shapes = tuple(
         {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
         for tensor in signature.inputs
     )
+    given = traced_inputs(signature, next(decoder.parameters()).device)
+    with torch.no_grad():
+        marked(*given)
+    marks = marked.names  # the tracer would keep what it notes of names for itself
     try:
         with _quiet():
             program = torch.onnx.export(
-                decoder,
-                traced_inputs(signature, next(decoder.parameters()).device),
+                marked,
+                given,
                 dynamo=True,
                 opset_version=23,
                 input_names=names,
@@ -93,6 +98,7 @@ def trace(decoder: Decoder) -> ir.Model:
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, NotImplementedError) as error:
         raise UntraceableModel(f"{_family(decoder)} could not be traced into a graph: {_reason(error)}") from error
     assert program is not None
+    _keep_marks(program.model, len(signature.outputs), marks)
     _name_dimensions(program.model, signature)
     return program.model
 
@@ -129,6 +135,13 @@ def hold_to_contract(path: Path, signature: Signature) -> None:
                         f"{kind} {tensor.name} has a dimension {dimension.dim_value or dimension.dim_param!r}: "
                         f"the contract says {size!r}"
                     )
+
+
+def _keep_marks(model: ir.Model, outputs: int, names: Sequence[str]) -> None:
+    """Name the values behind the contract's outputs as what they are, and let them be outputs no more."""
+    for value, name in zip(model.graph.outputs[outputs:], names, strict=True):
+        value.name = name
+    del model.graph.outputs[outputs:]
 
 
 def _forget_sources(model: ir.Model) -> None:

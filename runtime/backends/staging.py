@@ -41,7 +41,8 @@ class Limits:
 
 def shape_of(batch: Batch) -> Shape:
     """The sizes of a call as it is."""
-    return Shape(*batch.input_ids.shape, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
+    requests, rows = batch.input_ids.shape
+    return Shape(requests, rows, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
 
 
 def filled_up(batch: Batch, signature: Signature, limits: Limits) -> Shape:

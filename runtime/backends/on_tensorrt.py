@@ -1,0 +1,260 @@
+"""TensorRT: an engine built from the bundle's graph; its KV buffers are bound once and written in place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.manifest import EngineRecord, Flavour
+from spaceport.graphs.signature import Signature, logit_rows
+from spaceport.runtime.backends.built import Named, engine_for, read_engine
+from spaceport.runtime.backends.captured import Captured
+from spaceport.runtime.backends.device import gpu
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places
+from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
+from spaceport.runtime.backends.torch_device import DTYPES, Cuda, Device
+from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.runtime.costs import PROCESSOR, Costs, measured
+from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.slots import Moves
+
+_MODULES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+STEPS, PROMPTS = 0, 1  # profiles of an engine
+_WARM, _ROUNDS = 3, 9  # calls before and while a call is timed
+
+
+class Words:
+    """What a library says while it works; it is told to users only if something fails."""
+
+    def __init__(self) -> None:
+        self.said: deque[str] = deque(maxlen=3)
+
+    def __str__(self) -> str:
+        return "; ".join(self.said) or "no reason is told"
+
+
+@dataclass
+class _Context:
+    """One profile of the engine, ready to run, and what is bound to it."""
+
+    run: Any  # IExecutionContext
+    first: int = -1  # request whose buffers are bound first
+    shape: Shape | None = None
+
+
+class TensorRtEngine:
+    """A TensorRT or TensorRT-RTX engine on a GPU."""
+
+    costs: Costs = PROCESSOR
+
+    def __init__(
+        self,
+        api: Any,
+        engine: Any,
+        record: EngineRecord,
+        signature: Signature,
+        opening: Opening,
+        device: Device,
+        name: str,
+        words: Words,
+    ) -> None:
+        self.signature = signature
+        self.capacity = record.capacity
+        self.requests = opening.requests
+        self.rows = record.prompt_rows
+        self.device = name
+        self.notes: tuple[str, ...] = ()
+        self._record, self._device, self._words = record, device, words
+        self._engine: Any = engine
+        wanted = logit_rows(record.prompt_rows, signature.vocab_size)
+        self._limits = Limits(record.capacity, record.prompt_rows, wanted)
+        widest = Shape(opening.requests, record.prompt_rows, record.capacity, wanted)
+        # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
+        layers = (2 * signature.layers, opening.requests, signature.kv_heads, record.capacity, signature.head_dim)
+        self._kv = device.zeros(layers, DTYPES[signature.dtype])
+        block = device.host(end_of(signature, widest))
+        self._block, self._rows_in = Block(block.numpy(), signature), block
+        self._rows = device.zeros((block.numel(),), torch.uint8)
+        self._logits = device.zeros((opening.requests * wanted * signature.vocab_size,), torch.float32)
+        self._logits_out = device.host(4 * self._logits.numel()).view(torch.float32)
+        scratch = max(engine.get_device_memory_size_for_profile_v2(profile) for profile in (STEPS, PROMPTS))
+        self._scratch = device.zeros((max(1, scratch),), torch.uint8)  # for both: only one runs at a time
+        self._contexts = [self._context(api, profile) for profile in (STEPS, PROMPTS)]
+        self._captured = Captured(device.capture) if opening.graphs else None
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        if self._engine is None:
+            raise EngineFault(f"{self._record.flavour}: the engine is closed")
+        shape = filled_up(batch, self.signature, self._limits)
+        used = self._block.write(batch, shape, self.capacity)
+        with self._device.working():
+            self._rows[:used].copy_(self._rows_in[:used], non_blocking=True)
+            self._play(batch.first, shape)
+            logits = self._take(shape)
+        return logits[:, : batch.logit_rows.shape[1]]
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        with self._device.working():
+            move_slots(self._kv, first, moves)
+
+    def clear(self, request: int) -> None:
+        with self._device.working():
+            self._kv[:, request] = 0
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._device.wait()
+            self._captured = None
+            self._contexts = []
+            self._engine = None
+            self._kv = self._kv[:0]
+
+    def _play(self, first: int, shape: Shape) -> None:
+        """Put a call on the stream: by its graph where there is one."""
+        step = max(shape.rows, shape.wanted) <= self._record.step_rows
+        context = self._contexts[STEPS if step else PROMPTS]
+
+        def prepare() -> None:
+            self._bind(context, first, shape)
+
+        def plain() -> None:
+            if not context.run.execute_async_v3(self._device.stream):
+                raise EngineFault(f"{self._record.flavour} failed in a step of {shape}: {self._words}")
+
+        if step and self._captured is not None:
+            self._captured.play((first, shape), plain, prepare)
+        else:
+            prepare()
+            plain()
+
+    def _take(self, shape: Shape) -> NDArray[np.float32]:
+        """The logits of a call, in one copy."""
+        size = shape.requests * shape.wanted * self.signature.vocab_size
+        self._logits_out[:size].copy_(self._logits[:size], non_blocking=True)
+        self._device.wait()
+        taken: NDArray[np.float32] = self._logits_out[:size].numpy()
+        return taken.reshape(shape.requests, shape.wanted, self.signature.vocab_size)
+
+    def _context(self, api: Any, profile: int) -> _Context:
+        """A profile with all that never changes bound to it."""
+        strategy = api.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self._engine.create_execution_context(strategy)
+        if context is None or not context.set_optimization_profile_async(profile, self._device.stream):
+            raise EngineFault(f"{self._record.flavour} opens no context for profile {profile}: {self._words}")
+        context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
+        context.set_tensor_address("logits", self._logits.data_ptr())
+        return _Context(context)
+
+    def _bind(self, context: _Context, first: int, shape: Shape) -> None:
+        """Tell a context where the inputs of a call are, as far as that is new."""
+        if context.shape != shape:
+            base = self._rows.data_ptr()
+            for name, place in places(self.signature, shape).items():
+                self._set(context, name, place.shape, base + place.offset)
+        if context.first != first or context.shape is None or context.shape.requests != shape.requests:
+            for index, (past, present) in enumerate(zip(self.signature.past, self.signature.present, strict=True)):
+                view = self._kv[index, first : first + shape.requests]
+                self._set(context, past.name, tuple(view.shape), view.data_ptr())
+                context.run.set_tensor_address(present.name, view.data_ptr())
+        context.first, context.shape = first, shape
+
+    def _set(self, context: _Context, name: str, shape: tuple[int, ...], address: int) -> None:
+        if not context.run.set_input_shape(name, shape) or not context.run.set_tensor_address(name, address):
+            context.shape = None
+            raise EngineFault(f"{self._record.flavour} takes no {name} of shape {list(shape)}: {self._words}")
+
+
+def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
+    """Copy slots of some requests over all layers, all read before any is written; kv is 2L x requests x Hkv x S x D."""
+    busy = [(request, *move) for request, move in enumerate(moves, first) if move[0].size]
+    if not busy:
+        return
+    lines = np.concatenate([np.full(sources.size, request) for request, sources, _ in busy])
+    sources, targets = (np.concatenate([move[side] for move in busy]) for side in (1, 2))
+    where = torch.from_numpy(np.stack((lines, sources, targets))).to(kv.device)
+    kv[:, where[0], :, where[2]] = kv[:, where[0], :, where[1]]
+
+
+def timed(engine: TensorRtEngine, clock: Callable[[], float] = perf_counter) -> Costs:
+    """The costs of an engine's calls, measured behind a short text on a request that nobody uses yet."""
+
+    def seconds(rows: int) -> float:
+        batch, times = _idle(engine, rows), []
+        for _ in range(_WARM + _ROUNDS):
+            started = clock()
+            engine.run(batch)
+            times.append(clock() - started)
+        return median(times[_WARM:])
+
+    return measured(seconds, min(32, engine.rows))
+
+
+def _idle(engine: TensorRtEngine, rows: int) -> Batch:
+    """A call that computes as any other and leaves nothing that anybody sees."""
+    ids = np.zeros((1, rows), np.int64)
+    visible = min(256, engine.capacity)
+    mask = np.zeros((1, 1, rows, visible), np.bool_)
+    mask[..., 0] = True
+    slots = np.arange(engine.capacity - rows, engine.capacity)[None]
+    near = mask if engine.signature.window else None
+    return Batch(0, ids, ids, slots, mask, np.arange(rows)[None], near)
+
+
+def open_engine(bundle: Bundle, opening: Opening, flavour: Flavour) -> TensorRtEngine:
+    """The bundle's engine for this GPU, measured."""
+    api: Any = import_module(_MODULES[flavour])
+    named = engine_for(bundle, flavour, api.__version__, gpu().target, opening)
+    plan = read_engine(bundle, named, opening.trust_engines)
+    if not torch.cuda.is_available():
+        raise OptionFault(
+            f"torch {torch.__version__} has no CUDA, {flavour} engines keep their buffers in it: install a torch with CUDA"
+        )
+    name = f"cuda:0 ({gpu().name}, {flavour} {api.__version__})"
+    try:
+        engine = deserialized(api, plan, named, bundle, opening, Cuda(), name)
+        engine.costs = timed(engine)
+    except torch.cuda.OutOfMemoryError as error:
+        gigabytes = bundle.manifest.signature.kv_bytes(opening.requests, named.record.capacity) / 1e9
+        raise OptionFault(
+            f"{gigabytes:.1f} GB of KV buffers and what else the engine needs do not fit into the GPU's "
+            f"{gpu().memory / 1e9:.1f} GB: lower max_requests (--max-requests), or build with a lower --max-seq-len"
+        ) from error
+    return engine
+
+
+def deserialized(
+    api: Any, plan: bytes, named: Named, bundle: Bundle, opening: Opening, device: Device, name: str
+) -> TensorRtEngine:
+    """An engine of its bytes, held to the contract."""
+    words = Words()
+    runtime = api.Runtime(_listening(api, words))
+    engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        raise BundleError(f"{bundle.path}: {named.name} does not open: {words}: build it again with `spaceport build`")
+    hold_to_contract(api, engine, bundle.manifest.signature, named)
+    return TensorRtEngine(api, engine, named.record, bundle.manifest.signature, opening, device, name, words)
+
+
+def _listening(api: Any, words: Words) -> Any:
+    """A logger of the library that keeps what goes wrong to itself."""
+
+    class Listening(api.ILogger):  # type: ignore[misc]  # its type is known at run time only
+        def __init__(self) -> None:
+            api.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (api.ILogger.INTERNAL_ERROR, api.ILogger.ERROR):
+                words.said.append(message)
+
+    return Listening()

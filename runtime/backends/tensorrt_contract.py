@@ -1,0 +1,46 @@
+"""Contract: what a TensorRT engine's inputs and outputs have to be, asked of the engine itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spaceport.graphs.signature import Signature, Tensor
+from spaceport.runtime.backends.built import Named
+from spaceport.runtime.bundle import BundleError
+
+_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
+_PROFILES = 2
+
+
+def hold_to_contract(api: Any, engine: Any, signature: Signature, named: Named) -> None:
+    """Raise if an engine is not the one that the manifest tells of, or would not write its buffers in place."""
+    got = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    expected = {tensor.name for tensor in (*signature.inputs, *signature.outputs)}
+    if got != expected:
+        raise _broken(named, f"its tensors are not the contract's ({', '.join(sorted(got ^ expected)[:4])})")
+    if engine.num_optimization_profiles != _PROFILES:
+        raise _broken(named, f"it has {engine.num_optimization_profiles} profiles, {_PROFILES} are expected")
+    for tensors, mode in ((signature.inputs, "INPUT"), (signature.outputs, "OUTPUT")):
+        for tensor in tensors:
+            if fault := _fault(api, engine, tensor, mode, named.record.capacity):
+                raise _broken(named, f"{tensor.name} {fault}")
+    for past, present in zip(signature.past, signature.present, strict=True):
+        if (alias := engine.get_aliased_input_tensor(present.name)) != past.name:
+            raise _broken(named, f"{present.name} is not written in place of {past.name} (but of {alias})")
+
+
+def _fault(api: Any, engine: Any, tensor: Tensor, mode: str, capacity: int) -> str | None:
+    if engine.get_tensor_mode(tensor.name) != getattr(api.TensorIOMode, mode):
+        return f"is no {mode.lower()}"
+    if engine.get_tensor_location(tensor.name) != api.TensorLocation.DEVICE:
+        return "is read on the host"
+    kind, expected = engine.get_tensor_dtype(tensor.name), _TYPES[tensor.dtype]
+    if kind != getattr(api.DataType, expected):
+        return f"has the type {kind}, {expected} is expected"
+    shape = tuple(engine.get_tensor_shape(tensor.name))
+    sizes = tuple(capacity if size == "S" else -1 if isinstance(size, str) else size for size in tensor.shape)
+    return None if shape == sizes else f"has the shape {shape}, {sizes} is expected"
+
+
+def _broken(named: Named, fault: str) -> BundleError:
+    return BundleError(f"engine {named.name}: {fault}: build it again with `spaceport build`")

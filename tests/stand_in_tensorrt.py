@@ -1,0 +1,289 @@
+"""A stand-in for TensorRT's API on a machine without a GPU: it notes what it is told, refuses what TensorRT refuses, and
+computes with ONNX Runtime what the engine would have been built from, in the very memory that was bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import onnxruntime as ort
+import torch
+
+from spaceport.graphs.manifest import MODEL_FILE, EngineRecord
+from spaceport.graphs.signature import Signature, logit_rows
+from spaceport.runtime.backends.built import Named
+from spaceport.runtime.backends.on_tensorrt import TensorRtEngine, deserialized
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import Bundle, open_bundle
+
+_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
+_ORT = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "bool": np.bool_}
+_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
+T = TypeVar("T")
+SCRATCH = (1000, 5000)  # bytes of the two profiles
+
+Kind = Enum("Kind", "FLOAT HALF BF16 INT64 BOOL")
+Mode = Enum("Mode", "INPUT OUTPUT")
+Location = Enum("Location", "DEVICE HOST")
+Strategy = Enum("Strategy", "STATIC USER_MANAGED")
+
+
+class Logger:
+    """TensorRT's logger: what derives from it is told."""
+
+    INTERNAL_ERROR, ERROR, WARNING = 0, 1, 2
+
+    def log(self, severity: int, message: str) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class Plan:
+    """What an engine was built from, and how it differs from what it should be."""
+
+    model: Path
+    signature: Signature
+    record: EngineRecord
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the engine tells -> of a tensor -> instead
+    profiles: int = 2
+    opens: bool = True
+    fails: bool = False  # in every step
+
+
+class StandInDevice:
+    """A GPU whose memory is the host's; what is captured is done when it is played."""
+
+    stream = 77
+
+    def __init__(self) -> None:
+        self.memory: list[torch.Tensor] = []
+        self.capturing: list[Callable[[], None]] | None = None
+        self.captured = self.replayed = self.waited = 0
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self.memory.append(torch.zeros(tuple(shape), dtype=dtype))
+        return self.memory[-1]
+
+    def host(self, size: int) -> torch.Tensor:
+        self.memory.append(torch.zeros(size, dtype=torch.uint8))
+        return self.memory[-1]
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        yield
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.capturing = []
+        work()
+        recorded, self.capturing = self.capturing, None
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for one in recorded:
+                one()
+
+        return replay
+
+    def wait(self) -> None:
+        self.waited += 1
+
+    def do(self, work: Callable[[], None]) -> None:
+        """What a library puts on the stream."""
+        if self.capturing is not None:
+            self.capturing.append(work)
+        else:
+            work()
+
+    def holds(self, address: int, size: int) -> bool:
+        """Whether an address is memory that was asked for, to its end."""
+        return any(
+            tensor.data_ptr() <= address and address + size <= tensor.data_ptr() + tensor.nbytes
+            for tensor in self.memory
+        )
+
+
+class StandInContext:
+    """One profile, its shapes and addresses."""
+
+    def __init__(self, engine: StandInEngine, device: StandInDevice) -> None:
+        self.engine, self.device = engine, device
+        self.profile = -1
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.told: list[tuple[str, str]] = []  # what was set of which tensor
+        self.ran: list[dict[str, tuple[int, ...]]] = []
+        self.scratch = 0
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert stream == self.device.stream
+        self.profile = profile
+        return profile < self.engine.num_optimization_profiles
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert self.device.holds(address, size)
+        self.scratch = size
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.told.append(("shape", name))
+        self.shapes[name] = shape
+        if not self.engine.takes(self.profile, name, shape):
+            self.engine.logger.log(
+                Logger.ERROR, f"setInputShape: {name} {list(shape)} is not within profile {self.profile}"
+            )
+            return False
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.told.append(("address", name))
+        self.addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert stream == self.device.stream
+        assert self.scratch >= SCRATCH[self.profile]
+        if self.engine.plan.fails:
+            self.engine.logger.log(Logger.ERROR, "enqueueV3: the GPU has caught fire")
+            return False
+        shapes, addresses = dict(self.shapes), dict(self.addresses)
+        for past, present in self.engine.pairs:
+            assert addresses[past] == addresses[present], "a buffer is not written in place"
+        self.ran.append(shapes)
+        self.device.do(lambda: self.engine.compute(shapes, addresses))
+        return True
+
+
+class StandInEngine:
+    """A deserialized engine."""
+
+    def __init__(self, plan: Plan, logger: Any, device: StandInDevice) -> None:
+        self.plan, self.logger, self.device = plan, logger, device
+        self._tensors = {tensor.name: tensor for tensor in (*plan.signature.inputs, *plan.signature.outputs)}
+        self._inputs = {tensor.name for tensor in plan.signature.inputs}
+        self.pairs = [(a.name, b.name) for a, b in zip(plan.signature.past, plan.signature.present, strict=True)]
+        self.num_optimization_profiles = plan.profiles
+        self.contexts: list[StandInContext] = []
+        self._names = [*self._tensors, *plan.changes.get("more", {})]
+        self.num_io_tensors = len(self._names)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        self._session = ort.InferenceSession(str(plan.model), options, providers=["CPUExecutionProvider"])
+
+    def get_tensor_name(self, index: int) -> str:
+        return self._names[index]
+
+    def get_tensor_mode(self, name: str) -> Mode:
+        return self._told("mode", name, Mode.INPUT if name in self._inputs else Mode.OUTPUT)
+
+    def get_tensor_location(self, name: str) -> Location:
+        return self._told("location", name, Location.DEVICE)
+
+    def get_tensor_dtype(self, name: str) -> Kind:
+        return self._told("dtype", name, Kind[_TYPES[self._tensors[name].dtype]])
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        capacity = self.plan.record.capacity
+        shape = (
+            capacity if size == "S" else -1 if isinstance(size, str) else size for size in self._tensors[name].shape
+        )
+        return self._told("shape", name, tuple(shape))
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return self._told("alias", name, {present: past for past, present in self.pairs}.get(name))
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return SCRATCH[profile]
+
+    def create_execution_context(self, strategy: Strategy) -> StandInContext | None:
+        assert strategy is Strategy.USER_MANAGED
+        self.contexts.append(StandInContext(self, self.device))
+        return self.contexts[-1]
+
+    def takes(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a shape lies within a profile."""
+        record = self.plan.record
+        rows = (record.step_rows, record.prompt_rows)[profile]
+        wanted = record.step_rows if profile == 0 else logit_rows(record.prompt_rows, self.plan.signature.vocab_size)
+        most = {"B": record.requests, "T": rows, "R": wanted, "A": record.capacity}
+        expected = self._tensors[name].shape
+        return len(shape) == len(expected) and all(
+            1 <= got <= most[size]
+            if isinstance(size, str) and size in most
+            else got == (record.capacity if size == "S" else size)
+            for got, size in zip(shape, expected, strict=True)
+        )
+
+    def compute(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
+        """What the graph says, in the memory that was bound."""
+        binding = self._session.io_binding()
+        sizes = {"B": shapes["input_ids"][0], "R": shapes["logit_rows"][1], "S": self.plan.record.capacity}
+        for name, tensor in self._tensors.items():
+            shape = shapes.get(name) or tuple(sizes[size] if isinstance(size, str) else size for size in tensor.shape)
+            dtype, count = _ORT[tensor.dtype], int(np.prod(shape)) * _BYTES[tensor.dtype]
+            assert self.device.holds(addresses[name], count), f"{name} is bound to memory that is not the device's"
+            bind = binding.bind_input if name in self._inputs else binding.bind_output
+            bind(name, "cpu", 0, dtype, shape, addresses[name])
+        self._session.run_with_iobinding(binding)
+
+    def _told(self, what: str, name: str, told: T) -> T:
+        return cast(T, self.plan.changes.get(what, {}).get(name, told))
+
+
+def api_of(plan: Plan, device: StandInDevice) -> Any:
+    """The module that `import tensorrt` would give, with one engine in the world."""
+    engines: list[StandInEngine] = []
+
+    class Runtime:
+        def __init__(self, logger: Logger) -> None:
+            self.logger = logger
+
+        def deserialize_cuda_engine(self, serialized: bytes) -> StandInEngine | None:
+            assert json.loads(serialized) == {"engine": plan.record.target}
+            if not plan.opens:
+                self.logger.log(Logger.WARNING, "it is warm today")
+                self.logger.log(Logger.ERROR, "the engine plan file is not compatible")
+                return None
+            engines.append(StandInEngine(plan, self.logger, device))
+            return engines[-1]
+
+    return SimpleNamespace(
+        __version__="9.9.9",
+        ILogger=Logger,
+        Runtime=Runtime,
+        DataType=Kind,
+        TensorIOMode=Mode,
+        TensorLocation=Location,
+        ExecutionContextAllocationStrategy=Strategy,
+        engines=engines,
+    )
+
+
+def record_for(
+    bundle: Bundle, capacity: int, requests: int, step_rows: int = 64, prompt_rows: int = 512
+) -> EngineRecord:
+    """What a manifest would tell of an engine of this bundle."""
+    return EngineRecord("a" * 64, 1, (), "tensorrt-rtx", "9.9.9", "sm89", capacity, requests, step_rows, prompt_rows)
+
+
+def plan_of(
+    path: Path, capacity: int, requests: int = 1, step_rows: int = 64, prompt_rows: int = 512
+) -> tuple[Bundle, Plan]:
+    """A bundle, and what its engine would be built from."""
+    bundle = open_bundle(path)
+    record = record_for(bundle, capacity, requests, step_rows, prompt_rows)
+    return bundle, Plan(path / MODEL_FILE, bundle.manifest.signature, record)
+
+
+def opened(bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1, graphs: bool = True) -> TensorRtEngine:
+    """The engine of a plan, opened as one on a GPU is."""
+    opening = Opening(plan.record.capacity, requests, graphs=graphs)
+    serialized = json.dumps({"engine": plan.record.target}).encode()
+    named = Named("stand-in.engine", plan.record)
+    return deserialized(api_of(plan, device), serialized, named, bundle, opening, device, "stand-in")

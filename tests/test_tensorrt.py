@@ -19,6 +19,7 @@ from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.costs import Costs
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.slots import NO_MOVES
+from spaceport.tools.cli.demo import prompts_of
 
 LENGTH = 320
 PROMPTS_OF_TINY = ("The harbour was quiet when", "a b c d e f g h", "In the morning the")
@@ -62,12 +63,12 @@ def test_an_engine_writes_what_onnx_runtime_writes(graphs: bool, tiny_append_bun
 
 
 def test_forked_threads_are_those_of_onnx_runtime(demo_append: Path) -> None:
-    prompt = [{"role": "user", "content": "Explain the parameters of move( src, dst )"}]
+    prompt = prompts_of(DEMO)["fullmatch"]
     with (
         Runtime.open(demo_append, max_seq_len=LENGTH, threads=1) as plain,
         runtime_of(demo_append) as (runtime, _),
     ):
-        for decoding in (Decoding(max_tokens=100), Decoding(max_tokens=100, mask_slots=0)):
+        for decoding in (Decoding(max_tokens=160), Decoding(max_tokens=160, mask_slots=0)):
             expected, got = plain.generate(prompt, decoding), runtime.generate(prompt, decoding)
             assert [thread.tokens for thread in got.threads] == [thread.tokens for thread in expected.threads]
             assert len(got.threads) > 1

@@ -30,7 +30,7 @@ from spaceport.graphs.signature import Precision
 
 DEFAULT_MASK_SLOTS = 5  # what SPACE was published with, for a checkpoint that names its mask token and nothing else
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
             config=checkpoint.config,
-            dtype=_DTYPES[dtype],
+            dtype=DTYPES[dtype],
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=checkpoint.remote_code,

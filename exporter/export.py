@@ -12,12 +12,13 @@ import torch
 
 from spaceport import __version__
 from spaceport.exporter.bundle import check_target, require_space, seal, writing
-from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import DTYPES, Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
 from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
 from spaceport.graphs.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
-from spaceport.graphs.signature import BYTES, Lowering, Precision
+from spaceport.graphs.precision import round_model
+from spaceport.graphs.signature import BYTES, Lowering, Precision, Weights
 from spaceport.graphs.traits import Traits
 
 # Hears the name of each stage as it begins.
@@ -30,6 +31,7 @@ class Options:
 
     lowering: Lowering = "scatter"
     dtype: Precision = "float32"
+    weights: Weights = "same"  # of linear layers: as all others, or rounded to few bits
     attention: AttentionForm | None = None  # nothing: plain matrix products for scatter, the operator for append
     asked_opset: int | None = None  # nothing: the lowest that the lowering can be said in
     tokens: TokenFlags = field(default_factory=TokenFlags)
@@ -52,11 +54,13 @@ def export(
     check_target(target, overwrite)
     stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code)
-    stage("loading the weights")
-    decoder, traits = decoder_from(checkpoint, options, lambda: stage("proving the graph module equal to the model"))
+    decoder, traits = decoder_from(checkpoint, options, stage)
     with writing(target, overwrite) as partial:
         parameters = sum(parameter.numel() for parameter in decoder.parameters())
-        require_space(partial.parent, parameters * BYTES[options.dtype])
+        rounded = decoder.rounding.rounded  # in at most a byte each
+        require_space(partial.parent, (parameters - rounded) * BYTES[options.dtype] + rounded)
+        if rounded:
+            stage(f"{rounded:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
         stage("tracing and writing the graph")
         to_onnx(decoder, partial, options.opset)
         (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
@@ -67,13 +71,19 @@ def export(
 
 
 def decoder_from(
-    checkpoint: Checkpoint, options: Options, loaded: Callable[[], None] = lambda: None
+    checkpoint: Checkpoint, options: Options, stage: Stage = lambda name: None, arithmetic: Precision | None = None
 ) -> tuple[Decoder, Traits]:
-    """The checkpoint's model as a graph module."""
+    """The checkpoint's model as a graph module; it may reckon in another type than the one that its weights are in."""
+    stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype)
-        loaded()
-        return decoder_of(model, options.lowering, options.form)
+        if options.weights != "same":
+            stage(f"rounding weights to {options.weights}")
+        rounding = round_model(model, options.weights)
+        if arithmetic is not None:
+            model.to(DTYPES[arithmetic])  # type: ignore[arg-type]
+        stage("proving the graph module equal to the model")
+        return decoder_of(model, options.lowering, options.form, rounding)
 
 
 def manifest_for(
@@ -90,6 +100,7 @@ def manifest_for(
         parameters=parameters,
         opset=options.opset,
         attention=options.form,
+        weights=options.weights,
         special_tokens=checkpoint.special_tokens,
         generation=checkpoint.generation,
         versions={

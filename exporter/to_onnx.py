@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spaceport.exporter.projections import join_projections
+from spaceport.exporter.rounded_weights import LostWeights, store_rounded
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import MODEL_FILE
@@ -27,6 +28,14 @@ DEFAULT_OPSET: dict[Lowering, int] = {"scatter": 23, "append": 24}
 DATA_FILE = "model.onnx.data"
 
 _IR_VERSION = {23: 11, 24: 11}
+# types of the contract: as torch and as ONNX have them
+_TYPES = {
+    "int64": (torch.int64, ir.DataType.INT64),
+    "bool": (torch.bool, ir.DataType.BOOL),
+    "float32": (torch.float32, ir.DataType.FLOAT),
+    "float16": (torch.float16, ir.DataType.FLOAT16),
+    "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
+}
 _TRACED = {
     "B": 2,
     "T": 3,
@@ -54,6 +63,13 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     check_opset(opset, signature.lowering)
     model = trace(decoder)
     _give_norms_one_type(model)
+    try:
+        store_rounded(model, decoder.rounding)
+    except LostWeights as error:
+        raise UntraceableModel(
+            f"{_family(decoder)} cannot be stored with small weights: {error}: export it with weights as they are "
+            "(--weights same)"
+        ) from error
     if signature.lowering == "scatter":  # TensorRT joins what it likes itself
         join_projections(model)
     _forget_sources(model)
@@ -105,12 +121,11 @@ def trace(decoder: Decoder) -> ir.Model:
 
 def traced_inputs(signature: Signature, device: torch.device) -> tuple[Tensor, ...]:
     """Inputs of the contract's shapes for tracing; their values mean nothing."""
-    dtypes = {"int64": torch.int64, "bool": torch.bool, "float32": torch.float32, "float16": torch.float16}
     made = []
     for tensor in signature.inputs:
         shape = [_TRACED[size] if isinstance(size, str) else size for size in tensor.shape]
         fill = torch.ones if tensor.dtype == "bool" else torch.zeros
-        made.append(fill(shape, dtype=dtypes[tensor.dtype], device=device))
+        made.append(fill(shape, dtype=_TYPES[tensor.dtype][0], device=device))
     return tuple(made)
 
 
@@ -122,8 +137,7 @@ def hold_to_contract(path: Path, signature: Signature) -> None:
         ("output", graph.output, signature.outputs),
     ):
         got = [(value.name, value.type.tensor_type.elem_type) for value in values]
-        types = {"int64": 7, "bool": 9, "float32": 1, "float16": 10}
-        expected = [(tensor.name, types[tensor.dtype]) for tensor in tensors]
+        expected = [(tensor.name, int(_TYPES[tensor.dtype][1])) for tensor in tensors]
         if got != expected:
             raise UntraceableModel(f"the traced graph's {kind}s are {got}: the contract says {expected}")
         for value, tensor in zip(values, tensors, strict=True):

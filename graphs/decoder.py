@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention, kv
-from spaceport.graphs.signature import Lowering, Signature, visible_length
+from spaceport.graphs.precision import UNROUNDED, Rounding
+from spaceport.graphs.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.traits import Traits, UnsupportedModel, entered, name_of, probe, reasons, refuse_by_config
 
 AttentionForm = Literal["plain", "operator"]
 
 # Largest difference to the unmodified model, relative to its largest logit, that rounding explains.
-PROOF_TOLERANCE = {"float32": 1e-4, "float16": 5e-2}
+PROOF_TOLERANCE = {"float32": 1e-4, "float16": 5e-2, "bfloat16": 2e-1}
 _PROOF_ROWS = 24
+_PRECISION: dict[torch.dtype, Precision] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 _EXPERTS = "batched_mm"  # transformers' form of mixture-of-experts layers whose graph does not depend on the routing
 _PROOF_WINDOW = 512  # windows longer than this are trusted to be the same rule as shorter ones
 
@@ -26,11 +32,14 @@ _PROOF_WINDOW = 512  # windows longer than this are trusted to be the same rule 
 class Decoder(nn.Module):
     """The graph: rows and KV buffers in, logits of the wanted rows and the same buffers out."""
 
-    def __init__(self, model: PreTrainedModel, signature: Signature, form: AttentionForm, traits: Traits) -> None:
+    def __init__(
+        self, model: PreTrainedModel, signature: Signature, form: AttentionForm, traits: Traits, rounding: Rounding
+    ) -> None:
         super().__init__()
         self.model = model
         self.signature = signature
         self.form = form
+        self.rounding = rounding
         self._repeats = traits.repeats
         self._entrance = traits.entrance
         if traits.entrance == "interface":
@@ -60,7 +69,9 @@ class Decoder(nn.Module):
         return kv.Append(slot_ids)
 
 
-def decoder_of(model: PreTrainedModel, lowering: Lowering, form: AttentionForm) -> tuple[Decoder, Traits]:
+def decoder_of(
+    model: PreTrainedModel, lowering: Lowering, form: AttentionForm, rounding: Rounding = UNROUNDED
+) -> tuple[Decoder, Traits]:
     """The model as a graph module, proven equal to the unmodified model, and what is known of it."""
     refuse_by_config(model)
     model = model.eval()
@@ -75,17 +86,16 @@ def decoder_of(model: PreTrainedModel, lowering: Lowering, form: AttentionForm) 
         freeze_rotary(model)
         if model._can_set_experts_implementation():
             model.set_experts_implementation(_EXPERTS)
-        dtype = "float16" if model.dtype == torch.float16 else "float32"
         signature = Signature(
             traits.layers,
             traits.kv_heads,
             traits.head_dim,
             traits.vocab_size,
-            cast(Any, dtype),
+            _PRECISION[model.dtype],
             lowering,
             traits.window,
         )
-        decoder = Decoder(model, signature, form, traits)
+        decoder = Decoder(model, signature, form, traits, rounding)
         with reasons(model):
             _prove(decoder, ids, expected)
     return decoder, traits

@@ -40,8 +40,12 @@ def open_reference(
     quiet_libraries()
     _set_threads(threads, bundle.manifest.parameters)
     signature = bundle.manifest.signature
-    options = Options(signature.lowering, dtype or signature.dtype, "plain", remote_code=remote_code)
-    decoder, _ = decoder_from(open_checkpoint(checkpoint, TokenFlags(), remote_code), options)
+    opened, weights = open_checkpoint(checkpoint, TokenFlags(), remote_code), bundle.manifest.weights
+    # Small weights are those of the bundle to the bit, whatever they are reckoned with: of a weight that is read in
+    # another type, another step may be the nearest.
+    stored = dtype or signature.dtype if weights == "same" else signature.dtype
+    options = Options(signature.lowering, stored, weights, "plain", remote_code=remote_code)
+    decoder, _ = decoder_from(opened, options, arithmetic=dtype)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:

@@ -13,7 +13,7 @@ from spaceport.runtime.costs import PROCESSOR
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.slots import Moves
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class TorchEngine:

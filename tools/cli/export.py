@@ -13,7 +13,7 @@ import click
 
 from spaceport.exporter.export import Options, TokenFlags, export
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.signature import LOWERINGS, PRECISIONS
+from spaceport.graphs.signature import LOWERINGS, PRECISIONS, WEIGHTS
 from spaceport.tools.cli.screen import show_json, size, stages
 
 
@@ -33,6 +33,13 @@ from spaceport.tools.cli.screen import show_json, size, stages
     default="float32",
     show_default=True,
     help="Type of weights and KV buffers.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(WEIGHTS),
+    default="same",
+    show_default=True,
+    help="Weights of linear layers: as --dtype says, or rounded to few bits.",
 )
 @click.option(
     "--attention",
@@ -68,6 +75,7 @@ def command(
     bundle: Path,
     lowering: Any,
     dtype: Any,
+    weights: Any,
     attention: Any,
     mask: tuple[str, ...],
     fork: str | None,
@@ -85,7 +93,7 @@ def command(
     """
     quiet_libraries()
     tokens = TokenFlags(mask, fork, child, max_mask_slots)
-    options = Options(lowering, dtype, attention, opset, tokens, trust_remote_code)
+    options = Options(lowering, dtype, weights, attention, opset, tokens, trust_remote_code)
     with listening() as interrupts, stages() as stage:
         manifest = export(checkpoint, bundle, options, overwrite, lambda name: _begin(name, stage, interrupts))
     if as_json:

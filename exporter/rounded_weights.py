@@ -1,0 +1,73 @@
+"""Rounded weights: constants of a traced graph stored as small numbers, and unpacked where they are multiplied."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import onnx_ir as ir
+import torch
+
+from spaceport.graphs.precision import Rounded, Rounding
+
+Key = tuple[tuple[int, ...], bytes]  # shape and digest of a constant
+
+
+class LostWeights(ValueError):
+    """A rounded weight that the graph does not multiply by as it is; the message names its layer."""
+
+
+def store_rounded(model: ir.Model, rounding: Rounding) -> None:
+    """Put the small numbers and their scales in the place of every constant that holds a rounded weight.
+
+    A constant is known by its content, so that what an engine unpacks is what was traced, to the bit.
+    """
+    wanted = {_key(ir.tensor(layer.values)): layer for layer in rounding.layers.values()}
+    names = {id(layer): name for name, layer in rounding.layers.items()}
+    stored: dict[int, list[ir.Value]] = {}
+    for node in list(model.graph):
+        weight = node.inputs[1] if node.op_type in ("MatMul", "Gemm") else None
+        constant = weight.const_value if weight is not None and weight.is_initializer() else None
+        if weight is None or constant is None:
+            continue
+        flipped = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+        layer = wanted.get(_key(ir.tensor(constant.numpy().T.copy(), constant.dtype) if flipped else constant))
+        if layer is None:
+            continue
+        if id(layer) not in stored:
+            stored[id(layer)] = _constants(model.graph, names[id(layer)], layer)
+        _unpack(node, stored[id(layer)], layer)
+        if not weight.uses():
+            del model.graph.initializers[str(weight.name)]
+    lost = sorted(names[id(layer)] for layer in wanted.values() if id(layer) not in stored)
+    if lost:
+        raise LostWeights(f"the graph has no product with the weight of {', '.join(lost[:3])} as it is")
+
+
+def _constants(graph: ir.Graph, name: str, layer: Rounded) -> list[ir.Value]:
+    """The small numbers and the scales as constants of a graph; two numbers of int4 share a byte in the file."""
+    codes = layer.codes
+    small = ir.tensor(codes.numpy(), ir.DataType.INT4) if codes.dtype == torch.int8 else ir.tensor(codes)
+    values = []
+    for part, tensor, shape in (("codes", small, codes.shape), ("scale", ir.tensor(layer.scale), layer.scale.shape)):
+        tensor.name = f"{name}.{part}"
+        kind = ir.TensorType(tensor.dtype)
+        values.append(ir.Value(name=tensor.name, const_value=tensor, shape=ir.Shape(shape), type=kind))
+        graph.register_initializer(values[-1])
+    return values
+
+
+def _unpack(node: ir.Node, constants: list[ir.Value], layer: Rounded) -> None:
+    """Let a product take what DequantizeLinear makes of the constants."""
+    blocks = {"axis": 1} if layer.block is None else {"axis": 0, "block_size": layer.block}
+    weight = ir.node("DequantizeLinear", constants, blocks)
+    weight.outputs[0].type = constants[1].type
+    weight.outputs[0].shape = ir.Shape(layer.codes.shape)
+    assert node.graph is not None
+    node.graph.insert_before(node, weight)
+    node.replace_input_with(1, weight.outputs[0])
+    if node.op_type == "Gemm":
+        node.attributes["transB"] = ir.AttrInt64("transB", 0)
+
+
+def _key(tensor: ir.TensorProtocol) -> Key:
+    return tuple(tensor.shape.numpy()), sha256(tensor.tobytes()).digest()

@@ -1,0 +1,147 @@
+"""Precision: the weights of linear layers rounded to few bits, as small numbers and the scales that they are multiplied by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.gated import GatedLinear
+from spaceport.graphs.signature import Weights
+from spaceport.graphs.traits import UnsupportedModel, name_of
+
+# Inputs that share a scale in int4: the first of these that divides a layer's inputs. TensorRT-RTX builds each of them,
+# and ONNX Runtime multiplies by the small numbers as they are; a last block that is not full it would first unpack.
+BLOCKS = (128, 64, 32)
+
+_INT4 = (-8, 7)
+_FLOAT8 = torch.float8_e4m3fn
+_FLOAT8_LARGEST = torch.finfo(_FLOAT8).max
+# Scales that are tried, as shares of the one that cuts nothing off: where few weights stick out of a block, a smaller
+# one is better for all others.
+_SHARES = tuple(1 - 0.04 * step for step in range(11))
+_AT_ONCE = 1 << 22  # weights whose scales are searched together: their passes stay in the processor's caches
+
+
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """A linear layer's weight: each value is the product of a small number and a scale, rounded to the model's type."""
+
+    codes: Tensor  # inputs x outputs: int8 that holds -8 to 7, or float8_e4m3fn
+    scale: Tensor  # in the model's type; inputs / block x outputs, or outputs alone where a column has one scale
+    block: int | None  # inputs that share a scale; nothing: all of a column do
+
+    @property
+    def values(self) -> Tensor:
+        """The weight that an engine multiplies by: inputs x outputs, in the model's type."""
+        scale = self.scale.float()
+        if self.block is not None:
+            scale = scale.repeat_interleave(self.block, dim=0)
+        return (self.codes.float() * scale).to(self.scale.dtype)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What was rounded of a model."""
+
+    weights: Weights = "same"
+    layers: Mapping[str, Rounded] = field(default_factory=dict)  # by the names of the linear modules
+
+    @property
+    def rounded(self) -> int:
+        """How many weights have few bits."""
+        return sum(layer.codes.numel() for layer in self.layers.values())
+
+
+UNROUNDED = Rounding()
+
+
+def round_model(model: PreTrainedModel, weights: Weights) -> Rounding:
+    """Round the weights of a model's linear layers, which from here on reckons with what the engines will.
+
+    Embeddings, the output embedding, norms, biases, adapters of mask rows and experts that are no linear modules stay.
+    """
+    if weights == "same":
+        return UNROUNDED
+    layers = {}
+    for name, module in _linear_modules(model).items():
+        try:
+            rounded = round_weight(module.weight, weights)
+        except InputFault as error:
+            raise UnsupportedModel(f"{name_of(model)}, {name}: {error}") from error
+        if rounded is not None:
+            layers[name] = rounded
+            module.weight.data.copy_(rounded.values.T)
+    if not layers:
+        raise OptionFault(
+            f"weights is {weights}: {name_of(model)} has no linear layer that could be rounded (expected a number of inputs "
+            f"that {' or '.join(map(str, BLOCKS))} divides): export it with weights as they are (--weights same)"
+        )
+    return Rounding(weights, layers)
+
+
+def round_weight(weight: Tensor, weights: Weights) -> Rounded | None:
+    """A weight (outputs x inputs) rounded; nothing where its inputs cannot be cut into blocks."""
+    if not bool(torch.isfinite(weight).all()):
+        raise InputFault("its weight holds infinities or NaN: save the checkpoint again, or export it in float32")
+    if weights == "float8":
+        return _float8(weight.detach())
+    block = next((block for block in BLOCKS if weight.shape[1] % block == 0), None)
+    return None if block is None else _int4(weight.detach(), block)
+
+
+def _linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The modules whose weight is used for one product and nothing else, by name."""
+    places: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        places[id(parameter)] = places.get(id(parameter), 0) + 1
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, GatedLinear)
+        and module is not model.get_output_embeddings()
+        and places[id(module.weight)] == 1
+    }
+
+
+def _float8(weight: Tensor) -> Rounded:
+    columns = weight.T.float()  # inputs x outputs
+    scale = _scale(columns.abs().amax(dim=0) / _FLOAT8_LARGEST, weight.dtype)
+    codes = (columns / scale.float()).clamp(-_FLOAT8_LARGEST, _FLOAT8_LARGEST).to(_FLOAT8)
+    return Rounded(codes.contiguous(), scale, None)
+
+
+def _int4(weight: Tensor, block: int) -> Rounded:
+    some = max(1, _AT_ONCE // weight.shape[1])
+    parts = [
+        _int4_columns(rows.T.float().reshape(-1, block, len(rows)), weight.dtype) for rows in torch.split(weight, some)
+    ]
+    codes = torch.cat([part[0] for part in parts], dim=-1).flatten(0, 1)
+    return Rounded(codes, torch.cat([part[1] for part in parts], dim=-1), block)
+
+
+def _int4_columns(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The codes and scales of blocks x block x outputs that make the smallest sum of squared errors in each block."""
+    least, most = _INT4
+    whole = torch.maximum(blocks.amax(dim=1) / most, blocks.amin(dim=1) / least)  # cuts nothing off
+    best = _scale(whole, dtype)
+    smallest = torch.full_like(whole, torch.inf)
+    for share in _SHARES:
+        scale = _scale(whole * share, dtype)
+        error = (_codes(blocks, scale) * scale.float()[:, None]).sub_(blocks).square_().sum(dim=1)
+        best = torch.where(error < smallest, scale, best)
+        smallest = torch.minimum(error, smallest)
+    return _codes(blocks, best).to(torch.int8), best
+
+
+def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
+    return (blocks / scale.float()[:, None]).round_().clamp_(*_INT4)
+
+
+def _scale(wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as the graph holds them: never 0, since weights are divided by them, nor so small that engines drop bits."""
+    return wanted.clamp(min=torch.finfo(dtype).tiny).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
@@ -83,10 +84,8 @@ def why_not(bundle: Bundle, backend: str, opening: Opening) -> str | None:
 
 def require(bundle: Bundle, backend: str, opening: Opening) -> None:
     """Raise if a backend cannot run the bundle here; asked of what is installed and recorded, nothing big is loaded."""
-    module, flavour = BACKENDS[backend].module, BACKENDS[backend].flavour
-    signature = bundle.manifest.signature
-    if BACKENDS[backend].gpu and (reason := no_gpu()) is not None:
-        raise MissingBackend(f"backend {backend} needs an NVIDIA GPU: {reason}")
+    flavour, signature = BACKENDS[backend].flavour, bundle.manifest.signature
+    require_device(backend)
     if flavour is not None and signature.lowering != "append":
         raise InputFault(
             f"{bundle.path}: its graph is scatter-lowered, backend {backend} runs engines of append-lowered graphs: export "
@@ -104,11 +103,21 @@ def require(bundle: Bundle, backend: str, opening: Opening) -> None:
             f"{bundle.path}: its graph is in bfloat16, for which backend {backend} has no matrix product: run it on a GPU, "
             "or export it with --dtype float32"
         )
-    _require_module(backend, module, BACKENDS[backend].extra)
+    require_module(backend)
 
 
-def _require_module(backend: str, module: str, extra: str) -> None:
+def require_device(backend: str) -> None:
+    """Raise if this machine has nothing that a backend could run on."""
+    if BACKENDS[backend].gpu and (reason := no_gpu()) is not None:
+        raise MissingBackend(f"backend {backend} needs an NVIDIA GPU: {reason}")
+
+
+def require_module(backend: str) -> None:
+    """Raise if a backend's module is not there, or not the one that it needs."""
+    module, extra = BACKENDS[backend].module, BACKENDS[backend].extra
     install = f"pip install 'spaceport[{extra}]'"
+    if backend == "onnxruntime-cuda" and (clash := clashing()) is not None:
+        raise MissingBackend(f"backend {backend} needs onnxruntime-gpu alone: {clash}, then {install}")
     try:
         imported = import_module(module)
     except ImportError as error:
@@ -120,6 +129,19 @@ def _require_module(backend: str, module: str, extra: str) -> None:
             f"backend {backend} needs an onnxruntime with CUDA, this one has {', '.join(imported.get_available_providers())}: "
             f"pip uninstall onnxruntime onnxruntime-gpu, then {install}"
         )
+
+
+def clashing() -> str | None:
+    """Why the packages of onnxruntime that are installed stand in each other's way; nothing if they do not."""
+    for package in ("onnxruntime", "onnxruntime-gpu"):
+        try:
+            version(package)
+        except PackageNotFoundError:
+            return None
+    return (
+        "onnxruntime and onnxruntime-gpu are both installed, are one module and overwrite each other: "
+        "pip uninstall onnxruntime onnxruntime-gpu"
+    )
 
 
 def check_threads(threads: int) -> None:

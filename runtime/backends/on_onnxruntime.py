@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -20,7 +21,7 @@ from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.slots import Moves
 
 # onnxruntime's exceptions share no base of their own; on broken files it lets Python's slip through as well.
-_FAULTS: tuple[type[Exception], ...] = (
+FAULTS: tuple[type[Exception], ...] = (
     *(
         kind
         for kind in vars(onnxruntime_pybind11_state).values()
@@ -30,7 +31,7 @@ _FAULTS: tuple[type[Exception], ...] = (
     UnicodeDecodeError,
 )
 _DTYPES = {"float32": np.float32, "float16": np.float16}
-_TYPES = {"float32": "float", "float16": "float16", "int64": "int64", "bool": "bool"}
+_TYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16", "int64": "int64", "bool": "bool"}
 
 
 class OnnxRuntimeEngine:
@@ -62,7 +63,7 @@ class OnnxRuntimeEngine:
             self._binding.bind_cpu_input(name, array)
         try:
             self._session.run_with_iobinding(self._binding)
-        except _FAULTS as error:
+        except FAULTS as error:
             raise EngineFault(
                 f"onnxruntime ({self.signature.dtype}, {self.signature.lowering}) failed in a step: {error}"
             ) from error
@@ -98,22 +99,40 @@ class OnnxRuntimeEngine:
 
 def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
+    options = session_options(opening.threads)
+    # Shapes change from step to step: without an arena and its plans one-row steps take 0.91 of the time, 36 rows 1.02.
+    options.enable_cpu_mem_arena = False
+    try:
+        session = open_session(bundle, options, ["CPUExecutionProvider"])
+    except FAULTS as error:
+        raise unloadable(bundle, error) from error
+    return OnnxRuntimeEngine(session, bundle.manifest.signature, opening.capacity, opening.requests)
+
+
+def session_options(threads: int) -> ort.SessionOptions:
+    """The options of a session whose shapes change from step to step, and that tells what goes wrong only to us."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = opening.threads
+    options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
-    # Shapes change from step to step: without an arena and its plans one-row steps take 0.91 of the time, 36 rows 1.02.
     options.enable_mem_pattern = False
-    options.enable_cpu_mem_arena = False
+    return options
+
+
+def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
+    """The bundle's graph in a session, held to its contract; onnxruntime's own faults come through."""
     path = bundle.path / MODEL_FILE
-    try:
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
-    except _FAULTS as error:
-        raise BundleError(
-            f"onnxruntime {ort.__version__} does not load {path}: {error}: export it again, or update onnxruntime"
-        ) from error
+    session = ort.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
     _hold_to_contract(session, bundle.manifest.signature, path)
-    return OnnxRuntimeEngine(session, bundle.manifest.signature, opening.capacity, opening.requests)
+    return session
+
+
+def unloadable(bundle: Bundle, error: Exception) -> BundleError:
+    """What to say of a graph that onnxruntime does not load."""
+    return BundleError(
+        f"onnxruntime {ort.__version__} does not load {bundle.path / MODEL_FILE}: {error}: export it again, or update "
+        "onnxruntime"
+    )
 
 
 def _hold_to_contract(session: ort.InferenceSession, signature: Signature, path: Path) -> None:

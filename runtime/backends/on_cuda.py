@@ -1,0 +1,140 @@
+"""ONNX Runtime on an NVIDIA GPU: the CUDA provider or nothing, and what it leaves to the processor is said."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import onnxruntime as ort
+
+from spaceport.graphs.faults import MissingPart, OptionFault
+from spaceport.graphs.manifest import MODEL_FILE
+from spaceport.runtime.backends.device import gpu
+from spaceport.runtime.backends.on_device import DeviceEngine
+from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_session, session_options, unloadable
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.timing import timed
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.engine import EngineFault
+
+_PROVIDER = "CUDAExecutionProvider"
+_RECORD = "session.record_ep_graph_assignment_info"
+
+# Before it, a replayed graph read buffers of the host that calls of other shapes had since taken: onnxruntime#32121.
+_GRAPHS_SINCE = (1, 30)
+
+# What shapes are worked out with; onnxruntime has the processor do that by choice.
+_ARITHMETIC = frozenset(
+    {
+        *("Shape", "Size", "Squeeze", "Unsqueeze", "Gather", "Concat", "Slice", "Cast", "Range", "Constant"),
+        *("Add", "Sub", "Mul", "Div", "Max", "Min", "Where", "Equal", "Reshape", "ConstantOfShape"),
+    }
+)
+_TOLD = 5  # nodes that a note names
+
+_NO_GRAPHS = re.compile("cannot use the (graph capture|CUDA Graph) feature", re.IGNORECASE)
+_NO_MEMORY = re.compile("out of memory|Failed to allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+
+
+def open_engine(bundle: Bundle, opening: Opening) -> DeviceEngine:
+    """The bundle's graph on the first GPU, measured."""
+    lacking = preload()
+    try:
+        session, notes = open_on_gpu(bundle, opening.graphs)
+        if _PROVIDER not in session.get_providers():  # with enable_fallback=0, too
+            raise MissingPart(without_cuda(lacking))
+        name = f"cuda:0 ({gpu().name})"
+        graphs = opening.graphs and not notes
+        engine = DeviceEngine(session, bundle.manifest.signature, opening, "cuda", name, graphs, notes)
+        engine.costs = timed(engine)
+    except FAULTS as error:
+        if _NO_MEMORY.search(str(error)):
+            raise OptionFault(no_room(bundle, opening)) from error
+        if isinstance(error, MissingPart | EngineFault):
+            raise
+        raise unloadable(bundle, error) from error
+    return engine
+
+
+def preload() -> tuple[str, ...]:
+    """Load the CUDA libraries that came as packages; those that are not there."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:  # it prints, and standard output is for text
+        ort.preload_dlls()
+    return tuple(re.findall(r"Failed to load (\S+):", said.getvalue()))
+
+
+def open_on_gpu(bundle: Bundle, graphs: bool) -> tuple[ort.InferenceSession, tuple[str, ...]]:
+    """The graph in a session that may capture CUDA graphs, or one that may not and why."""
+    if not graphs:
+        session = _session(bundle, False)
+        return session, left_behind(session)
+    if _version() < _GRAPHS_SINCE:
+        session = _session(bundle, False)
+        return session, (
+            f"no CUDA graphs: onnxruntime {ort.__version__} has faults in them, update it to 1.30",
+            *left_behind(session),
+        )
+    try:
+        return _session(bundle, True), ()  # it refuses if any node that is no arithmetic of shapes is not on the GPU
+    except FAULTS as error:
+        if not _NO_GRAPHS.search(str(error)):
+            raise
+    session = _session(bundle, False)
+    why = "no CUDA graphs: onnxruntime did not place the whole graph on the GPU"
+    return session, (why, *(left_behind(session) or left_behind(session, frozenset())))
+
+
+def left_behind(session: ort.InferenceSession, spared: Collection[str] = _ARITHMETIC) -> tuple[str, ...]:
+    """A note on the nodes that compute on the processor, if there are any but of these operators."""
+    nodes = [
+        f"{node.op_type} {node.name}"
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name == "CPUExecutionProvider"
+        for node in part.get_nodes()
+        if node.op_type not in spared
+    ]
+    if not nodes:
+        return ()
+    more = f" and {len(nodes) - _TOLD} more" if len(nodes) > _TOLD else ""
+    return (f"on the processor, not on the GPU: {', '.join(nodes[:_TOLD])}{more}",)
+
+
+def without_cuda(lacking: Sequence[str]) -> str:
+    """What to say where the provider did not start."""
+    major = ort.cuda_version.partition(".")[0] or "13"
+    cause = f"{', '.join(lacking)} cannot be loaded" if lacking else "the driver does not take it, look at nvidia-smi"
+    return (
+        f"onnxruntime {ort.__version__} does not start CUDA {major}: {cause}: pip install 'onnxruntime-gpu[cuda,cudnn]', or "
+        f"install CUDA {major} and cuDNN and name their folders in LD_LIBRARY_PATH"
+    )
+
+
+def no_room(bundle: Bundle, opening: Opening) -> str:
+    """What to say where the GPU's memory ends."""
+    manifest = bundle.manifest
+    buffers = manifest.signature.kv_bytes(opening.requests, opening.capacity) / 1e9
+    weights = sum(record.size for name, record in manifest.files.items() if name.startswith(MODEL_FILE)) / 1e9
+    return (
+        f"{weights:.1f} GB of weights and {buffers:.1f} GB of KV buffers ({opening.requests} requests of {opening.capacity} "
+        f"slots) do not fit into the {gpu().memory / 1e9:.1f} GB of the {gpu().name}: lower max_seq_len (--max-seq-len) or "
+        "max_requests (--max-requests)"
+    )
+
+
+def _session(bundle: Bundle, graphs: bool) -> ort.InferenceSession:
+    options = session_options(1)  # of the processor, which only works out shapes
+    options.add_session_config_entry(_RECORD, "1")
+    provider: dict[str, Any] = {
+        "device_id": 0,
+        "enable_cuda_graph": int(graphs),
+        "use_tf32": 0,  # its products have 10 bits of a float32's 23: not what the bundle was checked to be
+        "arena_extend_strategy": "kSameAsRequested",  # the default takes up to twice as much, which KV buffers may need
+    }
+    return open_session(bundle, options, [(_PROVIDER, provider), "CPUExecutionProvider"])
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", ort.__version__)[:2])

@@ -1,0 +1,193 @@
+"""On a device: a scatter-lowered graph in an onnxruntime session, all that it reads and writes in memory of one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from spaceport.graphs.signature import BYTES, Signature, logit_rows
+from spaceport.runtime.backends.on_onnxruntime import FAULTS
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places
+from spaceport.runtime.costs import PROCESSOR, Costs
+from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.slots import Moves
+
+# onnx.TensorProto.DataType: numpy has no bfloat16, so types are told by their numbers
+_ELEMENTS = {"float32": 1, "uint8": 2, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
+
+_LEAST = 1 << 14  # bytes of the smallest block
+MOST_GRAPHS = 128  # each holds some megabytes of the device
+_GRAPH_ROWS = 64  # wider calls take longer than their start does
+_COMMON = 3  # a call that came so often comes again
+PLAIN = -1  # the graph id of a call that is neither captured nor replayed
+
+
+class Graphs:
+    """Which calls onnxruntime keeps as CUDA graphs: those of few rows that come again; all others run plainly."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seen: Counter[tuple[int, Shape]] = Counter()
+        self._ids: dict[tuple[int, Shape], int] = {}
+        self._options: dict[int, ort.RunOptions] = {}
+
+    def options(self, first: int, shape: Shape) -> ort.RunOptions:
+        """How a call of the requests from `first` on is to run."""
+        number = self.number(first, shape)
+        if number not in self._options:
+            self._options[number] = ort.RunOptions()
+            self._options[number].add_run_config_entry("gpu_graph_id", str(number))
+        return self._options[number]
+
+    def number(self, first: int, shape: Shape) -> int:
+        """The id of a call's graph; a graph holds the addresses of its requests' buffers, so it is theirs alone."""
+        key = (first, shape)
+        if (known := self._ids.get(key)) is not None:
+            return known
+        if len(self._ids) == self._most or shape.rows > _GRAPH_ROWS:
+            return PLAIN
+        self._seen[key] += 1
+        if self._seen[key] <= _COMMON:
+            return PLAIN
+        self._ids[key] = len(self._ids)
+        return self._ids[key]
+
+
+class Staged(NamedTuple):
+    """A block of the host and the one of the device that it is copied to."""
+
+    block: Block
+    memory: ort.OrtValue
+
+
+class DeviceEngine:
+    """A graph in an onnxruntime session on a device.
+
+    Everything is bound by its address, and no address that was ever bound is given up before the engine is closed: captured
+    graphs hold them.
+    """
+
+    costs: Costs = PROCESSOR
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        signature: Signature,
+        opening: Opening,
+        kind: Literal["cuda", "cpu"],
+        device: str,
+        graphs: bool = False,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.signature = signature
+        self.capacity = self.rows = opening.capacity
+        self.requests = opening.requests
+        self.device = device
+        self.notes = notes
+        self._session: ort.InferenceSession | None = session
+        self._kind = kind
+        self._limits = Limits(self.capacity, self.rows, logit_rows(self.rows, signature.vocab_size))
+        # one block of 2 * layers x requests x Hkv x S x D; zeroed, since 0 * NaN is NaN
+        kv = np.zeros(signature.kv_bytes(opening.requests, opening.capacity), np.uint8)
+        self._kv = ort.OrtValue.ortvalue_from_numpy(kv, kind, 0)
+        self._staged: dict[int, Staged] = {}  # by its bytes
+        self._logits: dict[int, ort.OrtValue] = {}  # the same
+        self._graphs = Graphs(MOST_GRAPHS if graphs else 0)
+        self._binding = session.io_binding()
+        self._shape: Shape | None = None  # of the call that is bound
+        self._range: tuple[int, int] | None = None  # of requests whose buffers are bound
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        if self._session is None:
+            raise EngineFault(f"onnxruntime on {self.device}: the engine is closed")
+        shape = filled_up(batch, self.signature, self._limits)
+        try:
+            staged = self._stage(end_of(self.signature, shape))
+            staged.block.write(batch, shape, self.capacity)
+            staged.memory.update_inplace(staged.block.memory)
+            self._bind(batch.first, shape, staged.memory.data_ptr())
+            self._session.run_with_iobinding(self._binding, self._graphs.options(batch.first, shape))
+            # what was bound first, so only the logits are copied, and only the rows of this call
+            logits: NDArray[np.float32] = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
+        except FAULTS as error:
+            raise EngineFault(
+                f"onnxruntime on {self.device} ({self.signature.dtype}) failed in a step: {error}"
+            ) from error
+        return logits[:, : batch.logit_rows.shape[1]]
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        if any(sources.size for sources, _ in moves):
+            raise EngineFault(
+                f"onnxruntime on {self.device}: a scatter-lowered graph writes rows anywhere, nothing moves"
+            )
+
+    def clear(self, request: int) -> None:
+        size = self._bytes_of_request
+        zeros = np.zeros(size, np.uint8)
+        for index in range(2 * self.signature.layers):
+            at = self._kv.data_ptr() + (index * self.requests + request) * size
+            self._view(at, size).update_inplace(zeros)
+
+    def close(self) -> None:
+        self._session = None
+
+    @property
+    def _bytes_of_request(self) -> int:
+        """Of one of its buffers."""
+        signature = self.signature
+        return signature.kv_heads * self.capacity * signature.head_dim * BYTES[signature.dtype]
+
+    def _stage(self, size: int) -> Staged:
+        """The block for a call of so many bytes; blocks are powers of two, since a copy takes all of one."""
+        size = _power(size)
+        if size not in self._staged:
+            block = Block(np.zeros(size, np.uint8), self.signature)
+            self._staged[size] = Staged(block, self._memory(size))
+        return self._staged[size]
+
+    def _memory(self, size: int) -> ort.OrtValue:
+        return ort.OrtValue.ortvalue_from_shape_and_type((size,), _ELEMENTS["uint8"], self._kind, 0)
+
+    def _view(self, address: int, size: int) -> ort.OrtValue:
+        """Some bytes of the device as a value: onnxruntime makes none of an address but as what an output is bound to."""
+        assert self._session is not None
+        binding = self._session.io_binding()
+        binding.bind_output("logits", self._kind, 0, _ELEMENTS["uint8"], (size,), address)
+        return binding.get_outputs()[0]
+
+    def _bind(self, first: int, shape: Shape, rows: int) -> None:
+        """Tell the session where all of a call is, as far as that is new."""
+        if self._shape != shape:
+            types = {tensor.name: _ELEMENTS[tensor.dtype] for tensor in self.signature.rows}
+            for name, place in places(self.signature, shape).items():
+                self._binding.bind_input(name, self._kind, 0, types[name], place.shape, rows + place.offset)
+            logits = (shape.requests, shape.wanted, self.signature.vocab_size)
+            size = _power(BYTES["float32"] * int(np.prod(logits)))
+            if size not in self._logits:
+                self._logits[size] = self._memory(size)
+            self._binding.bind_output(
+                "logits", self._kind, 0, _ELEMENTS["float32"], logits, self._logits[size].data_ptr()
+            )
+            self._shape = shape
+        if self._range != (first, shape.requests):
+            self._bind_buffers(first, shape.requests)
+            self._range = (first, shape.requests)
+
+    def _bind_buffers(self, first: int, count: int) -> None:
+        signature, size = self.signature, self._bytes_of_request
+        dims = (count, signature.kv_heads, self.capacity, signature.head_dim)
+        kind = _ELEMENTS[signature.dtype]
+        for index, (past, present) in enumerate(zip(signature.past, signature.present, strict=True)):
+            address = self._kv.data_ptr() + (index * self.requests + first) * size
+            self._binding.bind_input(past.name, self._kind, 0, kind, dims, address)
+            self._binding.bind_output(present.name, self._kind, 0, kind, dims, address)
+
+
+def _power(size: int) -> int:
+    return max(_LEAST, 1 << (size - 1).bit_length())

@@ -115,6 +115,11 @@ def _beside(file: Path, content: bytes | memoryview) -> Iterator[Path]:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        reason = f"{error.strerror} while {len(content) / 1e6:.1f} MB were written: make room and build again"
+        raise OSError(error.errno, reason, str(file)) from error
+    try:
         yield partial
     finally:
         partial.unlink(missing_ok=True)

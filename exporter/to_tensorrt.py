@@ -107,17 +107,17 @@ def target_of(library: Library, asked: str, here: str | None, why_none: str) -> 
 
 def attention_of(model: onnx.ModelProto, signature: Signature) -> Attention:
     """How attention can run, decided from the graph: the type, the size of a head, a limit of scores."""
-    nodes, half = attention_nodes(model), signature.dtype in _FUSED_TYPES
-    if not nodes:
-        return Attention(signature.layers, "the bundle was exported with --attention plain")
+    nodes, layers = attention_nodes(model), signature.layers
     if any(softcap_of(node) for node in nodes):
-        return Attention(len(nodes), "TensorRT has no fused kernel with softcap", written_out=True)
-    if not half:
-        return Attention(len(nodes), f"TensorRT has no fused kernel for {signature.dtype}")
+        return Attention(layers, "TensorRT has no fused kernel with softcap", written_out=True)
+    if len(nodes) < layers:
+        return Attention(layers, "the bundle was exported with --attention plain")
+    if signature.dtype not in _FUSED_TYPES:
+        return Attention(layers, f"TensorRT has no fused kernel for {signature.dtype}")
     if signature.head_dim not in _FUSED_HEADS:
         reason = f"TensorRT has no fused kernel for heads of {signature.head_dim}"
-        return Attention(len(nodes), reason, written_out=signature.head_dim % _STEP_OF_HALF != 0)
-    return Attention(signature.layers - len(nodes), "")
+        return Attention(layers, reason, written_out=signature.head_dim % _STEP_OF_HALF != 0)
+    return Attention(0, "")
 
 
 def build(

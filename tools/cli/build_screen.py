@@ -30,6 +30,7 @@ def building(name: str, memory: str) -> Iterator[Progress]:
     bar = Bar(name, memory)
     try:
         yield bar
+        bar.hear(1.0, "")
     finally:
         bar.end()
 
@@ -38,12 +39,12 @@ class Lines:
     """A line when the build begins and at each quarter of it."""
 
     def __init__(self, name: str, memory: str) -> None:
-        self._told_first = f"building with {name}: {memory}"
+        self._first = f"building with {name}: {memory}"
         self._started = time.perf_counter()
         self._told = 0
 
     def begin(self) -> None:
-        click.echo(self._told_first, err=True)
+        click.echo(self._first, err=True)
 
     def hear(self, done: float, phase: str) -> None:
         if int(done * _LINES) > self._told:
@@ -58,13 +59,13 @@ class Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        self._told_first = f"building with {name}: {memory}"
+        self._first = f"building with {name}: {memory}"
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, TextColumn("{task.fields[phase]}"), console=Console(stderr=True))
         self._task = self._progress.add_task(name, total=1.0, phase="", start=False)
 
     def begin(self) -> None:
-        click.echo(self._told_first, err=True)
+        click.echo(self._first, err=True)
         self._progress.start()
         self._progress.start_task(self._task)
 

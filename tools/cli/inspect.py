@@ -53,6 +53,9 @@ def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int
     )
     rows = [(name, size(record.size), record.sha256) for name, record in manifest.files.items()]
     show_table("\nFiles", ("file", "size", "sha256"), rows)
+    if manifest.engines:
+        columns = ("engine", "size", "slots", "requests", "rows", "attention", "built with")
+        show_table("\nEngines", columns, engines(manifest))
     threads = f", {memory['max_slots']} with all threads" if memory["max_slots"] > length else ""
     label = f"\nMemory for {requests} request{'s' if requests > 1 else ''} of {length} tokens{threads}"
     show_table(label, ("what", "bytes"), [("weights", size(memory["weights"])), ("KV buffers", size(memory["kv"]))])
@@ -98,6 +101,22 @@ def short_contract(manifest: Manifest) -> list[dict[str, str]]:
     return [
         {"name": names.get(t.name, t.name), "dtype": t.dtype, "shape": f"[{', '.join(map(str, t.shape))}]"}
         for t in chosen
+    ]
+
+
+def engines(manifest: Manifest) -> list[tuple[object, ...]]:
+    """The engines that were built, with the most rows of steps and of prompts."""
+    return [
+        (
+            name,
+            size(record.size),
+            record.capacity,
+            record.requests,
+            f"{record.step_rows}, {record.prompt_rows}",
+            f"{record.decomposed} layers as products" if record.decomposed else "fused",
+            f"{record.flavour} {record.version}",
+        )
+        for name, record in manifest.engines.items()
     ]
 
 

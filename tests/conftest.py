@@ -35,8 +35,20 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_append_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the append lowering."""
+    """The tiny trained checkpoint with the append lowering."""
     return exported_once(tmp_path_factory, "append")
+
+
+@pytest.fixture(scope="session", params=("scatter", "append"))
+def any_tiny_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny trained checkpoint with each lowering in turn."""
+    return exported_once(tmp_path_factory, request.param)
+
+
+@pytest.fixture(scope="session", params=("scatter", "append"))
+def any_demo_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with each lowering in turn."""
+    return exported_once(tmp_path_factory, request.param, DEMO)
 
 
 def exported_once(factory: pytest.TempPathFactory, lowering: Lowering, checkpoint: Path = TINY) -> Path:

@@ -40,10 +40,10 @@ async def step(engine: StepwiseEngine) -> None:
     await asyncio.to_thread(engine.step)
 
 
-def test_gathered_texts_are_what_each_is_alone(demo_bundle: Path) -> None:
+def test_gathered_texts_are_what_each_is_alone(any_demo_bundle: Path) -> None:
     prompts = ["def f(self):\n", "import json\n", "class A:\n", "    return self.x\n", "# see\n", "for name in"]
     ways = [Decoding(max_tokens=30), Decoding(max_tokens=30, mask_slots=0)]
-    with Runtime.open(demo_bundle, threads=1, max_seq_len=128, max_requests=4) as runtime:
+    with Runtime.open(any_demo_bundle, threads=1, max_seq_len=128, max_requests=4) as runtime:
         alone = [runtime.generate(prompt, ways[1]) for prompt in prompts]
 
         async def together() -> list[Completion]:

@@ -64,8 +64,10 @@ def test_a_seed_means_one_text_on_every_backend_with_every_draft(
             assert runtime.generate(PROMPT, Decoding(sampling=how, **drafts)).tokens == expected
 
 
-def test_sampled_texts_side_by_side_are_what_each_is_alone(tiny_bundle: Path, sampled: list[tuple[int, ...]]) -> None:
-    with Runtime.open(tiny_bundle, max_seq_len=128, max_requests=4, threads=1) as runtime:
+def test_sampled_texts_side_by_side_are_what_each_is_alone(
+    any_tiny_bundle: Path, sampled: list[tuple[int, ...]]
+) -> None:
+    with Runtime.open(any_tiny_bundle, max_seq_len=128, max_requests=4, threads=1) as runtime:
         streams = [runtime.stream(PROMPT, Decoding(sampling=how)) for how in SAMPLINGS]
         assert [stream.completion().tokens for stream in streams] == sampled
 

@@ -33,8 +33,8 @@ DRAFTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def runtime(demo_bundle: Path) -> Iterator[Runtime]:
-    with Runtime.open(demo_bundle, threads=1, max_seq_len=256) as opened:
+def runtime(any_demo_bundle: Path) -> Iterator[Runtime]:
+    with Runtime.open(any_demo_bundle, threads=1, max_seq_len=256) as opened:
         yield opened
 
 

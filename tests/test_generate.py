@@ -86,8 +86,8 @@ def test_a_chat_goes_through_the_models_template(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 48, 512])
-def test_a_prompt_fed_in_chunks_leads_to_the_same_text(tiny_bundle: Path, chunk: int) -> None:
-    bundle = open_bundle(tiny_bundle)
+def test_a_prompt_fed_in_chunks_leads_to_the_same_text(any_tiny_bundle: Path, chunk: int) -> None:
+    bundle = open_bundle(any_tiny_bundle)
     engine = open_engine(bundle, "auto", Opening(capacity_for(bundle.manifest, 512), 1))
     with Runtime(bundle, engine, 512, prompt_rows=chunk) as opened:
         found = opened.generate(DECODER, chain(5))

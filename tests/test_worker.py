@@ -68,13 +68,13 @@ def setting(done: threading.Event) -> Callable[[Task], None]:
 
 
 def test_texts_that_sixteen_threads_ask_for_at_once_are_what_each_is_alone(
-    demo_bundle: Path, open_runtime: Callable[..., Runtime]
+    any_demo_bundle: Path, open_runtime: Callable[..., Runtime]
 ) -> None:
     ways = [Decoding(max_tokens=40), Decoding(max_tokens=40, mask_slots=0), Decoding(max_tokens=40, draft="chain")]
     wanted = [(number, ways[place % 3]) for place, number in enumerate([0, 1, 2, 3] * 3)]
-    with Runtime.open(demo_bundle, threads=1, max_seq_len=256) as runtime:
+    with Runtime.open(any_demo_bundle, threads=1, max_seq_len=256) as runtime:
         alone = [runtime.generate(PROMPTS[number], PLAIN_40).text for number in range(4)]
-    shared = open_runtime(demo_bundle, threads=1, max_seq_len=256, max_requests=4)
+    shared = open_runtime(any_demo_bundle, threads=1, max_seq_len=256, max_requests=4)
 
     def several(offset: int) -> list[tuple[int, str]]:
         own = wanted[offset % len(wanted) :][:3]

@@ -83,7 +83,7 @@ def put(bundle: Path, name: str, content: bytes) -> None:
         (["a", "--backend", "torch"], "--backend torch runs the checkpoint itself: name it with --checkpoint"),
         (["a", "--backend", "torch", "--checkpoint", TINY, "--threads", -1], "threads is -1: expected 0"),
         (["a", "--checkpoint", TINY], "--checkpoint is only read with --backend torch: leave it out, or add that"),
-        (["a", "--backend", "cuda"], "'cuda' is not one of 'auto', 'onnxruntime', 'torch'"),
+        (["a", "--backend", "cuda"], "'cuda' is not one of 'auto', 'tensorrt', .*'onnxruntime', 'torch'"),
         (["a", "--mask-slotz", 3], r"No such option.*--mask-slotz"),
         (["a", "--json", "--max-tokens", 0], "max_tokens is 0: expected at least 1"),
     ],

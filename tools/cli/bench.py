@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from spaceport.graphs.faults import OptionFault
+from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import loop_cost, step_costs
-from spaceport.tools.cli.screen import show_json, show_table
+from spaceport.tools.cli.screen import show_json, show_notes, show_table
 
 
 @click.group("bench")
@@ -24,14 +25,18 @@ def command() -> None:
 @click.option("--context", default=256, show_default=True, help="Tokens that the rows see.")
 @click.option("--rounds", default=30, show_default=True, help="Times that each is measured; the median counts.")
 @click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
-@click.option("--backend", type=click.Choice(("auto", "onnxruntime")), default="auto", show_default=True)
+@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
+@click.option("--trust-engines", is_flag=True, help="Run engines that were not built on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def steps(bundle: Path, rows: str, context: int, rounds: int, threads: int, backend: str, as_json: bool) -> None:
+def steps(
+    bundle: Path, rows: str, context: int, rounds: int, threads: int, backend: str, trust_engines: bool, as_json: bool
+) -> None:
     """Median time of a step of BUNDLE by its number of rows, and the time outside the engine in real decoding."""
     counts = parse_rows(rows)
     if context < 1 or rounds < 1:
         raise OptionFault(f"--context is {context} and --rounds {rounds}: expected at least 1 of each")
-    with Runtime.open(bundle, backend=backend, threads=threads) as runtime:
+    with Runtime.open(bundle, backend=backend, threads=threads, trust_engines=trust_engines) as runtime:
+        show_notes(runtime.notes)
         manifest = runtime.bundle.manifest
         most = min(runtime.engine.capacity - context - 1, runtime.engine.rows)
         if max(counts) > most or context + 2 > runtime.max_seq_len:

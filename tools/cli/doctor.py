@@ -13,7 +13,11 @@ from typing import Any
 import click
 
 from spaceport import __version__
-from spaceport.tools.cli.screen import show_json, show_table
+from spaceport.graphs.faults import MissingPart
+from spaceport.graphs.manifest import FLAVOURS
+from spaceport.runtime.backends import BACKENDS, clashing, require_device
+from spaceport.runtime.backends.device import NoGpu, gpu
+from spaceport.tools.cli.screen import show_json, show_table, size
 
 # package -> the extra that brings it, and what it is for
 PACKAGES = {
@@ -37,6 +41,37 @@ PACKAGES = {
 }
 
 
+# argv: a backend. Prints what it runs with, or ends with why it cannot.
+PROBE = """
+import sys
+from spaceport.graphs.faults import MissingPart
+from spaceport.runtime.backends import BACKENDS, require_module
+name = sys.argv[1]
+try:
+    require_module(name)
+except MissingPart as error:
+    sys.exit(str(error))
+module = sys.modules[BACKENDS[name].module]
+if name == "onnxruntime-cuda":
+    from spaceport.runtime.backends.on_cuda import preload, without_cuda
+    if lacking := preload():
+        sys.exit(without_cuda(lacking))
+providers = f", {', '.join(module.get_available_providers())}" if name.startswith("onnxruntime") else ""
+print(f"{BACKENDS[name].module} {module.__version__}{providers}")
+"""
+# argv: a flavour. Prints the version of the library and, a line each, the GPUs that it builds for anywhere.
+BUILDER = """
+import sys
+from spaceport.exporter.to_tensorrt import open_library
+from spaceport.graphs.faults import MissingPart
+try:
+    library = open_library(sys.argv[1])
+except MissingPart as error:
+    sys.exit(str(error))
+print(library.version, *library.targets, sep="\\n")
+"""
+
+
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def command(as_json: bool) -> None:
@@ -53,6 +88,8 @@ def command(as_json: bool) -> None:
         ("backend", "ready", "why"),
         [(b["backend"], "yes" if b["ready"] else "no", b["why"]) for b in found["backends"]],
     )
+    builders = [(b["flavour"], b["version"] or "-", ", ".join(b["targets"]) or b["why"]) for b in found["builders"]]
+    show_table("\nEngines that can be built here", ("flavour", "version", "for"), builders)
     for problem in found["problems"]:
         click.echo(f"\nproblem: {problem}")
 
@@ -65,53 +102,80 @@ def survey() -> dict[str, Any]:
             "package": package,
             "version": versions[package],
             "for": purpose,
-            "install": None
-            if versions[package]
-            else f"pip install 'spaceport[{extra}]'"
-            if extra
-            else "pip install spaceport",
+            "install": _install(package, versions),
         }
-        for package, (extra, purpose) in PACKAGES.items()
+        for package, (_, purpose) in PACKAGES.items()
     ]
-    gpu = _gpu()
     system = {
         "spaceport": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor threads": os.cpu_count() or 1,
-        "NVIDIA GPU": gpu or "none found",
+        "NVIDIA GPU": _gpu(),
+        "NVIDIA driver": _driver() or "none found",
     }
-    problems = []
-    if versions["onnxruntime"] and versions["onnxruntime-gpu"]:
-        problems.append(
-            "onnxruntime and onnxruntime-gpu are one module and overwrite each other: "
-            "pip uninstall onnxruntime onnxruntime-gpu, then install one of them"
-        )
-    return {"system": system, "packages": packages, "backends": _backends(versions), "problems": problems}
+    clash = clashing()
+    return {
+        "system": system,
+        "packages": packages,
+        "backends": [*map(_backend, BACKENDS), _torch(versions)],
+        "builders": [*map(_builder, FLAVOURS)],
+        "problems": [] if clash is None else [f"{clash}, then install one of them"],
+    }
 
 
-def _backends(versions: dict[str, str | None]) -> list[dict[str, Any]]:
-    ort = versions["onnxruntime"] or versions["onnxruntime-gpu"]
-    opens, why = False, "onnxruntime is not installed: pip install 'spaceport[cpu]'"
-    if ort:
-        opens, why = _probe("import onnxruntime as o; print(o.__version__, ', '.join(o.get_available_providers()))")
+def _install(package: str, versions: dict[str, str | None]) -> str | None:
+    """The command that brings a package; nothing if it is here, or what it does is."""
+    extra = PACKAGES[package][0]
+    command = f"pip install 'spaceport[{extra}]'" if extra else "pip install spaceport"
+    if versions[package] or (package == "onnxruntime" and versions["onnxruntime-gpu"]):
+        return None
+    if package == "onnxruntime-gpu" and versions["onnxruntime"]:  # side by side they overwrite each other
+        return f"pip uninstall onnxruntime, then {command}"
+    return command
+
+
+def _backend(name: str) -> dict[str, Any]:
+    try:
+        require_device(name)
+    except MissingPart as error:
+        return {"backend": name, "ready": False, "why": str(error)}
+    ready, said = _probe(PROBE, name)
+    return {"backend": name, "ready": ready, "why": ", ".join(said)}
+
+
+def _torch(versions: dict[str, str | None]) -> dict[str, Any]:
     exports = all(versions[package] for package in ("torch", "transformers", "onnx", "onnxscript", "safetensors"))
-    torch_why = (
-        "PyTorch reference, with --checkpoint" if exports else "packages are missing: pip install 'spaceport[export]'"
-    )
-    return [
-        {"backend": "onnxruntime", "ready": opens, "why": why},
-        {"backend": "torch", "ready": exports, "why": torch_why},
-    ]
+    why = "PyTorch reference, with --checkpoint" if exports else "packages are missing: pip install 'spaceport[export]'"
+    return {"backend": "torch", "ready": exports, "why": why}
 
 
-def _probe(code: str) -> tuple[bool, str]:
-    """Import in a process of its own: a broken build may take its process down with it."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+def _builder(flavour: str) -> dict[str, Any]:
+    ready, said = _probe(BUILDER, flavour)
+    if not ready:
+        return {"flavour": flavour, "version": None, "targets": [], "why": said[-1]}
+    version, *targets = said
+    try:
+        here = gpu().target
+        targets = [*targets, *(() if here in targets else (here,))]
+    except NoGpu as error:
+        return {
+            "flavour": flavour,
+            "version": version,
+            "targets": targets,
+            "why": f"only where there is a GPU: {error}",
+        }
+    return {"flavour": flavour, "version": version, "targets": targets, "why": ""}
+
+
+def _probe(code: str, argument: str) -> tuple[bool, list[str]]:
+    """What a program of its own prints: a broken build may take its process down with it."""
+    command = [sys.executable, "-c", code, argument]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode == 0:
-        return True, done.stdout.strip()
+        return True, done.stdout.strip().splitlines()
     lines = done.stderr.strip().splitlines()
-    return False, f"installed, but does not import: {lines[-1] if lines else f'exit code {done.returncode}'}"
+    return False, [lines[-1] if lines else f"its process ends with exit code {done.returncode}"]
 
 
 def _version(package: str) -> str | None:
@@ -121,13 +185,21 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _gpu() -> str | None:
+def _gpu() -> str:
+    try:
+        found = gpu()
+    except NoGpu as error:
+        return f"none: {error}"
+    return f"{found.name}, {found.target}, {size(found.memory)}"
+
+
+def _driver() -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    query = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip().replace("\n", "; ") or None if done.returncode == 0 else None
+    return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None

@@ -33,7 +33,7 @@ from spaceport.tools.cli.generate_options import (
 )
 from spaceport.tools.cli.generate_screen import as_dict, show, show_live, show_statistics
 from spaceport.tools.cli.lanes import Lanes
-from spaceport.tools.cli.screen import show_json
+from spaceport.tools.cli.screen import show_json, show_notes
 
 
 @click.command("generate", cls=Generate, context_settings={"max_content_width": 110})
@@ -55,6 +55,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **told:
     given: Prompt = [{"role": "user", "content": text}] if told["chat"] else text
     decoding = decoding_of(told)
     with open_runtime(bundle, told) as runtime:
+        show_notes(runtime.notes)
         check_with(context, runtime.bundle.manifest, decoding)
         never = banned(told["ban"], runtime.tokenizer)
         decoding = replace(decoding, sampling=replace(decoding.sampling, banned=never))
@@ -78,7 +79,14 @@ def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
     backend, checkpoint, workers = told["backend"], told["checkpoint"], told["workers"]
     max_seq_len, max_slots = told["max_seq_len"], told["max_slots"]
     if backend != "torch":
-        return Runtime.open(bundle, backend=backend, max_seq_len=max_seq_len, max_slots=max_slots, threads=workers)
+        return Runtime.open(
+            bundle,
+            backend=backend,
+            max_seq_len=max_seq_len,
+            max_slots=max_slots,
+            threads=workers,
+            trust_engines=told["trust_engines"],
+        )
     from spaceport.tools.reference import open_reference
 
     opened = open_bundle(bundle)

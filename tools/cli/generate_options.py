@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.manifest import Manifest
+from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.draft import Drafting, Shape
 from spaceport.runtime.grammar import Form
@@ -94,8 +95,9 @@ outputs = options(
 )  # fmt: skip
 
 engines = options(
-    click.option("--backend", type=click.Choice(("auto", "onnxruntime", "torch")), default="auto", metavar="NAME", help="What runs the model: onnxruntime, torch, or the best that is installed (auto)."),
+    click.option("--backend", type=click.Choice(("auto", *BACKENDS, "torch")), default="auto", metavar="NAME", help=f"What runs the model: {', '.join(BACKENDS)}, torch, or the best that is here (auto)."),
     click.option("--checkpoint", type=_FILE, metavar="FOLDER", help="With --backend torch: the checkpoint that the bundle was made from."),
+    click.option("--trust-engines", is_flag=True, help="Run engines of the bundle that were not built on this machine: they are code of whoever built them."),
     click.option("--threads", "workers", default=0, metavar="N", help="Processor threads; 0 means one for each core."),
 )  # fmt: skip
 
@@ -120,6 +122,7 @@ def check_before(context: click.Context) -> None:
             Idle(not told["as_json"], ("logprobs",), "no --json", "--json"),
             Idle(told["as_json"], ("live", "show_drafts"), "--json", "one of the two"),
             Idle(told["draft"] == "chain", ("draft_rows", "draft_siblings"), "--draft chain", "--draft tree"),
+            Idle(told["backend"] == "torch", ("trust_engines",), "--backend torch", "a backend that runs engines"),
             Idle(told["fork"] is False, ("max_threads", "max_depth"), "--no-fork", "--fork"),
         ),
     )

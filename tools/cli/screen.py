@@ -42,6 +42,12 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
         click.echo("  ".join(padded).rstrip())
 
 
+def show_notes(notes: Sequence[str]) -> None:
+    """What there is to know of an engine that was opened, a line each, on stderr."""
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
 @contextmanager
 def stages() -> Iterator[Callable[[str], None]]:
     """Says on stderr which stage runs and, on a terminal, for how long."""

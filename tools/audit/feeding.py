@@ -20,6 +20,8 @@ from spaceport.runtime.slots import Slots
 from spaceport.runtime.threads import Thread, new_thread
 from spaceport.tools.audit.lines import Line
 
+_GAPS = 48  # slots; fewer than the rows of a step that every request has room for
+
 Logits = NDArray[np.float32]
 # Hears which of the lines it is, a place of it, and the logits for the token there; they hold until it returns.
 Hear = Callable[[int, int, Logits], None]
@@ -31,24 +33,42 @@ class Pace:
 
     rows: int = 1  # of the text in a step
     requests: int = 1  # lines side by side
-    parts: int | None = None  # rows of the prompt in a step; none: as a runtime feeds it, which is alone
+    parts: int | None = None  # rows of the prompt in a step; none: as plain decoding feeds it, whole and alone
 
-    def prompt_rows(self, start: int) -> int:
-        """Rows of a prompt of so many tokens in a step; it is cut once at least, if it is to be cut."""
-        return PROMPT_ROWS if self.parts is None else min(self.parts, max(1, -(-start // 2)))
+    def first(self, line: Line) -> int:
+        """The first row of steps of this width: they end with the line, so a short text's begin within its prompt."""
+        if self.parts is None:
+            return line.start
+        steps = min(-(-(len(line.tokens) - line.start + 1) // self.rows), len(line.tokens) // self.rows)
+        return len(line.tokens) - steps * self.rows
+
+    def least(self, line: Line) -> int:
+        """The first place whose logits come from a step of this width."""
+        return max(line.start, self.first(line) + (self.parts is not None))
+
+    def before(self, first: int) -> int:
+        """Rows of a step before so many have been fed; what is cut is cut once at least."""
+        return PROMPT_ROWS if self.parts is None else min(self.parts, max(1, -(-first // 2)))
 
 
 PLAIN = Pace()
 
 
 def feed(engine: Engine, lines: Sequence[Line], pace: Pace, hear: Hear) -> None:
-    """Feed lines side by side from their beginnings; every place from each line's start on is heard, and one behind it."""
-    hearers = [_Hearer(index, hear) for index in range(len(lines))]
+    """Feed lines side by side from their beginnings; places from each line's start on are heard, and one behind it.
+
+    Those of rows that were fed in narrower steps are not.
+    """
+    firsts = [pace.first(line) for line in lines]
+    hearers = [_Hearer(index, pace.least(line), hear) for index, line in enumerate(lines)]
     requests = [_request(engine, line, hearer) for line, hearer in zip(lines, hearers, strict=True)]
+    gaps = [] if pace.parts is None else [_Gaps(request) for request in requests]
     while live := [request for request in requests if request.live]:
+        for gap in gaps:
+            gap.close_one()
         for request in live:
-            start, fed = lines[request.index].start, request.threads[0].fed
-            rows = pace.rows if fed >= start else min(pace.prompt_rows(start), start - fed)
+            first, fed = firsts[request.index], request.threads[0].fed
+            rows = pace.rows if fed >= first else min(pace.before(first), first - fed)
             request.chunk = min(rows, engine.rows)
         step(engine, live)
     for hearer in hearers:
@@ -67,18 +87,40 @@ def logits_of(engine: Engine, line: Line) -> Logits:
     return found
 
 
+class _Gaps:
+    """Slots that nobody sees, some of them given back in each step: so rows stand with gaps, and in no order.
+
+    That is how drafts leave them, and where a row's slots stand decides in which order its sums are taken.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._slots = request.slots
+        held = request.slots.take(np.zeros(_GAPS, np.int64))
+        self._held = np.random.default_rng(request.index).permutation(held)
+        for _ in range(_GAPS // 2):
+            self.close_one()
+
+    def close_one(self) -> None:
+        """Give one slot back."""
+        if self._slots.held and self._held.size:
+            self._slots.release(self._held[:1])
+            self._held = self._held[1:]
+
+
 class _Hearer:
     """Passes on the logits of a line's own places."""
 
-    def __init__(self, index: int, hear: Hear) -> None:
+    def __init__(self, index: int, least: int, hear: Hear) -> None:
         self.index = index
         self.spoilt = False  # whether some of the logits were no numbers: then the buffers hold such too
-        self._hear = hear
+        self._least, self._hear = least, hear
 
     def saw(self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[Logits]) -> None:
         (part,), (own,) = plan.parts, lines
         for row, logits in zip(part.rows_wanted.tolist(), own, strict=True):
-            self._hear(self.index, int(part.positions[row]) + 1, logits)
+            place = int(part.positions[row]) + 1
+            if place >= self._least:
+                self._hear(self.index, place, logits)
             self.spoilt |= bool(np.isnan(logits).any())
 
 

@@ -72,7 +72,7 @@ def measure(engine: Engine, lines: Sequence[Line]) -> list[Noise]:
                 beside = slice(begin, begin + pace.requests)
                 tally.feed(engine, group[beside], plain[beside], pace)
     tolerance = TOLERANCE[engine.signature.dtype]
-    return [tally.noise(pace, tolerance) for pace, tally in zip(ways, tallies, strict=True)]
+    return [tally.noise(pace, tolerance) for pace, tally in zip(ways, tallies, strict=True) if tally.places]
 
 
 def paces(engine: Engine) -> list[Pace]:

@@ -117,8 +117,8 @@ class Report:
         texts, tokens = (sum(getattr(row, name) for row in self.drafted) for name in ("texts", "tokens"))
         near = sum(row.near_ties for row in self.rows)
         margin = max((row.margin for row in self.rows if row.margin is not None), default=None)
-        noise = f"noise {noise_of(self.noise):.0e}"
-        told = noise if margin is None else f"margin {margin:.0e}, {noise}"
+        noise = f"noise {_rounded(noise_of(self.noise))}"
+        told = noise if margin is None else f"margin {_rounded(margin)}, {noise}"
         verdict = "lossless" if self.passed else "NOT LOSSLESS"
         return f"{verdict}: {_count(texts, 'text')}, {_count(tokens, 'token')}, {_count(self.faults, 'fault')}, {_count(near, 'near-tie')} ({told})"
 
@@ -147,6 +147,11 @@ def finding_of(
     start = miss.place if line is None else line.start
     grade = miss.grade(noise)
     return Finding(row.kind, row.requests, prompt, line_of_file, grade, miss, start, text(before), plain, written)
+
+
+def _rounded(number: float) -> str:
+    """Such as 2e-05."""
+    return f"{number:.0e}" if number else "0"
 
 
 def _count(number: int, noun: str) -> str:

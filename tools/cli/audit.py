@@ -17,7 +17,7 @@ from spaceport.tools.cli.screen import show_json, show_table, stages
 FAILED = 4  # exit code
 MAX_TOKENS = 128
 MAX_REQUESTS = 4
-_SHOWN = 20  # findings; --json has all
+_SHOWN = 10  # findings; --json has all
 
 
 @click.command("audit")
@@ -62,6 +62,8 @@ def command(
             threads=threads,
             trust_engines=trust_engines,
         ) as runtime:
+            for note in runtime.notes:
+                stage(note)
             report = audit(runtime, questions(runtime, asked, max_tokens, prompts), max_tokens, stage)
     if as_json:
         show_json(report.as_dict())
@@ -84,7 +86,7 @@ def show(report: Report) -> None:
         for one in report.noise
     ]
     show_table(
-        f"Noise of the widths of steps, against one row ({report.engine})",
+        f"Noise of other widths and slots, against steps of one row ({report.engine})",
         ("width", "places", "noise", "allowed", "verdict"),
         noise,
     )
@@ -104,7 +106,7 @@ def show(report: Report) -> None:
     columns = ("kind of draft", "at once", "texts", "tokens", "steps", "same", "near-ties", "faults")
     click.echo()
     show_table("Texts, each token held against the logits of a step of one row", columns, rows)
-    for finding in report.findings[:_SHOWN]:
+    for finding in sorted(report.findings, key=lambda finding: finding.grade != "FAULT")[:_SHOWN]:
         click.echo(f"\n{told(finding)}")
     if (more := len(report.findings) - _SHOWN) > 0:
         click.echo(f"\n{more} more places: --json lists them")

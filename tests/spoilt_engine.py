@@ -1,0 +1,86 @@
+"""Spoilt engine: an engine with something done to what goes in or comes out, for tests of what finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.runtime.admission import capacity_for
+from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.slots import Moves
+
+Logits = NDArray[np.float32]
+Spoil = Callable[[Batch, Logits], None]  # changes logits in place
+LENGTH = 128
+
+
+def unchanged(batch: Batch, logits: Logits) -> None:
+    """A sound engine's logits."""
+
+
+class SpoiltEngine:
+    """Changes a batch before another engine runs it, or the logits behind it."""
+
+    def __init__(self, engine: Engine, after: Spoil = unchanged, before: Callable[[Batch], None] | None = None) -> None:
+        self._engine, self._after, self.before = engine, after, before
+        self.signature, self.capacity, self.requests = engine.signature, engine.capacity, engine.requests
+        self.rows, self.device, self.costs, self.notes = engine.rows, engine.device, engine.costs, engine.notes
+        self.widths: set[int] = set()  # rows of a request that there were in a call
+        self.cleared = 0
+
+    def run(self, batch: Batch) -> Logits:
+        self.widths.add(batch.input_ids.shape[1])
+        if self.before is not None:
+            self.before(batch)
+        logits: Logits = self._engine.run(batch).copy()
+        self._after(batch, logits)
+        return logits
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        self._engine.move(first, moves)
+
+    def clear(self, request: int) -> None:
+        self.cleared += 1
+        self._engine.clear(request)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def spoilt_runtime(
+    bundle: Path,
+    after: Spoil = unchanged,
+    before: Callable[[Batch], None] | None = None,
+    requests: int = 1,
+) -> tuple[Runtime, SpoiltEngine]:
+    """A bundle's runtime over such an engine."""
+    opened = open_bundle(bundle)
+    engine = open_engine(opened, "onnxruntime", Opening(capacity_for(opened.manifest, LENGTH), requests, 1))
+    spoilt = SpoiltEngine(engine, after, before)
+    return Runtime(opened, spoilt, LENGTH), spoilt
+
+
+def places(batch: Batch) -> NDArray[np.int64]:
+    """The place of the token that each line of logits is for, B x R."""
+    found: NDArray[np.int64] = np.take_along_axis(batch.position_ids, batch.logit_rows, axis=1) + 1
+    return found
+
+
+def tied(size: float, every: int = 5) -> Spoil:
+    """The two likeliest tokens of every so many places are equal but for so much, which wide steps give to the other."""
+
+    def spoil(batch: Batch, logits: Logits) -> None:
+        logits -= logits.max(axis=-1, keepdims=True)  # at most 0: there so small a number still counts
+        wide = batch.input_ids.shape[1] > 1
+        for line, row in np.argwhere(places(batch) % every == 0):
+            best, second = np.argsort(-logits[line, row], kind="stable")[:2]
+            logits[line, row, best], logits[line, row, second] = (0, size) if wide else (size, 0)
+
+    return spoil

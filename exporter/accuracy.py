@@ -1,4 +1,4 @@
-"""Accuracy: engines held against the PyTorch reference by Polygraphy, case by case."""
+"""Accuracy: everything that runs a bundle held against each other by Polygraphy, case by case and pair by pair."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import io
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +22,39 @@ from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
 from spaceport.graphs.manifest import ACCURACY_FILE
-from spaceport.graphs.tolerance import TOLERANCE as TOLERANCE
+from spaceport.graphs.signature import Precision
+from spaceport.graphs.tolerance import TOLERANCE
 
 Array = NDArray[Any]
 # Runs the rows of one feed on an engine, which keeps its KV buffers from feed to feed; the logits, B x R x V.
 Call = Callable[[Mapping[str, Array]], NDArray[np.float32]]
 
 
+class CallFailed(RuntimeError):
+    """An engine gave no logits; the message is the engine's own."""
+
+
 @dataclass(frozen=True)
 class Feed:
-    """The inputs of one call, the case that it belongs to, and what the reference made of it."""
+    """The inputs of one call, the case that it belongs to, and the logits of the engine on which it was recorded."""
 
     case: str
     arrays: dict[str, Array]
-    expected: NDArray[np.float32]  # the reference's logits
+    expected: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Something that runs a bundle: it is opened for all feeds, one after the other, and then closed."""
+
+    name: str
+    dtype: Precision
+    opened: Callable[[], AbstractContextManager[Call]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How an engine's logits differ from the reference's, in one call or over a case."""
+    """How the logits of two sides differ, in one call or over a case."""
 
     case: str
     rows: int
@@ -46,67 +62,144 @@ class Finding:
     mean_error: float
     largest_logit: float
     disagreements: int  # rows whose top token differs
-    margin: float | None  # smallest distance between the reference's first and second token where they differ
+    margin: float | None  # smallest distance between the first side's first and second token where they differ
     tolerance: float
+    fault: str | None = None  # what an engine said that failed in it
 
     @property
     def passed(self) -> bool:
-        return self.max_error <= self.tolerance * max(1.0, self.largest_logit)  # NaN is not
+        return self.fault is None and self.max_error <= self.allowed  # NaN is not
+
+    @property
+    def allowed(self) -> float:
+        """The largest error that rounding explains."""
+        return self.tolerance * max(1.0, self.largest_logit)
+
+    @property
+    def excess(self) -> float:
+        """The error in multiples of what is allowed; what is not a number is worse than all others."""
+        return np.inf if self.fault is not None or np.isnan(self.max_error) else self.max_error / self.allowed
 
     def __bool__(self) -> bool:
         return self.passed
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
+        told = {**asdict(self), "allowed": self.allowed, "passed": self.passed}
+        return {name: None if value != value else value for name, value in told.items()}  # JSON has no NaN
 
 
-class CallRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
-    """An engine as Polygraphy sees it."""
+@dataclass(frozen=True)
+class Pair:
+    """Two sides, and a finding for each case."""
 
-    def __init__(self, name: str, call: Call, like: Mapping[str, Array]) -> None:
-        super().__init__(name=name)
-        self._call = call
-        self._like = like
+    first: str
+    second: str
+    dtype: Precision  # the coarser of their types, from which the tolerance follows
+    findings: tuple[Finding, ...]
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error that rounding explains, as a share of the largest logit."""
+        return TOLERANCE[self.dtype]
+
+    @property
+    def passed(self) -> bool:
+        return all(self.findings)
+
+    @property
+    def worst(self) -> Finding:
+        return max(self.findings, key=lambda finding: finding.excess)
+
+    @property
+    def agreement(self) -> float:
+        """The share of rows with the same top token."""
+        rows = sum(finding.rows for finding in self.findings)
+        return 1 - sum(finding.disagreements for finding in self.findings) / max(1, rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        told = {"first": self.first, "second": self.second, "dtype": self.dtype, "tolerance": self.tolerance}
+        cases = [finding.as_dict() for finding in self.findings]
+        return {**told, "passed": self.passed, "agreement": self.agreement, "cases": cases}
+
+
+class SideRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
+    """A side as Polygraphy sees it."""
+
+    def __init__(self, side: Side, feeds: Sequence[Feed]) -> None:
+        super().__init__(name=side.name)
+        self.faults: dict[str, str] = {}  # of the cases in which it failed
+        self._side = side
+        self._feeds = feeds
+        self._left: Iterator[Feed] = iter(())
+        self._open = ExitStack()
+        self._call: Call | None = None
+
+    def activate_impl(self) -> None:
+        self._call = self._open.enter_context(self._side.opened())
+        self._left = iter(self._feeds)
+
+    def deactivate_impl(self) -> None:
+        self._open.close()
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         metadata = TensorMetadata()
-        for name, array in self._like.items():
+        for name, array in self._feeds[0].arrays.items():
             metadata.add(name, dtype=array.dtype, shape=(None,) * array.ndim)
         return metadata
 
     def infer_impl(self, feed_dict: Mapping[str, Array]) -> OrderedDict[str, Array]:
-        started = time.perf_counter()
-        logits = self._call(feed_dict).copy()
+        assert self._call is not None
+        case, started = next(self._left).case, time.perf_counter()
+        logits = np.empty(0, np.float32)  # of a case in which it failed: what it wrote before is not there any more
+        if case not in self.faults:
+            try:
+                logits = self._call(feed_dict).copy()
+            except CallFailed as error:
+                self.faults[case] = f"{self.name}: {error}"
         self.inference_time = time.perf_counter() - started
         return OrderedDict(logits=logits)
 
 
-def compare(engine: Call, feeds: Sequence[Feed], tolerance: float) -> list[Finding]:
-    """One finding a case: every call of it on the engine, compared on all logits that were asked for."""
-    like = feeds[0].arrays
-    recorded = iter(feeds)
-    runners = [
-        CallRunner("reference", lambda arrays: next(recorded).expected, like),
-        CallRunner("engine", engine, like),
-    ]
+def recorded(name: str, dtype: Precision, feeds: Sequence[Feed]) -> Side:
+    """The side on which the feeds were recorded, whose logits are known."""
+
+    def opened() -> AbstractContextManager[Call]:
+        left = iter(feeds)
+        return contextlib.nullcontext(lambda arrays: next(left).expected)
+
+    return Side(name, dtype, opened)
+
+
+def compare(sides: Sequence[Side], feeds: Sequence[Feed]) -> list[Pair]:
+    """All pairs of the sides, which run one after the other, compared on all logits that were asked for."""
+    runners = [SideRunner(side, feeds) for side in sides]
+    dtypes = {side.name: side.dtype for side in sides}
+
+    def compared(first: Any, second: Any) -> OrderedDict[str, Finding]:
+        tolerance = TOLERANCE[_coarser(dtypes[first.runner_name], dtypes[second.runner_name])]
+        return OrderedDict(logits=difference("", first["logits"], second["logits"], tolerance))
+
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), contextlib.redirect_stdout(io.StringIO()):
         results = Comparator.run(runners, data_loader=[feed.arrays for feed in feeds], warm_up=0)
-        calls = iter(feeds)
-        report = Comparator.compare_accuracy(
-            results,
-            compare_func=lambda expected, got: OrderedDict(
-                logits=difference(next(calls).case, expected["logits"], got["logits"], tolerance)
-            ),
+        pairs = list(combinations(range(len(sides)), 2))
+        (report,) = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=compared)
+    faults = {runner.name: runner.faults for runner in runners}
+    return [
+        Pair(
+            first,
+            second,
+            _coarser(dtypes[first], dtypes[second]),
+            _by_case(feeds, calls, faults[first] | faults[second]),
         )
-    (findings,) = report[0].values()
-    by_case: dict[str, list[Finding]] = {}
-    for iteration in findings:
-        by_case.setdefault(iteration["logits"].case, []).append(iteration["logits"])
-    return [together(parts) for parts in by_case.values()]
+        for (first, second), calls in report.items()
+    ]
 
 
 def difference(case: str, expected: Array, got: Array, tolerance: float) -> Finding:
-    """How two calls' logits differ."""
+    """How two calls' logits differ; not a number where one of them has none."""
+    if expected.shape != got.shape:
+        rows = max(expected.size // max(1, expected.shape[-1]), got.size // max(1, got.shape[-1]))
+        return Finding(case, rows, np.nan, np.nan, 0.0, rows, None, tolerance)
     error = np.abs(expected.astype(np.float64) - got.astype(np.float64))
     first, other = expected.argmax(-1), got.argmax(-1)
     differ = first != other
@@ -127,9 +220,7 @@ def together(parts: Sequence[Finding]) -> Finding:
     """The calls of a case as one finding: its worst error, its mean over rows."""
     rows = sum(part.rows for part in parts)
     margins = [part.margin for part in parts if part.margin is not None]
-    worst = max(
-        parts, key=lambda part: np.inf if np.isnan(part.max_error) else part.max_error / max(1.0, part.largest_logit)
-    )
+    worst = max(parts, key=lambda part: part.excess)
     return Finding(
         case=worst.case,
         rows=rows,
@@ -140,6 +231,17 @@ def together(parts: Sequence[Finding]) -> Finding:
         margin=min(margins, default=None),
         tolerance=worst.tolerance,
     )
+
+
+def _by_case(feeds: Sequence[Feed], calls: Sequence[Any], faults: Mapping[str, str]) -> tuple[Finding, ...]:
+    parts: dict[str, list[Finding]] = {}
+    for feed, outputs in zip(feeds, calls, strict=True):
+        parts.setdefault(feed.case, []).append(replace(outputs["logits"], case=feed.case))
+    return tuple(replace(together(part), fault=faults.get(case)) for case, part in parts.items())
+
+
+def _coarser(first: Precision, second: Precision) -> Precision:
+    return max(first, second, key=lambda dtype: TOLERANCE[dtype])
 
 
 def write_report(bundle: Path, report: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from small_bundle import fill
 from spaceport.exporter.accuracy import difference, together
 from spaceport.graphs.manifest import TokenIds, manifest_of, record_of
 from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
-from spaceport.tools.check.cases import REQUESTS, record
+from spaceport.tools.check.cases import REQUESTS, Room, record
 from spaceport.tools.cli import run
 
 ROOT = Path(__file__).parent.parent
@@ -78,10 +78,12 @@ class PlainEngine(HashEngine):
 def test_every_kind_of_call_is_among_the_cases(tokens: TokenIds, lowering: Lowering, tmp_path: Path) -> None:
     """On an engine that refuses rows that see what they may not; [Fork] is fed in the step that feeds its [Child]."""
     kind = HashEngine if tokens.mask else PlainEngine
-    engine = kind(Language(1, 70), visible_length(64 + STEP_ROWS + 1), REQUESTS, lowering)
+    room = Room(64, visible_length(64 + STEP_ROWS + 1), REQUESTS, 512)
+    engine = kind(Language(1, 70), room.capacity, room.requests, lowering)
     manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(tokens.mask))
-    feeds = record(engine, manifest, 64)
+    feeds, left_out = record(engine, manifest, room)
     assert len(feeds) == engine.calls
+    assert not left_out
     fork, child = (FORK, CHILD) if tokens.fork is not None else (0, 1)
     beside = [rows_beside(feed.arrays, fork, child) for feed in feeds if feed.case.startswith("forked threads")]
     assert sum(map(bool, beside)) >= 2
@@ -129,7 +131,8 @@ def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None
 
 
 def node_of(model: onnx.ModelProto, kind: str, number: int = 0) -> onnx.NodeProto:
-    return [node for node in model.graph.node if node.op_type == kind][number]
+    node: onnx.NodeProto = [node for node in model.graph.node if node.op_type == kind][number]
+    return node
 
 
 def perturb_one_weight(model: onnx.ModelProto) -> None:

@@ -37,7 +37,7 @@ class TorchEngine:
         self.device = device
         shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
         self._kv = torch.zeros(shape, dtype=_DTYPES[signature.dtype], device=device)
-        self._module = module
+        self.module = module
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         last = batch.first + batch.requests
@@ -45,7 +45,7 @@ class TorchEngine:
         rows = [torch.from_numpy(array).to(self.device) for array in arrays]
         past = [buffer[batch.first : last] for buffer in self._kv]
         with torch.inference_mode():
-            logits: NDArray[np.float32] = self._module(*rows, *past)[0].cpu().numpy()
+            logits: NDArray[np.float32] = self.module(*rows, *past)[0].cpu().numpy()
         return logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,25 +22,37 @@ from spaceport.runtime.slots import Moves, Slots
 from spaceport.runtime.threads import Thread, new_thread
 
 REQUESTS = 3
-DEFAULT_LONG = 1024
 _CHUNK = 256
 _PLAIN = Drafting(0, "chain")
 
 Array = NDArray[Any]
 
 
-class Recorder:
-    """An engine that passes every call on to another one and notes it down."""
+@dataclass(frozen=True)
+class Room:
+    """What every engine that gets the calls has room for."""
 
-    def __init__(self, engine: Engine) -> None:
+    length: int  # tokens of the longest prompt
+    capacity: int  # slots of a request
+    requests: int
+    rows: int  # of a request in a call
+
+
+class Recording(NamedTuple):
+    """The calls of all cases, and the cases for which there was no room."""
+
+    feeds: list[Feed]
+    left_out: list[str]
+
+
+class Recorder:
+    """An engine that passes every call on to another one and notes it down; it has no more room than all others."""
+
+    def __init__(self, engine: Engine, room: Room) -> None:
         self.engine = engine
         self.signature: Signature = engine.signature
-        self.capacity, self.requests, self.rows, self.device = (
-            engine.capacity,
-            engine.requests,
-            engine.rows,
-            engine.device,
-        )
+        self.capacity, self.requests, self.rows = room.capacity, room.requests, room.rows
+        self.device = engine.device
         self.costs, self.notes = engine.costs, engine.notes
         self.feeds: list[Feed] = []
         self.case = ""
@@ -82,11 +94,11 @@ def replay(engine: Engine) -> Callable[[Any], NDArray[np.float32]]:
     return call
 
 
-def record(reference: Engine, manifest: Manifest, length: int, seed: int = 0) -> list[Feed]:
+def record(engine: Engine, manifest: Manifest, room: Room, seed: int = 0) -> Recording:
     """The calls of every case, in an order in which any engine can follow them."""
-    recorder = Recorder(reference)
+    recorder = Recorder(engine, room)
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
-    k = manifest.max_mask_slots
+    k, length = manifest.max_mask_slots, room.length
     builder.tree("prompt, every row", 1, builder.line(min(23, length - 2)))
     builder.text("prompt in chunks", [length // 4 + 1], _PLAIN, 1, chunk=max(1, length // 16))
     builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
@@ -106,7 +118,7 @@ def record(reference: Engine, manifest: Manifest, length: int, seed: int = 0) ->
         if edge + 4 < length:
             builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5)
     builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=_CHUNK)
-    return recorder.feeds
+    return Recording(recorder.feeds, builder.left_out)
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,7 @@ class _Builder:
     def __init__(self, recorder: Recorder, manifest: Manifest, random: np.random.Generator) -> None:
         self._recorder = recorder
         self._random = random
+        self.left_out: list[str] = []
         told = manifest.tokens
         special = {*told.unwritable, *told.forking}
         self._words = np.array([i for i in range(manifest.signature.vocab_size) if i not in special], np.int64)
@@ -150,6 +163,9 @@ class _Builder:
 
         The first one forks at these places behind its prompt.
         """
+        if len(lengths) > self._recorder.requests:
+            self.left_out.append(case)
+            return
         self._recorder.case = case
         requests = [self._request(i, n, drafting, chunk) for i, n in enumerate(lengths) if n]
         if forks:
@@ -202,6 +218,6 @@ class _Builder:
             limit=length + 64,
             total=capacity,
             drafting=drafting,
-            chunk=chunk,
+            chunk=min(chunk, self._recorder.rows),
             max_threads=3,
         )

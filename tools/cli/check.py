@@ -1,117 +1,129 @@
-"""`spaceport check`: a bundle's engine against the PyTorch model that it was made from."""
+"""`spaceport check`: everything that can run a bundle here, compared pair by pair."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
-from spaceport.exporter.accuracy import TOLERANCE, Finding, compare, write_report
+from spaceport.exporter.accuracy import Finding, write_report
 from spaceport.graphs.faults import OptionFault
-from spaceport.runtime.admission import capacity_for
-from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.opening import Opening
-from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.tools.check import cases
+from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.check.check import Report, check
+from spaceport.tools.check.lineup import DEFAULT_LONG, SHORTEST, Asked, told
 from spaceport.tools.cli.screen import show_json, show_table, stages
-from spaceport.tools.reference import open_reference
 
 FAILED = 4  # exit code
 
 
 @click.command("check")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--backend",
+    "backends",
+    type=click.Choice(tuple(BACKENDS)),
+    multiple=True,
+    help="Compare this one; may be said again. By default all that can run here.",
+)
 @click.option(
     "--long",
     "length",
     type=int,
-    default=cases.DEFAULT_LONG,
-    show_default=True,
-    help="Tokens of the long-context case; the model's limit cuts it.",
+    metavar="N",
+    help=f"Tokens of the long-context case; by default {DEFAULT_LONG}, or what the model and all engines have room for.",
 )
-@click.option("--backend", type=click.Choice(("auto", "onnxruntime")), default="auto", show_default=True)
+@click.option("--layers", is_flag=True, help="Find the first value of a layer that is out of tolerance.")
 @click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random prompts and trees."
 )
+@click.option("--trust-engines", is_flag=True, help="Also open engines that were not built on this machine.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
     bundle: Path,
-    checkpoint: Path,
-    length: int,
-    backend: str,
+    checkpoint: Path | None,
+    backends: tuple[str, ...],
+    length: int | None,
+    layers: bool,
     threads: int,
     seed: int,
+    trust_engines: bool,
     trust_remote_code: bool,
     as_json: bool,
 ) -> int:
-    """Compare BUNDLE with CHECKPOINT on every kind of call that the runtime makes; the report stays in the bundle.
+    """Compare the engines of BUNDLE, and the PyTorch model in CHECKPOINT, on every kind of call that the runtime makes.
 
-    Exit code 4 if a difference is larger than rounding explains.
+    Each pair may differ by what rounding explains in the coarser of its two types. The report stays in the bundle. Exit
+    code 4 if a difference is larger.
     """
-    if length < 32:
-        raise OptionFault(f"--long is {length}: expected at least 32")
+    if length is not None and length < SHORTEST:
+        raise OptionFault(f"--long is {length}: expected at least {SHORTEST}")
+    asked = Asked(checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers)
     opened = open_bundle(bundle)
     with stages() as stage:
-        findings = check(opened, checkpoint, length, backend, threads, seed, trust_remote_code, stage)
-    report = report_of(opened, findings)
-    write_report(opened.path, report)
+        report = check(opened, asked, stage)
+    write_report(opened.path, report.as_dict())
     if as_json:
-        show_json(report)
+        show_json(report.as_dict())
     else:
-        show(opened, findings)
-    return 0 if report["passed"] else FAILED
+        show(report)
+    return 0 if report.passed else FAILED
 
 
-def check(
-    bundle: Bundle, checkpoint: Path, length: int, backend: str, threads: int, seed: int, remote_code: bool, stage: Any
-) -> list[Finding]:
-    """The findings on every case."""
-    manifest = bundle.manifest
-    length = min(length, manifest.max_positions)
-    capacity = capacity_for(manifest, length + 64)
-    stage("loading the reference")
-    reference = open_reference(bundle, checkpoint, capacity, cases.REQUESTS, "float32", remote_code, threads)
-    stage("recording the cases on the reference")
-    feeds = cases.record(reference, manifest, length, seed)
-    stage("comparing")
-    engine = open_engine(bundle, backend, Opening(capacity, cases.REQUESTS, threads))
-    try:
-        return compare(cases.replay(engine), feeds, TOLERANCE[manifest.signature.dtype])
-    finally:
-        engine.close()
+def show(report: Report) -> None:
+    """The pairs in a line each, and the cases of those that failed, or of the only one."""
+    columns = ("pair", "worst case", "max error", "allowed", "top-1 agreement", "verdict")
+    rows = [
+        (
+            f"{pair.first} - {pair.second}",
+            pair.worst.case,
+            _number(pair.worst.max_error),
+            f"{pair.worst.allowed:.1e}",
+            f"{100 * pair.agreement:.1f} %",
+            _verdict(pair.passed),
+        )
+        for pair in report.pairs
+    ]
+    for pair in report.pairs:
+        if not pair.passed or len(report.pairs) == 1:
+            title = f"{pair.first} and {pair.second}: up to {pair.tolerance:g} of the largest logit ({pair.dtype})"
+            show_cases(title, pair.findings)
+            click.echo()
+    show_table("", columns, rows)
+    for line in told(report.absent):
+        click.echo(f"not compared: {line}")
+    for case in report.left_out:
+        click.echo(f"left out: {case}: an engine takes fewer requests in a call")
+    if report.layers is not None:
+        click.echo(f"{report.layers.through}: {report.layers}")
 
 
-def report_of(bundle: Bundle, findings: Sequence[Finding]) -> dict[str, Any]:
-    """What is written into the bundle and printed as JSON."""
-    return {
-        "passed": all(finding.passed for finding in findings),
-        "reference": "PyTorch, float32",
-        "engine": f"onnxruntime, cpu, {bundle.manifest.signature.dtype}",
-        "tolerance": TOLERANCE[bundle.manifest.signature.dtype],
-        "model": bundle.manifest.files["model.onnx"].sha256,
-        "cases": [finding.as_dict() for finding in findings],
-    }
-
-
-def show(bundle: Bundle, findings: Sequence[Finding]) -> None:
-    """The table of cases."""
+def show_cases(title: str, findings: tuple[Finding, ...]) -> None:
+    """The cases of a pair."""
+    columns = ("case", "rows", "max error", "allowed", "top-1 agreement", "margin where not", "verdict")
     rows = [
         (
             finding.case,
             finding.rows,
-            f"{finding.max_error:.1e}",
-            f"{finding.mean_error:.1e}",
+            _number(finding.max_error),
+            f"{finding.allowed:.1e}",
             f"{100 * (1 - finding.disagreements / max(1, finding.rows)):.1f} %",
             "-" if finding.margin is None else f"{finding.margin:.1e}",
-            "PASS" if finding.passed else "FAIL",
+            _verdict(finding.passed),
         )
         for finding in findings
     ]
-    tolerance = TOLERANCE[bundle.manifest.signature.dtype]
-    columns = ("case", "rows", "max error", "mean error", "top-1 agreement", "margin where not", "verdict")
-    show_table(f"onnxruntime against PyTorch float32; passes up to {tolerance:g} of the largest logit", columns, rows)
+    show_table(title, columns, rows)
+    for fault in dict.fromkeys(finding.fault for finding in findings if finding.fault is not None):
+        click.echo(f"failed: {fault}")
+
+
+def _number(error: float) -> str:
+    return f"{error:.1e}"
+
+
+def _verdict(passed: bool) -> str:
+    return "PASS" if passed else "FAIL"

@@ -21,7 +21,9 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.stream import Completion
-from spaceport.tools.cli.check import FAILED, check
+from spaceport.tools.check.check import check
+from spaceport.tools.check.lineup import Asked
+from spaceport.tools.cli.check import FAILED
 from spaceport.tools.cli.generate_screen import show_lanes, show_live
 from spaceport.tools.cli.lanes import Lanes
 from spaceport.tools.cli.screen import show_table, stages
@@ -98,11 +100,11 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
         bundle = Path(folder) / "bundle"
         with stages() as stage:
             export(checkpoint, bundle, Options(), stage=stage)
-            findings = check(open_bundle(bundle), checkpoint, _LONG, "auto", threads, 0, False, stage)
-        worst = max(findings, key=lambda finding: finding.max_error)
+            report = check(open_bundle(bundle), Asked(checkpoint, length=_LONG, threads=threads), stage)
+        worst = max(report.findings, key=lambda finding: finding.max_error)
         click.echo(
-            f"\nchecked: {len(findings)} kinds of calls, largest difference to PyTorch {worst.max_error:.1e} "
-            f"(logits up to {worst.largest_logit:.0f}): {'passed' if all(findings) else 'FAILED'}\n"
+            f"\nchecked: {len(report.findings)} kinds of calls, largest difference to PyTorch {worst.max_error:.1e} "
+            f"(logits up to {worst.largest_logit:.0f}): {'passed' if report.passed else 'FAILED'}\n"
         )
         with Runtime.open(bundle, threads=threads) as runtime:
             same = compare(runtime, chosen, max_tokens)
@@ -111,7 +113,7 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
             name, prompt = next(iter(chosen.items()))
             click.echo(f"\n{name}, thread by thread, accepted drafts marked:\n{_shown(prompt)}")
             play(runtime, prompt, max_tokens)
-    return 0 if same and all(findings) else FAILED
+    return 0 if same and report.passed else FAILED
 
 
 def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) -> bool:

@@ -1,0 +1,178 @@
+"""Lineup: all that can run a bundle here, the room that each of them has, and why the others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.exporter.accuracy import Array, Call, CallFailed, Side
+from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.manifest import EngineRecord
+from spaceport.graphs.signature import Precision
+from spaceport.runtime.admission import capacity_for
+from spaceport.runtime.backends import BACKENDS, open_engine, require, why_not
+from spaceport.runtime.backends.built import graph_of
+from spaceport.runtime.backends.device import gpu, no_gpu
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.engine import Engine, EngineFault
+from spaceport.runtime.scheduler import PROMPT_ROWS
+from spaceport.tools.check.cases import REQUESTS, Room, replay
+from spaceport.tools.reference import open_reference
+
+DEFAULT_LONG = 1024
+SHORTEST = 32
+_BEYOND = 64  # tokens that the cases write behind their longest prompt
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a check."""
+
+    checkpoint: Path | None = None
+    backends: tuple[str, ...] = ()  # none: all that can run here
+    length: int | None = None  # tokens of the longest case; nothing: what all engines have room for
+    threads: int = 0
+    seed: int = 0
+    remote_code: bool = False
+    trust_engines: bool = False
+    layers: bool = False  # also find the first value inside the graph that is out of tolerance
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that runs a bundle."""
+
+    name: str
+    backend: str | None  # nothing: PyTorch
+    dtype: Precision
+    open: Callable[[], Engine]
+
+    def side(self, stage: Callable[[str], None]) -> Side:
+        """The same for a comparison, which opens it, feeds it all that was recorded and closes it."""
+
+        @contextmanager
+        def opened() -> Iterator[Call]:
+            stage(f"running them on {self.name}")
+            engine = self.open()
+            try:
+                yield failing(replay(engine))
+            finally:
+                engine.close()
+
+        return Side(self.name, self.dtype, opened)
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """Who is compared, in which room, and who is not."""
+
+    contenders: tuple[Contender, ...]  # on the first one the cases are recorded
+    room: Room
+    absent: Mapping[str, str]  # by backend: why it is not compared
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return tuple(contender.backend for contender in self.contenders if contender.backend is not None)
+
+
+def line_up(bundle: Bundle, asked: Asked) -> Lineup:
+    """Everything that can run a bundle here: its PyTorch model first, if there is a checkpoint, then the backends."""
+    if asked.layers and asked.checkpoint is None:
+        raise OptionFault("--layers compares with the PyTorch model: expected a CHECKPOINT behind the bundle")
+    room = room_for(bundle, asked)
+    opening = Opening(room.capacity, room.requests, asked.threads, asked.trust_engines)
+    absent = {}
+    for name in asked.backends:
+        if name not in BACKENDS:
+            raise OptionFault(f"backend is {name!r}: expected {', '.join(BACKENDS)}")
+        require(bundle, name, opening)
+    if not asked.backends:
+        absent = {name: reason for name in BACKENDS if (reason := why_not(bundle, name, opening)) is not None}
+    named = [name for name in asked.backends or BACKENDS if name not in absent]
+    contenders = [
+        *_references(bundle, asked, room),
+        *(_backend(bundle, name, opening) for name in dict.fromkeys(named)),
+    ]
+    if len(contenders) < 2:
+        raise OptionFault(_alone(bundle, contenders, absent, asked))
+    return Lineup(tuple(contenders), room, absent)
+
+
+def room_for(bundle: Bundle, asked: Asked) -> Room:
+    """The longest text, requests and rows of a call that all engines have room for."""
+    manifest = bundle.manifest
+    length = min(asked.length or DEFAULT_LONG, manifest.max_positions)
+    requests, rows = REQUESTS, PROMPT_ROWS
+    for record in _largest(bundle, asked):
+        requests, rows = min(requests, record.requests), min(rows, record.prompt_rows)
+        while asked.length is None and length > SHORTEST and capacity_for(manifest, length + _BEYOND) > record.capacity:
+            length -= 1
+    return Room(length, capacity_for(manifest, length + _BEYOND), requests, rows)
+
+
+def failing(call: Callable[[Mapping[str, Array]], NDArray[np.float32]]) -> Call:
+    """A call whose engine's faults are what a comparison knows how to tell of."""
+
+    def called(arrays: Mapping[str, Array]) -> NDArray[np.float32]:
+        try:
+            return call(arrays)
+        except EngineFault as error:
+            raise CallFailed(str(error)) from error
+
+    return called
+
+
+def _largest(bundle: Bundle, asked: Asked) -> list[EngineRecord]:
+    """Of the engines that were built for this GPU and this graph: the one of each flavour with the most room."""
+    if no_gpu() is not None:
+        return []
+    flavours = {BACKENDS[name].flavour for name in asked.backends or BACKENDS if name in BACKENDS} - {None}
+    fitting = [
+        record
+        for record in bundle.manifest.engines.values()
+        if record.graph == graph_of(bundle) and record.target == gpu().target
+    ]
+    own = [[record for record in fitting if record.flavour == flavour] for flavour in flavours]
+    return [max(records, key=lambda record: (record.capacity, record.requests)) for records in own if records]
+
+
+def _references(bundle: Bundle, asked: Asked, room: Room) -> list[Contender]:
+    if asked.checkpoint is None:
+        return []
+    own = bundle.manifest.signature.dtype
+    return [_reference(bundle, asked, asked.checkpoint, room, dtype) for dtype in dict.fromkeys(("float32", own))]
+
+
+def _reference(bundle: Bundle, asked: Asked, checkpoint: Path, room: Room, dtype: Precision) -> Contender:
+    def opened() -> Engine:
+        return open_reference(bundle, checkpoint, room.capacity, room.requests, dtype, asked.remote_code, asked.threads)
+
+    return Contender(f"PyTorch {dtype}", None, dtype, opened)
+
+
+def _backend(bundle: Bundle, name: str, opening: Opening) -> Contender:
+    dtype, weights = bundle.manifest.signature.dtype, bundle.manifest.weights
+    label = f"{name} {dtype}" + ("" if weights == "same" else f" {weights}")
+    return Contender(label, name, dtype, lambda: open_engine(bundle, name, opening))
+
+
+def _alone(bundle: Bundle, contenders: list[Contender], absent: Mapping[str, str], asked: Asked) -> str:
+    only = contenders[0].name if contenders else "nothing"
+    missing = "name the CHECKPOINT that it was made from" if asked.checkpoint is None else "install a backend"
+    more = ", or leave --backend out" if asked.backends else ""
+    reasons = "".join(f"; not {line}" for line in told(absent))
+    return f"{bundle.path}: {only} runs it here, expected two engines to compare: {missing}{more}{reasons}"
+
+
+def told(absent: Mapping[str, str]) -> list[str]:
+    """A line for each reason, the backends that share it together."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in absent.items():
+        reasons.setdefault(reason.removeprefix(f"backend {name} "), []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]

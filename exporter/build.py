@@ -9,11 +9,12 @@ from pathlib import Path
 
 from spaceport.exporter.append_graph import append_graph
 from spaceport.exporter.builder_monitor import Hear
-from spaceport.exporter.bundle import require_space
+from spaceport.exporter.bundle import Kind, require_space
 from spaceport.exporter.engines import found, graph_of, name_of, store
 from spaceport.exporter.to_tensorrt import Library, Recipe, attention_of, build
 from spaceport.graphs.manifest import MODEL_FILE, EngineRecord, Manifest
 
+_ENGINE = Kind("engine", ".engine")
 _KERNELS = 64 << 20  # bytes that an engine takes beside its weights, generously
 
 
@@ -49,7 +50,7 @@ def build_engine(
     record = found(folder, manifest, name)
     if record is not None and reusable(record):
         return Outcome(name, record, False, attention_of(model, signature).reason if record.decomposed else "")
-    require_space(folder, weights_of(manifest) + _KERNELS)
+    require_space(folder, weights_of(manifest) + _KERNELS, _ENGINE)
     begin()
     built = build(library, model, folder, signature, recipe, hear)
     shapes = recipe.shapes

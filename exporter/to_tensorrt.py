@@ -161,7 +161,7 @@ def _built(
         _decompose(library, network)
     config = _config(library, builder, recipe)
     _add_profiles(library, builder, config, network, profiles(recipe.shapes, signature.vocab_size, recipe.mask_slots))
-    cache = _read_cache(config, said, recipe.timing_cache) if recipe.timing_cache else None
+    cache = read_cache(config, said, recipe.timing_cache) if recipe.timing_cache else None
     with interruptible() as interrupts:
         advance = Advance(hear, lambda: bool(interrupts))
         monitor = config.progress_monitor = monitor_of(library.module, advance)
@@ -170,7 +170,7 @@ def _built(
     if advance.fault is not None:
         raise advance.fault
     if plan is None:
-        raise _fault(library, recipe, said)
+        raise fault_of(library, recipe, said)
     if recipe.timing_cache and cache is not None:
         recipe.timing_cache.write_bytes(cache.serialize())
     return Built(memoryview(plan), attention, said.activation)
@@ -238,7 +238,7 @@ def _add_profiles(library: Library, builder: Any, config: Any, network: Any, ste
             raise BuildFault(f"{library.name} does not take the profile {step}: expected shapes that the graph allows")
 
 
-def _read_cache(config: Any, said: Said, file: Path) -> Any:
+def read_cache(config: Any, said: Said, file: Path) -> Any:
     """The timings of earlier builds, to be added to; a file that is not there yet begins empty."""
     content = file.read_bytes() if file.exists() else b""
     before = len(said.errors) + len(said.warnings)
@@ -251,7 +251,7 @@ def _read_cache(config: Any, said: Said, file: Path) -> Any:
     return cache
 
 
-def _fault(library: Library, recipe: Recipe, said: Said) -> InputFault | OptionFault:
+def fault_of(library: Library, recipe: Recipe, said: Said) -> InputFault | OptionFault:
     """What the builder's last words come to."""
     words = " ".join(" ".join(said.errors).split())
     for sign, fault in _FAULTS:

@@ -1,0 +1,96 @@
+"""Build families: TensorRT-RTX makes an engine of every family's graph, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, Family, build
+
+from spaceport.exporter import to_tensorrt
+from spaceport.exporter.append_graph import append_graph
+from spaceport.exporter.profiles import Shapes
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
+from spaceport.exporter.to_tensorrt import Library, Recipe, open_library
+from spaceport.graphs.decoder import decoder_of
+from spaceport.graphs.signature import Signature
+
+pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
+
+SHAPES = Shapes(capacity=1024, requests=4, step_rows=64, prompt_rows=512)
+TARGETS = ("sm80", "sm89")
+WIDE_HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+
+# Each says something to TensorRT that no other of them says; the rest is built every night.
+DISTINCT = {
+    "llama": "grouped heads too small for a kernel",
+    "qwen3": "norms of queries and keys, a kernel for attention",
+    "gemma2": "a limit of scores, two masks",
+    "falcon, 40B style": "keys and values repeated before they are written, layers side by side",
+    "gptj": "attention that the exporter could not replace",
+    "mixtral": "experts",
+}
+# heads of 64 as most large models have them
+FUSED = (
+    Family("llama, wide heads", "llama", WIDE_HEADS),
+    Family("mistral, wide heads", "mistral", {**WIDE_HEADS, "sliding_window": 16}),
+)
+
+
+def fewer(family: Family) -> Family:
+    """The family with one layer, unless its layers differ."""
+    if {"layer_types", "max_window_layers", "n_layer"} & set(family.options):
+        return family
+    return replace(family, options={**family.options, "num_hidden_layers": 1})
+
+
+def cases() -> list[object]:
+    listed = [family for family in FAMILIES if "append" in family.lowerings]
+    assert set(DISTINCT) <= {family.name for family in listed}
+    return [
+        pytest.param(fewer(family), marks=() if family.name in DISTINCT else pytest.mark.nightly, id=family.name)
+        for family in listed
+    ]
+
+
+@cache
+def library() -> Library:
+    return open_library("tensorrt-rtx")
+
+
+def exported(family: Family, folder: Path) -> Signature:
+    """The family's append graph in half precision."""
+    decoder, _ = decoder_of(build(family, torch.float16), "append", "operator" if family.replaceable else "plain")
+    to_onnx(decoder, folder, DEFAULT_OPSET["append"])
+    return decoder.signature
+
+
+def build_all(folder: Path, signature: Signature) -> set[to_tensorrt.Attention]:
+    """How attention came out in the engines for all targets."""
+    found = set()
+    for target in TARGETS:
+        model = append_graph(folder, signature, SHAPES.capacity)
+        engine = to_tensorrt.build(library(), model, folder, signature, Recipe(target, SHAPES))
+        assert engine.plan.nbytes > 100_000
+        found.add(engine.attention)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", cases())
+def test_a_familys_graph_is_built_for_both_targets(family: Family, tmp_path: Path) -> None:
+    signature = exported(family, tmp_path)
+    (attention,) = build_all(tmp_path, signature)
+    fused = signature.head_dim >= 16 and family.replaceable and family.model_type != "gemma2"
+    assert attention.decomposed == (0 if fused else signature.layers)
+    assert attention.written_out == (family.model_type == "gemma2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FUSED, ids=str)
+def test_heads_of_64_are_built_fused(family: Family, tmp_path: Path) -> None:
+    (attention,) = build_all(tmp_path, exported(fewer(family), tmp_path))
+    assert attention == to_tensorrt.Attention(0, "")

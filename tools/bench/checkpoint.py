@@ -7,17 +7,22 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint import SAR_FILE
 from spaceport.exporter.quiet import quiet_libraries
 
 # name -> hidden size, feed-forward size, layers, heads, KV heads
-SHAPES = {"110m": (768, 2304, 12, 12, 4), "1b": (2048, 5632, 22, 32, 8)}
+SHAPES = {
+    "tiny": (64, 128, 2, 4, 2),
+    "110m": (768, 2304, 12, 12, 4),
+    "1b": (2048, 5632, 22, 32, 8),
+    "7b": (4096, 11008, 32, 32, 32),
+}
 VOCAB = 32000
 
 
-def make_checkpoint(folder: Path, shape: str, mask_slots: int = 5) -> None:
+def make_checkpoint(folder: Path, shape: str, mask_slots: int = 5, dtype: str = "float32") -> None:
     """Write a checkpoint with random weights, a byte-level tokenizer and one mask token."""
     hidden, inner, layers, heads, kv_heads = SHAPES[shape]
     quiet_libraries()
@@ -34,7 +39,7 @@ def make_checkpoint(folder: Path, shape: str, mask_slots: int = 5) -> None:
         bos_token_id=None,
         eos_token_id=256,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,0 +1,63 @@
+"""Engines: what steps take on each way that a bundle can be run, measured one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from spaceport.runtime.backends import BACKENDS, open_engine, why_not
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.costs import Costs
+from spaceport.tools.bench import outside
+from spaceport.tools.bench.steps import StepCost, step_costs
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a bundle is run."""
+
+    backend: str
+    graphs: bool  # CUDA graphs beside the plain path
+
+    def __str__(self) -> str:
+        if not BACKENDS[self.backend].gpu:
+            return self.backend
+        return f"{self.backend}, {'CUDA graphs' if self.graphs else 'no CUDA graphs'}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one way."""
+
+    way: Way
+    device: str
+    steps: tuple[StepCost, ...]
+    outside: tuple[outside.Cost, ...]  # of rounds beside the engine
+    costs: Costs  # as the engine tells them
+    notes: tuple[str, ...]
+
+
+def ways(bundle: Bundle, opening: Opening, backends: Sequence[str]) -> tuple[list[Way], dict[str, str]]:
+    """The ways that a bundle can be run here, and why the other backends cannot run it."""
+    found: list[Way] = []
+    reasons: dict[str, str] = {}
+    for backend in backends:
+        reason = why_not(bundle, backend, opening)
+        if reason is not None:
+            reasons[backend] = reason
+        else:
+            found += [Way(backend, graphs) for graphs in ((False, True) if BACKENDS[backend].gpu else (False,))]
+    return found, reasons
+
+
+def measure(bundle: Bundle, way: Way, opening: Opening, rows: Sequence[int], context: int, rounds: int) -> Measured:
+    """Steps of so many rows behind a text, and rounds with all that stands beside the engine."""
+    engine = open_engine(bundle, way.backend, replace(opening, graphs=way.graphs))
+    try:
+        steps = step_costs(engine, rows, context, rounds)
+        cases = [case for case in outside.CASES if case[0] <= opening.requests]
+        beside = [outside.measure(bundle, engine, requests, wide, rounds, None) for requests, wide in cases]
+        return Measured(way, engine.device, tuple(steps), tuple(beside), engine.costs, engine.notes)
+    finally:
+        engine.close()

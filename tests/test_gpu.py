@@ -133,5 +133,5 @@ def test_an_engine_for_another_gpu_is_refused(
     export(TINY, tmp_path / "tiny", Options(lowering="append", dtype="float16"))
     other = "sm80" if device.gpu().target != "sm80" else "sm89"
     assert run(["build", str(tmp_path / "tiny"), "--flavour", flavour, "--target", other]) == 0
-    assert run(["generate", str(tmp_path / "tiny"), "--backend", flavour, "--prompt", "x"]) == 3
+    assert run(["generate", str(tmp_path / "tiny"), "x", "--backend", flavour]) == 3
     assert f"its tensorrt-rtx engines are for {other}, this GPU is" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from spaceport.graphs.signature import Lowering
+from spaceport.graphs.signature import Lowering, Precision, Weights
 
 # Read by torch, tokenizers and huggingface_hub when they are imported, hence here and not in a fixture.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -51,8 +51,14 @@ def any_demo_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     return exported_once(tmp_path_factory, request.param, DEMO)
 
 
-def exported_once(factory: pytest.TempPathFactory, lowering: Lowering, checkpoint: Path = TINY) -> Path:
-    """The bundle of a checkpoint and a lowering, exported by the first of the session's processes that asks for it."""
+def exported_once(
+    factory: pytest.TempPathFactory,
+    lowering: Lowering,
+    checkpoint: Path = TINY,
+    dtype: Precision = "float32",
+    weights: Weights = "same",
+) -> Path:
+    """The bundle of a checkpoint as these say, exported by the first of the session's processes that asks for it."""
     # torch and transformers are imported only where a test needs a bundle
     from spaceport.exporter.export import Options, export
     from spaceport.exporter.quiet import quiet_libraries
@@ -60,10 +66,10 @@ def exported_once(factory: pytest.TempPathFactory, lowering: Lowering, checkpoin
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # each worker has a folder of its own within the session's
-    target = folder / f"{checkpoint.name}-{lowering}"
+    target = folder / f"{checkpoint.name}-{lowering}-{dtype}-{weights}"
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             quiet_libraries()
-            export(checkpoint, target, Options(lowering=lowering))
+            export(checkpoint, target, Options(lowering=lowering, dtype=dtype, weights=weights))
     return target

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from spaceport.graphs.manifest import Manifest
@@ -21,7 +22,7 @@ from spaceport.runtime.bundle import read_manifest
 _DTYPES = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "float16": np.float16}
 
 
-def load_data() -> Iterator[dict[str, NDArray[Any]]]:
+def load_data() -> Iterator[dict[str, Any]]:
     """Prompts, steps and trees over KV buffers of random content, for one request and for two."""
     manifest = read_manifest(_bundle())
     random = np.random.default_rng(0)
@@ -29,9 +30,7 @@ def load_data() -> Iterator[dict[str, NDArray[Any]]]:
         yield inputs(manifest, random, requests, rows, context)
 
 
-def inputs(
-    manifest: Manifest, random: np.random.Generator, requests: int, rows: int, context: int
-) -> dict[str, NDArray[Any]]:
+def inputs(manifest: Manifest, random: np.random.Generator, requests: int, rows: int, context: int) -> dict[str, Any]:
     """One call: rows in a chain behind `context` slots that hold text already."""
     signature = manifest.signature
     visible = visible_length(context + rows)
@@ -51,7 +50,14 @@ def inputs(
     for tensor in signature.past:
         shape = [sizes[size] if isinstance(size, str) else size for size in tensor.shape]
         given[tensor.name] = random.standard_normal(shape)
-    return {tensor.name: given[tensor.name].astype(_DTYPES[tensor.dtype]) for tensor in signature.inputs}
+    return {tensor.name: _typed(given[tensor.name], tensor.dtype) for tensor in signature.inputs}
+
+
+def _typed(array: NDArray[Any], dtype: str) -> Any:
+    """An input in its type; numpy has no bfloat16, so those are torch's, which Polygraphy takes as well."""
+    if dtype == "bfloat16":
+        return torch.from_numpy(array).to(torch.bfloat16)
+    return array.astype(_DTYPES[dtype])
 
 
 def _bundle() -> Path:

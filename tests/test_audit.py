@@ -30,6 +30,7 @@ from spaceport.tools.audit.lines import Line, lines_of
 from spaceport.tools.audit.noise import noise_of
 from spaceport.tools.audit.prompts import Question
 from spaceport.tools.audit.report import Report, Row
+from spaceport.tools.audit.writing import Job, write
 
 PROMPTS: dict[str, str] = json.loads((Path(__file__).parent / "data" / "tiny" / "prompts.json").read_text("utf-8"))
 DECODER, SCANNER, FOREIGN = PROMPTS.values()
@@ -283,6 +284,30 @@ def test_a_text_that_ends_elsewhere_is_a_fault(runtime: Runtime) -> None:
     ((place, margin, said),) = judged(runtime, replace(plain, tokens=plain.tokens[:-2], ended=True), plain, limit)
     assert (place, said) == (limit - 2, "")
     assert 1 < margin < np.inf
+
+
+def test_two_texts_are_held_against_the_same_logits_wherever_they_part(runtime: Runtime) -> None:
+    """A plain text that would not be written again is as suspicious as a drafted one."""
+    plain = plain_line(runtime)
+    other = replace(plain, tokens=(*plain.tokens[:-2], 5, plain.tokens[-1]))
+    place = len(plain.tokens) - 2
+    ((first, margin, said),) = judged(runtime, plain, other, len(plain.tokens))
+    assert (first, said) == (place, "")
+    assert margin == judged(runtime, other, plain, len(plain.tokens))[0][1] > 1
+
+
+def test_texts_are_written_alone_and_beside_others(tiny_bundle: Path) -> None:
+    seen: list[int] = []
+    opened, _ = spoilt_runtime(tiny_bundle, before=lambda batch: seen.append(batch.requests), requests=3)
+    with opened:
+        kinds = groups_for(opened.bundle.manifest, 8)[0].drafted
+        questions = asked(opened)
+        jobs = [Job(kind, prompt) for prompt in range(2) for kind in range(3)]
+        alone = write(opened, kinds, questions, jobs, together=False)
+        assert set(seen) == {1}
+        together = write(opened, kinds, questions, jobs, together=True)
+        assert max(seen) == 3
+    assert [text.lines for text in alone] == [text.lines for text in together]
 
 
 def test_a_text_that_goes_on_behind_its_end_is_a_fault(runtime: Runtime) -> None:

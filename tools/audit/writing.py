@@ -12,7 +12,7 @@ from spaceport.tools.audit.kinds import Kind
 from spaceport.tools.audit.lines import Line, Path, lines_of
 from spaceport.tools.audit.prompts import Question
 
-_WAITING = 4  # texts for each place of the engine: so they begin and end beside each other, at odd times
+_WAITING = 64  # texts that wait for a place of the engine: so they begin and end beside each other, at odd times
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def write(
 
     Together their steps are wider, and rows fill up where texts differ. Nothing is under way when this returns.
     """
-    count = _WAITING * runtime.engine.requests if together else 1
+    count = runtime.engine.requests + _WAITING if together else 1
     child = runtime.bundle.manifest.tokens.child
     found: list[Text] = []
     for first in range(0, len(jobs), count):

@@ -16,11 +16,18 @@ import onnx
 import pytest
 from hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language
 from numpy.typing import NDArray
-from onnx import numpy_helper
+from planted import (
+    ignore_the_mask,
+    perturb_one_weight,
+    planted,
+    read_stale_keys,
+    swap_key_and_value,
+    take_positions_for_granted,
+)
 from small_bundle import fill
 
 from spaceport.exporter.accuracy import difference, together
-from spaceport.graphs.manifest import TokenIds, manifest_of, record_of
+from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.tools.check.cases import REQUESTS, Room, record
 from spaceport.tools.cli import run
@@ -108,63 +115,6 @@ def siblings(arrays: dict[str, NDArray[Any]]) -> bool:
     mask, words = arrays["attention_mask"][0, 0].copy(), np.flatnonzero(~np.isin(arrays["input_ids"][0], MASKS))
     mask[np.arange(len(mask)), arrays["slot_ids"][0]] = False
     return any(np.array_equal(mask[row], mask[other]) for row in words for other in words if row < other)
-
-
-def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
-    """A bundle whose graph was changed and whose manifest was made to fit."""
-    shutil.copytree(source, folder)
-    model = onnx.load(str(folder / "model.onnx"))
-    change(model)
-    for name in ("model.onnx", "model.onnx.data"):
-        (folder / name).unlink()
-    onnx.save(
-        model, str(folder / "model.onnx"), save_as_external_data=True, location="model.onnx.data", size_threshold=1024
-    )
-    told = json.loads((folder / "manifest.json").read_text("utf-8"))
-    for name in ("model.onnx", "model.onnx.data"):
-        with (folder / name).open("rb") as stream:
-            record = record_of(stream)
-        told["files"][name] = {"sha256": record.sha256, "size": record.size}
-    manifest_of(told)
-    (folder / "manifest.json").write_text(json.dumps(told), "utf-8")
-    return folder
-
-
-def node_of(model: onnx.ModelProto, kind: str, number: int = 0) -> onnx.NodeProto:
-    node: onnx.NodeProto = [node for node in model.graph.node if node.op_type == kind][number]
-    return node
-
-
-def perturb_one_weight(model: onnx.ModelProto) -> None:
-    weight = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
-    values = numpy_helper.to_array(weight).copy()
-    values[5, 7] += 0.5
-    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
-
-
-def swap_key_and_value(model: onnx.ModelProto) -> None:
-    key, value = node_of(model, "ScatterND", 0), node_of(model, "ScatterND", 1)
-    key.input[2], value.input[2] = value.input[2], key.input[2]
-
-
-def read_stale_keys(model: onnx.ModelProto) -> None:
-    """Attention reads the buffer as it was before the step's rows were written."""
-    written = node_of(model, "ScatterND", 0)
-    reader = next(node for node in model.graph.node if node.op_type == "Slice" and node.input[0] == written.output[0])
-    reader.input[0] = written.input[0]
-
-
-def ignore_the_mask(model: onnx.ModelProto) -> None:
-    where = next(node for node in model.graph.node if node.op_type == "Where" and "attention_mask" in node.input)
-    where.input[2] = where.input[1]
-
-
-def take_positions_for_granted(model: onnx.ModelProto) -> None:
-    """Every row gets the position of its slot: right for a plain text, wrong for a tree."""
-    for node in model.graph.node:
-        for place, name in enumerate(node.input):
-            if name == "position_ids":
-                node.input[place] = "slot_ids"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""Planted: bundles whose graph was changed in a way that a check has to find."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+from onnx import helper, numpy_helper
+
+from spaceport.graphs.manifest import manifest_of, record_of
+
+
+def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
+    """A bundle whose graph was changed and whose manifest was made to fit."""
+    shutil.copytree(source, folder)
+    model = onnx.load(str(folder / "model.onnx"))
+    change(model)
+    for name in ("model.onnx", "model.onnx.data"):
+        (folder / name).unlink()
+    onnx.save(
+        model, str(folder / "model.onnx"), save_as_external_data=True, location="model.onnx.data", size_threshold=1024
+    )
+    told = json.loads((folder / "manifest.json").read_text("utf-8"))
+    for name in ("model.onnx", "model.onnx.data"):
+        with (folder / name).open("rb") as stream:
+            record = record_of(stream)
+        told["files"][name] = {"sha256": record.sha256, "size": record.size}
+    manifest_of(told)
+    (folder / "manifest.json").write_text(json.dumps(told), "utf-8")
+    return folder
+
+
+def node_of(model: onnx.ModelProto, kind: str, number: int = 0) -> onnx.NodeProto:
+    node: onnx.NodeProto = [node for node in model.graph.node if node.op_type == kind][number]
+    return node
+
+
+def perturb_one_weight(model: onnx.ModelProto) -> None:
+    weight = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
+    values = numpy_helper.to_array(weight).copy()
+    values[5, 7] += 0.5
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+
+
+def perturb_layer(model: onnx.ModelProto, layer: int) -> None:
+    """One weight of the product that a layer ends with."""
+    last = maker(model, f"layers.{layer}.output")
+    (product,) = (node for name in last.input if (node := maker(model, name)).op_type == "MatMul")
+    change_weight(model, product.input[1])
+
+
+def perturb_last_norm(model: onnx.ModelProto) -> None:
+    change_weight(model, "model.model.norm.weight")
+
+
+def change_weight(model: onnx.ModelProto, name: str) -> None:
+    weight = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    values = numpy_helper.to_array(weight).copy()
+    values.flat[7] += 0.5
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+
+
+def swap_key_and_value(model: onnx.ModelProto, layer: int = 0) -> None:
+    key, value = node_of(model, "ScatterND", 2 * layer), node_of(model, "ScatterND", 2 * layer + 1)
+    key.input[2], value.input[2] = value.input[2], key.input[2]
+
+
+def leave_values_unwritten(model: onnx.ModelProto, layer: int) -> None:
+    """The buffer of a layer's values stays as it was."""
+    write = maker(model, f"present.{layer}.value")
+    write.op_type = "Identity"
+    del write.input[1:]
+
+
+def shift_the_mask(model: onnx.ModelProto) -> None:
+    """Every row sees the slot beside each one that it may see."""
+    last = helper.make_tensor("last", onnx.TensorProto.INT64, [1], [-1])
+    ends = [helper.make_tensor(name, onnx.TensorProto.INT64, [1], [at]) for name, at in (("zero", 0), ("end", 2**31))]
+    axis = helper.make_tensor("axis", onnx.TensorProto.INT64, [1], [3])
+    model.graph.initializer.extend([last, *ends, axis])
+    for node in model.graph.node:
+        if node.op_type == "Where":
+            node.input[0] = {"attention_mask": "shifted"}.get(node.input[0], node.input[0])
+    shifting = [
+        helper.make_node("Slice", ["attention_mask", "last", "end", "axis"], ["back"]),
+        helper.make_node("Slice", ["attention_mask", "zero", "last", "axis"], ["front"]),
+        helper.make_node("Concat", ["back", "front"], ["shifted"], axis=3),
+    ]
+    nodes = [*shifting, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def ignore_the_window(model: onnx.ModelProto) -> None:
+    """Layers with a window see as far as those without one."""
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            if name == "sliding_attention_mask":
+                node.input[place] = "attention_mask"
+
+
+def forget_marks(model: onnx.ModelProto) -> None:
+    """A graph as it was before its values had names."""
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [f"unknown/{name}" if name.startswith("layers.") else name for name in names]
+
+
+def maker(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    node: onnx.NodeProto = next(node for node in model.graph.node if name in node.output)
+    return node
+
+
+def read_stale_keys(model: onnx.ModelProto) -> None:
+    """Attention reads the buffer as it was before the step's rows were written."""
+    written = node_of(model, "ScatterND", 0)
+    reader = next(node for node in model.graph.node if node.op_type == "Slice" and node.input[0] == written.output[0])
+    reader.input[0] = written.input[0]
+
+
+def ignore_the_mask(model: onnx.ModelProto) -> None:
+    where = next(node for node in model.graph.node if node.op_type == "Where" and "attention_mask" in node.input)
+    where.input[2] = where.input[1]
+
+
+def take_positions_for_granted(model: onnx.ModelProto) -> None:
+    """Every row gets the position of its slot: right for a plain text, wrong for a tree."""
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            if name == "position_ids":
+                node.input[place] = "slot_ids"

@@ -284,6 +284,23 @@ def test_a_text_that_ends_elsewhere_is_a_fault(runtime: Runtime) -> None:
     ((place, margin, said),) = judged(runtime, replace(plain, tokens=plain.tokens[:-2], ended=True), plain, limit)
     assert (place, said) == (limit - 2, "")
     assert 1 < margin < np.inf
+    ((place, margin, said),) = judged(runtime, replace(plain, ended=True), plain, limit)
+    assert (place, said) == (limit, "")
+    assert 1 < margin < np.inf
+
+
+def test_a_text_whose_one_row_logits_are_no_numbers_is_a_fault(tiny_bundle: Path, runtime: Runtime) -> None:
+    plain = plain_line(runtime)
+    place = len(plain.tokens) - 1
+
+    def spoil(batch: Batch, logits: Logits) -> None:
+        logits[places(batch) == place, plain.tokens[place]] = np.nan
+
+    other = replace(plain, tokens=(*plain.tokens[: place - 1], 5, plain.tokens[place]))
+    with spoilt_runtime(tiny_bundle, spoil)[0] as spoilt:
+        (first, _, _), (last, margin, said) = judged(spoilt, other, plain, len(plain.tokens))
+    assert (first, last, said) == (place - 1, place, "the logits hold NaN")
+    assert np.isnan(margin)
 
 
 def test_two_texts_are_held_against_the_same_logits_wherever_they_part(runtime: Runtime) -> None:

@@ -6,16 +6,19 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from small_bundle import RECORD, fill
 
 from spaceport.graphs.faults import InputFault
 from spaceport.runtime import loop
 from spaceport.runtime.accept import Verdict, accept
 from spaceport.runtime.choice import Choose
 from spaceport.runtime.plan import Part
+from spaceport.tools.audit.opened import requests_for
 from spaceport.tools.audit.prompts import Asked, read_prompts
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
 
@@ -55,7 +58,10 @@ def test_it_runs_where_nothing_is_installed_that_exports(tiny_bundle: Path, prom
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == OK, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "Noise of other widths and slots, against steps of one row (cpu, float32, scatter)"
+    assert (
+        lines[0]
+        == "Noise of other widths and slots, against steps of one row (OnnxRuntimeEngine, cpu, float32, scatter)"
+    )
     assert any(re.match(r"2 x 9 rows +\d+  \d\.\de[+-]\d\d  \d\.\de-0[34]  rounding$", line) for line in lines)
     assert any(re.match(r"tree with look-up, drawn +2 +2 +32 +\d+  2 +0 +0$", line) for line in lines)
     assert re.fullmatch(r"lossless: 20 texts, 320 tokens, 0 faults, 0 near-ties \(noise .*\)", lines[-1])
@@ -90,6 +96,16 @@ def test_the_report_as_json_says_the_same(
     assert sum(kind["faults"] for kind in report["kinds"]) == len(faults) > 0
     assert faults[0]["plain"]["id"] != faults[0]["written"]["id"]
     assert faults[0]["margin"] > 2 * report["noise"]
+
+
+def test_no_more_texts_at_a_time_than_the_engines_of_a_bundle_take(tmp_path: Path) -> None:
+    """Else the bundle would be opened on something that has the room, and that would be audited."""
+    manifest = fill(tmp_path)
+    assert [record.requests for record in manifest.engines.values()] == [4]
+    assert requests_for(replace(manifest, engines={})) == 4
+    few = {name: replace(RECORD, requests=requests) for name, requests in (("a", 2), ("b", 1))}
+    assert requests_for(replace(manifest, engines=few)) == 2
+    assert requests_for(replace(manifest, engines={"a": replace(RECORD, requests=8)})) == 4
 
 
 def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:

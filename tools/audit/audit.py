@@ -29,9 +29,9 @@ def audit(
         stage(f"writing {len(questions)} texts: {group.plain.name}")
         plain.append(write(runtime, [group.plain], questions, _each(1, questions), together=False))
     stage("measuring the noise of other widths")
-    signature = runtime.engine.signature
-    report = Report(f"{runtime.engine.device}, {signature.dtype}, {signature.lowering}")
-    report.noise = measure(runtime.engine, [text.lines[()] for text in plain[0] if not text.fault])
+    engine, signature = runtime.engine, runtime.engine.signature
+    report = Report(f"{type(engine).__name__}, {engine.device}, {signature.dtype}, {signature.lowering}")
+    report.noise = measure(engine, [text.lines[()] for text in plain[0] if not text.fault])
     judges = [
         _Judge(runtime, group, texts, questions, report, max_tokens) for group, texts in zip(groups, plain, strict=True)
     ]

@@ -73,8 +73,6 @@ def misses(engine: Engine, rule: Rule, line: Line, limit: int, plain: Line | Non
     is how long a line may become.
     """
     apart = line.start if plain is None else parting(line, plain)
-    if apart is None and plain is not None and len(line.tokens) > len(plain.tokens):
-        apart = len(plain.tokens)  # the plain line was cut there
     if apart is None:
         return []
     logits = logits_of(engine, line)

@@ -48,4 +48,4 @@ def parting(line: Line, plain: Line) -> int | None:
         if line.tokens[place] != plain.tokens[place]:
             return place
     ends = (len(line.tokens), line.ended) != (len(plain.tokens), plain.ended)
-    return shorter if ends and not (line.cut or plain.cut) else None
+    return shorter if ends else None

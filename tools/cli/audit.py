@@ -6,17 +6,12 @@ from pathlib import Path
 
 import click
 
-from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.session import Runtime
-from spaceport.tools.audit.audit import audit
-from spaceport.tools.audit.prompts import questions, read_prompts
+from spaceport.tools.audit.opened import MOST_REQUESTS, Settings, audit_bundle
 from spaceport.tools.audit.report import Finding, Report
 from spaceport.tools.cli.screen import show_json, show_table, stages
 
 FAILED = 4  # exit code
-MAX_TOKENS = 128
-MAX_REQUESTS = 4
 _SHOWN = 10  # findings; --json has all
 
 
@@ -24,11 +19,14 @@ _SHOWN = 10  # findings; --json has all
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompts", type=click.Path(path_type=Path))
 @click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-@click.option("--max-tokens", default=MAX_TOKENS, show_default=True, metavar="N", help="Tokens of each text.")
+@click.option("--max-tokens", default=Settings.max_tokens, show_default=True, metavar="N", help="Tokens of each text.")
 @click.option("--limit", type=int, metavar="N", help="Read only the first N prompts.")
 @click.option("--max-seq-len", type=int, metavar="N", help="Longest prompt and text together.")
 @click.option(
-    "--max-requests", default=MAX_REQUESTS, show_default=True, metavar="N", help="Texts at a time, beside one alone."
+    "--max-requests",
+    type=int,
+    metavar="N",
+    help=f"Texts at a time, beside one alone; by default {MOST_REQUESTS}, or as many as the bundle's engines take.",
 )
 @click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
 @click.option("--trust-engines", is_flag=True, help="Also open engines that were not built on this machine.")
@@ -40,7 +38,7 @@ def command(
     max_tokens: int,
     limit: int | None,
     max_seq_len: int | None,
-    max_requests: int,
+    max_requests: int | None,
     threads: int,
     trust_engines: bool,
     as_json: bool,
@@ -50,33 +48,14 @@ def command(
     A prompt on each line: plain text, or JSON with "messages", "prompt" or "text". Exit code 4 if a token differs by more
     than the engine's own rounding explains.
     """
-    check_options(max_tokens, limit)
-    asked = read_prompts(prompts)[:limit]
+    settings = Settings(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines)
     with stages() as stage:
-        stage("opening the bundle")
-        with Runtime.open(
-            bundle,
-            backend=backend,
-            max_seq_len=max_seq_len,
-            max_requests=max_requests,
-            threads=threads,
-            trust_engines=trust_engines,
-        ) as runtime:
-            for note in runtime.notes:
-                stage(note)
-            report = audit(runtime, questions(runtime, asked, max_tokens, prompts), max_tokens, stage)
+        report = audit_bundle(bundle, prompts, backend, settings, stage)
     if as_json:
         show_json(report.as_dict())
     else:
         show(report)
     return 0 if report.passed else FAILED
-
-
-def check_options(max_tokens: int, limit: int | None) -> None:
-    """Raise for what can be told wrong before any file is opened."""
-    for name, given in (("--max-tokens", max_tokens), ("--limit", limit)):
-        if given is not None and given < 1:
-            raise OptionFault(f"{name} is {given}: expected at least 1")
 
 
 def show(report: Report) -> None:

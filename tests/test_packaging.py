@@ -55,6 +55,9 @@ HEAVY = (
 NEEDS = {
     "spaceport.runtime.backends.on_torch": {"torch"},
     "spaceport.runtime.backends.on_onnxruntime": {"onnxruntime"},
+    "spaceport.runtime.backends.on_device": {"onnxruntime"},
+    "spaceport.runtime.backends.on_cuda": {"onnxruntime"},
+    "spaceport.runtime.backends.torch_device": {"torch"},
     "spaceport.runtime.backends.on_tensorrt": {"tensorrt", "tensorrt_rtx", "torch"},
 }
 

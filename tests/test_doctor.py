@@ -1,0 +1,84 @@
+"""Doctor: what it says of a machine, and what it advises is no mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.backends.device import no_gpu
+from spaceport.tools.cli import OK, run
+
+PROGRAM = "from spaceport.tools.cli import main; main()"
+
+
+def doctor(capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert run(["doctor", "--json"]) == OK
+    output, errors = capfd.readouterr()
+    assert errors == ""
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def test_every_backend_is_ready_or_says_why_not(capfd: pytest.CaptureFixture[str]) -> None:
+    found = doctor(capfd)
+    backends = {entry["backend"]: entry for entry in found["backends"]}
+    assert [*backends] == [*BACKENDS, "torch"]
+    assert backends["onnxruntime"]["ready"]
+    assert "CPUExecutionProvider" in backends["onnxruntime"]["why"]
+    reason = no_gpu()
+    if reason is not None:
+        for name in ("tensorrt", "tensorrt-rtx", "onnxruntime-cuda"):
+            assert not backends[name]["ready"]
+            assert backends[name]["why"] == f"backend {name} needs an NVIDIA GPU: {reason}"
+        assert found["system"]["NVIDIA GPU"] == f"none: {reason}"
+    builders = {entry["flavour"]: entry for entry in found["builders"]}
+    assert [*builders] == ["tensorrt", "tensorrt-rtx"]
+    for entry in builders.values():
+        assert entry["version"] or "pip install" in entry["why"]
+    pytest.importorskip("tensorrt_rtx")
+    assert builders["tensorrt-rtx"]["version"] == version("tensorrt-rtx")
+    assert {"sm80", "sm89"} <= {*builders["tensorrt-rtx"]["targets"]}
+
+
+def test_what_it_advises_does_not_put_two_packages_of_onnxruntime_side_by_side(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    packages = {entry["package"]: entry for entry in doctor(capfd)["packages"]}
+    cpu, gpu = packages["onnxruntime"], packages["onnxruntime-gpu"]
+    assert cpu["install"] is None
+    if gpu["version"] is None:
+        assert gpu["install"] == "pip uninstall onnxruntime, then pip install 'spaceport[gpu]'"
+
+
+def test_two_packages_of_onnxruntime_are_a_problem_to_talk_about(tmp_path: Path) -> None:
+    for package in ("onnxruntime", "onnxruntime_gpu"):
+        folder = tmp_path / f"{package}-1.31.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.31.1\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", PROGRAM, "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (OK, "")
+    assert done.stdout.splitlines()[-1] == (
+        "problem: onnxruntime and onnxruntime-gpu are both installed, are one module and overwrite each other: "
+        "pip uninstall onnxruntime onnxruntime-gpu, then install one of them"
+    )
+
+
+def test_a_library_that_takes_its_process_down_is_not_ready(tmp_path: Path) -> None:
+    (tmp_path / "onnxruntime").mkdir()
+    (tmp_path / "onnxruntime" / "__init__.py").write_text("import os\nos.abort()\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", PROGRAM, "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == OK
+    (entry,) = [entry for entry in json.loads(done.stdout)["backends"] if entry["backend"] == "onnxruntime"]
+    assert entry == {"backend": "onnxruntime", "ready": False, "why": "its process ends with exit code -6"}

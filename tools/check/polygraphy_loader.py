@@ -1,6 +1,9 @@
 """Loader: inputs for a stock Polygraphy command line, as the contract has them.
 
 polygraphy run BUNDLE/model.onnx --onnxrt --data-loader-script polygraphy_loader.py --validate
+
+SPACEPORT_BUNDLE names the bundle where the command line does not; SPACEPORT_SLOTS the size of the buffers, where a graph
+or an engine has a fixed one; SPACEPORT_REQUESTS the most requests that it takes.
 """
 
 from __future__ import annotations
@@ -23,18 +26,28 @@ _DTYPES = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "float16"
 
 
 def load_data() -> Iterator[dict[str, Any]]:
+    """What Polygraphy calls: the inputs for the bundle that it was called with."""
+    return calls(read_manifest(_bundle()))
+
+
+def calls(manifest: Manifest) -> Iterator[dict[str, Any]]:
     """Prompts, steps and trees over KV buffers of random content, for one request and for two."""
-    manifest = read_manifest(_bundle())
     random = np.random.default_rng(0)
+    slots, most = _number("SPACEPORT_SLOTS"), _number("SPACEPORT_REQUESTS")
     for requests, rows, context in ((1, 16, 0), (1, 1, 40), (1, 9, 64), (2, 5, 100)):
-        yield inputs(manifest, random, requests, rows, context)
+        if most is None or requests <= most:
+            yield inputs(manifest, random, requests, rows, context, slots)
 
 
-def inputs(manifest: Manifest, random: np.random.Generator, requests: int, rows: int, context: int) -> dict[str, Any]:
+def inputs(
+    manifest: Manifest, random: np.random.Generator, requests: int, rows: int, context: int, slots: int | None
+) -> dict[str, Any]:
     """One call: rows in a chain behind `context` slots that hold text already."""
     signature = manifest.signature
     visible = visible_length(context + rows)
-    sizes = {"B": requests, "T": rows, "A": visible, "R": rows, "S": visible + 64}
+    sizes = {"B": requests, "T": rows, "A": visible, "R": rows, "S": slots or visible + 64}
+    if sizes["S"] < visible:
+        raise SystemExit(f"SPACEPORT_SLOTS is {slots}: expected at least {visible}")
     positions = np.arange(context, context + rows)
     mask = np.zeros((requests, 1, rows, visible), np.bool_)
     mask[:] = np.arange(visible) <= positions[:, None]
@@ -58,6 +71,13 @@ def _typed(array: NDArray[Any], dtype: str) -> Any:
     if dtype == "bfloat16":
         return torch.from_numpy(array).to(torch.bfloat16)
     return array.astype(_DTYPES[dtype])
+
+
+def _number(name: str) -> int | None:
+    told = os.environ.get(name)
+    if told is not None and not told.isdecimal():
+        raise SystemExit(f"{name} is {told!r}: expected a whole number")
+    return None if told is None else int(told)
 
 
 def _bundle() -> Path:

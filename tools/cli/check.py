@@ -9,10 +9,14 @@ import click
 from spaceport.exporter.accuracy import Finding, write_report
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.check.check import Report, check
 from spaceport.tools.check.lineup import DEFAULT_LONG, SHORTEST, Asked, told
+from spaceport.tools.check.outputs import save_outputs
+from spaceport.tools.check.polygraphy_lines import lines_for
+from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.screen import show_json, show_table, stages
+from spaceport.tools.reference import open_reference
 
 FAILED = 4  # exit code
 
@@ -35,6 +39,14 @@ FAILED = 4  # exit code
     help=f"Tokens of the long-context case; by default {DEFAULT_LONG}, or what the model and all engines have room for.",
 )
 @click.option("--layers", is_flag=True, help="Find the first value of a layer that is out of tolerance.")
+@click.option("--print-polygraphy", is_flag=True, help="Print stock Polygraphy command lines for this, and do no more.")
+@click.option(
+    "--save-outputs",
+    "outputs",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write what CHECKPOINT gives on the inputs of those lines, for `polygraphy run --load-outputs`, and do no more.",
+)
 @click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random prompts and trees."
@@ -48,6 +60,8 @@ def command(
     backends: tuple[str, ...],
     length: int | None,
     layers: bool,
+    print_polygraphy: bool,
+    outputs: Path | None,
     threads: int,
     seed: int,
     trust_engines: bool,
@@ -63,6 +77,12 @@ def command(
         raise OptionFault(f"--long is {length}: expected at least {SHORTEST}")
     asked = Asked(checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers)
     opened = open_bundle(bundle)
+    if print_polygraphy:
+        show_lines(opened, checkpoint)
+        return 0
+    if outputs is not None:
+        save(opened, asked, outputs)
+        return 0
     with stages() as stage:
         report = check(opened, asked, stage)
     write_report(opened.path, report.as_dict())
@@ -71,6 +91,24 @@ def command(
     else:
         show(report)
     return 0 if report.passed else FAILED
+
+
+def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
+    """Command lines to paste."""
+    found = accuracy(bundle) or {}
+    largest = max((case["largest_logit"] for case in found.get("cases", [])), default=None)
+    if largest is None:
+        click.echo("# errors are allowed as for logits up to 1: after `spaceport check` as for those of this model")
+    click.echo("\n\n".join(map(str, lines_for(bundle, checkpoint, largest or 1.0))))
+
+
+def save(bundle: Bundle, asked: Asked, file: Path) -> None:
+    """The PyTorch model's outputs on what the shipped loader gives Polygraphy."""
+    if asked.checkpoint is None:
+        raise OptionFault("--save-outputs writes what PyTorch gives: expected a CHECKPOINT behind the bundle")
+    engine = open_reference(bundle, asked.checkpoint, 1, 1, "float32", asked.remote_code, asked.threads)
+    count = save_outputs(engine, bundle.manifest, file)
+    click.echo(f"{file}: what PyTorch float32 gives in {count} calls")
 
 
 def show(report: Report) -> None:

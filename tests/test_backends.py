@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_bundle import RECORD, fill
+from small_bundle import RECORD, edit, fill
 
 from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
 from spaceport.graphs.manifest import ENGINES_FOLDER, EngineRecord
@@ -28,6 +29,7 @@ from spaceport.runtime.backends import (
 from spaceport.runtime.backends.built import Named, NoEngine, engine_for, graph_of, read_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.tools.cli import MISSING, OK, run
 
 OPENING = Opening(capacity=512, requests=2)
 PLAN = b"an engine"
@@ -275,7 +277,8 @@ def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(bundl
     )
     with pytest.raises(MissingPart, match=message):
         require(scattered(bundle), "onnxruntime-cuda", OPENING)
-    assert best(scattered(bundle), OPENING) == "onnxruntime", "on the processor either of them runs"
+    require(scattered(bundle), "onnxruntime", OPENING)  # on the processor either of them runs
+    assert best(scattered(bundle), OPENING) == "onnxruntime"
     assert any("both installed" in note for note in passed_over(scattered(bundle), "onnxruntime", OPENING))
 
 
@@ -289,6 +292,23 @@ def test_a_backend_that_nobody_knows_is_a_mistake_of_usage(bundle: Bundle) -> No
         open_engine(bundle, "cuda", OPENING)
     with pytest.raises(OptionFault, match="threads is -1: expected 0"):
         check_threads(-1)
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    "command", [["generate", "{bundle}", "a", "--max-tokens", "3"], ["bench", "steps", "{bundle}"]]
+)
+def test_why_an_engine_does_not_run_is_said_once_on_stderr(
+    tiny_append_bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    copy = shutil.copytree(tiny_append_bundle, tmp_path / "bundle")
+    edit(copy, lambda manifest: manifest.update(engines={"a.engine": asdict(RECORD)}))
+    words = [str(copy) if word == "{bundle}" else word for word in command]
+    assert run([*words, *(("--rows", "1", "--rounds", "1") if command[0] == "bench" else ())]) == OK
+    notes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert [note.split(":")[1] for note in notes] == [" not tensorrt", " not tensorrt-rtx", " not onnxruntime-cuda"]
+    assert run([*words, "--backend", "tensorrt-rtx"]) == MISSING
+    assert capfd.readouterr().err == "spaceport: backend tensorrt-rtx needs an NVIDIA GPU: no NVIDIA driver here\n"
 
 
 def test_paths_with_spaces_are_named_so_that_they_can_be_pasted(bundle: Bundle) -> None:

@@ -18,6 +18,7 @@ from replaying import ReplayingSession
 from spaceport.graphs.signature import visible_length
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
+from spaceport.runtime.backends.device import Gpu
 from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
 from spaceport.runtime.backends.on_onnxruntime import open_session, session_options
 from spaceport.runtime.backends.opening import Opening
@@ -181,13 +182,14 @@ def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
 
 
 class TickingEngine(HashEngine):
-    """An engine whose calls take a while for themselves and for each row; the first ones much longer."""
+    """An engine whose calls take a while for themselves and for each row; the first ones, and some later, much longer."""
 
     time = 0.0
 
     def run(self, batch: Batch) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         self.calls += 1
-        self.time += 100.0 if self.calls < 4 else 1.0 + 0.1 * batch.input_ids.shape[1]
+        slow = self.calls <= 4 or self.calls % 3 == 0
+        self.time += 100.0 if slow else 1.0 + 0.1 * batch.input_ids.shape[1]
         return np.zeros((1, 1, 1), np.float32)
 
 
@@ -230,6 +232,15 @@ def test_libraries_are_looked_for_without_a_word(capfd: pytest.CaptureFixture[st
 )
 def test_a_full_gpu_is_told_from_a_broken_graph(said: str, expected: bool) -> None:
     assert (on_cuda._NO_MEMORY.search(said) is not None) == expected
+
+
+def test_what_a_full_gpu_had_to_hold_is_told(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cuda, "gpu", lambda: Gpu("NVIDIA Test", "sm89", 24 * 10**9))
+    message = on_cuda.no_room(open_bundle(tiny_bundle), Opening(10**6, 8))
+    assert message == (
+        "0.0 GB of weights and 6.1 GB of KV buffers (8 requests of 1000000 slots) do not fit into the 24.0 GB of the NVIDIA "
+        "Test: lower max_seq_len (--max-seq-len) or max_requests (--max-requests)"
+    )
 
 
 @pytest.fixture

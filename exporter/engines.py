@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from spaceport.exporter.bundle import flush, undisturbed
+from spaceport.exporter.profiles import profiles
 from spaceport.exporter.to_tensorrt import Library, Recipe
 from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import (
@@ -38,7 +39,7 @@ def graph_of(manifest: Manifest) -> tuple[str, ...]:
     return tuple(manifest.files[name].sha256 for name in sorted(manifest.files) if name.startswith(MODEL_FILE))
 
 
-def name_of(graph: tuple[str, ...], library: Library, recipe: Recipe) -> str:
+def name_of(graph: tuple[str, ...], vocab_size: int, library: Library, recipe: Recipe) -> str:
     """The file name of an engine: its target and a digest of everything that it depends on."""
     depends = {
         "recipe": _RECIPE,
@@ -47,12 +48,19 @@ def name_of(graph: tuple[str, ...], library: Library, recipe: Recipe) -> str:
         "version": library.version,
         "target": recipe.target,
         "shapes": asdict(recipe.shapes),
+        "profiles": profiles(recipe.shapes, vocab_size, recipe.mask_slots),
         "workspace": recipe.workspace,
         "refittable": recipe.refittable,
-        "mask_slots": recipe.mask_slots,
     }
     digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
     return f"{recipe.target}-{digest[:12]}.engine"
+
+
+def require_writable(folder: Path) -> None:
+    """Raise if no engine could be put into a bundle, before one is built."""
+    for place in (folder, folder / ENGINES_FOLDER):
+        if place.exists() and not os.access(place, os.W_OK | os.X_OK):
+            raise InputFault(f"{place}: no permission to write in it: copy the bundle to where there is")
 
 
 def found(folder: Path, manifest: Manifest, name: str) -> EngineRecord | None:

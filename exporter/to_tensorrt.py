@@ -276,8 +276,8 @@ def _workspace(library: Library, recipe: Recipe, words: str) -> OptionFault:
 
 def _no_type(library: Library, recipe: Recipe, words: str) -> OptionFault:
     return OptionFault(
-        f"--target is {recipe.target}: that GPU lacks a type that the bundle's graph reckons in; expected a newer target, "
-        "or a bundle that was exported with --dtype float16"
+        f"--target is {recipe.target}: that GPU lacks a type that is in the bundle's graph; expected a newer target, or a "
+        "bundle that was exported with --dtype float16 and without --weights float8"
     )
 
 

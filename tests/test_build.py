@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +24,7 @@ from spaceport.exporter.build import build_engine
 from spaceport.exporter.engines import ChangedBundle, name_of, store
 from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_tensorrt import Attention, Library, Recipe, attention_of, build, open_library
+from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA, Manifest
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle
@@ -78,7 +82,10 @@ def test_an_engine_is_in_the_bundle_with_all_that_it_depends_on(bundle: Path, ca
     assert "to run in" in output
     first, *rest = errors.splitlines()
     assert first.startswith(f"building with tensorrt-rtx {record.version} for sm89: ")
-    assert "of KV buffers for 3 requests of 960 slots" in first
+    assert re.search(
+        "KB of KV buffers for 3 requests of 960 slots, up to .* KB of logits; building takes about 34.* MB of memory here",
+        first,
+    )
     assert rest
     assert all("%" in line for line in rest), "nothing of the library's own chatter"
 
@@ -86,7 +93,7 @@ def test_an_engine_is_in_the_bundle_with_all_that_it_depends_on(bundle: Path, ca
 def test_an_engine_that_was_built_alike_is_not_built_again(bundle: Path, capfd: Capture) -> None:
     assert run(["build", str(bundle), "--target", "sm89,sm89"]) == OK
     once = contents(bundle)
-    assert len(open_bundle(bundle).manifest.engines) == 1
+    (once_named,) = open_bundle(bundle).manifest.engines
     capfd.readouterr()
     assert run(["build", str(bundle), "--target", "sm89"]) == OK
     output, errors = capfd.readouterr()
@@ -97,6 +104,9 @@ def test_an_engine_that_was_built_alike_is_not_built_again(bundle: Path, capfd: 
     assert "building with" in capfd.readouterr().err
     assert run(["build", str(bundle), "--target", "sm89", "--max-requests", "2"]) == OK
     assert "building with" in capfd.readouterr().err
+    assert run(["build", str(bundle), "--target", "sm89", "--json"]) == OK
+    (told,) = json.loads(capfd.readouterr().out)["engines"]
+    assert (told["built"], told["name"], told["activation"]) == (False, once_named, None)
     assert sorted(record.requests for record in open_bundle(bundle).manifest.engines.values()) == [2, 4]
 
 
@@ -118,21 +128,21 @@ def test_whatever_an_engine_depends_on_is_in_its_name(library: Library) -> None:
     graph, newer = ("a" * 64, "b" * 64), to_tensorrt.Library("tensorrt-rtx", type("", (), {"__version__": "1.8"}))
     shapes = RECIPE.shapes
     names = [
-        name_of(graph, library, RECIPE),
-        name_of(("a" * 64, "c" * 64), library, RECIPE),
-        name_of(graph, newer, RECIPE),
-        name_of(graph, replace(library, flavour="tensorrt"), RECIPE),
-        name_of(graph, library, replace(RECIPE, target="sm80")),
+        name_of(graph, 50, library, RECIPE),
+        name_of(("a" * 64, "c" * 64), 50, library, RECIPE),
+        name_of(graph, 50, newer, RECIPE),
+        name_of(graph, 50, replace(library, flavour="tensorrt"), RECIPE),
+        name_of(graph, 50, library, replace(RECIPE, target="sm80")),
         *(
-            name_of(graph, library, replace(RECIPE, shapes=replace(shapes, **{part: value})))
+            name_of(graph, 50, library, replace(RECIPE, shapes=replace(shapes, **{part: value})))
             for part, value in (("capacity", 1088), ("requests", 5), ("step_rows", 65), ("prompt_rows", 513))
         ),
-        name_of(graph, library, replace(RECIPE, workspace=1 << 30)),
-        name_of(graph, library, replace(RECIPE, refittable=True)),
-        name_of(graph, library, replace(RECIPE, mask_slots=3)),
+        name_of(graph, 50, library, replace(RECIPE, workspace=1 << 30)),
+        name_of(graph, 50, library, replace(RECIPE, refittable=True)),
+        name_of(graph, 50, library, replace(RECIPE, mask_slots=3)),
     ]
     assert len(set(names)) == len(names)
-    assert name_of(graph, library, RECIPE) == names[0]
+    assert name_of(graph, 50, library, RECIPE) == names[0]
     assert names[0].startswith("sm89-")
 
 
@@ -232,6 +242,16 @@ def test_whoever_hears_may_fail_and_the_build_ends_with_that(bundle: Path, libra
     with pytest.raises(BrokenPipeError, match="the reader went away"):
         build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, hear=gone)
     assert contents(bundle) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nobody forbids root to write")
+def test_a_bundle_that_cannot_be_written_to_is_refused_before_the_build(bundle: Path, library: Library) -> None:
+    manifest = open_bundle(bundle).manifest
+    bundle.chmod(0o500)
+    began: list[str] = []
+    with pytest.raises(InputFault, match="no permission to write in it: copy the bundle to where there is"):
+        build_engine(bundle, manifest, library, RECIPE, begin=lambda: began.append("it"))
+    assert began == []
 
 
 def made(tmp_path: Path, attending: Attending) -> tuple[Path, Manifest]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import TINY, exported_once
 from families import FAMILIES, Family, build
 
 from spaceport.exporter import to_tensorrt
@@ -16,7 +17,9 @@ from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
 from spaceport.exporter.to_tensorrt import Library, Recipe, open_library
 from spaceport.graphs.decoder import decoder_of
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.signature import Precision, Signature, Weights
+from spaceport.runtime.bundle import read_manifest
 
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
 
@@ -94,3 +97,26 @@ def test_a_familys_graph_is_built_for_both_targets(family: Family, tmp_path: Pat
 def test_heads_of_64_are_built_fused(family: Family, tmp_path: Path) -> None:
     (attention,) = build_all(tmp_path, exported(fewer(family), tmp_path))
     assert attention == to_tensorrt.Attention(0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "weights", "target"),
+    [
+        ("bfloat16", "same", "sm80"),
+        ("float16", "float8", "sm89"),
+        pytest.param("float16", "int4", "sm80", marks=pytest.mark.nightly),
+    ],
+)
+def test_small_numbers_are_built_for_the_gpus_that_have_them(
+    tmp_path_factory: pytest.TempPathFactory, dtype: Precision, weights: Weights, target: str
+) -> None:
+    bundle = exported_once(tmp_path_factory, "append", TINY, dtype, weights)
+    signature = read_manifest(bundle).signature
+    model = append_graph(bundle, signature, SHAPES.capacity)
+    engine = to_tensorrt.build(library(), model, bundle, signature, Recipe(target, SHAPES))
+    assert engine.attention.decomposed == 0
+    if weights == "float8":
+        model = append_graph(bundle, signature, SHAPES.capacity)
+        with pytest.raises(OptionFault, match=r"--target is sm80: .* without --weights float8"):
+            to_tensorrt.build(library(), model, bundle, signature, Recipe("sm80", SHAPES))

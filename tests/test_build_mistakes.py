@@ -215,7 +215,7 @@ def test_a_type_that_a_target_lacks_is_told_as_such(bundle: Path, library: Libra
     attending = Attending("bfloat16")
     attending.write(tmp_path / "brain")
     model = append_graph(tmp_path / "brain", attending.signature, 1024)
-    with pytest.raises(OptionFault, match=r"--target is sm75: .* lacks a type .* exported with --dtype float16"):
+    with pytest.raises(OptionFault, match=r"--target is sm75: .* lacks a type .* exported with --dtype float16 and"):
         build(library, model, tmp_path / "brain", attending.signature, replace(RECIPE, target="sm75"))
 
 

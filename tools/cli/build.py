@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from spaceport.exporter.append_graph import refuse_scatter
-from spaceport.exporter.build import Outcome, build_engine, weights_of
+from spaceport.exporter.build import Outcome, build_engine, host_memory, weights_of
 from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_tensorrt import Library, Recipe, open_library, target_of
 from spaceport.graphs.faults import OptionFault
@@ -150,7 +150,7 @@ def _memory(manifest: Manifest, shapes: Shapes) -> str:
     logits = shapes.requests * rows * signature.vocab_size * 4  # float32
     return (
         f"{size(weights_of(manifest))} of weights, {size(kv)} of KV buffers for {shapes.requests} requests of "
-        f"{shapes.capacity} slots, up to {size(logits)} of logits"
+        f"{shapes.capacity} slots, up to {size(logits)} of logits; building takes about {size(host_memory(manifest))} of memory here"
     )
 
 

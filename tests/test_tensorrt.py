@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DEMO, exported_once
+from numpy.typing import NDArray
 from stand_in_tensorrt import Kind, Location, Plan, StandInContext, StandInDevice, opened, plan_of
 
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.admission import capacity_for
+from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_tensorrt import PROMPTS, STEPS, timed
+from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.costs import Costs
-from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.slots import NO_MOVES
 from spaceport.tools.cli.demo import prompts_of
 
@@ -60,6 +63,35 @@ def test_an_engine_writes_what_onnx_runtime_writes(graphs: bool, tiny_append_bun
                 assert got.tokens == expected.tokens
                 assert got.statistics.steps == expected.statistics.steps
         assert (device.captured > 3 and device.replayed > 2 * device.captured) == graphs
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_any_call_gives_the_logits_of_onnx_runtime(graphs: bool, tiny_append_bundle: Path) -> None:
+    """The same shapes again and again, of one request or two, so that graphs are played for the range they were made of."""
+    bundle, plan = plan_of(tiny_append_bundle, 1024, 3)
+    engine = opened(bundle, plan, StandInDevice(), 3, graphs)
+    plain = open_engine(bundle, "onnxruntime", Opening(1024, 3))
+    dice = np.random.default_rng(0)
+    held = np.zeros((3, 1024), np.bool_)
+    for number in range(24):
+        rows, first, count = int(dice.choice((1, 3, 7))), int(dice.integers(0, 3)), 1 + number % 2
+        batch = chain_of(rows, min(first, 3 - count), count, 4 * number, held, dice)
+        got, expected = engine.run(batch), plain.run(batch)
+        assert got.shape == expected.shape
+        assert np.abs(got - expected).max() < 1e-4
+
+
+def chain_of(
+    rows: int, first: int, count: int, height: int, held: NDArray[np.bool_], dice: np.random.Generator
+) -> Batch:
+    """Rows behind whatever each request has written before, which differs from request to request."""
+    places = np.tile(np.arange(height, height + rows), (count, 1))
+    held[first : first + count, height:] = False
+    mask = np.repeat(held[first : first + count, None, None, :192], rows, axis=2)
+    mask[:, 0, :, height : height + rows] = np.tri(rows, dtype=np.bool_)
+    held[first : first + count, height : height + rows] = True
+    ids = dice.integers(8, 400, (count, rows))
+    return Batch(first, ids, places, places, mask, np.tile(np.arange(rows), (count, 1)))
 
 
 def test_forked_threads_are_those_of_onnx_runtime(demo_append: Path) -> None:
@@ -135,7 +167,7 @@ def test_a_step_that_fails_tells_what_the_library_says(tiny_append_bundle: Path)
 def test_a_closed_engine_says_so(tiny_append_bundle: Path) -> None:
     with runtime_of(tiny_append_bundle) as (runtime, _):
         engine: Any = runtime.engine
-        batch = batch_of(runtime)
+        batch = batch_of_rows(1)
     engine.close()
     with pytest.raises(EngineFault, match="tensorrt-rtx: the engine is closed"):
         engine.run(batch)
@@ -210,12 +242,6 @@ def contexts_of(engine: Any) -> list[StandInContext]:
     return [context.run for context in engine._contexts]
 
 
-def batch_of(runtime: Runtime) -> Any:
-    from spaceport.runtime.backends.on_tensorrt import _idle
-
-    return _idle(runtime.engine, 1)  # type: ignore[arg-type]
-
-
 def test_the_stand_in_refuses_what_lies_outside_a_profile(tiny_append_bundle: Path) -> None:
     """So that the tests above would fail if an engine were fed with what its profile does not take."""
     bundle, plan = plan_of(tiny_append_bundle, 1024, step_rows=4, prompt_rows=8)
@@ -230,7 +256,5 @@ def test_the_stand_in_refuses_what_lies_outside_a_profile(tiny_append_bundle: Pa
 
 
 def batch_of_rows(rows: int) -> Any:
-    from spaceport.runtime.engine import Batch
-
     ids = np.zeros((1, rows), np.int64)
     return Batch(0, ids, ids, np.arange(rows)[None], np.ones((1, 1, rows, 64), np.bool_), ids[:, :1])

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import ReplayingSession
 
+from spaceport.graphs.faults import MissingPart
 from spaceport.graphs.signature import visible_length
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
-from spaceport.runtime.backends.device import Gpu
+from spaceport.runtime.backends.device import Gpu, no_gpu
 from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
 from spaceport.runtime.backends.on_onnxruntime import open_session, session_options
 from spaceport.runtime.backends.opening import Opening
@@ -220,6 +221,13 @@ def test_libraries_are_looked_for_without_a_word(capfd: pytest.CaptureFixture[st
     assert "does not start CUDA 13: libcublasLt.so.13, libcublas.so.13 cannot be loaded: pip install" in message
     assert "look at nvidia-smi" in on_cuda.without_cuda(())
     assert isinstance(lacking, tuple)
+
+
+def test_a_provider_that_does_not_start_is_an_error_and_no_slow_engine(tiny_bundle: Path) -> None:
+    if "CUDAExecutionProvider" not in ort.get_available_providers() or no_gpu() is None:
+        pytest.skip("needs onnxruntime-gpu on a machine without a GPU")
+    with pytest.raises(MissingPart, match="does not start CUDA"):
+        on_cuda.open_engine(open_bundle(tiny_bundle), Opening(512, 1))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_a_sound_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Path,
         *((rows, count) for count in (2, 3) for rows in (1, 9)),
     ]
     assert all(one.places == 3 * (TOKENS + 1) for one in report.noise if one.requests != 2)
+    assert all(one.places == 4 * (TOKENS + 1) for one in report.noise if one.requests == 2)  # one of them twice
     assert noise_of(report.noise) < 1e-4
     assert {1, 2, 4, 9, 16, 36} <= engine.widths
     assert report.passed
@@ -147,9 +148,10 @@ def test_a_wrong_acceptance_is_a_fault(tiny_bundle: Path, monkeypatch: pytest.Mo
     assert 1 <= finding.miss.place - finding.start + 1 <= TOKENS
 
 
-def test_a_tie_that_the_width_decides_is_a_near_tie() -> None:
+@pytest.mark.parametrize("fork_every", [10**9, 3])
+def test_a_tie_that_the_width_decides_is_a_near_tie(fork_every: int) -> None:
     """The hash engine has no noise of its own, so what is measured is what is planted."""
-    runtime = hash_runtime(Language(5, end_every=10**9), requests=2)
+    runtime = hash_runtime(Language(5, end_every=10**9, fork_every=fork_every), requests=2)
     with Runtime(runtime.bundle, SpoiltEngine(runtime.engine, tied(1e-7)), 64) as spoilt:
         report = audit(spoilt, [Question(1, (1, 2, 3)), Question(2, (4, 5, 6, 7))], 30)
     assert report.passed
@@ -159,6 +161,7 @@ def test_a_tie_that_the_width_decides_is_a_near_tie() -> None:
     assert {row.kind for row in near} >= {"chain k = 5", "chain k = 1", "tree with look-up"}
     assert max(row.margin or 0 for row in near) == pytest.approx(1e-7, rel=1e-3)
     assert any(row.identical < row.texts for row in near)
+    assert any("forked" in row.kind and row.tokens > 2 * 30 for row in near) == (fork_every == 3)
     assert report.statement.endswith(" near-ties (margin 1e-07, noise 1e-07)")
 
 
@@ -210,6 +213,17 @@ def test_a_wrong_mask_in_wide_steps_is_a_fault_that_names_the_widths(tiny_bundle
     runtime, _ = spoilt_runtime(tiny_bundle, before=hide)
     report = found_in(runtime)
     assert [one.name for one in report.noise if not one.sound] == ["9 rows", "36 rows"]
+    assert not report.passed
+
+
+def test_a_width_that_stands_out_is_a_fault_though_its_type_allows_as_much(tiny_bundle: Path) -> None:
+    def spoil(batch: Batch, logits: Logits) -> None:
+        if batch.input_ids.shape[1] == 36:
+            logits[..., 7::8] += 1e-3
+
+    report = found_in(spoilt_runtime(tiny_bundle, spoil)[0])
+    assert [one.name for one in report.noise if not one.sound] == ["36 rows"]
+    assert noise_of(report.noise) < 1e-4
     assert not report.passed
 
 

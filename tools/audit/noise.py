@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ WIDTHS = (1, 2, 4, 9, 16, 36, 64)
 _BESIDE = (1, 9)  # rows of each request where several stand side by side
 _MOST_BESIDE = 4  # requests side by side
 _PARTS = 64  # rows of a prompt in a step: cut otherwise than plain decoding does, as beside other texts
+_OUTSTANDING = 16  # times the median of all ways; those of sound engines were within twice of it
 _LIKELIEST = 16  # tokens of a row that are looked at; see docs/audit.md on why not all
 
 
@@ -30,13 +32,7 @@ class Noise:
     requests: int
     places: int
     largest: float  # NaN: the logits held one
-    largest_logit: float
-    tolerance: float  # of the largest logit, and at least absolutely: what rounding explains
-
-    @property
-    def limit(self) -> float:
-        """The largest difference that rounding explains."""
-        return self.tolerance * max(1.0, self.largest_logit)
+    limit: float  # what rounding explains
 
     @property
     def sound(self) -> bool:
@@ -59,10 +55,35 @@ class Noise:
         }
 
 
+class Tally:
+    """What was seen of one way to feed: how many places, the largest difference there and the largest logit."""
+
+    def __init__(self) -> None:
+        self.places = 0
+        self.largest = 0.0
+        self.largest_logit = 0.0
+
+    def feed(self, engine: Engine, lines: Sequence[Line], plain: Sequence[Logits], pace: Pace) -> None:
+        """Feed lines side by side; where there are too few, some of them twice."""
+        which = list(islice(cycle(range(len(lines))), pace.requests))
+
+        def hear(index: int, place: int, logits: Logits) -> None:
+            line = which[index]
+            self._compare(plain[line][place - lines[line].start], logits)
+
+        feed(engine, [lines[line] for line in which], pace, hear)
+
+    def _compare(self, plain: Logits, other: Logits) -> None:
+        self.places += 1
+        self.largest = float(np.maximum(self.largest, difference(plain, other)))  # NaN stays
+        seen = np.abs(plain[np.isfinite(plain)])
+        self.largest_logit = max(self.largest_logit, float(seen.max(initial=0.0)))
+
+
 def measure(engine: Engine, lines: Sequence[Line]) -> list[Noise]:
     """The noise of every width that an engine has, over these lines."""
     ways = paces(engine)
-    tallies = [_Tally() for _ in ways]
+    tallies = [Tally() for _ in ways]
     room = min(_MOST_BESIDE, engine.requests)
     for first in range(0, len(lines), room):
         group = lines[first : first + room]
@@ -71,8 +92,21 @@ def measure(engine: Engine, lines: Sequence[Line]) -> list[Noise]:
             for begin in range(0, len(group), pace.requests):
                 beside = slice(begin, begin + pace.requests)
                 tally.feed(engine, group[beside], plain[beside], pace)
-    tolerance = TOLERANCE[engine.signature.dtype]
-    return [tally.noise(pace, tolerance) for pace, tally in zip(ways, tallies, strict=True) if tally.places]
+    fed = [(pace, tally) for pace, tally in zip(ways, tallies, strict=True) if tally.places]
+    limit = limit_of([tally for _, tally in fed], TOLERANCE[engine.signature.dtype])
+    return [Noise(pace.rows, pace.requests, tally.places, tally.largest, limit) for pace, tally in fed]
+
+
+def limit_of(tallies: Sequence[Tally], tolerance: float) -> float:
+    """The largest difference that rounding explains: what the type allows, and not far beyond what is usual here.
+
+    The type's is meant for engines of different kinds, and in half precision has room for a wrong bit of a mask.
+    """
+    moved = [tally.largest for tally in tallies if tally.largest > 0]  # NaN is not
+    largest = max([1.0, *(tally.largest_logit for tally in tallies)])
+    last_place = float(np.spacing(np.float32(largest)))  # no smaller difference is told apart there
+    usual = max(last_place, median(moved)) if moved else last_place
+    return min(tolerance * largest, _OUTSTANDING * usual)
 
 
 def paces(engine: Engine) -> list[Pace]:
@@ -86,34 +120,6 @@ def paces(engine: Engine) -> list[Pace]:
 def noise_of(found: Sequence[Noise]) -> float:
     """The largest noise that rounding explains: what goes beyond that is a fault, and hides no other."""
     return max((one.largest for one in found if one.sound), default=0.0)
-
-
-class _Tally:
-    """What was seen of one way to feed."""
-
-    def __init__(self) -> None:
-        self.places = 0
-        self._largest = 0.0
-        self._largest_logit = 0.0
-
-    def feed(self, engine: Engine, lines: Sequence[Line], plain: Sequence[Logits], pace: Pace) -> None:
-        """Feed lines side by side; where there are too few, some of them twice."""
-        which = list(islice(cycle(range(len(lines))), pace.requests))
-
-        def hear(index: int, place: int, logits: Logits) -> None:
-            line = which[index]
-            self._compare(plain[line][place - lines[line].start], logits)
-
-        feed(engine, [lines[line] for line in which], pace, hear)
-
-    def noise(self, pace: Pace, tolerance: float) -> Noise:
-        return Noise(pace.rows, pace.requests, self.places, self._largest, self._largest_logit, tolerance)
-
-    def _compare(self, plain: Logits, other: Logits) -> None:
-        self.places += 1
-        self._largest = float(np.maximum(self._largest, difference(plain, other)))  # NaN stays
-        seen = np.abs(plain[np.isfinite(plain)])
-        self._largest_logit = max(self._largest_logit, float(seen.max(initial=0.0)))
 
 
 def difference(plain: Logits, other: Logits) -> float:

@@ -79,7 +79,7 @@ def decoder_from(
         model = load_model(checkpoint, options.dtype)
         if options.weights != "same":
             stage(f"rounding weights to {options.weights}")
-        rounding = round_model(model, options.weights)
+        rounding = round_model(model, options.weights, options.lowering)
         if arithmetic is not None:
             model.to(DTYPES[arithmetic])  # type: ignore[arg-type]
         stage("proving the graph module equal to the model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.faults import InputFault, OptionFault
 from spaceport.graphs.gated import GatedLinear
-from spaceport.graphs.signature import Weights
+from spaceport.graphs.signature import Lowering, Weights
 from spaceport.graphs.traits import UnsupportedModel, name_of
 
-# Inputs that share a scale in int4: the first of these that divides a layer's inputs. TensorRT-RTX builds each of them,
-# and ONNX Runtime multiplies by the small numbers as they are; a last block that is not full it would first unpack.
-BLOCKS = (128, 64, 32)
+# Inputs that share a scale in int4: the first of these that divides a layer's inputs. TensorRT takes each of them. ONNX
+# Runtime's products of int4 give a row the same sums in every call only with blocks of 32 and fewer: with longer ones a row
+# is off by 1e-6, its activations are rounded to other int8 values in the next layer, and drafted text is not plain text.
+BLOCKS: dict[Lowering, tuple[int, ...]] = {"scatter": (32, 16), "append": (128, 64, 32)}
 
 _INT4 = (-8, 7)
 _FLOAT8 = torch.float8_e4m3fn
@@ -60,7 +61,7 @@ class Rounding:
 UNROUNDED = Rounding()
 
 
-def round_model(model: PreTrainedModel, weights: Weights) -> Rounding:
+def round_model(model: PreTrainedModel, weights: Weights, lowering: Lowering) -> Rounding:
     """Round the weights of a model's linear layers, which from here on reckons with what the engines will.
 
     Embeddings, the output embedding, norms, biases, adapters of mask rows and experts that are no linear modules stay.
@@ -70,7 +71,7 @@ def round_model(model: PreTrainedModel, weights: Weights) -> Rounding:
     layers = {}
     for name, module in _linear_modules(model).items():
         try:
-            rounded = round_weight(module.weight, weights)
+            rounded = round_weight(module.weight, weights, BLOCKS[lowering])
         except InputFault as error:
             raise UnsupportedModel(f"{name_of(model)}, {name}: {error}") from error
         if rounded is not None:
@@ -79,18 +80,18 @@ def round_model(model: PreTrainedModel, weights: Weights) -> Rounding:
     if not layers:
         raise OptionFault(
             f"weights is {weights}: {name_of(model)} has no linear layer that could be rounded (expected a number of inputs "
-            f"that {' or '.join(map(str, BLOCKS))} divides): export it with weights as they are (--weights same)"
+            f"that {' or '.join(map(str, BLOCKS[lowering]))} divides): export it with weights as they are (--weights same)"
         )
     return Rounding(weights, layers)
 
 
-def round_weight(weight: Tensor, weights: Weights) -> Rounded | None:
+def round_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> Rounded | None:
     """A weight (outputs x inputs) rounded; nothing where its inputs cannot be cut into blocks."""
     if not bool(torch.isfinite(weight).all()):
         raise InputFault("its weight holds infinities or NaN: save the checkpoint again, or export it in float32")
     if weights == "float8":
         return _float8(weight.detach())
-    block = next((block for block in BLOCKS if weight.shape[1] % block == 0), None)
+    block = next((block for block in blocks if weight.shape[1] % block == 0), None)
     return None if block is None else _int4(weight.detach(), block)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from spaceport.graphs.faults import OptionFault
 from spaceport.graphs.gated import GatedLinear, gate_model
 from spaceport.graphs.precision import BLOCKS, Rounded, round_model, round_weight
-from spaceport.graphs.signature import Weights
+from spaceport.graphs.signature import Lowering, Weights
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.check.rounding import agreement
 
@@ -36,7 +36,7 @@ weights = st.builds(
 
 
 def rounded(weight: Tensor, kind: Weights) -> Rounded:
-    found = round_weight(weight, kind)
+    found = round_weight(weight, kind, BLOCKS["append"])
     assert found is not None
     return found
 
@@ -108,11 +108,16 @@ def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
     assert bool(torch.isfinite(found.values).all())
 
 
-@pytest.mark.parametrize(("inputs", "block"), [(256, 128), (192, 64), (96, 32), (48, None)])
-def test_a_block_divides_the_inputs(inputs: int, block: int | None) -> None:
-    found = round_weight(torch.ones(2, inputs), "int4")
+@pytest.mark.parametrize(
+    ("lowering", "inputs", "block"),
+    [
+        *(("append", 256, 128), ("append", 192, 64), ("append", 96, 32), ("append", 48, None)),
+        *(("scatter", 256, 32), ("scatter", 48, 16), ("scatter", 40, None)),
+    ],
+)
+def test_a_block_divides_the_inputs(lowering: Lowering, inputs: int, block: int | None) -> None:
+    found = round_weight(torch.ones(2, inputs), "int4", BLOCKS[lowering])
     assert (None if found is None else found.block) == block
-    assert block is None or block in BLOCKS
 
 
 def test_many_outputs_are_searched_part_by_part_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +137,7 @@ def tiny() -> PreTrainedModel:
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_model_reckons_with_the_rounded_weights_and_keeps_the_others(kind: Weights) -> None:
     model, before = tiny(), tiny().state_dict()
-    rounding = round_model(model, kind)
+    rounding = round_model(model, kind, "scatter")
     assert rounding.rounded == 239_616
     assert len(rounding.layers) == 7 * 3
     for name, weight in model.state_dict().items():
@@ -147,7 +152,9 @@ def test_a_weight_that_two_modules_share_stays() -> None:
     assert isinstance(one.up_proj, nn.Linear)
     assert isinstance(other.up_proj, nn.Linear)
     other.up_proj.weight = one.up_proj.weight
-    assert not {f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)} & set(round_model(model, "int4").layers)
+    assert not {f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)} & set(
+        round_model(model, "int4", "scatter").layers
+    )
 
 
 def test_adapters_of_mask_rows_stay_over_a_base_that_is_rounded() -> None:
@@ -157,7 +164,7 @@ def test_adapters_of_mask_rows_stay_over_a_base_that_is_rounded() -> None:
     module = gated.get_submodule("model.layers.0.self_attn.q_proj")
     assert isinstance(module, GatedLinear)
     adapter = module.A.clone()
-    rounding, expected = round_model(gated, "int4"), round_model(plain, "int4")
+    rounding, expected = round_model(gated, "int4", "scatter"), round_model(plain, "int4", "scatter")
     assert rounding.layers.keys() == expected.layers.keys()
     assert torch.equal(module.weight, plain.get_submodule("model.layers.0.self_attn.q_proj").weight)  # type: ignore[arg-type]
     assert torch.equal(module.A, adapter)
@@ -167,7 +174,7 @@ def test_experts_that_are_no_linear_modules_stay() -> None:
     (family,) = [family for family in FAMILIES if family.name == "mixtral"]
     model = build(family).requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.state_dict().items() if "experts" in name}
-    rounding = round_model(model, "int4")
+    rounding = round_model(model, "int4", "scatter")
     assert rounding.layers
     assert all("self_attn" in name for name in rounding.layers)
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in before.items())
@@ -177,15 +184,15 @@ def test_experts_that_are_no_linear_modules_stay() -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_weight_that_is_no_number_is_refused_by_the_name_of_its_layer(kind: Weights, value: float) -> None:
     model = tiny()
-    model.get_submodule("model.layers.1.mlp.down_proj").weight[3, 5] = value  # type: ignore[operator,index]
+    model.get_submodule("model.layers.1.mlp.down_proj").weight[3, 5] = value  # type: ignore[operator]
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.down_proj: its weight holds infinities or NaN"):
-        round_model(model, kind)
+        round_model(model, kind, "scatter")
 
 
 def test_a_model_with_nothing_to_round_is_refused() -> None:
     (family,) = [family for family in FAMILIES if family.name == "gpt2"]
     with pytest.raises(OptionFault, match=r"weights is int4: GPT2LMHeadModel has no linear layer .*--weights same"):
-        round_model(build(family), "int4")
+        round_model(build(family), "int4", "scatter")
 
 
 def test_agreement_counts_rows_and_measures_divergence() -> None:

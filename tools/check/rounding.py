@@ -53,7 +53,7 @@ def measure_rounding(bundle: Bundle, folder: Path, remote_code: bool = False, se
         expected = log_probabilities(unrounded, texts)
         del unrounded  # two models need not fit into the memory
         rounded = load_model(checkpoint, manifest.signature.dtype)
-        round_model(rounded, manifest.weights)
+        round_model(rounded, manifest.weights, manifest.signature.lowering)
         got = log_probabilities(cast(PreTrainedModel, rounded.to(DTYPES["float32"])), texts)  # type: ignore[arg-type]
     return agreement(manifest.weights, expected, got)
 

@@ -10,13 +10,13 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from forking_bundle import forking_copy
-from hash_engine import HashEngine, Language
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import ReplayingSession
+from summing_graph import summing_graph
 
 from spaceport.graphs.faults import MissingPart
-from spaceport.graphs.signature import visible_length
+from spaceport.graphs.signature import PRECISIONS, Precision, visible_length
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
 from spaceport.runtime.backends.device import Gpu, no_gpu
@@ -24,7 +24,6 @@ from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
 from spaceport.runtime.backends.on_onnxruntime import open_session, session_options
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Shape
-from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine, EngineFault
@@ -155,6 +154,23 @@ def test_what_is_no_number_ends_with_the_request_that_wrote_it(tiny_bundle: Path
     assert np.isnan(engine.run(one_row(engine, 2))).all()
 
 
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_buffers_of_every_type_hold_what_was_written(dtype: Precision) -> None:
+    graph, signature = summing_graph(dtype)
+    session = ReplayingSession(ort.InferenceSession(graph, session_options(1), providers=["CPUExecutionProvider"]))
+    engine = DeviceEngine(session, signature, Opening(128, REQUESTS), "cpu", "cpu", graphs=True)
+    expected = np.zeros((REQUESTS, 128))
+    dice = np.random.default_rng(7)
+    for _ in range(60):
+        request, slots, tokens = dice.integers(REQUESTS), dice.permutation(100)[:5], dice.integers(0, 256, 5)
+        expected[request, slots] = tokens  # bfloat16 has 8 bits for them
+        mask = dice.random((1, 1, 5, 128)) < 0.5
+        mask[..., 100:] = False
+        batch = Batch(int(request), tokens[None], tokens[None], slots[None], mask, np.array([[4, 0, 1]]))
+        assert np.array_equal(engine.run(batch)[0, :, 0], (mask[0, 0] @ expected[request])[[4, 0, 1]])
+    assert session.replays > 10
+
+
 def test_rows_of_a_scatter_engine_never_move(tiny_bundle: Path) -> None:
     engine, _ = device_engine(open_bundle(tiny_bundle))
     engine.move(0, [NO_MOVES, NO_MOVES])
@@ -180,25 +196,6 @@ def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
     assert [wide.number(0, Shape(1, 128, 128, 1)) for _ in range(9)] == [PLAIN] * 9
     assert graphs.options(1, step).get_run_config_entry("gpu_graph_id") == "1"
     assert graphs.options(0, other).get_run_config_entry("gpu_graph_id") == "-1"
-
-
-class TickingEngine(HashEngine):
-    """An engine whose calls take a while for themselves and for each row; the first ones, and some later, much longer."""
-
-    time = 0.0
-
-    def run(self, batch: Batch) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        self.calls += 1
-        slow = self.calls <= 4 or self.calls % 3 == 0
-        self.time += 100.0 if slow else 1.0 + 0.1 * batch.input_ids.shape[1]
-        return np.zeros((1, 1, 1), np.float32)
-
-
-def test_costs_are_those_of_calls_that_have_become_usual() -> None:
-    engine = TickingEngine(Language(1), 128, 1)
-    costs = timed(engine, lambda: engine.time)
-    assert costs.row == pytest.approx(0.1 / 1.1)
-    assert costs.call_rows == 11
 
 
 def test_what_runs_on_the_processor_is_named(tiny_bundle: Path) -> None:

@@ -17,8 +17,9 @@ from spaceport.graphs.traits import Traits, UnsupportedModel, entered, name_of, 
 
 AttentionForm = Literal["plain", "operator"]
 
-# Largest difference to the unmodified model, relative to its largest logit, that rounding explains.
-PROOF_TOLERANCE = {"float32": 1e-4, "float16": 5e-2, "bfloat16": 2e-1}
+# Largest difference to the unmodified model, relative to its largest logit, that rounding explains; over the families of
+# the tests it is up to 5e-3 in float16 and 4e-2 in bfloat16.
+PROOF_TOLERANCE = {"float32": 1e-4, "float16": 5e-2, "bfloat16": 1e-1}
 _PROOF_ROWS = 24
 _PRECISION: dict[torch.dtype, Precision] = {
     torch.float32: "float32",

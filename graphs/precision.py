@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.gated import GatedLinear
 from spaceport.graphs.signature import Lowering, Weights
 from spaceport.graphs.traits import UnsupportedModel, name_of
 
@@ -103,7 +102,7 @@ def _linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, GatedLinear)
+        if isinstance(module, nn.Linear)  # of any kind: if it does more with its weight, the graph will show it
         and module is not model.get_output_embeddings()
         and places[id(module.weight)] == 1
     }

@@ -181,6 +181,11 @@ def test_a_mistake_is_told_in_one_line(
     assert "Traceback" not in err
 
 
+def test_a_bundle_that_is_not_there_is_a_mistake(prompts: Path, capfd: Capture) -> None:
+    assert run(arguments(prompts.parent / "none", prompts)) == INPUT
+    assert re.search("none: no such folder: expected a bundle", capfd.readouterr().err)
+
+
 def test_a_file_that_is_not_there_is_a_mistake(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
     for place in (tmp_path, tmp_path / "none"):
         assert run(arguments(tiny_bundle, place)) == INPUT

@@ -24,7 +24,7 @@ _FLOAT8_LARGEST = torch.finfo(_FLOAT8).max
 # Scales that are tried, as shares of the one that cuts nothing off: where few weights stick out of a block, a smaller
 # one is better for all others.
 _SHARES = tuple(1 - 0.04 * step for step in range(11))
-_AT_ONCE = 1 << 22  # weights whose scales are searched together: their passes stay in the processor's caches
+_AT_ONCE = 1 << 18  # weights whose scales are searched together: their passes stay in the processor's caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,30 +116,25 @@ def _float8(weight: Tensor) -> Rounded:
 
 
 def _int4(weight: Tensor, block: int) -> Rounded:
-    some = max(1, _AT_ONCE // weight.shape[1])
-    parts = [
-        _int4_columns(rows.T.float().reshape(-1, block, len(rows)), weight.dtype) for rows in torch.split(weight, some)
-    ]
-    codes = torch.cat([part[0] for part in parts], dim=-1).flatten(0, 1)
-    return Rounded(codes, torch.cat([part[1] for part in parts], dim=-1), block)
+    some = max(1, _AT_ONCE // weight.shape[1])  # outputs
+    parts = [_int4_rows(rows.float().reshape(len(rows), -1, block), weight.dtype) for rows in torch.split(weight, some)]
+    codes, scale = (torch.cat(kind).flatten(1).T.contiguous() for kind in zip(*parts, strict=True))
+    return Rounded(codes, scale, block)
 
 
-def _int4_columns(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The codes and scales of blocks x block x outputs that make the smallest sum of squared errors in each block."""
+def _int4_rows(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The codes and scales of outputs x blocks x block that make the smallest sum of squared errors in each block."""
     least, most = _INT4
-    whole = torch.maximum(blocks.amax(dim=1) / most, blocks.amin(dim=1) / least)  # cuts nothing off
+    whole = torch.maximum(blocks.amax(dim=-1) / most, blocks.amin(dim=-1) / least)  # cuts nothing off
     best = _scale(whole, dtype)
     smallest = torch.full_like(whole, torch.inf)
     for share in _SHARES:
         scale = _scale(whole * share, dtype)
-        error = (_codes(blocks, scale) * scale.float()[:, None]).sub_(blocks).square_().sum(dim=1)
+        steps = blocks / scale.float()[..., None]
+        error = steps.round().clamp_(*_INT4).sub_(steps).square_().sum(dim=-1) * scale.float() ** 2
         best = torch.where(error < smallest, scale, best)
         smallest = torch.minimum(error, smallest)
-    return _codes(blocks, best).to(torch.int8), best
-
-
-def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
-    return (blocks / scale.float()[:, None]).round_().clamp_(*_INT4)
+    return (blocks / best.float()[..., None]).round_().clamp_(*_INT4).to(torch.int8), best
 
 
 def _scale(wanted: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -10,22 +11,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from append_bundle import Attending
+from onnx import helper
 from small_bundle import edit
 
 from spaceport.exporter import to_tensorrt
-from spaceport.exporter.append_graph import append_graph
+from spaceport.exporter.append_graph import UnbuildableGraph, append_graph
 from spaceport.exporter.build import build_engine
 from spaceport.exporter.engines import ChangedBundle, name_of, store
 from spaceport.exporter.profiles import Shapes
-from spaceport.exporter.to_tensorrt import Attention, Library, Recipe, attention_of, build, open_library
+from spaceport.exporter.to_tensorrt import Library, Recipe, build, open_library
 from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA, Manifest
+from spaceport.graphs.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import FAULT, OK, run
@@ -90,7 +93,9 @@ def test_an_engine_is_in_the_bundle_with_all_that_it_depends_on(bundle: Path, ca
     assert all("%" in line for line in rest), "nothing of the library's own chatter"
 
 
-def test_an_engine_that_was_built_alike_is_not_built_again(bundle: Path, capfd: Capture) -> None:
+def test_an_engine_that_was_built_alike_is_not_built_again(
+    bundle: Path, capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(["build", str(bundle), "--target", "sm89,sm89"]) == OK
     once = contents(bundle)
     (once_named,) = open_bundle(bundle).manifest.engines
@@ -107,6 +112,9 @@ def test_an_engine_that_was_built_alike_is_not_built_again(bundle: Path, capfd: 
     assert run(["build", str(bundle), "--target", "sm89", "--json"]) == OK
     (told,) = json.loads(capfd.readouterr().out)["engines"]
     assert (told["built"], told["name"], told["activation"]) == (False, once_named, None)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine's"))
+    assert run(["build", str(bundle), "--target", "sm89"]) == OK
+    assert "building with" in capfd.readouterr().err, "what was built elsewhere would not be run here"
     assert sorted(record.requests for record in open_bundle(bundle).manifest.engines.values()) == [2, 4]
 
 
@@ -193,6 +201,21 @@ def test_two_builds_at_once_both_end_up_in_the_manifest(bundle: Path) -> None:
     assert {record.target for record in open_bundle(bundle).manifest.engines.values()} == {"sm80", "sm89"}
 
 
+def test_an_engine_waits_for_whoever_else_stores_one(bundle: Path, library: Library) -> None:
+    record = build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).record
+    folder = os.open(bundle, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    before = contents(bundle)
+    waiting = threading.Thread(target=store, args=(bundle, "sm80-0.engine", memoryview(b"plan"), record))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    assert contents(bundle) == before
+    os.close(folder)
+    waiting.join()
+    assert "sm80-0.engine" in open_bundle(bundle).manifest.engines
+
+
 # argv: the most bytes that a file may have, arguments. The program on a disk that is full.
 ON_A_FULL_DISK = f"""
 import resource, signal, sys
@@ -254,59 +277,15 @@ def test_a_bundle_that_cannot_be_written_to_is_refused_before_the_build(bundle: 
     assert began == []
 
 
-def made(tmp_path: Path, attending: Attending) -> tuple[Path, Manifest]:
-    manifest = attending.write(tmp_path / "made")
-    return tmp_path / "made", manifest
-
-
-@pytest.mark.parametrize(
-    ("attending", "expected"),
-    [
-        (Attending("float16", head_dim=64, layers=2), Attention(0, "")),
-        (Attending("bfloat16", head_dim=64), Attention(0, "")),
-        (Attending("float32", layers=2), Attention(2, "TensorRT has no fused kernel for float32")),
-        (Attending(head_dim=8), Attention(1, "TensorRT has no fused kernel for heads of 8")),
-        (Attending(head_dim=264), Attention(1, "TensorRT has no fused kernel for heads of 264")),
-        (Attending(head_dim=12), Attention(1, "TensorRT has no fused kernel for heads of 12", written_out=True)),
-        (Attending(softcap=5.0), Attention(1, "TensorRT has no fused kernel with softcap", written_out=True)),
-        (
-            Attending("float32", head_dim=12, softcap=5.0),
-            Attention(1, "TensorRT has no fused kernel with softcap", written_out=True),
-        ),
-    ],
-    ids=str,
-)
-def test_attention_is_fused_where_it_can_be_and_products_elsewhere(
-    attending: Attending, expected: Attention, tmp_path: Path, library: Library
-) -> None:
-    folder, manifest = made(tmp_path, attending)
-    model = append_graph(folder, manifest.signature, 1024)
-    found = build(library, model, folder, manifest.signature, RECIPE)
-    assert found.attention == expected
-    assert found.activation > 0
-
-
-def test_a_kernel_that_is_missing_after_all_is_found_out(
-    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What fused attention takes may be less in another version."""
-    monkeypatch.setattr(to_tensorrt, "_FUSED_HEADS", range(8, 257, 8))
-    folder, manifest = made(tmp_path, Attending(head_dim=8, layers=2))
-    model = append_graph(folder, manifest.signature, 1024)
-    assert attention_of(model, manifest.signature) == Attention(0, "")
-    found = build(library, model, folder, manifest.signature, RECIPE)
-    assert found.attention == Attention(2, f"{library.name} has no fused kernel for it")
-
-
-def test_the_build_says_where_attention_is_not_fused(tmp_path: Path, capfd: Capture) -> None:
-    folder, _ = made(tmp_path, Attending(softcap=5.0))
-    assert run(["build", str(folder), "--target", "sm89"]) == OK
-    assert capfd.readouterr().out.splitlines()[0] == (
-        "attention of 1 layer runs as matrix products: TensorRT has no fused kernel with softcap"
-    )
-    (record,) = open_bundle(folder).manifest.engines.values()
-    assert record.decomposed == 1
-    assert run(["build", str(folder), "--target", "sm89"]) == OK
-    assert "TensorRT has no fused kernel with softcap" in capfd.readouterr().out, "also of what was there already"
-    assert run(["inspect", str(folder)]) == OK
-    assert "1 layers as products" in capfd.readouterr().out
+def test_a_buffer_that_tensorrt_would_copy_is_refused(bundle: Path, library: Library) -> None:
+    """Whatever the graph looks like: what counts is what the library makes of it."""
+    signature = Attending().signature
+    model = append_graph(bundle, signature, 1024)
+    (writer,) = [node for node in model.graph.node if node.output[0] == "present.0.key"]
+    writer.output[0] = "written"
+    model.graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = "written" if name == "present.0.key" else name
+    with pytest.raises(UnbuildableGraph, match=r"does not write present.0.key to the memory of past_key_values.0.key"):
+        build(library, model, bundle, signature, RECIPE)

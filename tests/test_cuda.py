@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -178,9 +180,14 @@ def test_rows_of_a_scatter_engine_never_move(tiny_bundle: Path) -> None:
         engine.move(0, [(np.array([3]), np.array([1]))])
 
 
-def test_a_closed_engine_runs_nothing(tiny_bundle: Path) -> None:
-    engine, _ = device_engine(open_bundle(tiny_bundle))
+def test_a_closed_engine_runs_nothing_and_holds_no_memory(tiny_bundle: Path) -> None:
+    engine, session = device_engine(open_bundle(tiny_bundle))
+    engine.run(one_row(engine, 0))
+    weights, buffers = weakref.ref(session._session), weakref.ref(engine._kv)
+    del session
     engine.close()
+    gc.collect()
+    assert (weights(), buffers()) == (None, None)
     with pytest.raises(EngineFault, match="the engine is closed"):
         engine.run(one_row(engine, 0))
 

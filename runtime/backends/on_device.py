@@ -135,7 +135,10 @@ class DeviceEngine:
             self._view(at, size).update_inplace(zeros)
 
     def close(self) -> None:
-        self._session = None
+        self._session = self._binding = None  # the graphs that hold addresses go before the memory does
+        self._staged.clear()
+        self._logits.clear()
+        self._kv = None
 
     @property
     def _bytes_of_request(self) -> int:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from spaceport.graphs.signature import Lowering, Precision, Weights
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads cost more than they save
+
+# What is noted of engines that the tests build is not the user's.
+_STATE = tempfile.TemporaryDirectory(prefix="spaceport-tests-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")

@@ -33,6 +33,7 @@ Kind = Enum("Kind", "FLOAT HALF BF16 INT64 BOOL")
 Mode = Enum("Mode", "INPUT OUTPUT")
 Location = Enum("Location", "DEVICE HOST")
 Strategy = Enum("Strategy", "STATIC USER_MANAGED")
+Specialization = Enum("Specialization", "LAZY EAGER NONE")
 
 
 class Logger:
@@ -54,6 +55,7 @@ class Plan:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the engine tells -> of a tensor -> instead
     profiles: int = 2
     opens: bool = True
+    compiles: bool = True  # while it runs, as TensorRT-RTX does
     fails: bool = False  # in every step
 
 
@@ -113,8 +115,8 @@ class StandInDevice:
 class StandInContext:
     """One profile, its shapes and addresses."""
 
-    def __init__(self, engine: StandInEngine, device: StandInDevice) -> None:
-        self.engine, self.device = engine, device
+    def __init__(self, engine: StandInEngine, device: StandInDevice, config: RuntimeConfig | None) -> None:
+        self.engine, self.device, self.config = engine, device, config
         self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
@@ -156,8 +158,43 @@ class StandInContext:
         for past, present in self.engine.pairs:
             assert addresses[past] == addresses[present], "a buffer is not written in place"
         self.ran.append(shapes)
+        if self.config is not None and self.config.cache is not None:
+            self.config.cache.content = b"compiled" + b"%d" % len(self.ran)
         self.device.do(lambda: self.engine.compute(shapes, addresses))
         return True
+
+
+class RuntimeCache:
+    """What was compiled: here, how often a context ran."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def deserialize(self, content: bytes) -> bool:
+        if content.startswith(b"compiled"):
+            self.content = content
+        return bool(self.content)
+
+    def serialize(self) -> bytes:
+        return self.content
+
+
+class RuntimeConfig:
+    """How a context of TensorRT-RTX works."""
+
+    strategy = Strategy.STATIC
+    dynamic_shapes_kernel_specialization_strategy = Specialization.LAZY
+    cache: RuntimeCache | None = None
+
+    def create_runtime_cache(self) -> RuntimeCache:
+        return RuntimeCache()
+
+    def set_runtime_cache(self, cache: RuntimeCache) -> bool:
+        self.cache = cache
+        return True
+
+    def set_execution_context_allocation_strategy(self, strategy: Strategy) -> None:
+        self.strategy = strategy
 
 
 class StandInEngine:
@@ -201,9 +238,13 @@ class StandInEngine:
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return SCRATCH[profile]
 
-    def create_execution_context(self, strategy: Strategy) -> StandInContext | None:
-        assert strategy is Strategy.USER_MANAGED
-        self.contexts.append(StandInContext(self, self.device))
+    def create_runtime_config(self) -> RuntimeConfig:
+        return RuntimeConfig()
+
+    def create_execution_context(self, how: Strategy | RuntimeConfig) -> StandInContext | None:
+        config = how if isinstance(how, RuntimeConfig) else None
+        assert (config.strategy if config else how) is Strategy.USER_MANAGED
+        self.contexts.append(StandInContext(self, self.device, config))
         return self.contexts[-1]
 
     def takes(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
@@ -253,7 +294,9 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
             engines.append(StandInEngine(plan, self.logger, device))
             return engines[-1]
 
+    compiles = {"DynamicShapesKernelSpecializationStrategy": Specialization} if plan.compiles else {}
     return SimpleNamespace(
+        **compiles,
         __version__="9.9.9",
         ILogger=Logger,
         Runtime=Runtime,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import DEMO, exported_once
 from numpy.typing import NDArray
-from stand_in_tensorrt import Kind, Location, Plan, StandInContext, StandInDevice, opened, plan_of
+from stand_in_tensorrt import Kind, Location, Plan, Specialization, StandInContext, StandInDevice, opened, plan_of
 
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.admission import capacity_for
@@ -188,6 +188,57 @@ def test_costs_are_those_of_the_engine(tiny_append_bundle: Path) -> None:
     got = timed(engine, clock)
     assert got.row == pytest.approx(3 / 31, rel=0.3)
     assert isinstance(got, Costs)
+
+
+def test_what_is_compiled_is_found_again(tiny_append_bundle: Path, state: Path) -> None:
+    bundle, plan = plan_of(tiny_append_bundle, 1024)
+    with Runtime(bundle, opened(bundle, plan, StandInDevice()), LENGTH) as runtime:
+        steps, prompts = (context.config for context in contexts(runtime))
+        assert steps is not None
+        assert prompts is not None
+        assert steps.cache is prompts.cache
+        assert steps.dynamic_shapes_kernel_specialization_strategy is Specialization.EAGER  # it is captured
+        assert prompts.dynamic_shapes_kernel_specialization_strategy is Specialization.LAZY
+        assert steps.cache is not None
+        assert steps.cache.content == b""
+        runtime.generate("The harbour", Decoding(max_tokens=5))
+        content = steps.cache.content
+    (file,) = (state / "spaceport" / "kernels").iterdir()
+    assert file.read_bytes() == content
+    again = contexts_of(opened(bundle, plan, StandInDevice()))[0].config
+    assert again is not None
+    assert again.cache is not None
+    assert again.cache.content == content
+    file.write_bytes(b"of another driver")
+    fresh = contexts_of(opened(bundle, plan, StandInDevice(), graphs=False))[0].config
+    assert fresh is not None
+    assert fresh.cache is not None
+    assert fresh.cache.content == b""
+    assert fresh.dynamic_shapes_kernel_specialization_strategy is Specialization.LAZY
+
+
+def test_where_nothing_can_be_kept_nothing_fails(tiny_append_bundle: Path, state: Path) -> None:
+    (state / "spaceport").parent.mkdir(parents=True, exist_ok=True)
+    (state / "spaceport").write_text("a file in the way")
+    bundle, plan = plan_of(tiny_append_bundle, 1024)
+    with Runtime(bundle, opened(bundle, plan, StandInDevice()), LENGTH) as runtime:
+        runtime.generate("The harbour", Decoding(max_tokens=5))
+
+
+def test_tensorrt_itself_compiles_nothing_while_it_runs(tiny_append_bundle: Path, state: Path) -> None:
+    bundle, plan = plan_of(tiny_append_bundle, 1024)
+    plan.compiles = False
+    with Runtime(bundle, opened(bundle, plan, StandInDevice()), LENGTH) as runtime:
+        assert all(context.config is None for context in contexts(runtime))
+        runtime.generate("The harbour", Decoding(max_tokens=5))
+    assert not state.exists()
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this machine keeps what it knows of engines."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
 
 
 WRONG: list[tuple[str, str, Any, str]] = [

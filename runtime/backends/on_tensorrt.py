@@ -20,6 +20,7 @@ from spaceport.graphs.signature import Signature, logit_rows
 from spaceport.runtime.backends.built import Named, engine_for, read_engine
 from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu
+from spaceport.runtime.backends.kernels import Kernels
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places
 from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
@@ -90,7 +91,8 @@ class TensorRtEngine:
         self._logits_out = device.host(4 * self._logits.numel()).view(torch.float32)
         scratch = max(engine.get_device_memory_size_for_profile_v2(profile) for profile in (STEPS, PROMPTS))
         self._scratch = device.zeros((max(1, scratch),), torch.uint8)  # for both: only one runs at a time
-        self._contexts = [self._context(api, profile) for profile in (STEPS, PROMPTS)]
+        self._kernels = Kernels(api, engine, f"{record.sha256[:32]}-{record.version}")
+        self._contexts = [self._context(profile, opening.graphs) for profile in (STEPS, PROMPTS)]
         self._captured = Captured(device.capture) if opening.graphs else None
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -115,6 +117,7 @@ class TensorRtEngine:
     def close(self) -> None:
         if self._engine is not None:
             self._device.wait()
+            self._kernels.keep()
             self._captured = None
             self._contexts = []
             self._engine = None
@@ -146,10 +149,9 @@ class TensorRtEngine:
         taken: NDArray[np.float32] = self._logits_out[:size].numpy()
         return taken.reshape(shape.requests, shape.wanted, self.signature.vocab_size)
 
-    def _context(self, api: Any, profile: int) -> _Context:
+    def _context(self, profile: int, graphs: bool) -> _Context:
         """A profile with all that never changes bound to it."""
-        strategy = api.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._engine.create_execution_context(strategy)
+        context = self._kernels.context(at_once=profile == STEPS and graphs)
         if context is None or not context.set_optimization_profile_async(profile, self._device.stream):
             raise EngineFault(f"{self._record.flavour} opens no context for profile {profile}: {self._words}")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_FILE = Path("spaceport", "built-engines")
+_FILE = "built-engines"
 
 
 def remember(sha256: str) -> bool:
@@ -30,6 +30,11 @@ def built_here(sha256: str) -> bool:
         return False
 
 
-def _file() -> Path:
+def state_folder() -> Path:
+    """Where this user's machine keeps what it knows of engines."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state") / _FILE
+    return (Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state") / "spaceport"
+
+
+def _file() -> Path:
+    return state_folder() / _FILE

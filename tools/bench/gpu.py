@@ -81,7 +81,7 @@ def bundle_of(plan: Plan, checkpoint: Path, lowering: Lowering) -> Path:
 
 def build(plan: Plan, bundle: Path, say: Callable[[str], None]) -> dict[str, str]:
     """Engines by the flavours that are installed, and how each build went."""
-    told = {}
+    told: dict[str, str] = {}
     for flavour in plan.flavours:
         if find_spec(MODULES[flavour]) is None:
             continue

@@ -1,0 +1,64 @@
+"""Kernels: what TensorRT-RTX compiles for a shape when it first meets it, kept from one process to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from spaceport.runtime.backends import trust
+
+_FOLDER = "kernels"
+
+
+class Kernels:
+    """Execution contexts of one engine; where it compiles while it runs, they share what was compiled."""
+
+    def __init__(self, api: Any, engine: Any, name: str) -> None:
+        self._api, self._engine = api, engine
+        self._file = trust.state_folder() / _FOLDER / name
+        self._cache: Any = None
+        self._content = b""
+        if self._compiles:
+            self._cache = engine.create_runtime_config().create_runtime_cache()
+            self._content = self._read()
+            if self._content:
+                self._cache.deserialize(
+                    self._content
+                )  # it takes nothing of another driver or GPU: that is compiled anew
+
+    def context(self, at_once: bool) -> Any:
+        """A context whose memory is given to it. Kernels for a new shape are compiled at once, or beside the work, while
+        slower ones serve: a call that is captured has to have its own."""
+        strategy = self._api.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not self._compiles:
+            return self._engine.create_execution_context(strategy)
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        kinds = self._api.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = kinds.EAGER if at_once else kinds.LAZY
+        config.set_runtime_cache(self._cache)
+        return self._engine.create_execution_context(config)
+
+    def keep(self) -> None:
+        """Let the next process find what was compiled."""
+        if self._cache is None:
+            return
+        content = bytes(self._cache.serialize())
+        if content == self._content:
+            return
+        partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # without it the next process compiles again
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            partial.write_bytes(content)
+            partial.replace(self._file)
+
+    @property
+    def _compiles(self) -> bool:
+        return hasattr(self._api, "DynamicShapesKernelSpecializationStrategy")
+
+    def _read(self) -> bytes:
+        try:
+            return self._file.read_bytes()
+        except OSError:
+            return b""

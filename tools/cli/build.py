@@ -19,7 +19,7 @@ from spaceport.graphs.signature import PRECISIONS, logit_rows
 from spaceport.runtime.admission import capacity_for, seq_len, slots_for
 from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu
-from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli.build_screen import building
 from spaceport.tools.cli.options import options
 from spaceport.tools.cli.screen import show_json, size
@@ -91,12 +91,12 @@ def command(
     """
     library = open_library(flavour)
     targets = _targets(library, target, refittable, timing_cache)
-    opened = open_bundle(bundle)
-    manifest = opened.manifest
+    manifest = read_manifest(bundle)
     refuse_scatter(bundle, manifest.signature)
     _refuse_dtype(manifest, dtype)
     capacity = capacity_for(manifest, slots_for(seq_len(manifest, max_seq_len), max_slots))
     shapes = Shapes(capacity, max_requests, max_step_rows, prompt_rows)
+    manifest = open_bundle(bundle).manifest  # all else is known to fit: now the pass over the weights
     scratch = None if workspace is None else workspace << 20
     memory, outcomes = _memory(manifest, shapes), []
     for name in targets:

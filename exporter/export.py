@@ -80,7 +80,8 @@ def decoder_from(
         if options.weights != "same":
             stage(f"rounding weights to {options.weights}")
         rounding = round_model(model, options.weights, options.lowering)
-        if arithmetic is not None:
+        # As it was loaded it stays as it is: its rotary frequencies are in float32, whatever its weights are in.
+        if arithmetic not in (None, options.dtype):
             model.to(DTYPES[arithmetic])  # type: ignore[arg-type]
         stage("proving the graph module equal to the model")
         return decoder_of(model, options.lowering, options.form, rounding)

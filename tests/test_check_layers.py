@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+import torch
 from families import FAMILIES, build
 from planted import (
     forget_marks,
@@ -27,11 +29,15 @@ from planted import (
     take_positions_for_granted,
 )
 
+from spaceport.exporter.accuracy import Array, Feed
 from spaceport.exporter.export import Options, export
+from spaceport.graphs.decoder import Decoder
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.check.check import Report, check
+from spaceport.tools.check.layers import Part, compare_layers
 from spaceport.tools.check.lineup import Asked
 from spaceport.tools.cli import run
+from spaceport.tools.reference import open_reference
 
 TINY = Path(__file__).parent / "data" / "tiny"
 
@@ -96,7 +102,47 @@ def test_a_window_that_is_ignored_is_found_where_texts_are_longer(windowed: tupl
     report = found(planted(bundle, tmp_path / "bundle", ignore_the_window), checkpoint)
     assert first_of(report) == ("layer 1, attention", "prompt, every row")
     assert [pair.passed for pair in report.pairs] == [True, False, False]
+    assert report.suspect == "onnxruntime float16"
+    assert sound.suspect is None
     assert str(report.layers).endswith("; layer 0 agrees")
+
+
+def test_the_model_in_half_precision_keeps_its_rotary_frequencies(windowed: tuple[Path, Path]) -> None:
+    checkpoint, bundle = windowed
+    reference = open_reference(open_bundle(bundle), checkpoint, 64, 1, "float16")
+    assert isinstance(reference.module, Decoder)
+    kinds = {name: buffer.dtype for name, buffer in reference.module.model.named_buffers() if "inv_freq" in name}
+    assert set(kinds.values()) == {torch.float32}
+
+
+class Shown:
+    """What shows the same values in every call."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._values = values
+
+    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        return {part.name: np.full((1, 2, 64, 4), value) for part, value in zip(PARTS, self._values, strict=True)}
+
+
+PARTS = (*(Part(f"present.{layer}.key", layer, "keys") for layer in range(3)), Part("logits", None, "logits"))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([100, 10.0009, 1, 1], None),
+        ([100, 10.0011, 1, 1], "layer 1, keys (max error 0.0011, 0.001 allowed), case 'a'; layer 0 agrees"),
+        ([100.1, 1, 1, 1], "layer 0, keys (max error 0.1, 0.01 allowed), case 'a'; nothing comes before it"),
+        ([100, 10, float("nan"), 1], "layer 2, keys (max error nan, 0.0001 allowed), case 'a'; layers 0 to 1 agree"),
+        ([100, 10, 1, 1.1], "logits (max error 0.1, 0.0001 allowed), case 'a'; all layers agree"),
+    ],
+)
+def test_a_value_may_be_off_by_a_share_of_its_own_largest(values: list[float], told: str | None) -> None:
+    feed = Feed("a", {"attention_mask": np.ones((1, 1, 2, 64), np.bool_)}, np.zeros((1, 1, 4), np.float32))
+    found = compare_layers(Shown([100, 10, 1, 1]), Shown(values), PARTS, [feed], 1e-4, "both")
+    assert (found.parted and str(found.parted)) == (told and f"first out of tolerance: {told}")
+    assert json.dumps(found.as_dict(), allow_nan=False)
 
 
 def test_a_sound_bundle_agrees_in_every_value_of_every_layer(

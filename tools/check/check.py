@@ -34,6 +34,13 @@ class Report:
         return all(pair.passed for pair in self.pairs)
 
     @property
+    def suspect(self) -> str | None:
+        """The one side that takes part in every pair that failed."""
+        failed = [{pair.first, pair.second} for pair in self.pairs if not pair.passed]
+        shared = set.intersection(*failed) if failed else set()
+        return shared.pop() if len(shared) == 1 else None
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         """For each case the worst that was found of the first side and any other."""
         own = [pair.findings for pair in self.pairs if pair.first == self.pairs[0].first]
@@ -49,6 +56,7 @@ class Report:
             "pairs": [pair.as_dict() for pair in self.pairs],
             "not_compared": dict(self.absent),
             "left_out": list(self.left_out),
+            "suspect": self.suspect,
             "layers": None if self.layers is None else self.layers.as_dict(),
         }
 

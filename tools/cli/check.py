@@ -130,7 +130,11 @@ def show(report: Report) -> None:
             title = f"{pair.first} and {pair.second}: up to {pair.tolerance:g} of the largest logit ({pair.dtype})"
             show_cases(title, pair.findings)
             click.echo()
-    show_table("", columns, rows)
+    shares = {pair.dtype: pair.tolerance for pair in report.pairs}
+    stated = ", ".join(f"{share:g} ({dtype})" for dtype, share in shares.items())
+    show_table(f"allowed is a share of a case's largest logit: {stated}", columns, rows)
+    if report.suspect is not None:
+        click.echo(f"in every pair that failed: {report.suspect}")
     for line in told(report.absent):
         click.echo(f"not compared: {line}")
     for case in report.left_out:

@@ -16,10 +16,10 @@ from stand_in_tensorrt import Kind, Location, Plan, Specialization, StandInConte
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.on_tensorrt import PROMPTS, STEPS, timed
+from spaceport.runtime.backends.on_tensorrt import PROMPTS, STEPS
 from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.bundle import BundleError
-from spaceport.runtime.costs import Costs
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.slots import NO_MOVES
 from spaceport.tools.cli.demo import prompts_of
@@ -173,21 +173,15 @@ def test_a_closed_engine_says_so(tiny_append_bundle: Path) -> None:
         engine.run(batch)
 
 
-def test_costs_are_those_of_the_engine(tiny_append_bundle: Path) -> None:
-    """One row takes a second, 32 rows take four."""
+def test_an_engine_is_timed_in_the_profile_of_steps(tiny_append_bundle: Path) -> None:
     bundle, plan = plan_of(tiny_append_bundle, 1024)
-    engine = opened(bundle, plan, StandInDevice())
-    now = [0.0]
-
-    def clock() -> float:
-        ran = [run for context in contexts_of(engine) for run in context.ran]
-        now[0] += 0.5 if not ran or ran[-1]["input_ids"][1] == 1 else 2.0
-        return now[0]
-
-    engine._captured = None
-    got = timed(engine, clock)
-    assert got.row == pytest.approx(3 / 31, rel=0.3)
-    assert isinstance(got, Costs)
+    device = StandInDevice()
+    engine = opened(bundle, plan, device)
+    assert timed(engine).row > 0
+    steps, prompts = contexts_of(engine)
+    assert {ran["input_ids"] for ran in steps.ran} == {(1, 1), (1, 36)}
+    assert not prompts.ran
+    assert device.captured == 2
 
 
 def test_what_is_compiled_is_found_again(tiny_append_bundle: Path, state: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,15 +22,15 @@ from spaceport.runtime.backends.kernels import Kernels
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places
 from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
+from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.backends.torch_device import DTYPES, Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.costs import PROCESSOR, Costs, measured
+from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.slots import Moves
 
 _MODULES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 STEPS, PROMPTS = 0, 1  # profiles of an engine
-_WARM, _ROUNDS = 3, 9  # calls before and while a call is timed
 
 
 class Words:
@@ -186,31 +184,6 @@ def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
     sources, targets = (np.concatenate([move[side] for move in busy]) for side in (1, 2))
     where = torch.from_numpy(np.stack((lines, sources, targets))).to(kv.device)
     kv[:, where[0], :, where[2]] = kv[:, where[0], :, where[1]]
-
-
-def timed(engine: TensorRtEngine, clock: Callable[[], float] = perf_counter) -> Costs:
-    """The costs of an engine's calls, measured behind a short text on a request that nobody uses yet."""
-
-    def seconds(rows: int) -> float:
-        batch, times = _idle(engine, rows), []
-        for _ in range(_WARM + _ROUNDS):
-            started = clock()
-            engine.run(batch)
-            times.append(clock() - started)
-        return median(times[_WARM:])
-
-    return measured(seconds, min(32, engine.rows))
-
-
-def _idle(engine: TensorRtEngine, rows: int) -> Batch:
-    """A call that computes as any other and leaves nothing that anybody sees."""
-    ids = np.zeros((1, rows), np.int64)
-    visible = min(256, engine.capacity)
-    mask = np.zeros((1, 1, rows, visible), np.bool_)
-    mask[..., 0] = True
-    slots = np.arange(engine.capacity - rows, engine.capacity)[None]
-    near = mask if engine.signature.window else None
-    return Batch(0, ids, ids, slots, mask, np.arange(rows)[None], near)
 
 
 def open_engine(bundle: Bundle, opening: Opening, flavour: Flavour) -> TensorRtEngine:

@@ -140,17 +140,13 @@ def test_small_weights_take_few_bytes(tmp_path_factory: pytest.TempPathFactory) 
         assert manifest.files[f"{MODEL_FILE}.data"].size < 1.05 * most
 
 
-@pytest.mark.parametrize("kind", [INT4, FLOAT8])
-def test_drafted_text_is_plain_text_with_small_weights(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with Runtime.open(exported(tmp_path_factory, kind), max_seq_len=256, threads=1) as runtime:
-        hold_drafts_to_plain_text(runtime)
-
-
-def test_drafted_text_is_plain_text_with_weights_that_are_unpacked_first(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(("kind", "unpacked"), [(INT4, False), (FLOAT8, True), (BFLOAT16_INT4, True)])
+def test_drafted_text_is_plain_text_with_small_weights(
+    kind: Kind, unpacked: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    bundle = open_bundle(in_float32(exported(tmp_path_factory, BFLOAT16_INT4), tmp_path / "wide"))
-    session = session_of(str(bundle.path / MODEL_FILE), unpacked=True)
+    folder = exported(tmp_path_factory, kind)
+    bundle = open_bundle(in_float32(folder, tmp_path / "wide") if kind[1] == "bfloat16" else folder)
+    session = session_of(str(bundle.path / MODEL_FILE), unpacked=unpacked)
     with Runtime(bundle, OnnxRuntimeEngine(session, bundle.manifest.signature, 320, 1), 256) as runtime:
         hold_drafts_to_plain_text(runtime)
 

@@ -40,7 +40,10 @@ WIDE_HEADS = Family(
     "mistral, wide heads",
     "mistral",
     {
-        **{"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64},
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
         "sliding_window": 16,
     },
 )
@@ -48,7 +51,7 @@ WIDE_HEADS = Family(
 
 def fewer(family: Family) -> Family:
     """The family with one layer, unless its layers differ."""
-    if {"layer_types", "max_window_layers", "n_layer"} & set(family.options):
+    if {"layer_types", "max_window_layers", "n_layer", "attn_logit_softcapping"} & set(family.options):
         return family
     return replace(family, options={**family.options, "num_hidden_layers": 1})
 

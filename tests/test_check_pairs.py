@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from numpy.typing import NDArray
-from small_bundle import fill
+from small_bundle import RECORD, fill
 
 from spaceport.exporter.accuracy import Call, CallFailed, Feed, Side, compare, recorded
+from spaceport.graphs.faults import MissingPart
 from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import Precision
+from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault
 from spaceport.tools.check.cases import REQUESTS, Room, record
-from spaceport.tools.check.lineup import failing, told
+from spaceport.tools.check.lineup import SHORTEST, Asked, failing, line_up, room_of, told
 from spaceport.tools.cli import run
 
 TINY = Path(__file__).parent / "data" / "tiny"
@@ -148,12 +150,31 @@ def test_the_cases_keep_to_the_room_of_all_engines(requests: int, left_out: int,
     assert rows[:3] == [16, 16, 16]
 
 
+def test_the_room_is_what_the_engines_were_built_for(tmp_path: Path) -> None:
+    manifest = fill(tmp_path)
+    manifest = replace(manifest, signature=replace(manifest.signature, lowering="append"))
+    none = room_of(manifest, None, [])
+    assert (none.length, none.requests, none.rows) == (1024, REQUESTS, 512)
+    small = replace(RECORD, capacity=896, requests=1, prompt_rows=128)
+    room = room_of(manifest, None, [RECORD, small])
+    assert (room.capacity, room.requests, room.rows) == (896, 1, 128)
+    assert room_of(manifest, room.length + 1, [small]).capacity > 896, "what is asked for is not cut in silence"
+    assert room_of(manifest, None, [replace(RECORD, capacity=64)]).length == SHORTEST
+
+
 def test_without_a_checkpoint_one_engine_has_nothing_to_be_compared_with(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["check", str(tiny_bundle)]) == 2
     error = capsys.readouterr().err
-    assert "onnxruntime float32 runs it here, expected two engines to compare: name the CHECKPOINT" in error
+    assert "onnxruntime float32 alone runs it here, expected two engines to compare: name the CHECKPOINT" in error
+
+
+def test_a_model_that_only_pytorch_runs_here_is_not_called_checked(tmp_path: Path) -> None:
+    manifest = fill(tmp_path)
+    bundle = Bundle(tmp_path, replace(manifest, signature=replace(manifest.signature, dtype="bfloat16")))
+    with pytest.raises(MissingPart, match=r"nothing runs it here: .*its graph is in bfloat16"):
+        line_up(bundle, Asked(TINY, backends=()))
 
 
 def test_backends_that_share_a_reason_share_a_line() -> None:

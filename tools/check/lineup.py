@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.exporter.accuracy import Array, Call, CallFailed, Side
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import EngineRecord
+from spaceport.graphs.faults import MissingPart, OptionFault
+from spaceport.graphs.manifest import EngineRecord, Manifest
 from spaceport.graphs.signature import Precision
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import BACKENDS, open_engine, require, why_not
-from spaceport.runtime.backends.built import graph_of
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle
@@ -85,7 +84,7 @@ def line_up(bundle: Bundle, asked: Asked) -> Lineup:
     """Everything that can run a bundle here: its PyTorch model first, if there is a checkpoint, then the backends."""
     if asked.layers and asked.checkpoint is None:
         raise OptionFault("--layers compares with the PyTorch model: expected a CHECKPOINT behind the bundle")
-    room = room_for(bundle, asked)
+    room = room_of(bundle.manifest, asked.length, _largest(bundle, asked))
     opening = Opening(room.capacity, room.requests, asked.threads, asked.trust_engines)
     absent = {}
     for name in asked.backends:
@@ -95,6 +94,8 @@ def line_up(bundle: Bundle, asked: Asked) -> Lineup:
     if not asked.backends:
         absent = {name: reason for name in BACKENDS if (reason := why_not(bundle, name, opening)) is not None}
     named = [name for name in asked.backends or BACKENDS if name not in absent]
+    if not named:
+        raise MissingPart(f"{bundle.path}: nothing runs it here: {'; '.join(told(absent))}")
     contenders = [
         *_references(bundle, asked, room),
         *(_backend(bundle, name, opening) for name in dict.fromkeys(named)),
@@ -104,14 +105,13 @@ def line_up(bundle: Bundle, asked: Asked) -> Lineup:
     return Lineup(tuple(contenders), room, absent)
 
 
-def room_for(bundle: Bundle, asked: Asked) -> Room:
-    """The longest text, requests and rows of a call that all engines have room for."""
-    manifest = bundle.manifest
-    length = min(asked.length or DEFAULT_LONG, manifest.max_positions)
-    requests, rows = REQUESTS, PROMPT_ROWS
-    for record in _largest(bundle, asked):
-        requests, rows = min(requests, record.requests), min(rows, record.prompt_rows)
-        while asked.length is None and length > SHORTEST and capacity_for(manifest, length + _BEYOND) > record.capacity:
+def room_of(manifest: Manifest, asked_length: int | None, engines: Sequence[EngineRecord]) -> Room:
+    """The longest text, requests and rows of a call that all of these engines have room for."""
+    length = min(asked_length or DEFAULT_LONG, manifest.max_positions)
+    requests = min((REQUESTS, *(engine.requests for engine in engines)))
+    rows = min((PROMPT_ROWS, *(engine.prompt_rows for engine in engines)))
+    for engine in engines if asked_length is None else ():
+        while length > SHORTEST and capacity_for(manifest, length + _BEYOND) > engine.capacity:
             length -= 1
     return Room(length, capacity_for(manifest, length + _BEYOND), requests, rows)
 
@@ -136,7 +136,7 @@ def _largest(bundle: Bundle, asked: Asked) -> list[EngineRecord]:
     fitting = [
         record
         for record in bundle.manifest.engines.values()
-        if record.graph == graph_of(bundle) and record.target == gpu().target
+        if record.graph == bundle.manifest.graph and record.target == gpu().target
     ]
     own = [[record for record in fitting if record.flavour == flavour] for flavour in flavours]
     return [max(records, key=lambda record: (record.capacity, record.requests)) for records in own if records]
@@ -163,11 +163,12 @@ def _backend(bundle: Bundle, name: str, opening: Opening) -> Contender:
 
 
 def _alone(bundle: Bundle, contenders: list[Contender], absent: Mapping[str, str], asked: Asked) -> str:
-    only = contenders[0].name if contenders else "nothing"
-    missing = "name the CHECKPOINT that it was made from" if asked.checkpoint is None else "install a backend"
     more = ", or leave --backend out" if asked.backends else ""
     reasons = "".join(f"; not {line}" for line in told(absent))
-    return f"{bundle.path}: {only} runs it here, expected two engines to compare: {missing}{more}{reasons}"
+    return (
+        f"{bundle.path}: {contenders[0].name} alone runs it here, expected two engines to compare: name the CHECKPOINT that "
+        f"it was made from{more}{reasons}"
+    )
 
 
 def told(absent: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from polygraphy.comparator import IterationResult, RunResults
+from polygraphy.logger import G_LOGGER
 
 from spaceport.graphs.manifest import Manifest
 from spaceport.runtime.backends.on_torch import TorchEngine
@@ -32,7 +33,8 @@ def save_outputs(engine: TorchEngine, manifest: Manifest, file: Path) -> int:
         iterations.append(IterationResult(outputs=named, runtime=0.0, runner_name=f"PyTorch {engine.signature.dtype}"))
     results = RunResults()
     results.append((f"PyTorch {engine.signature.dtype}", iterations))
-    results.save(str(file))
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        results.save(str(file))
     return len(iterations)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from spaceport.graphs.manifest import ENGINES_FOLDER, MODEL_FILE, EngineRecord
 from spaceport.graphs.signature import VISIBLE_STEP, Signature, logit_rows
 from spaceport.graphs.tolerance import TOLERANCE
-from spaceport.runtime.backends.built import graph_of
 from spaceport.runtime.bundle import Bundle
 
 LOADER = Path(__file__).with_name("polygraphy_loader.py")
@@ -43,7 +42,7 @@ class Built:
 def lines_for(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[Line]:
     """What to paste: the outputs to compare with first, then a line for everything that could run the bundle."""
     signature = bundle.manifest.signature
-    engines = {name: record for name, record in bundle.manifest.engines.items() if record.graph == graph_of(bundle)}
+    engines = {name: record for name, record in bundle.manifest.engines.items() if record.graph == bundle.manifest.graph}
     lines = _on_onnxruntime(bundle, checkpoint, largest_logit) if signature.dtype != "bfloat16" else []
     for name, record in engines.items():
         path = (bundle.path / ENGINES_FOLDER / name).resolve()

@@ -10,7 +10,7 @@ from pathlib import Path
 from spaceport.exporter.append_graph import append_graph
 from spaceport.exporter.builder_monitor import Hear
 from spaceport.exporter.bundle import Kind, require_space
-from spaceport.exporter.engines import found, graph_of, name_of, require_writable, store
+from spaceport.exporter.engines import found, name_of, require_writable, store
 from spaceport.exporter.to_tensorrt import Library, Recipe, attention_of, build
 from spaceport.graphs.manifest import MODEL_FILE, EngineRecord, Manifest
 
@@ -49,7 +49,7 @@ def build_engine(
     hear: Hear = lambda done, phase: None,
 ) -> Outcome:
     """The engine of a checked bundle for a target: built and stored, or the one that is there and was built alike."""
-    graph, signature = graph_of(manifest), manifest.signature
+    graph, signature = manifest.graph, manifest.signature
     name = name_of(graph, signature.vocab_size, library, recipe)
     model = append_graph(folder, signature, recipe.shapes.capacity)
     record = found(folder, manifest, name)

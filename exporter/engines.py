@@ -18,7 +18,6 @@ from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import (
     ENGINES_FOLDER,
     MANIFEST_FILE,
-    MODEL_FILE,
     SCHEMA,
     EngineRecord,
     Manifest,
@@ -32,11 +31,6 @@ _PARTIAL = ".partial"
 
 class ChangedBundle(InputFault):
     """A bundle that was exported again while an engine was built from it."""
-
-
-def graph_of(manifest: Manifest) -> tuple[str, ...]:
-    """The digests of the files that an engine is built from."""
-    return tuple(manifest.files[name].sha256 for name in sorted(manifest.files) if name.startswith(MODEL_FILE))
 
 
 def name_of(graph: tuple[str, ...], vocab_size: int, library: Library, recipe: Recipe) -> str:
@@ -77,7 +71,7 @@ def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> No
     """Put an engine into a bundle and its manifest, and drop those of an earlier graph; all of it or nothing."""
     with _locked(folder):
         manifest = manifest_of(json.loads((folder / MANIFEST_FILE).read_text("utf-8")))
-        if record.graph != graph_of(manifest):
+        if record.graph != manifest.graph:
             raise ChangedBundle(f"{folder}: its graph was replaced while the engine was built: build it again")
         engines = folder / ENGINES_FOLDER
         kept = {

@@ -109,6 +109,11 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA  # as it was read; what is written is always the newest
 
+    @property
+    def graph(self) -> tuple[str, ...]:
+        """The digests of the files that hold the graph: what an engine is built from."""
+        return tuple(self.files[name].sha256 for name in sorted(self.files) if name.startswith(MODEL_FILE))
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -26,7 +26,7 @@ from spaceport.runtime.backends import (
     trust,
     why_not,
 )
-from spaceport.runtime.backends.built import Named, NoEngine, engine_for, graph_of, read_engine
+from spaceport.runtime.backends.built import Named, NoEngine, engine_for, read_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.tools.cli import MISSING, OK, run
@@ -69,7 +69,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_engines(bundle: Bundle, **engines: dict[str, Any]) -> Bundle:
     """A bundle with engines that differ from the usual one in what is told of each."""
     usual = replace(
-        RECORD, graph=graph_of(bundle), sha256=hashlib.sha256(PLAN).hexdigest(), size=len(PLAN), version="1.7"
+        RECORD, graph=bundle.manifest.graph, sha256=hashlib.sha256(PLAN).hexdigest(), size=len(PLAN), version="1.7"
     )
     records: dict[str, EngineRecord] = {f"{name}.engine": replace(usual, **told) for name, told in engines.items()}
     for name in records:

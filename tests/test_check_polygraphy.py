@@ -16,7 +16,6 @@ import torch
 from planted import perturb_layer, planted
 from small_bundle import RECORD
 
-from spaceport.runtime.backends.built import graph_of
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.check.polygraphy_lines import lines_for
 from spaceport.tools.check.polygraphy_loader import calls
@@ -75,7 +74,7 @@ def append_lines(bundle: Path, *engines: str) -> dict[str, str]:
     """The lines for a half-precision bundle with these engines; the graph itself is the float32 one, which reads the same."""
     opened = open_bundle(bundle)
     signature = replace(opened.manifest.signature, dtype="float16")
-    record = replace(RECORD, graph=graph_of(opened))
+    record = replace(RECORD, graph=opened.manifest.graph)
     manifest = replace(opened.manifest, signature=signature, engines=dict.fromkeys(engines, record))
     return {line.does: line.command for line in lines_for(replace(opened, manifest=manifest), TINY, 20.0)}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import ENGINES_FOLDER, MODEL_FILE, EngineRecord, Flavour
+from spaceport.graphs.manifest import ENGINES_FOLDER, EngineRecord, Flavour
 from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
@@ -32,7 +32,7 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
     """
     rules: tuple[tuple[Callable[[EngineRecord], bool], str], ...] = (
         (lambda record: record.flavour == flavour, "flavour"),
-        (lambda record: record.graph == graph_of(bundle), "graph"),
+        (lambda record: record.graph == bundle.manifest.graph, "graph"),
         (lambda record: record.target == target, "target"),
         (lambda record: version is None or record.version == version, "version"),
         (lambda record: record.requests >= opening.requests, "requests"),
@@ -45,12 +45,6 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
             raise NoEngine(_lacking(bundle, what, left, flavour, version, target, opening))
         left = fitting
     return min(left, key=lambda named: (named.record.capacity, named.record.requests, named.name))
-
-
-def graph_of(bundle: Bundle) -> tuple[str, ...]:
-    """What an engine's record calls the graph that it was built from: the digests of its files."""
-    files = bundle.manifest.files
-    return tuple(files[name].sha256 for name in sorted(files) if name.startswith(MODEL_FILE))
 
 
 def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:

@@ -42,7 +42,9 @@ class Built:
 def lines_for(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[Line]:
     """What to paste: the outputs to compare with first, then a line for everything that could run the bundle."""
     signature = bundle.manifest.signature
-    engines = {name: record for name, record in bundle.manifest.engines.items() if record.graph == bundle.manifest.graph}
+    engines = {
+        name: record for name, record in bundle.manifest.engines.items() if record.graph == bundle.manifest.graph
+    }
     lines = _on_onnxruntime(bundle, checkpoint, largest_logit) if signature.dtype != "bfloat16" else []
     for name, record in engines.items():
         path = (bundle.path / ENGINES_FOLDER / name).resolve()

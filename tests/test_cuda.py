@@ -38,7 +38,7 @@ LENGTH, REQUESTS = 192, 3
 
 
 def session_of(bundle: Bundle) -> ort.InferenceSession:
-    options = session_options(1)
+    options = session_options(1, "same")
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     return open_session(bundle, options, ["CPUExecutionProvider"])
 
@@ -159,7 +159,9 @@ def test_what_is_no_number_ends_with_the_request_that_wrote_it(tiny_bundle: Path
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_buffers_of_every_type_hold_what_was_written(dtype: Precision) -> None:
     graph, signature = summing_graph(dtype)
-    session = ReplayingSession(ort.InferenceSession(graph, session_options(1), providers=["CPUExecutionProvider"]))
+    session = ReplayingSession(
+        ort.InferenceSession(graph, session_options(1, "same"), providers=["CPUExecutionProvider"])
+    )
     engine = DeviceEngine(session, signature, Opening(128, REQUESTS), "cpu", "cpu", graphs=True)
     expected = np.zeros((REQUESTS, 128))
     dice = np.random.default_rng(7)

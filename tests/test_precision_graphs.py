@@ -25,7 +25,7 @@ from spaceport.exporter.rounded_weights import LostWeights, store_rounded
 from spaceport.graphs.manifest import MODEL_FILE
 from spaceport.graphs.precision import BLOCKS, Rounded, Rounding, round_weight
 from spaceport.graphs.signature import Lowering, Precision, Weights
-from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
@@ -53,13 +53,9 @@ def graph_of(bundle: Path) -> onnx.GraphProto:
     return onnx.load(str(bundle / MODEL_FILE), load_external_data=False).graph
 
 
-def session_of(model: str | bytes, optimized: Path | None = None, unpacked: bool = False) -> ort.InferenceSession:
-    """A graph with activations that stay float: by default products with int4 weights round them to int8."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-    options.add_session_config_entry("session.disable_quant_qdq", "1" if unpacked else "0")  # weights, when it opens
+def session_of(model: str | bytes, weights: Weights, optimized: Path | None = None) -> ort.InferenceSession:
+    """A graph in a session as the runtime opens it."""
+    options = session_options(1, weights)
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -70,7 +66,9 @@ def difference(bundle: Path, checkpoint: Path = TINY, runs: Path | None = None) 
     opened = open_bundle(bundle)
     reference = open_reference(opened, checkpoint, SLOTS, 1, "float32")
     signature = open_bundle(runs or bundle).manifest.signature
-    engine = OnnxRuntimeEngine(session_of(str((runs or bundle) / MODEL_FILE)), signature, SLOTS, 1)
+    engine = OnnxRuntimeEngine(
+        session_of(str((runs or bundle) / MODEL_FILE), opened.manifest.weights), signature, SLOTS, 1
+    )
     dice, worst = np.random.default_rng(5), 0.0
     for rows, context in ((40, 0), (9, 40), (1, 49)):
         batch = chain_batch(reference, rows, context, dice)
@@ -120,7 +118,7 @@ def test_small_weights_are_joined_for_onnxruntime_and_multiplied_as_they_are(
     types = {tensor.name: tensor.data_type for tensor in graph_of(bundle).initializer}
     codes = [types[node.input[0]] for node in graph_of(bundle).node if node.op_type == "DequantizeLinear"]
     assert set(codes) == {TensorProto.INT4}
-    session_of(str(bundle / MODEL_FILE), tmp_path / "optimized.onnx")
+    session_of(str(bundle / MODEL_FILE), "int4", tmp_path / "optimized.onnx")
     ran = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node)
     assert (ran["MatMulNBits"], ran["DequantizeLinear"]) == (4 * 3, 0)
     kinds = Counter(node.op_type for node in graph_of(exported(tmp_path_factory, FLOAT8)).node)
@@ -140,13 +138,13 @@ def test_small_weights_take_few_bytes(tmp_path_factory: pytest.TempPathFactory) 
         assert manifest.files[f"{MODEL_FILE}.data"].size < 1.05 * most
 
 
-@pytest.mark.parametrize(("kind", "unpacked"), [(INT4, False), (FLOAT8, True), (BFLOAT16_INT4, True)])
+@pytest.mark.parametrize("kind", [INT4, FLOAT8, BFLOAT16_INT4])
 def test_drafted_text_is_plain_text_with_small_weights(
-    kind: Kind, unpacked: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    kind: Kind, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = exported(tmp_path_factory, kind)
     bundle = open_bundle(in_float32(folder, tmp_path / "wide") if kind[1] == "bfloat16" else folder)
-    session = session_of(str(bundle.path / MODEL_FILE), unpacked=unpacked)
+    session = session_of(str(bundle.path / MODEL_FILE), kind[2])
     with Runtime(bundle, OnnxRuntimeEngine(session, bundle.manifest.signature, 320, 1), 256) as runtime:
         hold_drafts_to_plain_text(runtime)
 
@@ -243,8 +241,8 @@ def test_a_weight_that_is_used_the_other_way_round_is_found_as_well() -> None:
     layer = Rounded(torch.arange(-8, 8, dtype=torch.int8).repeat(4).view(32, 2), torch.tensor([[0.5, 2.0]]), 32)
     plain = product("Gemm", layer.values.T.contiguous().numpy(), 32, transB=1)
     x = np.random.default_rng(0).standard_normal((3, 32)).astype(np.float32)
-    (expected,) = session_of(plain.SerializeToString()).run(None, {"x": x})
-    (got,) = session_of(stored(plain, layer).SerializeToString()).run(None, {"x": x})
+    (expected,) = session_of(plain.SerializeToString(), "same").run(None, {"x": x})
+    (got,) = session_of(stored(plain, layer).SerializeToString(), "int4").run(None, {"x": x})
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 

@@ -125,7 +125,7 @@ def no_room(bundle: Bundle, opening: Opening) -> str:
 
 
 def _session(bundle: Bundle, graphs: bool) -> ort.InferenceSession:
-    options = session_options(1)  # of the processor, which only works out shapes
+    options = session_options(1, bundle.manifest.weights)  # of the processor, which only works out shapes
     options.add_session_config_entry(_RECORD, "1")
     provider: dict[str, Any] = {
         "device_id": 0,

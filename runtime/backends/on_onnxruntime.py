@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 from spaceport.graphs.manifest import MODEL_FILE
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.signature import Signature, Weights
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.costs import PROCESSOR
@@ -32,6 +32,14 @@ FAULTS: tuple[type[Exception], ...] = (
 )
 _DTYPES = {"float32": np.float32, "float16": np.float16}
 _TYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16", "int64": "int64", "bool": "bool"}
+
+# How small weights are to be reckoned with. Left to itself onnxruntime rounds what int4 weights are multiplied with too, and
+# then what a row becomes depends on how many are fed: drafts changed 9 of 135 texts. Packed float8 is slow, see
+# docs/performance.md.
+_SETTINGS: dict[Weights, tuple[str, str]] = {
+    "int4": ("session.qdq_matmulnbits_accuracy_level", "1"),
+    "float8": ("session.disable_quant_qdq", "1"),
+}
 
 
 class OnnxRuntimeEngine:
@@ -99,7 +107,7 @@ class OnnxRuntimeEngine:
 
 def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
-    options = session_options(opening.threads)
+    options = session_options(opening.threads, bundle.manifest.weights)
     # Shapes change from step to step: without an arena and its plans one-row steps take 0.91 of the time, 36 rows 1.02.
     options.enable_cpu_mem_arena = False
     try:
@@ -109,13 +117,15 @@ def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
     return OnnxRuntimeEngine(session, bundle.manifest.signature, opening.capacity, opening.requests)
 
 
-def session_options(threads: int) -> ort.SessionOptions:
+def session_options(threads: int, weights: Weights) -> ort.SessionOptions:
     """The options of a session whose shapes change from step to step, and that tells what goes wrong only to us."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
     options.enable_mem_pattern = False
+    if weights in _SETTINGS:
+        options.add_session_config_entry(*_SETTINGS[weights])
     return options
 
 

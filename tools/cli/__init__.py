@@ -31,7 +31,7 @@ COMMANDS = {
     "acceptance": "Measure what a model's drafts are worth.",
     "export": "Write a checkpoint as a bundle.",
     "build": "Build a bundle for a GPU with TensorRT.",
-    "check": "Compare a bundle's engine with the PyTorch model.",
+    "check": "Compare all engines of a bundle, pair by pair.",
     "audit": "Hold a bundle's drafted texts against its plain ones.",
     "inspect": "Show what a bundle holds.",
     "generate": "Write text from a prompt.",

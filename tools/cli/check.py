@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -10,10 +11,15 @@ from spaceport.exporter.accuracy import Finding, write_report
 from spaceport.graphs.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.tools.audit.opened import Settings, audit_bundle
+from spaceport.tools.audit.prompts import read_prompts
+from spaceport.tools.audit.report import Report as Audit
 from spaceport.tools.check.check import Report, check
 from spaceport.tools.check.lineup import DEFAULT_LONG, SHORTEST, Asked, told
 from spaceport.tools.check.outputs import save_outputs
 from spaceport.tools.check.polygraphy_lines import lines_for
+from spaceport.tools.check.rounding import measure_rounding
+from spaceport.tools.cli.audit import show as show_audit
 from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.screen import show_json, show_table, stages
 from spaceport.tools.reference import open_reference
@@ -39,6 +45,13 @@ FAILED = 4  # exit code
     help=f"Tokens of the long-context case; by default {DEFAULT_LONG}, or what the model and all engines have room for.",
 )
 @click.option("--layers", is_flag=True, help="Find the first value of a layer that is out of tolerance.")
+@click.option(
+    "--audit",
+    "prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PROMPTS",
+    help="Then hold drafted texts to plain ones over this file of prompts, on each engine, as `spaceport audit` does.",
+)
 @click.option("--print-polygraphy", is_flag=True, help="Print stock Polygraphy command lines for this, and do no more.")
 @click.option(
     "--save-outputs",
@@ -60,6 +73,7 @@ def command(
     backends: tuple[str, ...],
     length: int | None,
     layers: bool,
+    prompts: Path | None,
     print_polygraphy: bool,
     outputs: Path | None,
     threads: int,
@@ -84,13 +98,34 @@ def command(
         save(opened, asked, outputs)
         return 0
     with stages() as stage:
+        if prompts is not None:
+            read_prompts(prompts)  # a mistake in them is told before minutes of work
         report = check(opened, asked, stage)
+        rounding = None if checkpoint is None else measure_rounding(opened, checkpoint, trust_remote_code, seed)
+        audits = {} if prompts is None else audits_of(opened, report, asked, prompts, stage)
     write_report(opened.path, report.as_dict())
     if as_json:
-        show_json(report.as_dict())
+        more = {"audits": {backend: one.as_dict() for backend, one in audits.items()}} if audits else {}
+        if rounding is not None:
+            more["rounding"] = rounding.as_dict()
+        show_json({**report.as_dict(), **more})
     else:
         show(report)
-    return 0 if report.passed else FAILED
+        if rounding is not None:
+            click.echo(str(rounding))
+        for one in audits.values():
+            click.echo()
+            show_audit(one)
+    return 0 if report.passed and all(one.passed for one in audits.values()) else FAILED
+
+
+def audits_of(
+    bundle: Bundle, report: Report, asked: Asked, prompts: Path, stage: Callable[[str], None]
+) -> dict[str, Audit]:
+    """What drafts change in texts, on each backend that was compared."""
+    settings = Settings(threads=asked.threads, trust_engines=asked.trust_engines)
+    compared = [backend for backend in asked.backends or BACKENDS if backend not in report.absent]
+    return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}
 
 
 def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:

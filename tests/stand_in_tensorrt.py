@@ -122,6 +122,7 @@ class StandInContext:
         self.addresses: dict[str, int] = {}
         self.told: list[tuple[str, str]] = []  # what was set of which tensor
         self.ran: list[dict[str, tuple[int, ...]]] = []
+        self.settled: tuple[dict[str, tuple[int, ...]], dict[str, int]] | None = None  # of the last call on the stream
         self.scratch = 0
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
@@ -157,6 +158,9 @@ class StandInContext:
         shapes, addresses = dict(self.shapes), dict(self.addresses)
         for past, present in self.engine.pairs:
             assert addresses[past] == addresses[present], "a buffer is not written in place"
+        if self.device.capturing is None:
+            self.settled = (shapes, addresses)
+        assert self.settled == (shapes, addresses), "what is done once for new shapes is captured"
         self.ran.append(shapes)
         if self.config is not None and self.config.cache is not None:
             self.config.cache.content = b"compiled" + b"%d" % len(self.ran)

@@ -25,6 +25,7 @@ class Board:
         self.captured.play(key, lambda: self._do(key), lambda: self.prepared.append(key))
 
     def _do(self, key: str) -> None:
+        assert self._noting is None or self.done[-1] == key, "what is captured has just been done plainly"
         (self.done if self._noting is None else self._noting).append(key)
 
     def _capture(self, work: Callable[[], None]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ Work = Callable[[], None]
 
 _MOST = 256  # graphs: each holds some megabytes of the device
 _MOST_SEEN = 4096  # calls that are counted
-_FIRST = 2  # the time at which a call is captured: the first one lets libraries load what they need
+_FIRST = 2  # the time at which a call is captured: one that never comes again is not worth it
 
 
 class Captured:
@@ -29,17 +29,14 @@ class Captured:
             graph()
             return
         prepare()
+        plain()  # before it is captured, too: what TensorRT does once for new shapes is not to be in a graph
         self._seen[key] += 1
-        if self._seen[key] < _FIRST or not self._most:
-            plain()
-            if len(self._seen) > _MOST_SEEN:
-                self._seen.clear()
-            return
-        graph = self._capture(plain)
-        graph()
-        self._graphs[key] = graph
-        if len(self._graphs) > self._most:
-            self._graphs.popitem(last=False)
+        if self._seen[key] >= _FIRST and self._most:
+            self._graphs[key] = self._capture(plain)
+            if len(self._graphs) > self._most:
+                self._graphs.popitem(last=False)
+        elif len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -133,6 +133,7 @@ class Admission:
             limit=limit,
             total=self._total(ids, decoding.max_total_tokens),
             drafting=drafting,
+            widest=self.engine.rows,
             max_threads=decoding.max_threads,
             listener=reading,
             observers=tuple(observer for observer in (logprobs, trace) if observer is not None),

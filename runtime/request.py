@@ -73,6 +73,7 @@ class Request:
     total: int  # most tokens that all threads together may add; 0: it ends when its prompt is fed
     drafting: Drafting = field(default_factory=Drafting)
     chunk: int = 512  # most known tokens of a thread that one step feeds
+    widest: int | None = None  # most rows of a step: an engine may take no more; nothing: it takes any number
     max_threads: int = 1  # threads that write at the same time; the others wait for their turn
     listener: Listener = field(default_factory=Deaf)
     observers: tuple[Observer, ...] = ()
@@ -151,6 +152,9 @@ class Request:
         self.slots.clear()
 
     def _part(self, thread: Thread, rows: int, anchor: int | None) -> Part:
+        if self.widest is not None:  # the end of a prompt takes rows that its draft then cannot have
+            known = min(len(thread.tokens) - thread.fed - (anchor is not None), self.chunk)
+            rows = max(1, min(rows, self.widest // len(self.live) - known + 1))
         return plan_thread(thread, self._draft(thread, rows), self.tokens, self.chunk, anchor, self.echo)
 
     def _draft(self, thread: Thread, rows: int) -> Draft:

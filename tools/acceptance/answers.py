@@ -131,6 +131,7 @@ def request_for(
         total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
         drafting=drafting,
         chunk=min(_CHUNK, engine.rows),
+        widest=engine.rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),
         statistics=Statistics(prompt_tokens=len(prompt)),

@@ -219,5 +219,6 @@ class _Builder:
             total=capacity,
             drafting=drafting,
             chunk=min(chunk, self._recorder.rows),
+            widest=self._recorder.rows,
             max_threads=3,
         )

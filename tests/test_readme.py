@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,19 @@ def test_a_model_learns_as_the_readme_says(
     out = capsys.readouterr().out
     assert "tuned.bundle: llama" in out
     assert "mask slot" in out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TensorRT-RTX is there for Linux only")
+def test_engines_are_built_checked_and_audited_as_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "import json"}\n', "utf-8")
+    for arguments in commands_of(blocks("console")[2]):
+        assert run(arguments) == 0, capsys.readouterr().err
+    assert sorted(file.name[:4] for file in (tmp_path / "demo-gpu.bundle" / "engines").iterdir()) == ["sm80", "sm89"]
+    assert "lossless: " in capsys.readouterr().out
 
 
 def test_every_link_leads_to_a_file() -> None:

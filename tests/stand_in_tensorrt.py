@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
+from weakref import ref
 
 import numpy as np
 import onnxruntime as ort
@@ -22,6 +23,7 @@ from spaceport.runtime.backends.built import Named
 from spaceport.runtime.backends.on_tensorrt import TensorRtEngine, deserialized
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.engine import Batch
 
 _TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
 _ORT = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "bool": np.bool_}
@@ -55,6 +57,7 @@ class Plan:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the engine tells -> of a tensor -> instead
     profiles: int = 2
     opens: bool = True
+    switches: bool = True  # to a profile
     compiles: bool = True  # while it runs, as TensorRT-RTX does
     fails: bool = False  # in every step
 
@@ -67,7 +70,7 @@ class StandInDevice:
     def __init__(self) -> None:
         self.memory: list[torch.Tensor] = []
         self.capturing: list[Callable[[], None]] | None = None
-        self.captured = self.replayed = self.waited = 0
+        self.captured = self.replayed = self.waited = self.given_back = 0
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         self.memory.append(torch.zeros(tuple(shape), dtype=dtype))
@@ -97,6 +100,9 @@ class StandInDevice:
     def wait(self) -> None:
         self.waited += 1
 
+    def give_back(self) -> None:
+        self.given_back += 1
+
     def do(self, work: Callable[[], None]) -> None:
         """What a library puts on the stream."""
         if self.capturing is not None:
@@ -116,7 +122,8 @@ class StandInContext:
     """One profile, its shapes and addresses."""
 
     def __init__(self, engine: StandInEngine, device: StandInDevice, config: RuntimeConfig | None) -> None:
-        self.engine, self.device, self.config = engine, device, config
+        self.engine, self.device = engine, device
+        self._config = None if config is None else ref(config)  # whoever made it holds it, a context does not
         self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
@@ -125,10 +132,18 @@ class StandInContext:
         self.settled: tuple[dict[str, tuple[int, ...]], dict[str, int]] | None = None  # of the last call on the stream
         self.scratch = 0
 
+    @property
+    def config(self) -> RuntimeConfig | None:
+        assert self._config is None or self._config() is not None, "a context reads its config as long as it lives"
+        return self._config() if self._config else None
+
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         assert stream == self.device.stream
+        if not (self.engine.plan.switches and profile < self.engine.num_optimization_profiles):
+            self.engine.logger.log(Logger.ERROR, f"setOptimizationProfileAsync: no profile {profile} today")
+            raise RuntimeError("Error in set optimization profile async.")  # the bindings raise it, false is never told
         self.profile = profile
-        return profile < self.engine.num_optimization_profiles
+        return True
 
     def set_device_memory(self, address: int, size: int) -> None:
         assert self.device.holds(address, size)
@@ -162,8 +177,8 @@ class StandInContext:
             self.settled = (shapes, addresses)
         assert self.settled == (shapes, addresses), "what is done once for new shapes is captured"
         self.ran.append(shapes)
-        if self.config is not None and self.config.cache is not None:
-            self.config.cache.content = b"compiled" + b"%d" % len(self.ran)
+        if (config := self.config) is not None and config.cache is not None:
+            config.cache.content = b"compiled" + b"%d" % len(self.ran)
         self.device.do(lambda: self.engine.compute(shapes, addresses))
         return True
 
@@ -210,7 +225,6 @@ class StandInEngine:
         self._inputs = {tensor.name for tensor in plan.signature.inputs}
         self.pairs = [(a.name, b.name) for a, b in zip(plan.signature.past, plan.signature.present, strict=True)]
         self.num_optimization_profiles = plan.profiles
-        self.contexts: list[StandInContext] = []
         self._names = [*self._tensors, *plan.changes.get("more", {})]
         self.num_io_tensors = len(self._names)
         options = ort.SessionOptions()
@@ -248,8 +262,7 @@ class StandInEngine:
     def create_execution_context(self, how: Strategy | RuntimeConfig) -> StandInContext | None:
         config = how if isinstance(how, RuntimeConfig) else None
         assert (config.strategy if config else how) is Strategy.USER_MANAGED
-        self.contexts.append(StandInContext(self, self.device, config))
-        return self.contexts[-1]
+        return StandInContext(self, self.device, config)
 
     def takes(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a shape lies within a profile."""
@@ -283,7 +296,6 @@ class StandInEngine:
 
 def api_of(plan: Plan, device: StandInDevice) -> Any:
     """The module that `import tensorrt` would give, with one engine in the world."""
-    engines: list[StandInEngine] = []
 
     class Runtime:
         def __init__(self, logger: Logger) -> None:
@@ -295,8 +307,7 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
                 self.logger.log(Logger.WARNING, "it is warm today")
                 self.logger.log(Logger.ERROR, "the engine plan file is not compatible")
                 return None
-            engines.append(StandInEngine(plan, self.logger, device))
-            return engines[-1]
+            return StandInEngine(plan, self.logger, device)
 
     compiles = {"DynamicShapesKernelSpecializationStrategy": Specialization} if plan.compiles else {}
     return SimpleNamespace(
@@ -308,7 +319,6 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
         TensorIOMode=Mode,
         TensorLocation=Location,
         ExecutionContextAllocationStrategy=Strategy,
-        engines=engines,
     )
 
 
@@ -334,3 +344,9 @@ def opened(bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1,
     serialized = json.dumps({"engine": plan.record.target}).encode()
     named = Named("stand-in.engine", plan.record)
     return deserialized(api_of(plan, device), serialized, named, bundle, opening, device, "stand-in")
+
+
+def batch_of_rows(rows: int) -> Batch:
+    """A call of one request, all of whose rows see one another."""
+    ids = np.zeros((1, rows), np.int64)
+    return Batch(0, ids, ids, np.arange(rows)[None], np.ones((1, 1, rows, 64), np.bool_), ids[:, :1])

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 from conftest import DEMO, exported_once
 from numpy.typing import NDArray
-from stand_in_tensorrt import Kind, Location, Plan, Specialization, StandInContext, StandInDevice, opened, plan_of
+from stand_in_tensorrt import (
+    Kind,
+    Location,
+    Plan,
+    Specialization,
+    StandInContext,
+    StandInDevice,
+    batch_of_rows,
+    opened,
+    plan_of,
+)
 
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.admission import capacity_for
@@ -199,12 +209,14 @@ def test_what_is_compiled_is_found_again(tiny_append_bundle: Path, state: Path) 
         content = steps.cache.content
     (file,) = (state / "spaceport" / "kernels").iterdir()
     assert file.read_bytes() == content
-    again = contexts_of(opened(bundle, plan, StandInDevice()))[0].config
+    engine = opened(bundle, plan, StandInDevice())
+    again = contexts_of(engine)[0].config
     assert again is not None
     assert again.cache is not None
     assert again.cache.content == content
     file.write_bytes(b"of another driver")
-    fresh = contexts_of(opened(bundle, plan, StandInDevice(), graphs=False))[0].config
+    engine = opened(bundle, plan, StandInDevice(), graphs=False)
+    fresh = contexts_of(engine)[0].config
     assert fresh is not None
     assert fresh.cache is not None
     assert fresh.cache.content == b""
@@ -298,8 +310,3 @@ def test_the_stand_in_refuses_what_lies_outside_a_profile(tiny_append_bundle: Pa
         EngineFault, match=r"takes no input_ids of shape \[1, 16\]: setInputShape: .* not within profile 1"
     ):
         engine.run(batch)
-
-
-def batch_of_rows(rows: int) -> Any:
-    ids = np.zeros((1, rows), np.int64)
-    return Batch(0, ids, ids, np.arange(rows)[None], np.ones((1, 1, rows, 64), np.bool_), ids[:, :1])

@@ -19,6 +19,7 @@ class Kernels:
         self._file = trust.state_folder() / _FOLDER / name
         self._cache: Any = None
         self._content = b""
+        self._configs: list[Any] = []  # contexts read theirs as long as they live, and nothing else holds them
         if self._compiles:
             self._cache = engine.create_runtime_config().create_runtime_cache()
             self._content = self._read()
@@ -38,6 +39,7 @@ class Kernels:
         kinds = self._api.DynamicShapesKernelSpecializationStrategy
         config.dynamic_shapes_kernel_specialization_strategy = kinds.EAGER if at_once else kinds.LAZY
         config.set_runtime_cache(self._cache)
+        self._configs.append(config)
         return self._engine.create_execution_context(config)
 
     def keep(self) -> None:
@@ -52,6 +54,11 @@ class Kernels:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             partial.write_bytes(content)
             partial.replace(self._file)
+
+    def let_go(self) -> None:
+        """Hold nothing of the engine any more; its contexts are gone."""
+        self._engine = self._cache = None
+        self._configs.clear()
 
     @property
     def _compiles(self) -> bool:

@@ -116,10 +116,13 @@ class TensorRtEngine:
         if self._engine is not None:
             self._device.wait()
             self._kernels.keep()
-            self._captured = None
-            self._contexts = []
+            self._captured, self._contexts = None, []  # graphs go before contexts, and those before their engine
+            self._kernels.let_go()
             self._engine = None
-            self._kv = self._kv[:0]
+            self._kv = self._kv.new_zeros((0, *self._kv.shape[1:]))
+            self._rows = self._logits = self._scratch = self._rows_in = self._logits_out = self._kv
+            self._block = Block(np.zeros(0, np.uint8), self.signature)
+            self._device.give_back()
 
     def _play(self, first: int, shape: Shape) -> None:
         """Put a call on the stream: by its graph where there is one."""
@@ -150,7 +153,11 @@ class TensorRtEngine:
     def _context(self, profile: int, graphs: bool) -> _Context:
         """A profile with all that never changes bound to it."""
         context = self._kernels.context(at_once=profile == STEPS and graphs)
-        if context is None or not context.set_optimization_profile_async(profile, self._device.stream):
+        try:
+            ready = context is not None and context.set_optimization_profile_async(profile, self._device.stream)
+        except RuntimeError:  # what TensorRT's bindings make of a refusal
+            ready = False
+        if not ready:
             raise EngineFault(f"{self._record.flavour} opens no context for profile {profile}: {self._words}")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
         context.set_tensor_address("logits", self._logits.data_ptr())

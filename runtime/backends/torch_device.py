@@ -33,6 +33,9 @@ class Device(Protocol):
     def wait(self) -> None:
         """Until all that is on the stream is done."""
 
+    def give_back(self) -> None:
+        """Leave what nothing holds any more to others than torch, which keeps it for itself."""
+
 
 class Cuda:
     """The first GPU of the process."""
@@ -66,3 +69,6 @@ class Cuda:
 
     def wait(self) -> None:
         self._stream.synchronize()
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()

@@ -1,0 +1,40 @@
+"""Lifetime: what a TensorRT engine holds while it is open, and what it lets go of when it is closed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stand_in_tensorrt import StandInDevice, batch_of_rows, opened, plan_of
+
+from spaceport.runtime.engine import EngineFault
+
+
+def test_a_closed_engine_holds_no_memory(tiny_append_bundle: Path) -> None:
+    bundle, plan = plan_of(tiny_append_bundle, 1024)
+    device = StandInDevice()
+    engine: Any = opened(bundle, plan, device)
+    for _ in range(3):
+        engine.run(batch_of_rows(1))
+    weights = weakref.ref(engine._engine)
+    engine.close()
+    gc.collect()
+    assert weights() is None
+    assert (device.waited, device.given_back) == (4, 1)
+    held = [value for value in vars(engine).values() if isinstance(value, torch.Tensor)]
+    assert len(held) > 3
+    assert not any(tensor.untyped_storage().nbytes() for tensor in held)
+    assert not engine._block.memory.size
+
+
+def test_a_profile_that_is_refused_is_an_engine_fault(tiny_append_bundle: Path) -> None:
+    bundle, plan = plan_of(tiny_append_bundle, 1024)
+    plan.switches = False
+    with pytest.raises(
+        EngineFault, match="tensorrt-rtx opens no context for profile 0: setOptimizationProfileAsync: no"
+    ):
+        opened(bundle, plan, StandInDevice())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any, TypeVar, cast
 from weakref import ref
 
@@ -295,11 +295,15 @@ class StandInEngine:
 
 
 def api_of(plan: Plan, device: StandInDevice) -> Any:
-    """The module that `import tensorrt` would give, with one engine in the world."""
+    """The library, with one engine in the world; it knows the first logger only, and that as long as it lives."""
+    first: list[ref[Any]] = []
 
     class Runtime:
         def __init__(self, logger: Logger) -> None:
-            self.logger = logger
+            first.append(ref(logger))
+            known = first[0]()
+            assert known is not None, "the logger that the library was given is gone"
+            self.logger = known
 
         def deserialize_cuda_engine(self, serialized: bytes) -> StandInEngine | None:
             assert json.loads(serialized) == {"engine": plan.record.target}
@@ -310,7 +314,8 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
             return StandInEngine(plan, self.logger, device)
 
     compiles = {"DynamicShapesKernelSpecializationStrategy": Specialization} if plan.compiles else {}
-    return SimpleNamespace(
+    api = ModuleType("tensorrt")
+    vars(api).update(
         **compiles,
         __version__="9.9.9",
         ILogger=Logger,
@@ -320,6 +325,7 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
         TensorLocation=Location,
         ExecutionContextAllocationStrategy=Strategy,
     )
+    return api
 
 
 def record_for(
@@ -340,10 +346,17 @@ def plan_of(
 
 def opened(bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1, graphs: bool = True) -> TensorRtEngine:
     """The engine of a plan, opened as one on a GPU is."""
+    return opened_with(api_of(plan, device), bundle, plan, device, requests, graphs)
+
+
+def opened_with(
+    api: Any, bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1, graphs: bool = True
+) -> TensorRtEngine:
+    """The same, by a library that may have opened others."""
     opening = Opening(plan.record.capacity, requests, graphs=graphs)
     serialized = json.dumps({"engine": plan.record.target}).encode()
     named = Named("stand-in.engine", plan.record)
-    return deserialized(api_of(plan, device), serialized, named, bundle, opening, device, "stand-in")
+    return deserialized(api, serialized, named, bundle, opening, device, "stand-in")
 
 
 def batch_of_rows(rows: int) -> Batch:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in_tensorrt import StandInDevice, batch_of_rows, opened, plan_of
+from stand_in_tensorrt import StandInDevice, api_of, batch_of_rows, opened, opened_with, plan_of
 
 from spaceport.runtime.engine import EngineFault
 
@@ -38,3 +38,19 @@ def test_a_profile_that_is_refused_is_an_engine_fault(tiny_append_bundle: Path) 
         EngineFault, match="tensorrt-rtx opens no context for profile 0: setOptimizationProfileAsync: no"
     ):
         opened(bundle, plan, StandInDevice())
+
+
+def test_engines_beside_each_other_each_tell_what_failed(tiny_append_bundle: Path) -> None:
+    """The library knows the logger of the first one only, and may tell it something when that one is closed."""
+    bundle, plan = plan_of(tiny_append_bundle, 1024)
+    device = StandInDevice()
+    api = api_of(plan, device)
+    one = opened_with(api, bundle, plan, device)
+    other = opened_with(api, bundle, plan, device)
+    one.close()
+    del one
+    gc.collect()
+    plan.fails = True
+    for engine in (other, opened_with(api, bundle, plan, device)):
+        with pytest.raises(EngineFault, match="enqueueV3: the GPU has caught fire"):
+            engine.run(batch_of_rows(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -219,8 +220,8 @@ def deserialized(
     api: Any, plan: bytes, named: Named, bundle: Bundle, opening: Opening, device: Device, name: str
 ) -> TensorRtEngine:
     """An engine of its bytes, held to the contract."""
-    words = Words()
-    runtime = api.Runtime(_listening(api, words))
+    words, logger = _listening(api)
+    runtime = api.Runtime(logger)
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise BundleError(f"{bundle.path}: {named.name} does not open: {words}: build it again with `spaceport build`")
@@ -228,8 +229,14 @@ def deserialized(
     return TensorRtEngine(api, engine, named.record, bundle.manifest.signature, opening, device, name, words)
 
 
-def _listening(api: Any, words: Words) -> Any:
-    """A logger of the library that keeps what goes wrong to itself."""
+@cache
+def _listening(api: Any) -> tuple[Words, Any]:
+    """What a library says when something goes wrong, and the logger that hears it.
+
+    There is one of each in a process: a library keeps the first logger that it is given, by its address, until nothing of
+    it is left, and tells it of all that is opened in the meantime.
+    """
+    words = Words()
 
     class Listening(api.ILogger):  # type: ignore[misc]  # its type is known at run time only
         def __init__(self) -> None:
@@ -239,4 +246,4 @@ def _listening(api: Any, words: Words) -> Any:
             if severity in (api.ILogger.INTERNAL_ERROR, api.ILogger.ERROR):
                 words.said.append(message)
 
-    return Listening()
+    return words, Listening()

@@ -57,6 +57,7 @@ class Plan:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the engine tells -> of a tensor -> instead
     profiles: int = 2
     opens: bool = True
+    why_not: str = "the engine plan file is not compatible"  # where it does not open
     switches: bool = True  # to a profile
     compiles: bool = True  # while it runs, as TensorRT-RTX does
     fails: bool = False  # in every step
@@ -309,7 +310,7 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
             assert json.loads(serialized) == {"engine": plan.record.target}
             if not plan.opens:
                 self.logger.log(Logger.WARNING, "it is warm today")
-                self.logger.log(Logger.ERROR, "the engine plan file is not compatible")
+                self.logger.log(Logger.ERROR, plan.why_not)
                 return None
             return StandInEngine(plan, self.logger, device)
 

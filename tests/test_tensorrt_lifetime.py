@@ -11,6 +11,7 @@ import pytest
 import torch
 from stand_in_tensorrt import StandInDevice, api_of, batch_of_rows, opened, opened_with, plan_of
 
+from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.engine import EngineFault
 
 
@@ -54,3 +55,21 @@ def test_engines_beside_each_other_each_tell_what_failed(tiny_append_bundle: Pat
     for engine in (other, opened_with(api, bundle, plan, device)):
         with pytest.raises(EngineFault, match="enqueueV3: the GPU has caught fire"):
             engine.run(batch_of_rows(1))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[defaultAllocator.cpp::allocate::31] Error Code 1: Cuda Runtime (out of memory)",
+        "[executionContext.cpp::ExecutionContext::470] Error Code 2: OutOfMemory (no further information)",
+    ],
+)
+def test_a_full_gpu_is_told_from_a_broken_engine(said: str, tiny_append_bundle: Path) -> None:
+    bundle, plan = plan_of(tiny_append_bundle, 1024)
+    plan.opens, plan.why_not = False, said
+    api = api_of(plan, StandInDevice())
+    with pytest.raises(MemoryError):
+        opened_with(api, bundle, plan, StandInDevice())
+    plan.why_not = "the engine plan file is not compatible"
+    with pytest.raises(BundleError, match="does not open: the engine plan file is not compatible: build it again"):
+        opened_with(api, bundle, plan, StandInDevice())

@@ -43,6 +43,11 @@ class Words:
     def __str__(self) -> str:
         return "; ".join(self.said) or "no reason is told"
 
+    @property
+    def memory_ended(self) -> bool:
+        """Whether the last of it is that there is no more memory."""
+        return any("out of memory" in one.lower() or "OutOfMemory" in one for one in self.said)
+
 
 @dataclass
 class _Context:
@@ -158,6 +163,8 @@ class TensorRtEngine:
             ready = context is not None and context.set_optimization_profile_async(profile, self._device.stream)
         except RuntimeError:  # what TensorRT's bindings make of a refusal
             ready = False
+        if not ready and self._words.memory_ended:
+            raise MemoryError(str(self._words))
         if not ready:
             raise EngineFault(f"{self._record.flavour} opens no context for profile {profile}: {self._words}")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
@@ -207,11 +214,12 @@ def open_engine(bundle: Bundle, opening: Opening, flavour: Flavour) -> TensorRtE
     try:
         engine = deserialized(api, plan, named, bundle, opening, Cuda(), name)
         engine.costs = timed(engine)
-    except torch.cuda.OutOfMemoryError as error:
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         gigabytes = bundle.manifest.signature.kv_bytes(opening.requests, named.record.capacity) / 1e9
         raise OptionFault(
-            f"{gigabytes:.1f} GB of KV buffers and what else the engine needs do not fit into the GPU's "
-            f"{gpu().memory / 1e9:.1f} GB: lower max_requests (--max-requests), or build with a lower --max-seq-len"
+            f"{named.record.size / 1e9:.1f} GB of engine, {gigabytes:.1f} GB of KV buffers and what else it needs do not fit "
+            f"into the GPU's {gpu().memory / 1e9:.1f} GB: lower max_requests (--max-requests), or build with a lower "
+            "--max-seq-len"
         ) from error
     return engine
 
@@ -221,8 +229,11 @@ def deserialized(
 ) -> TensorRtEngine:
     """An engine of its bytes, held to the contract."""
     words, logger = _listening(api)
+    words.said.clear()
     runtime = api.Runtime(logger)
     engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None and words.memory_ended:
+        raise MemoryError(str(words))
     if engine is None:
         raise BundleError(f"{bundle.path}: {named.name} does not open: {words}: build it again with `spaceport build`")
     hold_to_contract(api, engine, bundle.manifest.signature, named)

@@ -18,11 +18,11 @@ from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.loop import step
 from spaceport.runtime.plan import Plan, plan_thread
 from spaceport.runtime.request import Request
+from spaceport.runtime.scheduler import PROMPT_ROWS
 from spaceport.runtime.slots import Moves, Slots
 from spaceport.runtime.threads import Thread, new_thread
 
 REQUESTS = 3
-_CHUNK = 256
 _PLAIN = Drafting(0, "chain")
 
 Array = NDArray[Any]
@@ -86,9 +86,10 @@ def replay(engine: Engine) -> Callable[[Any], NDArray[np.float32]]:
         names = [tensor.name for tensor in engine.signature.rows]
         batch = Batch(first=int(arrays["first"][0]), **{name: np.ascontiguousarray(arrays[name]) for name in names})
         moves = arrays["moves"]
-        for request in np.unique(moves[:, 0]):
-            own = moves[moves[:, 0] == request]
-            engine.move(int(request), [(own[:, 1].copy(), own[:, 2].copy())])
+        if moves.size:
+            first, last = int(moves[:, 0].min()), int(moves[:, 0].max())
+            own = [moves[moves[:, 0] == request] for request in range(first, last + 1)]
+            engine.move(first, [(each[:, 1].copy(), each[:, 2].copy()) for each in own])
         return engine.run(batch)
 
     return call
@@ -109,15 +110,15 @@ def record(engine: Engine, manifest: Manifest, room: Room, seed: int = 0) -> Rec
         builder.text(f"draft trees, k = {k}", [min(17, length // 2)], Drafting(k, "tree"), 4)
     for number in range(3):
         builder.tree(f"random tree {number + 1}", min(9, length // 2), builder.random_tree(12))
-    builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4)
-    builder.text("an idle request between two", [min(5, length // 2), 0, min(19, length // 2)], chains, 4)
+    builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4, certain=True)
+    builder.text("an idle request between two", [min(5, length // 2), 0, min(19, length // 2)], chains, 4, leaves=2)
     builder.text(
         "forked threads beside a request", [min(9, length // 2), min(20, length // 2)], chains, 6, forks=(1, 3)
     )
     for edge in (VISIBLE_STEP, 2 * VISIBLE_STEP):
         if edge + 4 < length:
             builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5)
-    builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=_CHUNK)
+    builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=PROMPT_ROWS)
     return Recording(recorder.feeds, builder.left_out)
 
 
@@ -135,6 +136,25 @@ class _ForksAt:
 
     def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
         return self.greedy.guesses(logits, thread, place, most)
+
+
+@dataclass(frozen=True)
+class _Certain:
+    """A choice whose drafts all come true: every place has its token, whatever the logits say.
+
+    So rows are kept behind rows that are not, and an append engine has to move them.
+    """
+
+    words: Array
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        return self._at(len(thread.tokens) + len(ahead))
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return tuple(Guess((self._at(place + number),), (1.0,)) for number in range(len(logits)))
+
+    def _at(self, place: int) -> int:
+        return int(self.words[place % self.words.size])
 
 
 class _Builder:
@@ -158,10 +178,13 @@ class _Builder:
         steps: int,
         chunk: int = 512,
         forks: Sequence[int] = (),
+        certain: bool = False,
+        leaves: int | None = None,
     ) -> None:
         """Prompts of these lengths fed and continued by so many steps, all in the same calls; 0 leaves one out.
 
-        The first one forks at these places behind its prompt.
+        The first one forks at these places behind its prompt, and is cancelled after so many steps. All drafts come true
+        where that is certain.
         """
         if len(lengths) > self._recorder.requests:
             self.left_out.append(case)
@@ -170,7 +193,11 @@ class _Builder:
         requests = [self._request(i, n, drafting, chunk) for i, n in enumerate(lengths) if n]
         if forks:
             requests[0].choose = self._forks_at(lengths[0] + place for place in forks)
+        for request in requests if certain else ():
+            request.choose = _Certain(self._words)
         while any(request.statistics.steps < steps and request.live for request in requests):
+            if requests[0].statistics.steps == leaves:
+                requests[0].finish("cancelled")
             step(self._recorder, [request for request in requests if request.live])
 
     def tree(self, case: str, length: int, draft: Draft) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 import onnxruntime as ort
@@ -12,7 +13,7 @@ class ReplayingSession:
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
-        self.captured: dict[str, Recorded] = {}  # by graph id
+        self.captured: dict[tuple[int, str], Recorded] = {}  # by OS thread and graph id, as onnxruntime keeps them
         self.replays = 0
         self.plain = 0
 
@@ -25,8 +26,9 @@ class ReplayingSession:
             self.plain += 1
             self._session.run_with_iobinding(binding.binding)
             return
-        self.replays += number in self.captured
-        graph = self.captured.setdefault(number, binding.copy())
+        key = (get_ident(), number)
+        self.replays += key in self.captured
+        graph = self.captured.setdefault(key, binding.copy())
         for _ in range(3):  # to capture is to run more than once; a replay that does is none the wiser
             self._session.run_with_iobinding(graph.binding)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -99,6 +100,9 @@ class DeviceEngine:
         self._staged: dict[int, Staged] = {}  # by its bytes
         self._logits: dict[int, ort.OrtValue] = {}  # the same
         self._graphs = Graphs(MOST_GRAPHS if graphs else 0)
+        # onnxruntime keeps graphs by the OS thread that captured them, and as long as the session: all are of this one,
+        # since the runtime's worker ends when it has nothing to do, and those of another thread would be captured again
+        self._thread = ThreadPoolExecutor(1, "spaceport-graphs") if graphs else None
         self._binding = session.io_binding()
         self._shape: Shape | None = None  # of the call that is bound
         self._range: tuple[int, int] | None = None  # of requests whose buffers are bound
@@ -112,7 +116,7 @@ class DeviceEngine:
             staged.block.write(batch, shape, self.capacity)
             staged.memory.update_inplace(staged.block.memory)
             self._bind(batch.first, shape, staged.memory.data_ptr())
-            self._session.run_with_iobinding(self._binding, self._graphs.options(batch.first, shape))
+            self._start(self._session, self._graphs.options(batch.first, shape))
             # what was bound first, so only the logits are copied, and only the rows of this call
             logits: NDArray[np.float32] = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
         except FAULTS as error:
@@ -135,6 +139,8 @@ class DeviceEngine:
             self._view(at, size).update_inplace(zeros)
 
     def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
         self._session = self._binding = None  # the graphs that hold addresses go before the memory does
         self._staged.clear()
         self._logits.clear()
@@ -145,6 +151,13 @@ class DeviceEngine:
         """Of one of its buffers."""
         signature = self.signature
         return signature.kv_heads * self.capacity * signature.head_dim * BYTES[signature.dtype]
+
+    def _start(self, session: ort.InferenceSession, options: ort.RunOptions) -> None:
+        """Do what is bound."""
+        if self._thread is None:
+            session.run_with_iobinding(self._binding, options)
+        else:
+            self._thread.submit(session.run_with_iobinding, self._binding, options).result()
 
     def _stage(self, size: int) -> Staged:
         """The block for a call of so many bytes; blocks are powers of two, since a copy takes all of one."""

@@ -129,6 +129,23 @@ def require_module(backend: str) -> None:
             f"backend {backend} needs an onnxruntime with CUDA, this one has {', '.join(imported.get_available_providers())}: "
             f"pip uninstall onnxruntime onnxruntime-gpu, then {install}"
         )
+    if BACKENDS[backend].flavour is not None:
+        require_torch(backend, install)
+
+
+def require_torch(backend: str, install: str) -> None:
+    """Raise if there is no torch that a backend could keep its buffers in."""
+    try:
+        torch = import_module("torch")
+    except ImportError as error:
+        raise MissingBackend(
+            f"backend {backend} keeps its buffers in torch, which does not import ({error}): {install}"
+        ) from error
+    if not torch.cuda.is_available():
+        raise MissingBackend(
+            f"backend {backend} keeps its buffers in torch, and torch {torch.__version__} has no CUDA that starts here: "
+            "install a torch with CUDA (https://pytorch.org/get-started)"
+        )
 
 
 def clashing() -> str | None:

@@ -206,10 +206,6 @@ def open_engine(bundle: Bundle, opening: Opening, flavour: Flavour) -> TensorRtE
     api: Any = import_module(_MODULES[flavour])
     named = engine_for(bundle, flavour, api.__version__, gpu().target, opening)
     plan = read_engine(bundle, named, opening.trust_engines)
-    if not torch.cuda.is_available():
-        raise OptionFault(
-            f"torch {torch.__version__} has no CUDA, {flavour} engines keep their buffers in it: install a torch with CUDA"
-        )
     name = f"cuda:0 ({gpu().name}, {flavour} {api.__version__})"
     try:
         engine = deserialized(api, plan, named, bundle, opening, Cuda(), name)

@@ -26,7 +26,7 @@ from spaceport.graphs.manifest import (
 )
 
 _RECIPE = 1  # raised when engines of the same key come out in another way
-_PARTIAL = ".partial"
+_ENGINE, _PARTIAL = ".engine", ".partial"  # how names end; whatever else is there is somebody's own
 
 
 class ChangedBundle(InputFault):
@@ -47,7 +47,7 @@ def name_of(graph: tuple[str, ...], vocab_size: int, library: Library, recipe: R
         "refittable": recipe.refittable,
     }
     digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
-    return f"{recipe.target}-{digest[:12]}.engine"
+    return f"{recipe.target}-{digest[:12]}{_ENGINE}"
 
 
 def require_writable(folder: Path) -> None:
@@ -93,7 +93,7 @@ def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> No
             told.replace(folder / MANIFEST_FILE)
             flush(folder)
         for file in engines.iterdir():  # of an earlier graph, or of a build that was killed
-            if file.name not in written.engines:
+            if file.name.endswith((_ENGINE, _ENGINE + _PARTIAL)) and file.name not in written.engines:
                 file.unlink()
 
 

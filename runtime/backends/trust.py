@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 _FILE = "built-engines"
+_NOWHERE = Path(os.devnull)  # nothing can be read or written below it
 
 
 def remember(sha256: str) -> bool:
@@ -32,8 +33,13 @@ def built_here(sha256: str) -> bool:
 
 def state_folder() -> Path:
     """Where this user's machine keeps what it knows of engines."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state") / "spaceport"
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        try:
+            state = Path.home() / ".local" / "state"
+        except RuntimeError:  # the machine knows no name of this user
+            state = _NOWHERE
+    return state / "spaceport"
 
 
 def _file() -> Path:

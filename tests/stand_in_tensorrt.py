@@ -111,6 +111,14 @@ class StandInDevice:
         else:
             work()
 
+    def aligned(self, address: int) -> bool:
+        """Whether an address would be a multiple of 256 on a GPU, where memory begins at one."""
+        return any(
+            not (address - tensor.data_ptr()) % 256
+            for tensor in self.memory
+            if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes
+        )
+
     def holds(self, address: int, size: int) -> bool:
         """Whether an address is memory that was asked for, to its end."""
         return any(
@@ -162,6 +170,7 @@ class StandInContext:
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         self.told.append(("address", name))
+        assert self.device.aligned(address), f"{name} is bound to memory that is not aligned to 256 bytes"
         self.addresses[name] = address
         return True
 

@@ -14,6 +14,7 @@ from conftest import DEMO, TINY
 
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.to_tensorrt import open_library
 from spaceport.graphs.manifest import Flavour
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.backends import device, open_engine
@@ -35,6 +36,9 @@ def flavour(request: pytest.FixtureRequest) -> Flavour:
     found: Flavour = request.param
     if find_spec(MODULES[found]) is None:
         pytest.skip(f"{found} is not installed")
+    library, here = open_library(found), device.gpu().target
+    if library.targets and here not in library.targets:
+        pytest.skip(f"{library.name} has no kernels for {here}, only for {', '.join(library.targets)}")
     return found
 
 
@@ -76,13 +80,16 @@ def line(prompt: Any) -> dict[str, Any]:
 
 
 def test_cuda_graphs_compute_what_the_plain_path_does(built: Path, flavour: Flavour) -> None:
-    """To the bit: they are the same kernels."""
+    """To the bit where they are the same kernels; TensorRT-RTX compiles those of a shape at once only to capture them."""
     bundle = open_bundle(built)
     with_graphs, without = (open_engine(bundle, flavour, Opening(1152, 2, graphs=graphs)) for graphs in (True, False))
     dice = np.random.default_rng(0)
-    for rows in (40, 1, 1, 1, 9, 9, 9, 36, 36, 36, 1, 9):
+    for rows in (40, 1, 9, 36, 1, 9, 36, 1, 36, 9, 9, 36, 1, 1, 64, 1, 9):
         batch = chain_batch(with_graphs, rows, 64, dice)
-        assert np.array_equal(with_graphs.run(batch), without.run(batch))
+        got, expected = with_graphs.run(batch), without.run(batch)
+        if flavour == "tensorrt":
+            assert np.array_equal(got, expected)
+        assert np.abs(got - expected).max() < 1e-2 * np.abs(expected).max()
     with_graphs.close()
     without.close()
 

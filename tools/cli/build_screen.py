@@ -61,7 +61,8 @@ class Bar:
 
         self._first = f"building with {name}: {memory}"
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, TextColumn("{task.fields[phase]}"), console=Console(stderr=True))
+        phase = TextColumn("{task.fields[phase]}", markup=False)  # the builder's own words
+        self._progress = Progress(*columns, phase, console=Console(stderr=True))
         self._task = self._progress.add_task(name, total=1.0, phase="", start=False)
 
     def begin(self) -> None:

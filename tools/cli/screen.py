@@ -30,7 +30,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
             table.add_column(column, justify="right" if number else "left", overflow="fold")
         for row in cells:
             table.add_row(*row)
-        Console().print(table)
+        Console(markup=False, emoji=False, highlight=False).print(table)  # 'spaceport[cpu]' is no style
         return
     widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
     if title:
@@ -56,7 +56,7 @@ def stages() -> Iterator[Callable[[str], None]]:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=False) as progress:
             tasks: list[Any] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,21 @@ def test_a_profile_that_is_refused_is_an_engine_fault(tiny_append_bundle: Path) 
         EngineFault, match="tensorrt-rtx opens no context for profile 0: setOptimizationProfileAsync: no"
     ):
         opened(bundle, plan, StandInDevice())
+
+
+class Refusing(StandInDevice):
+    """A GPU that captures nothing."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+def test_a_step_that_cannot_be_captured_is_an_engine_fault(tiny_append_bundle: Path) -> None:
+    bundle, plan = plan_of(tiny_append_bundle, 1024)
+    engine = opened(bundle, plan, Refusing())
+    engine.run(batch_of_rows(1))
+    with pytest.raises(EngineFault, match=r"cannot be captured as a CUDA graph \(CUDA error: operation not permitted"):
+        engine.run(batch_of_rows(1))
 
 
 def test_engines_beside_each_other_each_tell_what_failed(tiny_append_bundle: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -97,7 +97,7 @@ class TensorRtEngine:
         self._scratch = device.zeros((max(1, scratch),), torch.uint8)  # for both: only one runs at a time
         self._kernels = Kernels(api, engine, f"{record.sha256[:32]}-{record.version}")
         self._contexts = [self._context(profile, opening.graphs) for profile in (STEPS, PROMPTS)]
-        self._captured = Captured(device.capture) if opening.graphs else None
+        self._captured = Captured(self._capture) if opening.graphs else None
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         if self._engine is None:
@@ -147,6 +147,14 @@ class TensorRtEngine:
         else:
             prepare()
             plain()
+
+    def _capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        try:
+            return self._device.capture(work)
+        except RuntimeError as error:
+            raise EngineFault(
+                f"{self._record.flavour}: a step cannot be captured as a CUDA graph ({error}): {self._words}"
+            ) from error
 
     def _take(self, shape: Shape) -> NDArray[np.float32]:
         """The logits of a call, in one copy."""

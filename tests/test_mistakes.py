@@ -18,6 +18,7 @@ import pytest
 from small_bundle import edit
 
 from spaceport.graphs.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from spaceport.runtime.bundle import read_manifest
 from spaceport.tools.cli import COMMANDS, FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE, run
 
 TINY = Path(__file__).parent / "data" / "tiny"
@@ -201,11 +202,15 @@ def test_a_report_on_another_graph_says_nothing_of_this_one(spoilt: Path, capfd:
         return capfd.readouterr().out.splitlines()[-1]
 
     assert shown() == "Accuracy: not checked yet (spaceport check)"
-    graph = json.loads((spoilt / MANIFEST_FILE).read_text())["files"][MODEL_FILE]["sha256"]
-    (spoilt / ACCURACY_FILE).write_text(json.dumps({"passed": True, "model": graph}))
+    graph = list(read_manifest(spoilt).graph)
+    assert len(graph) == 2
+    (spoilt / ACCURACY_FILE).write_text(json.dumps({"passed": True, "graph": graph}))
     assert shown() == "Accuracy: passed"
-    (spoilt / ACCURACY_FILE).write_text(json.dumps({"passed": True, "model": "0" * 64}))
-    assert shown() == "Accuracy: not checked yet (spaceport check)"
+    (spoilt / ACCURACY_FILE).write_text(json.dumps({"passed": "no", "graph": graph}))
+    assert shown() == "Accuracy: FAILED"
+    for other in (["0" * 64, graph[1]], [graph[0], "0" * 64]):  # the graph or its weights
+        (spoilt / ACCURACY_FILE).write_text(json.dumps({"passed": True, "graph": other}))
+        assert shown() == "Accuracy: not checked yet (spaceport check)"
     (spoilt / ACCURACY_FILE).write_bytes(b"[" * 100_000)
     assert shown() == "Accuracy: FAILED"
 

@@ -13,6 +13,7 @@ from spaceport.exporter.engines import store
 from spaceport.graphs.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.cli.inspect import verdict
 
 
 def test_only_engines_make_room_for_an_engine(tmp_path: Path) -> None:
@@ -38,3 +39,13 @@ def test_a_user_without_a_home_can_note_nothing_and_is_told_so(monkeypatch: pyte
     assert not trust.remember("a" * 64)
     assert not trust.built_here("a" * 64)
     assert not trust.state_folder().exists()
+
+
+def test_engines_that_a_check_did_not_compare_are_told_of(tmp_path: Path) -> None:
+    """Its report may be older than they are, or of a machine that could not run them."""
+    plain, passed = replace(fill(tmp_path), engines={}), {"passed": True, "backends": ["onnxruntime"]}
+    built = replace(plain, engines={ENGINE: RECORD})
+    assert verdict(plain, passed) == "passed"
+    assert verdict(built, passed) == "passed, but for tensorrt-rtx engines, which were not compared"
+    assert verdict(built, {"passed": True, "backends": ["tensorrt-rtx"]}) == "passed"
+    assert verdict(built, {**passed, "passed": False}) == "FAILED"

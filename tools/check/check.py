@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spaceport.exporter.accuracy import Finding, Pair, compare, recorded
-from spaceport.graphs.manifest import MODEL_FILE
 from spaceport.graphs.tolerance import TOLERANCE
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle
@@ -22,7 +21,8 @@ from spaceport.tools.reference import open_reference
 class Report:
     """What a check found."""
 
-    model: str  # sha256 of the graph
+    graph: tuple[str, ...]  # sha256 of its files
+    backends: tuple[str, ...]  # that were compared
     calls: int
     pairs: tuple[Pair, ...]
     absent: Mapping[str, str]  # by backend: why it was not compared
@@ -49,7 +49,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
-            "model": self.model,
+            "graph": list(self.graph),
+            "backends": list(self.backends),
             "reference": self.pairs[0].first,
             "calls": self.calls,
             "cases": [finding.as_dict() for finding in self.findings],
@@ -69,8 +70,8 @@ def check(bundle: Bundle, asked: Asked, stage: Callable[[str], None] = lambda na
     sides = [recorded(first.name, first.dtype, recording.feeds), *(other.side(stage) for other in others)]
     pairs = compare(sides, recording.feeds)
     layers = layers_of(bundle, asked, lineup, recording, pairs, stage) if asked.layers else None
-    model = bundle.manifest.files[MODEL_FILE].sha256
-    return Report(model, len(recording.feeds), tuple(pairs), lineup.absent, tuple(recording.left_out), layers)
+    graph, calls, left_out = bundle.manifest.graph, len(recording.feeds), tuple(recording.left_out)
+    return Report(graph, lineup.backends, calls, tuple(pairs), lineup.absent, left_out, layers)
 
 
 def recorded_on_first(bundle: Bundle, lineup: Lineup, seed: int, stage: Callable[[str], None]) -> Recording:

@@ -102,7 +102,8 @@ def target_of(library: Library, asked: str, here: str | None, why_none: str) -> 
     target = here if asked == "current" else asked
     if target in library.targets or (target is not None and target == here):
         return target
-    raise OptionFault(f"--target is {asked}: {library.name} does not build for it here; {without}, or current")
+    other = "; TensorRT itself builds for the GPU that it runs on (--flavour tensorrt)" if library.targets else ""
+    raise OptionFault(f"--target is {asked}: {library.name} does not build for it here; {without}, or current{other}")
 
 
 def attention_of(model: onnx.ModelProto, signature: Signature) -> Attention:

@@ -77,10 +77,12 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
     [
         (
             ("--target", "sm90"),
-            f"--target is sm90: tensorrt-rtx .* does not build for it here; expected {KNOWN}, or current",
+            f"--target is sm90: tensorrt-rtx .* does not build for it here; expected {KNOWN}, or current; TensorRT itself .*--flavour tensorrt",
         ),
         (("--target", "hopper"), f"--target is hopper: .*; expected {KNOWN}, or current"),
-        (("--target", "sm89,"), "--target is : "),
+        (("--target", "sm89,"), "--target is 'sm89,': expected names with commas between them, such as sm80,sm89"),
+        (("--target", "sm89", "--target", "sm90"), "--target is sm90: "),
+        (("--target", "sm90", "--target", "sm89"), "--target is sm90: "),
         (("--target", "sm89", "--max-requests", 0), "--max-requests is 0: expected 1 to 1024"),
         (("--target", "sm89", "--max-seq-len", 1), "max_seq_len is 1: expected 2 to 1024"),
         (("--target", "sm89", "--max-seq-len", 1025), "max_seq_len is 1025: expected 2 to 1024"),
@@ -123,6 +125,11 @@ def test_a_machine_without_a_gpu_says_what_it_can_build_for(capfd: Capture, bund
     refused(capfd, USAGE, f"--target current: .*(driver|GPU).*; expected {KNOWN}$", bundle)
     refused(capfd, USAGE, f"--target current: .*(driver|GPU).*; expected {KNOWN}$", bundle, "--target", "sm89,current")
     refused(capfd, USAGE, "--refittable: .*(driver|GPU).*, .* needs one for it; leave it out", bundle, "--refittable")
+
+
+def test_targets_may_be_said_in_capitals_and_one_by_one(capfd: Capture, bundle: Path) -> None:
+    assert run(["build", str(bundle), "--target", "SM80, sm89", "--target", "sm86", "--target", "sm80"]) == OK
+    assert re.findall(r"engines/(sm\d+)-", capfd.readouterr().out) == ["sm80", "sm89", "sm86"]
 
 
 def test_a_target_beyond_those_that_are_known_is_this_machines_or_none(library: Library) -> None:

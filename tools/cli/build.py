@@ -52,10 +52,12 @@ _SHAPES = options(
 @click.option("--flavour", type=click.Choice(FLAVOURS), help="What to build with; by default what is installed.")
 @click.option(
     "--target",
-    default="current",
+    "asked",
+    multiple=True,
+    default=("current",),
     show_default=True,
     metavar="SM[,SM...]",
-    help="GPUs to build for, such as sm80,sm89; current is this machine's.",
+    help="GPUs to build for, such as sm80,sm89; current is this machine's. May be said again.",
 )
 @_SHAPES
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="Refuse a bundle of any other type.")
@@ -72,7 +74,7 @@ _SHAPES = options(
 def command(
     bundle: Path,
     flavour: Any,
-    target: str,
+    asked: tuple[str, ...],
     max_requests: int,
     max_seq_len: int | None,
     max_slots: int | None,
@@ -90,7 +92,7 @@ def command(
     The bundle has to be exported with --lowering append, and with the --dtype that the engine is to reckon in.
     """
     library = open_library(flavour)
-    targets = _targets(library, target, refittable, timing_cache)
+    targets = _targets(library, asked, refittable, timing_cache)
     manifest = read_manifest(bundle)
     refuse_scatter(bundle, manifest.signature)
     _refuse_dtype(manifest, dtype)
@@ -120,7 +122,7 @@ def command(
         show_json({"bundle": str(bundle), "engines": [_as_dict(outcome) for outcome in outcomes]})
 
 
-def _targets(library: Library, asked: str, refittable: bool, timing_cache: Path | None) -> Sequence[str]:
+def _targets(library: Library, asked: Sequence[str], refittable: bool, timing_cache: Path | None) -> Sequence[str]:
     """The targets to build for, each once; raise for what this machine cannot build."""
     try:
         here, why_none = gpu().target, ""
@@ -130,7 +132,11 @@ def _targets(library: Library, asked: str, refittable: bool, timing_cache: Path 
         raise OptionFault(f"--refittable: {why_none}, and {library.flavour} needs one for it; leave it out")
     if timing_cache is not None and library.flavour != "tensorrt":
         raise OptionFault(f"--timing-cache with {library.flavour}: it times nothing when it builds; leave it out")
-    names = [name.strip() for name in asked.split(",")]
+    names = [name.strip().lower() for name in ",".join(asked).split(",")]
+    if "" in names:
+        raise OptionFault(
+            f"--target is {','.join(asked)!r}: expected names with commas between them, such as sm80,sm89"
+        )
     return list(dict.fromkeys(target_of(library, name, here, why_none) for name in names))
 
 

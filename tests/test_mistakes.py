@@ -104,6 +104,19 @@ def test_an_option_that_cannot_be_meant_is_a_mistake_of_usage(
         (["inspect", "{bundle}", "--requests", 0], "--requests is 0: expected at least 1"),
         (["inspect", "{bundle}", "--max-seq-len", 0], "max_seq_len is 0: expected 2 to 1024"),
         (["check", "{bundle}", TINY, "--long", 3], "--long is 3: expected at least 32"),
+        (["check", "{bundle}", TINY, "--long", 1025], "--long is 1025: expected at most 1024, what the model knows"),
+        (
+            ["check", "{bundle}", TINY, "--print-polygraphy", "--json"],
+            "--json with --print-polygraphy: it would do nothing",
+        ),
+        (
+            ["check", "{bundle}", TINY, "--print-polygraphy", "--threads", 1],
+            "--threads with --print-polygraphy: it would",
+        ),
+        (
+            ["check", "{bundle}", TINY, "--save-outputs", "o", "--layers"],
+            "--layers with --save-outputs: it would do nothing",
+        ),
         (["check", "{bundle}", TINY, "--seed", -3], "-3 is not in the range"),
         (["check", "{bundle}", TINY, "--threads", -1], "threads is -1: expected 0"),
         (["bench", "steps", "{bundle}", "--rows", "a"], "--rows is 'a': expected numbers"),

@@ -51,7 +51,7 @@ def lines_for(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> 
         lines += _on_engine(bundle, checkpoint, largest_logit, path, record)
     if signature.lowering == "append" and signature.dtype != "float32":  # there TensorRT has no attention of its own
         lines += _built(bundle, checkpoint, largest_logit)
-    return lines
+    return list(dict.fromkeys(lines))  # engines of one size are compared with the same outputs
 
 
 def tolerances(signature: Signature, largest_logit: float) -> list[str]:

@@ -21,10 +21,12 @@ from spaceport.tools.check.polygraphy_lines import lines_for
 from spaceport.tools.check.rounding import measure_rounding
 from spaceport.tools.cli.audit import show as show_audit
 from spaceport.tools.cli.inspect import accuracy
+from spaceport.tools.cli.options import Idle, refuse_idle
 from spaceport.tools.cli.screen import show_json, show_table, stages
 from spaceport.tools.reference import open_reference
 
 FAILED = 4  # exit code
+_OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
 
 
 @click.command("check")
@@ -67,7 +69,9 @@ FAILED = 4  # exit code
 @click.option("--trust-engines", is_flag=True, help="Also open engines that were not built on this machine.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.pass_context
 def command(
+    context: click.Context,
     bundle: Path,
     checkpoint: Path | None,
     backends: tuple[str, ...],
@@ -89,8 +93,11 @@ def command(
     """
     if length is not None and length < SHORTEST:
         raise OptionFault(f"--long is {length}: expected at least {SHORTEST}")
+    _refuse_idle(context, print_polygraphy, outputs)
     asked = Asked(checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers)
     opened = open_bundle(bundle)
+    if length is not None and length > opened.manifest.max_positions:
+        raise OptionFault(f"--long is {length}: expected at most {opened.manifest.max_positions}, what the model knows")
     if print_polygraphy:
         show_lines(opened, checkpoint)
         return 0
@@ -117,6 +124,18 @@ def command(
             click.echo()
             show_audit(one)
     return 0 if report.passed and all(one.passed for one in audits.values()) else FAILED
+
+
+def _refuse_idle(context: click.Context, print_polygraphy: bool, outputs: Path | None) -> None:
+    """Raise for what a check would heed, where none is made."""
+    never = (*_OF_A_CHECK, "outputs", "threads", "trust_remote_code")
+    refuse_idle(
+        context,
+        (
+            Idle(print_polygraphy, never, "--print-polygraphy", "it with a check"),
+            Idle(outputs is not None, _OF_A_CHECK, "--save-outputs", "it with a check"),
+        ),
+    )
 
 
 def audits_of(

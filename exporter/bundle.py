@@ -13,10 +13,11 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spaceport.exporter.alone import alone_in
 from spaceport.graphs.faults import InputFault
 from spaceport.graphs.manifest import MANIFEST_FILE, Manifest, record_of
 
@@ -68,7 +69,7 @@ def writing(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> Iterator[Path
         partial.mkdir()
         yield partial
         check_target(target, overwrite, kind)  # again: by now something else may stand there
-        with undisturbed():
+        with _nobody_else_in(target), undisturbed():
             _publish(partial, target)
     finally:
         with undisturbed():  # by now `partial` is what came to nothing, or the old folder
@@ -114,6 +115,11 @@ def undisturbed() -> Iterator[None]:
             signal.signal(kind, handler)
         if came:
             signal.raise_signal(came[0])
+
+
+def _nobody_else_in(target: Path) -> AbstractContextManager[object]:
+    """Wait for whoever stores an engine there: what is written by then is the old folder's."""
+    return alone_in(target) if target.exists() else nullcontext()
 
 
 def _publish(partial: Path, target: Path) -> None:

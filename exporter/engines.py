@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from spaceport.exporter.alone import alone_in
 from spaceport.exporter.bundle import flush, undisturbed
 from spaceport.exporter.profiles import profiles
 from spaceport.exporter.to_tensorrt import Library, Recipe
@@ -129,12 +129,8 @@ def _beside(file: Path, content: bytes | memoryview) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone among those that store engines in this bundle; the lock is the folder itself and leaves nothing behind."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    """Alone among those that change this bundle."""
+    with alone_in(folder) as descriptor:
         if not os.path.samestat(os.fstat(descriptor), folder.stat()):
             raise ChangedBundle(f"{folder}: was exported again while the engine was built: build it again")
         yield
-    finally:
-        os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -73,8 +74,10 @@ def read_manifest(folder: Path) -> Manifest:
 def _refuse_foreign(folder: Path) -> None:
     """A graph may name any file below it for its weights, so nothing in the folder may stand for something outside."""
     for file in folder.rglob("*"):
-        if not stat.S_ISDIR(os.lstat(file).st_mode):
-            _check_regular(file)
+        with suppress(FileNotFoundError):  # it is not there any more, such as an engine that took its place just now
+            status = os.lstat(file)
+            if not stat.S_ISDIR(status.st_mode):
+                _hold_regular(file, status)
 
 
 def _check(folder: Path, name: str, record: FileRecord) -> None:
@@ -100,6 +103,10 @@ def _check_regular(file: Path) -> None:
         status = os.lstat(file)
     except OSError as error:
         raise BundleError(f"{file}: {error.strerror}: {_AGAIN}") from error
+    _hold_regular(file, status)
+
+
+def _hold_regular(file: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise BundleError(f"{file}: not a regular file: copy the bundle with its links resolved (cp -rL)")
     if status.st_nlink != 1:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small_bundle import ENGINE, RECORD, fill
 
+from spaceport.exporter.bundle import writing
 from spaceport.exporter.engines import store
 from spaceport.graphs.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
-from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli.inspect import verdict
 
 
@@ -49,3 +53,47 @@ def test_engines_that_a_check_did_not_compare_are_told_of(tmp_path: Path) -> Non
     assert verdict(built, passed) == "passed, but for tensorrt-rtx engines, which were not compared"
     assert verdict(built, {"passed": True, "backends": ["tensorrt-rtx"]}) == "passed"
     assert verdict(built, {**passed, "passed": False}) == "FAILED"
+
+
+def test_an_export_waits_for_whoever_stores_an_engine(tmp_path: Path) -> None:
+    """Else what is written of the old bundle's engines would become the new one's manifest."""
+
+    def export_again() -> None:
+        with writing(tmp_path / "bundle", overwrite=True) as partial:
+            fill(partial, b"another graph")
+
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    before, stored = fill(bundle).graph, os.open(bundle, os.O_RDONLY)
+    fcntl.flock(stored, fcntl.LOCK_EX)
+    exporting = threading.Thread(target=export_again)
+    exporting.start()
+    exporting.join(0.3)
+    assert exporting.is_alive()
+    assert read_manifest(bundle).graph == before
+    os.close(stored)
+    exporting.join()
+    assert open_bundle(bundle).manifest.graph != before
+
+
+def test_a_bundle_opens_while_an_engine_comes_into_it(tmp_path: Path) -> None:
+    """A file that is gone before it was looked at is no fault of the bundle."""
+
+    def come_and_go() -> None:
+        while not enough.is_set():
+            partial.write_bytes(b"an engine")
+            partial.unlink()
+
+    fill(tmp_path)
+    (tmp_path / ENGINES_FOLDER).mkdir()
+    partial, enough = tmp_path / ENGINES_FOLDER / f"{ENGINE}.partial", threading.Event()
+    storing, usual = threading.Thread(target=come_and_go), sys.getswitchinterval()
+    storing.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            open_bundle(tmp_path)
+    finally:
+        sys.setswitchinterval(usual)
+        enough.set()
+        storing.join()

@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import ACCURACY_FILE, Manifest
+from spaceport.graphs.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
 from spaceport.runtime.admission import capacity_for, seq_len, slots_for
+from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.cli.screen import show_json, show_table, size
 
@@ -29,7 +30,7 @@ from spaceport.tools.cli.screen import show_json, show_table, size
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int | None, as_json: bool) -> None:
-    """Show the model, the graph's contract, token ids, files and memory of BUNDLE, after checking every file."""
+    """Show the model, the graph's contract, token ids, files, engines and memory of BUNDLE, after checking every file."""
     if requests < 1:
         raise OptionFault(f"--requests is {requests}: expected at least 1")
     opened = open_bundle(bundle)
@@ -42,6 +43,7 @@ def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int
                 "contract": contract(opened.manifest),
                 "memory": memory,
                 "accuracy": accuracy(opened),
+                "engine_states": states(opened),
             }
         )
         return
@@ -55,8 +57,8 @@ def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int
     rows = [(name, size(record.size), record.sha256) for name, record in manifest.files.items()]
     show_table("\nFiles", ("file", "size", "sha256"), rows)
     if manifest.engines:
-        columns = ("engine", "size", "slots", "requests", "rows", "attention", "built with")
-        show_table("\nEngines", columns, engines(manifest))
+        columns = ("engine", "size", "slots", "requests", "rows", "attention", "built with", "state")
+        show_table("\nEngines", columns, engines(opened))
     threads = f", {memory['max_slots']} with all threads" if memory["max_slots"] > length else ""
     label = f"\nMemory for {requests} request{'s' if requests > 1 else ''} of {length} tokens{threads}"
     show_table(label, ("what", "bytes"), [("weights", size(memory["weights"])), ("KV buffers", size(memory["kv"]))])
@@ -102,8 +104,9 @@ def short_contract(manifest: Manifest) -> list[dict[str, str]]:
     ]
 
 
-def engines(manifest: Manifest) -> list[tuple[object, ...]]:
+def engines(bundle: Bundle) -> list[tuple[object, ...]]:
     """The engines that were built, with the most rows of steps and of prompts."""
+    found = states(bundle)
     return [
         (
             name,
@@ -113,9 +116,28 @@ def engines(manifest: Manifest) -> list[tuple[object, ...]]:
             f"{record.step_rows}, {record.prompt_rows}",
             f"{record.decomposed} layers as products" if record.decomposed else "fused",
             f"{record.flavour} {record.version}",
+            found[name],
         )
-        for name, record in manifest.engines.items()
+        for name, record in bundle.manifest.engines.items()
     ]
+
+
+def states(bundle: Bundle) -> dict[str, str]:
+    """Of each engine, whether it is there, whole and from this machine."""
+    return {name: _state(bundle, name, record) for name, record in bundle.manifest.engines.items()}
+
+
+def _state(bundle: Bundle, name: str, record: EngineRecord) -> str:
+    file = bundle.path / ENGINES_FOLDER / name
+    if not file.is_file():
+        return "gone"
+    with file.open("rb") as stream:
+        told = record_of(stream)
+    if (told.sha256, told.size) != (record.sha256, record.size):
+        return "changed"
+    if record.graph != bundle.manifest.graph:
+        return "of another graph"
+    return "built here" if trust.built_here(record.sha256) else "built elsewhere"
 
 
 def memory_of(manifest: Manifest, requests: int, length: int, max_slots: int) -> dict[str, int]:

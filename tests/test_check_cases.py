@@ -60,6 +60,15 @@ def test_moves_are_replayed_as_they_were_made(tmp_path: Path) -> None:
     assert [0, 1] in other.moved
 
 
+@pytest.mark.parametrize(("window", "told"), [(16, []), (638, []), (639, ["639 positions: raise --long"]), (1024, [])])
+def test_a_window_that_no_case_reaches_beyond_is_told_of(window: int, told: list[str], tmp_path: Path) -> None:
+    """A graph that forgets it would pass; where the model knows no more positions, nothing is beyond."""
+    engine = HashEngine(Language(1, 70, window=window), CAPACITY, REQUESTS, "append")
+    _, left_out = recorded_on(engine, tmp_path)
+    assert len(left_out) == len(told)
+    assert all(expected in line for line, expected in zip(left_out, told, strict=True))
+
+
 def test_no_call_is_wider_than_the_narrowest_engine_takes(tmp_path: Path) -> None:
     engine = HashEngine(Language(1, 70), CAPACITY, REQUESTS, "append")
     recorded_on(engine, tmp_path, STEP_ROWS)

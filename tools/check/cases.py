@@ -39,10 +39,10 @@ class Room:
 
 
 class Recording(NamedTuple):
-    """The calls of all cases, and the cases for which there was no room."""
+    """The calls of all cases, and what is in none of them."""
 
     feeds: list[Feed]
-    left_out: list[str]
+    left_out: list[str]  # each with the reason
 
 
 class Recorder:
@@ -119,6 +119,9 @@ def record(engine: Engine, manifest: Manifest, room: Room, seed: int = 0) -> Rec
         if edge + 4 < length:
             builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5)
     builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=PROMPT_ROWS)
+    window = manifest.signature.window
+    if window is not None and length - 8 <= window < manifest.max_positions:
+        builder.left_out.append(f"texts beyond the window of {window} positions: raise --long to see them")
     return Recording(recorder.feeds, builder.left_out)
 
 
@@ -187,7 +190,7 @@ class _Builder:
         where that is certain.
         """
         if len(lengths) > self._recorder.requests:
-            self.left_out.append(case)
+            self.left_out.append(f"{case}: an engine takes fewer requests in a call")
             return
         self._recorder.case = case
         requests = [self._request(i, n, drafting, chunk) for i, n in enumerate(lengths) if n]

@@ -26,7 +26,7 @@ class Report:
     calls: int
     pairs: tuple[Pair, ...]
     absent: Mapping[str, str]  # by backend: why it was not compared
-    left_out: tuple[str, ...]  # cases for which an engine had no room
+    left_out: tuple[str, ...]  # what no case shows, and why
     layers: Layers | None  # if it was asked for
 
     @property

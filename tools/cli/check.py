@@ -192,7 +192,7 @@ def show(report: Report) -> None:
     for line in told(report.absent):
         click.echo(f"not compared: {line}")
     for case in report.left_out:
-        click.echo(f"left out: {case}: an engine takes fewer requests in a call")
+        click.echo(f"left out: {case}")
     if report.layers is not None:
         click.echo(f"{report.layers.through}: {report.layers}")
 

@@ -54,7 +54,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a bundle folder, its files not yet checked."""
     file = folder / MANIFEST_FILE
     if not folder.is_dir():
-        raise BundleError(f"{folder}: no such folder: expected a bundle that `spaceport export` wrote")
+        got = "is a file" if folder.exists() else "no such folder"
+        raise BundleError(f"{folder}: {got}: expected a bundle, the folder that `spaceport export` wrote")
     if not file.exists():
         hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
         raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")

@@ -63,9 +63,9 @@ def test_a_manifest_without_a_needed_file_is_refused(bundle: Path, name: str) ->
 
 
 def test_what_is_no_bundle_at_all_is_told_apart(tmp_path: Path) -> None:
-    refused(tmp_path / "nothing", "no such folder: expected a bundle that `spaceport export` wrote")
+    refused(tmp_path / "nothing", "no such folder: expected a bundle, the folder that `spaceport export` wrote")
     (tmp_path / "file").write_text("text")
-    refused(tmp_path / "file", "no such folder: expected a bundle")
+    refused(tmp_path / "file", "is a file: expected a bundle, the folder that `spaceport export` wrote")
     refused(tmp_path, r"no manifest\.json in it: expected a bundle that `spaceport export` wrote$")
     (tmp_path / "config.json").write_text("{}")
     refused(tmp_path, r"expected a bundle that `spaceport export` wrote \(this is a checkpoint: export it first\)")

@@ -157,7 +157,7 @@ def test_a_chat_with_a_model_without_a_template_is_a_mistake_of_usage(spoilt: Pa
 
 
 SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (shutil.rmtree, "no such folder: expected a bundle that `spaceport export` wrote"),
+    "no folder": (shutil.rmtree, "no such folder: expected a bundle, the folder that `spaceport export` wrote"),
     "no manifest": (lambda b: (b / MANIFEST_FILE).unlink(), r"no manifest\.json in it: expected a bundle"),
     "no JSON": (lambda b: (b / MANIFEST_FILE).write_text("{"), r"manifest\.json: .*copy the bundle again or export"),
     "newer": (lambda b: edit(b, lambda m: m.update(schema=3)), "schema is 3, this version reads up to 2: update"),

@@ -72,6 +72,19 @@ def test_a_sound_bundle_passes_in_every_case(
     assert "Accuracy: passed" in capsys.readouterr().out
 
 
+def test_what_a_check_found_is_told_where_it_cannot_be_kept(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    (bundle / ".accuracy.json.partial").mkdir()
+    code = run(["check", str(bundle), str(TINY), "--long", "32", "--threads", "1"])
+    captured = capsys.readouterr()
+    assert "PASS" in captured.out
+    assert code == 1
+    assert "Is a directory" in captured.err
+
+
 class PlainEngine(HashEngine):
     """A fake engine to which no token is a mask."""
 

@@ -9,13 +9,13 @@ import click
 
 from spaceport.exporter.accuracy import Finding, write_report
 from spaceport.graphs.faults import OptionFault
-from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.audit.opened import Settings, audit_bundle
 from spaceport.tools.audit.prompts import read_prompts
 from spaceport.tools.audit.report import Report as Audit
 from spaceport.tools.check.check import Report, check
-from spaceport.tools.check.lineup import DEFAULT_LONG, SHORTEST, Asked, told
+from spaceport.tools.check.lineup import DEFAULT_LONG, SHORTEST, Asked
 from spaceport.tools.check.outputs import save_outputs
 from spaceport.tools.check.polygraphy_lines import lines_for
 from spaceport.tools.check.rounding import measure_rounding
@@ -110,7 +110,6 @@ def command(
         report = check(opened, asked, stage)
         rounding = None if checkpoint is None else measure_rounding(opened, checkpoint, trust_remote_code, seed)
         audits = {} if prompts is None else audits_of(opened, report, asked, prompts, stage)
-    write_report(opened.path, report.as_dict())
     if as_json:
         more = {"audits": {backend: one.as_dict() for backend, one in audits.items()}} if audits else {}
         if rounding is not None:
@@ -123,6 +122,7 @@ def command(
         for one in audits.values():
             click.echo()
             show_audit(one)
+    write_report(opened.path, report.as_dict())  # last: what was found is told also where it cannot be kept
     return 0 if report.passed and all(one.passed for one in audits.values()) else FAILED
 
 
@@ -189,7 +189,7 @@ def show(report: Report) -> None:
     show_table(f"allowed is a share of a case's largest logit: {stated}", columns, rows)
     if report.suspect is not None:
         click.echo(f"in every pair that failed: {report.suspect}")
-    for line in told(report.absent):
+    for line in by_reason(report.absent):
         click.echo(f"not compared: {line}")
     for case in report.left_out:
         click.echo(f"left out: {case}")

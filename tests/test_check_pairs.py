@@ -19,10 +19,11 @@ from spaceport.exporter.accuracy import Call, CallFailed, Feed, Side, compare, r
 from spaceport.graphs.faults import MissingPart
 from spaceport.graphs.manifest import TokenIds
 from spaceport.graphs.signature import Precision
+from spaceport.runtime.backends import by_reason
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault
 from spaceport.tools.check.cases import REQUESTS, Room, record
-from spaceport.tools.check.lineup import SHORTEST, Asked, failing, line_up, room_of, told
+from spaceport.tools.check.lineup import SHORTEST, Asked, failing, line_up, room_of
 from spaceport.tools.cli import run
 
 TINY = Path(__file__).parent / "data" / "tiny"
@@ -183,7 +184,7 @@ def test_backends_that_share_a_reason_share_a_line() -> None:
         "tensorrt-rtx": "backend tensorrt-rtx needs an NVIDIA GPU: no driver",
         "onnxruntime": "the graph is in bfloat16",
     }
-    assert told(absent) == [
+    assert by_reason(absent) == [
         "tensorrt, tensorrt-rtx: needs an NVIDIA GPU: no driver",
         "onnxruntime: the graph is in bfloat16",
     ]

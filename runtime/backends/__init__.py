@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -70,7 +71,16 @@ def passed_over(bundle: Bundle, backend: str, opening: Opening) -> tuple[str, ..
     better = [*BACKENDS][: [*BACKENDS].index(backend)]
     if no_gpu() is not None and not bundle.manifest.engines:
         return ()
-    return tuple(f"not {name}: {reason}" for name in better if (reason := why_not(bundle, name, opening)) is not None)
+    reasons = {name: reason for name in better if (reason := why_not(bundle, name, opening)) is not None}
+    return tuple(f"not {line}" for line in by_reason(reasons))
+
+
+def by_reason(reasons: Mapping[str, str]) -> list[str]:
+    """A line for each reason why backends do not run, those that share it together."""
+    shared: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        shared.setdefault(reason.removeprefix(f"backend {name} "), []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in shared.items()]
 
 
 def why_not(bundle: Bundle, backend: str, opening: Opening) -> str | None:

@@ -15,7 +15,7 @@ from spaceport.graphs.faults import MissingPart, OptionFault
 from spaceport.graphs.manifest import EngineRecord, Manifest
 from spaceport.graphs.signature import Precision
 from spaceport.runtime.admission import capacity_for
-from spaceport.runtime.backends import BACKENDS, open_engine, require, why_not
+from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle
@@ -95,7 +95,7 @@ def line_up(bundle: Bundle, asked: Asked) -> Lineup:
         absent = {name: reason for name in BACKENDS if (reason := why_not(bundle, name, opening)) is not None}
     named = [name for name in asked.backends or BACKENDS if name not in absent]
     if not named:
-        raise MissingPart(f"{bundle.path}: nothing runs it here: {'; '.join(told(absent))}")
+        raise MissingPart(f"{bundle.path}: nothing runs it here: {'; '.join(by_reason(absent))}")
     contenders = [
         *_references(bundle, asked, room),
         *(_backend(bundle, name, opening) for name in dict.fromkeys(named)),
@@ -164,16 +164,8 @@ def _backend(bundle: Bundle, name: str, opening: Opening) -> Contender:
 
 def _alone(bundle: Bundle, contenders: list[Contender], absent: Mapping[str, str], asked: Asked) -> str:
     more = ", or leave --backend out" if asked.backends else ""
-    reasons = "".join(f"; not {line}" for line in told(absent))
+    reasons = "".join(f"; not {line}" for line in by_reason(absent))
     return (
         f"{bundle.path}: {contenders[0].name} alone runs it here, expected two engines to compare: name the CHECKPOINT that "
         f"it was made from{more}{reasons}"
     )
-
-
-def told(absent: Mapping[str, str]) -> list[str]:
-    """A line for each reason, the backends that share it together."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in absent.items():
-        reasons.setdefault(reason.removeprefix(f"backend {name} "), []).append(name)
-    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 # Hears how much of a build is done, from 0 to 1, and the name of the phase that runs.
@@ -68,14 +69,24 @@ class Advance:
             self.fault = error
 
 
-def logger_of(library: Any, said: Said) -> Any:
-    """A logger of this library that keeps what is said."""
+@cache
+def _log(library: Any) -> Any:
+    """The one logger of a library: it keeps the address of its first one for as long as the process lives."""
 
     class Log(library.ILogger):  # type: ignore[misc]
+        said = Said()
+
         def log(self, severity: Any, text: str) -> None:
-            said.hear(int(severity), text)
+            self.said.hear(int(severity), text)
 
     return Log()
+
+
+def logger_of(library: Any, said: Said) -> Any:
+    """The logger of this library; from now on it keeps there what is said."""
+    log = _log(library)
+    log.said = said
+    return log
 
 
 def monitor_of(library: Any, advance: Advance) -> Any:

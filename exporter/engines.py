@@ -25,7 +25,7 @@ from spaceport.graphs.manifest import (
     record_of,
 )
 
-_RECIPE = 1  # raised when engines of the same key come out in another way
+_RECIPE = 2  # raised when engines of the same key come out in another way
 _ENGINE, _PARTIAL = ".engine", ".partial"  # how names end; whatever else is there is somebody's own
 
 

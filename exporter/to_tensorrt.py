@@ -94,15 +94,22 @@ def open_library(flavour: Flavour | None = None) -> Library:
     raise MissingPart(f"building engines needs TensorRT; {'; or '.join(missing)}")
 
 
+_OTHER = "; TensorRT itself builds for the GPU that it runs on (--flavour tensorrt)"
+
+
 def target_of(library: Library, asked: str, here: str | None, why_none: str) -> str:
     """What `asked` names as a target that this library can build for on a machine whose GPU is `here`."""
     without = f"expected {', '.join(library.targets)}" if library.targets else "it builds for the GPU of the machine"
     if asked == "current" and here is None:
         raise OptionFault(f"--target current: {why_none}; {without}")
     target = here if asked == "current" else asked
-    if target in library.targets or (target is not None and target == here):
+    if target in library.targets or (not library.targets and target is not None and target == here):
         return target
-    other = "; TensorRT itself builds for the GPU that it runs on (--flavour tensorrt)" if library.targets else ""
+    if asked == "current":
+        raise OptionFault(
+            f"--target current: this GPU is {here}, for which {library.name} has no kernels; {without}{_OTHER}"
+        )
+    other = _OTHER if library.targets else ""
     raise OptionFault(f"--target is {asked}: {library.name} does not build for it here; {without}, or current{other}")
 
 
@@ -216,9 +223,12 @@ def _decompose(library: Library, network: Any) -> None:
 def _config(library: Library, builder: Any, recipe: Recipe) -> Any:
     trt, config = library.module, builder.create_builder_config()
     if library.flavour == "tensorrt-rtx":
-        name = recipe.target.upper() if recipe.target in library.targets else "CURRENT"
         config.num_compute_capabilities = 1
-        config.set_compute_capability(trt.ComputeCapability.__members__[name], 0)
+        config.set_compute_capability(trt.ComputeCapability.__members__[recipe.target.upper()], 0)
+        config.set_flag(
+            trt.BuilderFlag.REQUIRE_USER_ALLOCATION
+        )  # what it runs in is given to it, so it can be captured
+    config.clear_flag(trt.BuilderFlag.TF32)  # on by default: float32 would be multiplied with ten bits
     if recipe.workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, recipe.workspace)
     if recipe.refittable:

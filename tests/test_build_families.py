@@ -13,6 +13,7 @@ from families import FAMILIES, Family, build
 
 from spaceport.exporter import to_tensorrt
 from spaceport.exporter.append_graph import append_graph
+from spaceport.exporter.builder_monitor import Said, logger_of
 from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
 from spaceport.exporter.to_tensorrt import Library, Recipe, open_library
@@ -96,6 +97,13 @@ def test_a_familys_graph_is_built_for_both_targets(family: Family, tmp_path: Pat
     fused = signature.head_dim >= 16 and family.replaceable and family.model_type != "gemma2"
     assert attention.decomposed == (0 if fused else signature.layers)
     assert attention.written_out == (family.model_type == "gemma2")
+
+
+def test_engines_reckon_in_float32_and_in_memory_that_is_given_to_them() -> None:
+    trt = library().module
+    config = to_tensorrt._config(library(), trt.Builder(logger_of(trt, Said())), Recipe("sm89", SHAPES))
+    assert not config.get_flag(trt.BuilderFlag.TF32)
+    assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
 
 
 @pytest.mark.slow

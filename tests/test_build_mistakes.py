@@ -135,7 +135,11 @@ def test_targets_may_be_said_in_capitals_and_one_by_one(capfd: Capture, bundle: 
 def test_a_target_beyond_those_that_are_known_is_this_machines_or_none(library: Library) -> None:
     full = Library("tensorrt", SimpleNamespace(__version__="11.0"))
     assert library.targets == tuple(KNOWN.split(", "))
-    assert target_of(library, "current", "sm90", "") == "sm90"
+    assert target_of(library, "current", "sm89", "") == "sm89"
+    with pytest.raises(
+        OptionFault, match=r"this GPU is sm90, for which tensorrt-rtx .* has no kernels; expected sm75.*--flavour"
+    ):
+        target_of(library, "current", "sm90", "")
     assert target_of(library, "sm89", None, "no driver") == "sm89"
     assert target_of(full, "current", "sm90", "") == "sm90"
     assert target_of(full, "sm90", "sm90", "") == "sm90"

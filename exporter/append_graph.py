@@ -22,6 +22,9 @@ _TYPES: dict[int, str] = {
 }
 
 
+_DATA_FILE = f"{MODEL_FILE}.data"  # the one that a manifest tells of, and an engine's key
+
+
 class UnbuildableGraph(InputFault):
     """A graph that no engine can be built from; the message says where and what to do."""
 
@@ -57,6 +60,7 @@ def lint(model: onnx.ModelProto, signature: Signature, path: Path) -> None:
             got, expected = _value(value), _tensor(tensor)
             if got != expected:
                 raise UnbuildableGraph(f"{path}: has the {kind} {got}, the manifest says {expected}: export it again")
+    _hold_together(model.graph, path)
     writers = {node.output[0]: node for node in model.graph.node if node.op_type == "TensorScatter"}
     for past, present in zip(signature.past, signature.present, strict=True):
         writer = writers.get(present.name)
@@ -65,6 +69,18 @@ def lint(model: onnx.ModelProto, signature: Signature, path: Path) -> None:
                 f"{path}: {present.name} is not {past.name} with rows written to it by TensorScatter, so the KV buffers "
                 "could not stay in place: export it again with --lowering append"
             )
+
+
+def _hold_together(graph: onnx.GraphProto, path: Path) -> None:
+    """Raise if a weight lies in a file that nobody has looked at."""
+    constants = (attribute.t for node in graph.node for attribute in node.attribute if attribute.HasField("t"))
+    for tensor in (*graph.initializer, *constants):
+        for told in tensor.external_data:
+            if told.key == "location" and told.value != _DATA_FILE:
+                raise UnbuildableGraph(
+                    f"{path}: {tensor.name} lies in {told.value!r}, expected {_DATA_FILE}, whose digest the manifest tells: "
+                    "export it again"
+                )
 
 
 def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:

@@ -14,7 +14,8 @@ from append_bundle import POSITIONS, VOCAB, Attending
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from onnx import GraphProto, helper
+from onnx import GraphProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
 
 from spaceport.exporter.append_graph import UnbuildableGraph, append_graph, fix_capacity, lint
 from spaceport.exporter.attention_products import UnknownAttention, attention_nodes, write_out
@@ -87,6 +88,16 @@ def _copy(graph: GraphProto) -> None:
     graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
 
 
+def _keep_elsewhere(graph: GraphProto) -> None:
+    set_external_data(graph.initializer[0], "../weights.bin")
+
+
+def _keep_a_constant_elsewhere(graph: GraphProto) -> None:
+    tensor = numpy_helper.from_array(np.zeros(4, np.float32), "zeros")
+    set_external_data(tensor, "weights.bin")
+    graph.node.append(helper.make_node("Constant", [], ["zeros"], value=tensor))
+
+
 SPOILS: dict[Callable[[GraphProto], None], str] = {
     _rename: r"has the input positions int64 \[B, T\], the manifest says position_ids int64 \[B, T\]: export it again",
     _swap: r"has the input position_ids int64 \[B, T\], the manifest says input_ids int64",
@@ -98,6 +109,8 @@ SPOILS: dict[Callable[[GraphProto], None], str] = {
     _drop: r"has the output nothing more, the manifest says present.0.value",
     _cross: r"present.0.key is not past_key_values.0.key with rows written to it by TensorScatter, .* --lowering append",
     _copy: r"present.0.key is not past_key_values.0.key with rows written to it by TensorScatter",
+    _keep_elsewhere: r"embedding lies in '../weights.bin', expected model.onnx.data, .*: export it again",
+    _keep_a_constant_elsewhere: r"zeros lies in 'weights.bin', expected model.onnx.data, .*: export it again",
 }
 
 

@@ -68,7 +68,7 @@ def found(folder: Path, manifest: Manifest, name: str) -> EngineRecord | None:
 
 
 def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> None:
-    """Put an engine into a bundle and its manifest, and drop those of an earlier graph; all of it or nothing."""
+    """Put an engine into a bundle and its manifest, and drop those that it stands for; all of it or nothing."""
     with _locked(folder):
         manifest = manifest_of(json.loads((folder / MANIFEST_FILE).read_text("utf-8")))
         if record.graph != manifest.graph:
@@ -77,7 +77,7 @@ def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> No
         kept = {
             other: told
             for other, told in manifest.engines.items()
-            if other != name and told.graph == record.graph and (engines / other).is_file()
+            if other != name and not _stands_for(record, told) and (engines / other).is_file()
         }
         written = replace(manifest, engines={**kept, name: record}, schema=SCHEMA)
         text = json.dumps(written.as_dict(), indent=2, ensure_ascii=False) + "\n"
@@ -92,9 +92,15 @@ def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> No
             flush(engines)
             told.replace(folder / MANIFEST_FILE)
             flush(folder)
-        for file in engines.iterdir():  # of an earlier graph, or of a build that was killed
+        for file in engines.iterdir():  # that it stands for, or of a build that was killed
             if file.name.endswith((_ENGINE, _ENGINE + _PARTIAL)) and file.name not in written.engines:
                 file.unlink()
+
+
+def _stands_for(record: EngineRecord, told: EngineRecord) -> bool:
+    """Whether an engine of an earlier graph, or one that no runtime could tell from this one, makes room for it."""
+    alike = replace(told, sha256=record.sha256, size=record.size, decomposed=record.decomposed)
+    return told.graph != record.graph or alike == record
 
 
 @contextmanager

@@ -35,6 +35,23 @@ def test_only_engines_make_room_for_an_engine(tmp_path: Path) -> None:
     assert open_bundle(tmp_path).manifest.engines == {ENGINE: record}
 
 
+def test_an_engine_makes_room_for_one_that_no_runtime_could_tell_from_it(tmp_path: Path) -> None:
+    """As when the same was built with another workspace, or by an earlier version of this program."""
+    record = replace(RECORD, graph=fill(tmp_path).graph)
+    others = {
+        "sm80-0.engine": replace(record, target="sm80"),
+        "sm89-1.engine": replace(record, capacity=2048),
+        "sm89-2.engine": replace(record, version="1.8"),
+        "sm89-3.engine": replace(record, refittable=True),
+    }
+    for name, other in others.items():
+        store(tmp_path, name, memoryview(b"another engine"), other)
+    store(tmp_path, "sm89-4.engine", memoryview(b"an engine"), replace(record, sha256="e" * 64, size=14, decomposed=1))
+    store(tmp_path, ENGINE, memoryview(b"an engine"), record)
+    assert read_manifest(tmp_path).engines == {**others, ENGINE: record}
+    assert {file.name for file in (tmp_path / ENGINES_FOLDER).iterdir()} == {*others, ENGINE}
+
+
 def test_a_user_without_a_home_can_note_nothing_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs as a number which the machine has no name for."""
     monkeypatch.delenv("HOME", raising=False)

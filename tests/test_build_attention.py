@@ -88,4 +88,4 @@ def test_the_build_says_where_attention_is_not_fused(tmp_path: Path, capfd: Capt
     assert run(["build", str(folder), "--target", "sm89"]) == OK
     assert "TensorRT has no fused kernel with softcap" in capfd.readouterr().out, "also of what was there already"
     assert run(["inspect", str(folder)]) == OK
-    assert "1 layers as products" in capfd.readouterr().out
+    assert "1 layer as products" in capfd.readouterr().out

@@ -154,8 +154,9 @@ def _memory(manifest: Manifest, shapes: Shapes) -> str:
     kv = signature.kv_bytes(shapes.requests, shapes.capacity)
     rows = logit_rows(shapes.prompt_rows, signature.vocab_size)
     logits = shapes.requests * rows * signature.vocab_size * 4  # float32
+    requests = f"{shapes.requests} request{'s' if shapes.requests > 1 else ''}"
     return (
-        f"{size(weights_of(manifest))} of weights, {size(kv)} of KV buffers for {shapes.requests} requests of "
+        f"{size(weights_of(manifest))} of weights, {size(kv)} of KV buffers for {requests} of "
         f"{shapes.capacity} slots, up to {size(logits)} of logits; building takes about {size(host_memory(manifest))} of memory here"
     )
 

@@ -114,7 +114,9 @@ def engines(bundle: Bundle) -> list[tuple[object, ...]]:
             record.capacity,
             record.requests,
             f"{record.step_rows}, {record.prompt_rows}",
-            f"{record.decomposed} layers as products" if record.decomposed else "fused",
+            f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''} as products"
+            if record.decomposed
+            else "fused",
             f"{record.flavour} {record.version}",
             found[name],
         )

@@ -170,6 +170,16 @@ def test_a_changed_engine_never_runs(bundle: Bundle, state: Path, trusted: bool)
         read_engine(bundle, engine, trusted)
 
 
+def test_an_engine_whose_file_was_removed_is_none(bundle: Bundle) -> None:
+    both = with_engines(bundle, a={}, b={"capacity": 9999})
+    assert engine_for(both, "tensorrt-rtx", None, "sm89", OPENING).name == "a.engine"
+    (both.path / ENGINES_FOLDER / "a.engine").unlink()
+    assert engine_for(both, "tensorrt-rtx", None, "sm89", OPENING).name == "b.engine"
+    (both.path / ENGINES_FOLDER / "b.engine").unlink()
+    with pytest.raises(NoEngine, match="it holds no tensorrt-rtx engine: build one with"):
+        engine_for(both, "tensorrt-rtx", None, "sm89", OPENING)
+
+
 def test_what_cannot_be_noted_is_not_trusted(state: Path) -> None:
     (state / "spaceport").write_text("a file where the folder would be")
     assert not trust.remember("a" * 64)

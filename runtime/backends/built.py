@@ -38,7 +38,8 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
         (lambda record: record.requests >= opening.requests, "requests"),
         (lambda record: record.capacity >= opening.capacity, "capacity"),
     )
-    left = [Named(name, record) for name, record in sorted(bundle.manifest.engines.items())]
+    folder, told = bundle.path / ENGINES_FOLDER, sorted(bundle.manifest.engines.items())
+    left = [Named(name, record) for name, record in told if (folder / name).is_file()]  # who removes one is rid of it
     for fits, what in rules:
         fitting = [named for named in left if fits(named.record)]
         if not fitting:

@@ -197,7 +197,12 @@ def engines_of(decoder: Decoder) -> tuple[Engine, Engine]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lowering"),
-    [("llama", "scatter"), ("qwen3", "append"), ("gemma2", "scatter"), ("gpt_neox", "append"), ("opt", "scatter")],
+    [
+        ("llama", "scatter"),
+        ("qwen3", "append"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("gpt_neox", "append"), ("opt", "scatter"))),
+        pytest.param("gemma2", "scatter", marks=pytest.mark.nightly),
+    ],
 )
 def test_every_family_keeps_its_ordinary_rows_to_the_bit(name: str, lowering: Lowering) -> None:
     mask = 5

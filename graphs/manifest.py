@@ -194,7 +194,7 @@ def _file(name: str, record: object) -> FileRecord:
 def _engine(name: str, record: object) -> EngineRecord:
     told = _object(record, f"engines[{name!r}]")
     _hold_to_fields(told, EngineRecord, f"engines[{name!r}]")
-    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*\.engine", name) is None:
+    if re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}\.engine", name) is None:
         raise ManifestError(
             f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
         )

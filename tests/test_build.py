@@ -114,7 +114,9 @@ def test_an_engine_that_was_built_alike_is_not_built_again(
     assert (told["built"], told["name"], told["activation"]) == (False, once_named, None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine's"))
     assert run(["build", str(bundle), "--target", "sm89"]) == OK
-    assert "building with" in capfd.readouterr().err, "what was built elsewhere would not be run here"
+    said = capfd.readouterr().err
+    assert "building with" in said, "what was built elsewhere would not be run here"
+    assert "the bundle's engine of this kind was not built on this machine: it is built again" in said
     assert sorted(record.requests for record in open_bundle(bundle).manifest.engines.values()) == [2, 4]
 
 

@@ -149,6 +149,9 @@ def test_the_tolerance_is_that_of_the_check_before(
     report = {"passed": True, "graph": graph, "cases": [{"largest_logit": 2.0}, {"largest_logit": 21.5}]}
     (bundle / "accuracy.json").write_text(json.dumps(report), "utf-8")
     assert "--atol 0.0001 logits:0.00215 --rtol 0" in printed(bundle, capsys)["ONNX Runtime on a GPU against that"]
+    for spoilt in ([{"largest_logit": "2"}, 5, {}], {"largest_logit": 2.0}, None):
+        (bundle / "accuracy.json").write_text(json.dumps({**report, "cases": spoilt}), "utf-8")
+        assert "--atol 0.0001 logits:0.0001" in printed(bundle, capsys)["ONNX Runtime on a GPU against that"]
 
 
 def test_what_pytorch_gives_is_not_written_without_a_checkpoint(

@@ -179,7 +179,9 @@ def test_a_manifest_with_a_field_less_or_more_is_refused(bundle: Path, path: tup
     refused(bundle, r"has the unknown 'extra\\x1b': expected")
 
 
-@pytest.mark.parametrize("name", ["../x.engine", "x", "a/b.engine", ".engine", "A.engine", "x.engine\n", "-x.engine"])
+@pytest.mark.parametrize(
+    "name", ["../x.engine", "x", "a/b.engine", ".engine", "A.engine", "x.engine\n", "-x.engine", "x" * 300 + ".engine"]
+)
 def test_an_engine_lies_below_its_folder_under_a_plain_name(bundle: Path, name: str) -> None:
     edit(bundle, lambda told: told["engines"].update({name: told["engines"][ENGINE]}))
     refused(bundle, "expected small letters, digits, dots and hyphens, ending in .engine")

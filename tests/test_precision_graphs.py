@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -201,13 +202,26 @@ def test_tensorrt_rtx_builds_an_engine_of_each_precision(
     assert [record.target for record in open_bundle(bundle).manifest.engines.values()] == [target]
 
 
-def test_a_gpu_without_float8_is_refused_float8_weights(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capfd: Capture
+@pytest.mark.parametrize(
+    ("kind", "target", "told"),
+    [
+        (FLOAT8, "sm80", "--target is sm80: GPUs have float8 from sm89 on; .* exported without --weights float8"),
+        (
+            BFLOAT16_INT4,
+            "sm75",
+            "--target is sm75: GPUs have bfloat16 from sm80 on; .* exported without --dtype bfloat16",
+        ),
+    ],
+)
+def test_a_gpu_without_a_type_is_refused_before_anything_is_built(
+    kind: Kind, target: str, told: str, tmp_path_factory: pytest.TempPathFactory, capfd: Capture
 ) -> None:
     pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
-    bundle = shutil.copytree(exported(tmp_path_factory, FLOAT8), tmp_path / "bundle")
-    assert run(["build", str(bundle), "--flavour", "tensorrt-rtx", "--target", "sm80"]) == USAGE
-    assert "--target is sm80" in capfd.readouterr().err.splitlines()[-1]
+    bundle = exported(tmp_path_factory, kind)
+    assert run(["build", str(bundle), "--flavour", "tensorrt-rtx", "--target", f"sm89,{target}"]) == USAGE
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.search(told, line)
+    assert not open_bundle(bundle).manifest.engines
 
 
 def test_a_weight_that_the_graph_lacks_is_told_by_its_layer() -> None:

@@ -14,7 +14,7 @@ from spaceport.exporter.build import Outcome, build_engine, host_memory, weights
 from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_tensorrt import Library, Recipe, open_library, target_of
 from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import FLAVOURS, Manifest
+from spaceport.graphs.manifest import FLAVOURS, EngineRecord, Manifest
 from spaceport.graphs.signature import PRECISIONS, logit_rows
 from spaceport.runtime.admission import capacity_for, seq_len, slots_for
 from spaceport.runtime.backends import trust
@@ -45,6 +45,9 @@ _SHAPES = options(
         "--prompt-rows", default=512, show_default=True, metavar="N", help="Most rows of a prompt in a call (from 128)."
     ),
 )
+
+
+_LEAST = {"float8": 89, "bfloat16": 80}  # the first GPUs that have a type
 
 
 @click.command("build")
@@ -92,10 +95,11 @@ def command(
     The bundle has to be exported with --lowering append, and with the --dtype that the engine is to reckon in.
     """
     library = open_library(flavour)
-    targets = _targets(library, asked, refittable, timing_cache)
     manifest = read_manifest(bundle)
     refuse_scatter(bundle, manifest.signature)
     _refuse_dtype(manifest, dtype)
+    targets = _targets(library, asked, refittable, timing_cache)
+    _refuse_targets(manifest, targets)
     capacity = capacity_for(manifest, slots_for(seq_len(manifest, max_seq_len), max_slots))
     shapes = Shapes(capacity, max_requests, max_step_rows, prompt_rows)
     manifest = open_bundle(bundle).manifest  # all else is known to fit: now the pass over the weights
@@ -109,7 +113,7 @@ def command(
                 manifest,
                 library,
                 recipe,
-                lambda record: not rebuild and trust.built_here(record.sha256),
+                lambda record: not rebuild and _from_here(record),
                 progress.begin,
                 progress.hear,
             )
@@ -138,6 +142,28 @@ def _targets(library: Library, asked: Sequence[str], refittable: bool, timing_ca
             f"--target is {','.join(asked)!r}: expected names with commas between them, such as sm80,sm89"
         )
     return list(dict.fromkeys(target_of(library, name, here, why_none) for name in names))
+
+
+def _from_here(record: EngineRecord) -> bool:
+    """Whether an engine that is there already may stand for the one that is asked for."""
+    if trust.built_here(record.sha256):
+        return True
+    click.echo("the bundle's engine of this kind was not built on this machine: it is built again", err=True)
+    return False
+
+
+def _refuse_targets(manifest: Manifest, targets: Sequence[str]) -> None:
+    """Raise for a GPU that lacks a type of the graph: the builder would find out only after a while."""
+    for kind, least, option in (
+        (manifest.weights, _LEAST.get(manifest.weights), f"--weights {manifest.weights}"),
+        (manifest.signature.dtype, _LEAST.get(manifest.signature.dtype), f"--dtype {manifest.signature.dtype}"),
+    ):
+        for name in targets:
+            if least is not None and int(name.removeprefix("sm")) < least:
+                raise OptionFault(
+                    f"--target is {name}: GPUs have {kind} from sm{least} on; expected such a target, or a bundle that was "
+                    f"exported without {option}"
+                )
 
 
 def _refuse_dtype(manifest: Manifest, dtype: str | None) -> None:

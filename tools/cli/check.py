@@ -150,7 +150,9 @@ def audits_of(
 def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
     """Command lines to paste."""
     found = accuracy(bundle) or {}
-    largest = max((case["largest_logit"] for case in found.get("cases", [])), default=None)
+    cases = found.get("cases")
+    told_of = [case.get("largest_logit") for case in cases if isinstance(case, dict)] if isinstance(cases, list) else []
+    largest = max((logit for logit in told_of if isinstance(logit, float)), default=None)
     if largest is None:
         click.echo("# errors are allowed as for logits up to 1: after `spaceport check` as for those of this model")
     click.echo("\n\n".join(map(str, lines_for(bundle, checkpoint, largest or 1.0))))

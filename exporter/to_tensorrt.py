@@ -15,10 +15,8 @@ from spaceport.exporter.attention_products import attention_nodes, softcap_of, w
 from spaceport.exporter.builder_monitor import Advance, Hear, Said, interruptible, logger_of, monitor_of
 from spaceport.exporter.profiles import Profile, Shapes, profiles
 from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
-from spaceport.graphs.manifest import FLAVOURS, MODEL_FILE, Flavour
+from spaceport.graphs.manifest import FLAVOURS, LIBRARIES, MODEL_FILE, Flavour
 from spaceport.graphs.signature import Signature
-
-MODULES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 _FUSED_TYPES = ("float16", "bfloat16")
 _FUSED_HEADS = range(16, 257, 8)  # measured with TensorRT-RTX 1.7: head sizes that fused attention takes
@@ -88,9 +86,9 @@ def open_library(flavour: Flavour | None = None) -> Library:
     missing = []
     for name in (flavour,) if flavour else FLAVOURS:
         try:
-            return Library(name, import_module(MODULES[name]))
+            return Library(name, import_module(LIBRARIES[name]))
         except ImportError as error:
-            missing.append(f"{MODULES[name]} does not import ({error}): pip install 'spaceport[{name}]'")
+            missing.append(f"{LIBRARIES[name]} does not import ({error}): pip install 'spaceport[{name}]'")
     raise MissingPart(f"building engines needs TensorRT; {'; or '.join(missing)}")
 
 

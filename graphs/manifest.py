@@ -60,6 +60,7 @@ class FileRecord:
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
 
 FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
+LIBRARIES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # what is imported for each
 
 
 @dataclass(frozen=True)

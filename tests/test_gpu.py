@@ -15,7 +15,7 @@ from conftest import DEMO, TINY
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.to_tensorrt import open_library
-from spaceport.graphs.manifest import Flavour
+from spaceport.graphs.manifest import LIBRARIES, Flavour
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.backends import device, open_engine
 from spaceport.runtime.backends.opening import Opening
@@ -24,7 +24,6 @@ from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import run
 from spaceport.tools.cli.demo import prompts_of
 
-MODULES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 REASON = device.no_gpu()
 LENGTH = 512
 
@@ -34,7 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"{
 @pytest.fixture(scope="module", params=["tensorrt", "tensorrt-rtx"])
 def flavour(request: pytest.FixtureRequest) -> Flavour:
     found: Flavour = request.param
-    if find_spec(MODULES[found]) is None:
+    if find_spec(LIBRARIES[found]) is None:
         pytest.skip(f"{found} is not installed")
     library, here = open_library(found), device.gpu().target
     if library.targets and here not in library.targets:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
-from spaceport.graphs.manifest import Flavour
+from spaceport.graphs.manifest import LIBRARIES, Flavour
 from spaceport.runtime.backends.built import engine_for
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening
@@ -30,8 +30,8 @@ class Backend(NamedTuple):
 
 # The best first: that is the one that `auto` takes, if it can run the bundle here.
 BACKENDS = {
-    "tensorrt": Backend("on_tensorrt", "tensorrt", "tensorrt", "tensorrt"),
-    "tensorrt-rtx": Backend("on_tensorrt", "tensorrt_rtx", "tensorrt-rtx", "tensorrt-rtx"),
+    "tensorrt": Backend("on_tensorrt", LIBRARIES["tensorrt"], "tensorrt", "tensorrt"),
+    "tensorrt-rtx": Backend("on_tensorrt", LIBRARIES["tensorrt-rtx"], "tensorrt-rtx", "tensorrt-rtx"),
     "onnxruntime-cuda": Backend("on_cuda", "onnxruntime", "gpu"),
     "onnxruntime": Backend("on_onnxruntime", "onnxruntime", "cpu", gpu=False),
 }

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import EngineRecord, Flavour
+from spaceport.graphs.manifest import LIBRARIES, EngineRecord, Flavour
 from spaceport.graphs.signature import Signature, logit_rows
 from spaceport.runtime.backends.built import Named, engine_for, read_engine
 from spaceport.runtime.backends.captured import Captured
@@ -30,7 +30,6 @@ from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.slots import Moves
 
-_MODULES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 STEPS, PROMPTS = 0, 1  # profiles of an engine
 
 
@@ -211,7 +210,7 @@ def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
 
 def open_engine(bundle: Bundle, opening: Opening, flavour: Flavour) -> TensorRtEngine:
     """The bundle's engine for this GPU, measured."""
-    api: Any = import_module(_MODULES[flavour])
+    api: Any = import_module(LIBRARIES[flavour])
     named = engine_for(bundle, flavour, api.__version__, gpu().target, opening)
     plan = read_engine(bundle, named, opening.trust_engines)
     name = f"cuda:0 ({gpu().name}, {flavour} {api.__version__})"

@@ -22,9 +22,8 @@ from typing import Any
 import click
 
 from spaceport.exporter.export import Options, export
-from spaceport.exporter.to_tensorrt import MODULES
 from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
-from spaceport.graphs.manifest import FLAVOURS, Flavour
+from spaceport.graphs.manifest import FLAVOURS, LIBRARIES, Flavour
 from spaceport.graphs.signature import LOWERINGS, Lowering, Precision
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import BACKENDS
@@ -83,7 +82,7 @@ def build(plan: Plan, bundle: Path, say: Callable[[str], None]) -> dict[str, str
     """Engines by the flavours that are installed, and how each build went."""
     told: dict[str, str] = {}
     for flavour in plan.flavours:
-        if find_spec(MODULES[flavour]) is None:
+        if find_spec(LIBRARIES[flavour]) is None:
             continue
         say(f"building {bundle.name} with {flavour}")
         asked = ["--flavour", flavour, "--max-requests", str(plan.requests), "--max-seq-len", str(plan.length)]

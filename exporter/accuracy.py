@@ -21,9 +21,9 @@ from polygraphy.common import TensorMetadata
 from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
-from spaceport.graphs.manifest import ACCURACY_FILE
-from spaceport.graphs.signature import Precision
-from spaceport.graphs.tolerance import TOLERANCE
+from spaceport.graphs.contract.manifest import ACCURACY_FILE
+from spaceport.graphs.contract.signature import Precision
+from spaceport.graphs.contract.tolerance import TOLERANCE
 
 Array = NDArray[Any]
 # Runs the rows of one feed on an engine, which keeps its KV buffers from feed to feed; the logits, B x R x V.

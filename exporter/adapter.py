@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config, write_sar_config
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import Adapter, adapter_state, fold_scale, gate_model, load_adapter
-from spaceport.graphs.manifest import TokenIds
 
 ADAPTER_FILE = "mask_adapter.safetensors"  # transformers reads model*.safetensors and takes it for nothing of its own
 

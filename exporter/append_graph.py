@@ -9,9 +9,9 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import MODEL_FILE
-from spaceport.graphs.signature import Signature, Tensor
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Signature, Tensor
 
 _TYPES: dict[int, str] = {
     onnx.TensorProto.FLOAT: "float32",

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.contract.signature import Signature
 
 _TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _HIDDEN = -1e9  # of a score in float32: its weight is exactly 0, and a row that sees nothing stays finite

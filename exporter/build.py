@@ -12,7 +12,7 @@ from spaceport.exporter.builder_monitor import Hear
 from spaceport.exporter.bundle import Kind, require_space
 from spaceport.exporter.engines import found, name_of, require_writable, store
 from spaceport.exporter.to_tensorrt import Library, Recipe, attention_of, build
-from spaceport.graphs.manifest import MODEL_FILE, EngineRecord, Manifest
+from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord, Manifest
 
 _ENGINE = Kind("engine", ".engine")
 _KERNELS = 64 << 20  # bytes that an engine takes beside its weights, generously

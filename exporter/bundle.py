@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spaceport.exporter.alone import alone_in
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import MANIFEST_FILE, Manifest, record_of
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, record_of
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
 _HERE = -100  # AT_FDCWD

@@ -24,9 +24,9 @@ from spaceport.exporter.adapter import ADAPTER_FILE, apply_adapter, read_adapter
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.exporter.sar_config import read_json, read_sar_config
+from spaceport.graphs.contract.manifest import MOST_MASK_SLOTS, TokenIds
+from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.gated import Adapter
-from spaceport.graphs.manifest import MOST_MASK_SLOTS, TokenIds
-from spaceport.graphs.signature import Precision
 
 DEFAULT_MASK_SLOTS = 5  # what SPACE was published with, for a checkpoint that names its mask token and nothing else
 

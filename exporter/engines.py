@@ -14,8 +14,8 @@ from spaceport.exporter.alone import alone_in
 from spaceport.exporter.bundle import flush, undisturbed
 from spaceport.exporter.profiles import profiles
 from spaceport.exporter.to_tensorrt import Library, Recipe
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import (
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import (
     ENGINES_FOLDER,
     MANIFEST_FILE,
     SCHEMA,

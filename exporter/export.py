@@ -15,10 +15,10 @@ from spaceport.exporter.bundle import check_target, require_space, seal, writing
 from spaceport.exporter.checkpoint import DTYPES, Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
+from spaceport.graphs.contract.signature import BYTES, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
-from spaceport.graphs.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.precision import round_model
-from spaceport.graphs.signature import BYTES, Lowering, Precision, Weights
 from spaceport.graphs.traits import Traits
 
 # Hears the name of each stage as it begins.

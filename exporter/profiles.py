@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.signature import STEP_ROWS, VISIBLE_STEP, logit_rows, visible_length
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import STEP_ROWS, VISIBLE_STEP, logit_rows, visible_length
 
 MOST_REQUESTS = 1024
 

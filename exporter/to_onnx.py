@@ -16,11 +16,11 @@ from torch import Tensor
 
 from spaceport.exporter.projections import join_projections
 from spaceport.exporter.rounded_weights import LostWeights, store_rounded
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.graphs.decoder import Decoder
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.manifest import MODEL_FILE
 from spaceport.graphs.marks import Marked
-from spaceport.graphs.signature import Lowering, Signature
 
 OPSETS = (23, 24)
 # The lowest that says it: more versions of ONNX Runtime load it. The append lowering writes with TensorScatter.

@@ -14,9 +14,9 @@ from spaceport.exporter.append_graph import UnbuildableGraph
 from spaceport.exporter.attention_products import attention_nodes, softcap_of, write_out
 from spaceport.exporter.builder_monitor import Advance, Hear, Said, interruptible, logger_of, monitor_of
 from spaceport.exporter.profiles import Profile, Shapes, profiles
-from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
-from spaceport.graphs.manifest import FLAVOURS, LIBRARIES, MODEL_FILE, Flavour
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, MODEL_FILE, Flavour
+from spaceport.graphs.contract.signature import Signature
 
 _FUSED_TYPES = ("float16", "bfloat16")
 _FUSED_HEADS = range(16, 257, 8)  # measured with TensorRT-RTX 1.7: head sizes that fused attention takes

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention, kv
+from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.precision import UNROUNDED, Rounding
-from spaceport.graphs.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.traits import Traits, UnsupportedModel, entered, name_of, probe, reasons, refuse_by_config
 
 AttentionForm = Literal["plain", "operator"]

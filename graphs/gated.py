@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.traits import UnsupportedModel, name_of
 
 ALL_LINEAR = "all-linear"  # as a target: every linear module inside the decoder layers

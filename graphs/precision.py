@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.signature import Lowering, Weights
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.signature import Lowering, Weights
 from spaceport.graphs.traits import UnsupportedModel, name_of
 
 # Inputs that share a scale in int4: the first of these that divides a layer's inputs. TensorRT takes each of them, and long

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention, kv
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 
 # How a family lets its attention be replaced: through transformers' interface, through torch's
 # scaled_dot_product_attention, or not at all (its own matrix products, which take an additive mask as it is).

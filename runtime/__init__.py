@@ -1,6 +1,6 @@
 """Runtime: a bundle as text."""
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.grammar import Form
 from spaceport.runtime.logprobs import TokenLogprob

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.choice import Choose, NotANumber
 from spaceport.runtime.draft import Guess
 from spaceport.runtime.plan import Part

@@ -10,9 +10,9 @@ from numbers import Integral
 import numpy as np
 from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import Manifest
-from spaceport.graphs.signature import STEP_ROWS, visible_length
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.graphs.contract.signature import STEP_ROWS, visible_length
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.chat import Message, render
 from spaceport.runtime.choice import Bans, Choose

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import (
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import (
     MANIFEST_FILE,
     MODEL_FILE,
     TOKENIZER_FILE,

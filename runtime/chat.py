@@ -13,8 +13,8 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import TEMPLATE_FILE
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import Bundle
 
 # Nested loops would hang the caller or fill the memory: the sandbox bounds a range, these bound all loops together.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.signature import STEP_ROWS
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.draft import Drafting, Shape
 from spaceport.runtime.grammar import Form

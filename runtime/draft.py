@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Literal
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.costs import PROCESSOR
 
 Shape = Literal["chain", "tree"]

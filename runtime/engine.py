@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.signature import Signature, visible_length
+from spaceport.graphs.contract.signature import Signature, visible_length
 from spaceport.runtime.costs import Costs
 from spaceport.runtime.plan import Plan, sees, within
 from spaceport.runtime.request import Request

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.choice import Choose
 from spaceport.runtime.draft import Guess
 from spaceport.runtime.threads import Thread

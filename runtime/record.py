@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.draft import Source
 from spaceport.runtime.threads import Ending
 

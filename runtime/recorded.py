@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NoReturn, TypeVar, get_args
 
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.draft import Source
 from spaceport.runtime.record import SCHEMA, Kind, Line, Record, Rows, Step
 from spaceport.runtime.threads import Ending

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import STEP_ROWS
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.choice import Choose
 from spaceport.runtime.draft import Draft, Drafting, Rates, chain, tree

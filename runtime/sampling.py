@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.choice import Bans, Choose, Greedy, not_a_number
 from spaceport.runtime.draft import Guess
 from spaceport.runtime.filters import best, survivors

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from threading import Lock
 from time import monotonic, perf_counter
 
-from spaceport.graphs.signature import LOGIT_BYTES
+from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.loop import Turn, plan, play
 from spaceport.runtime.request import Request

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from time import monotonic
 from types import TracebackType
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.admission import Admission, Admitted, Prompt, capacity_for, seq_len, slots_for
 from spaceport.runtime.backends import best, open_engine, passed_over
 from spaceport.runtime.backends.opening import Opening

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.signature import Lowering
+from spaceport.graphs.contract.signature import Lowering
 
 # Slots whose content an engine has to copy, and where to: all are read before any is written.
 Moves = tuple[NDArray[np.int64], NDArray[np.int64]]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import TOKENIZER_FILE
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.bundle import Bundle, BundleError
 
 _BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or none yet

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.plan import NO_PARENT, Part, Plan
 from spaceport.runtime.record import Kind, Line, Record, Rows, Step

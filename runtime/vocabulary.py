@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.faults import MissingPart, OptionFault
 
 
 class Matcher(Protocol):

@@ -12,8 +12,8 @@ from onnx import helper, numpy_helper
 from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle import seal
-from spaceport.graphs.manifest import MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
-from spaceport.graphs.signature import Precision, Signature, Tensor
+from spaceport.graphs.contract.manifest import MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.contract.signature import Precision, Signature, Tensor
 
 DATA_FILE = "model.onnx.data"
 VOCAB = 50

@@ -10,7 +10,7 @@ import numpy as np
 from hash_engine import HashEngine, Language, Tree, request_for
 from numpy.typing import NDArray
 
-from spaceport.graphs.signature import STEP_ROWS, Lowering
+from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.choice import Choose
 from spaceport.runtime.draft import Drafting, Guess

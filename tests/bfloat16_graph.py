@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from spaceport.exporter.bundle import seal
-from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import read_manifest
 
 HALF, FULL = TensorProto.BFLOAT16, TensorProto.FLOAT

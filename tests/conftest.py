@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from spaceport.graphs.signature import Lowering, Precision, Weights
+from spaceport.graphs.contract.signature import Lowering, Precision, Weights
 
 # Read by torch, tokenizers and huggingface_hub when they are imported, hence here and not in a fixture.
 os.environ["HF_HUB_OFFLINE"] = "1"

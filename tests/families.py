@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from spaceport.graphs.signature import LOWERINGS, Lowering
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 
 VOCAB = 97
 POSITIONS = 192

@@ -8,7 +8,7 @@ from pathlib import Path
 from small_bundle import edit
 from tokenizers import Tokenizer
 
-from spaceport.graphs.manifest import TOKENIZER_FILE
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 
 
 def forking_copy(bundle: Path, copy: Path) -> Path:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import Lowering, Signature
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.choice import Bans, Greedy
 from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.draft import Drafting

@@ -16,8 +16,8 @@ from hash_engine import CHILD, END, FORK, MASKS, VOCAB, Cell, HashEngine, Langua
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
-from spaceport.graphs.manifest import TOKENIZER_FILE, Manifest, TokenIds
-from spaceport.graphs.signature import Lowering, Signature
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Batch

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 from onnx import helper, numpy_helper
 
-from spaceport.graphs.manifest import manifest_of, record_of
+from spaceport.graphs.contract.manifest import manifest_of, record_of
 
 
 def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:

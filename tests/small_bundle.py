@@ -12,8 +12,15 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle import seal
-from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE, EngineRecord, Manifest, TokenIds
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.contract.manifest import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    TOKENIZER_FILE,
+    EngineRecord,
+    Manifest,
+    TokenIds,
+)
+from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import BundleError, open_bundle
 
 DATA_FILE = "model.onnx.data"

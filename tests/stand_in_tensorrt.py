@@ -17,8 +17,8 @@ import numpy as np
 import onnxruntime as ort
 import torch
 
-from spaceport.graphs.manifest import MODEL_FILE, EngineRecord
-from spaceport.graphs.signature import Signature, logit_rows
+from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord
+from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.runtime.backends.built import Named
 from spaceport.runtime.backends.on_tensorrt import TensorRtEngine, deserialized
 from spaceport.runtime.backends.opening import Opening

@@ -9,7 +9,7 @@ import onnx
 from onnx import TensorProto as T
 from onnx import helper, numpy_helper
 
-from spaceport.graphs.signature import Precision, Signature
+from spaceport.graphs.contract.signature import Precision, Signature
 
 _TYPES = {"float32": T.FLOAT, "float16": T.FLOAT16, "bfloat16": T.BFLOAT16, "int64": T.INT64, "bool": T.BOOL}
 

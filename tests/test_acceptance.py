@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.loop import step

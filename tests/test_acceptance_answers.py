@@ -9,9 +9,9 @@ import pytest
 from hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from small_bundle import fill
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import STEP_ROWS
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.statistics import Statistics

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.tools.cli.acceptance import command
 
 TINY = Path(__file__).parent / "data" / "tiny"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.tools.acceptance.given import Passage, given_answers, passages_of
 from spaceport.tools.acceptance.reading import NOTHING
 from spaceport.tools.acceptance.tally import Forks, Tally, count_steps, hits

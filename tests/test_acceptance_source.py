@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.session import Runtime
 from spaceport.tools.acceptance.source import spelling_for
 from spaceport.tools.tune.checkpoint_spelling import checkpoint_spelling

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from small_bundle import RECORD, fill
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime import loop
 from spaceport.runtime.accept import Verdict, accept
 from spaceport.runtime.choice import Choose

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from small_bundle import RECORD, edit, fill
 
-from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
-from spaceport.graphs.manifest import ENGINES_FOLDER, EngineRecord
-from spaceport.graphs.signature import Lowering, Precision
+from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
+from spaceport.graphs.contract.signature import Lowering, Precision
 from spaceport.runtime import backends
 from spaceport.runtime.backends import (
     best,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.tools.bench import load, outside
 

@@ -27,8 +27,8 @@ from spaceport.exporter.build import build_engine
 from spaceport.exporter.engines import ChangedBundle, name_of, store
 from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_tensorrt import Library, Recipe, build, open_library
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import FAULT, OK, run

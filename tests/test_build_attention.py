@@ -11,7 +11,7 @@ from spaceport.exporter import to_tensorrt
 from spaceport.exporter.append_graph import append_graph
 from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_tensorrt import Attention, Library, Recipe, attention_of, build, open_library
-from spaceport.graphs.manifest import Manifest
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import OK, run
 

@@ -17,9 +17,9 @@ from spaceport.exporter.builder_monitor import Said, logger_of
 from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
 from spaceport.exporter.to_tensorrt import Library, Recipe, open_library
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Precision, Signature, Weights
 from spaceport.graphs.decoder import decoder_of
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.signature import Precision, Signature, Weights
 from spaceport.runtime.bundle import read_manifest
 
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")

@@ -20,8 +20,8 @@ from onnx.external_data_helper import set_external_data
 from spaceport.exporter.append_graph import UnbuildableGraph, append_graph, fix_capacity, lint
 from spaceport.exporter.attention_products import UnknownAttention, attention_nodes, write_out
 from spaceport.exporter.profiles import Shapes, profiles
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Signature
 
 PATH = Path("bundle/model.onnx")
 CAPACITY = 128

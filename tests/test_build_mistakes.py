@@ -28,8 +28,8 @@ from spaceport.exporter.to_tensorrt import (
     read_cache,
     target_of,
 )
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.manifest import MODEL_FILE, FileRecord
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import MODEL_FILE, FileRecord
 from spaceport.runtime.backends.device import no_gpu
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_bundle import DATA_FILE, edit, fill, refused
 
-from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import open_bundle
 
 

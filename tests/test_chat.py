@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import TEMPLATE_FILE, FileRecord, Manifest, TokenIds
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, FileRecord, Manifest, TokenIds
+from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.chat import Message, TemplateError, render
 

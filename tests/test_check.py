@@ -27,8 +27,8 @@ from planted import (
 from small_bundle import fill
 
 from spaceport.exporter.accuracy import difference, together
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.tools.check.cases import REQUESTS, Room, record
 from spaceport.tools.cli import run
 

@@ -11,8 +11,8 @@ import pytest
 from hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from small_bundle import fill
 
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.scheduler import PROMPT_ROWS
 from spaceport.runtime.slots import Moves
 from spaceport.tools.check.cases import REQUESTS, Recording, Room, record, replay

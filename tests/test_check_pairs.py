@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from small_bundle import RECORD, fill
 
 from spaceport.exporter.accuracy import Call, CallFailed, Feed, Side, compare, recorded
-from spaceport.graphs.faults import MissingPart
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import Precision
+from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.backends import by_reason
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault

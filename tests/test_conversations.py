@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune import conversations
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
 

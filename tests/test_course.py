@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.course import Course
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.tune.settings import Settings

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from replaying import ReplayingSession
 from summing_graph import summing_graph
 
-from spaceport.graphs.faults import MissingPart
-from spaceport.graphs.signature import PRECISIONS, Precision, visible_length
+from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
 from spaceport.runtime.backends.device import Gpu, no_gpu

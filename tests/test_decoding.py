@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import TINY
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.grammar import Form

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import TOKENIZER_FILE
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, OK, run

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.draft import PLAIN, Draft, Drafting, Guess, Rates, chain, tree
 from spaceport.runtime.plan import lay_out
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spaceport.graphs.manifest import MANIFEST_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, OK, USAGE, run
 from spaceport.tools.cli.export import listening
 

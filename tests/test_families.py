@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from spaceport.exporter.checkpoint import CheckpointError
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.decoder import AttentionForm, decoder_of
-from spaceport.graphs.manifest import MODEL_FILE
-from spaceport.graphs.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from spaceport.runtime.engine import Batch, Engine

@@ -8,7 +8,7 @@ from hash_engine import END, FORK, HashEngine, Language, Tree, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.loop import step
 from spaceport.runtime.request import Request

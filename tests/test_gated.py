@@ -25,6 +25,8 @@ from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, load_mode
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Lowering, visible_length
 from spaceport.graphs.decoder import Decoder, decoder_of
 from spaceport.graphs.gated import (
     ALL_LINEAR,
@@ -39,8 +41,6 @@ from spaceport.graphs.gated import (
     load_adapter,
     trainable_parameters,
 )
-from spaceport.graphs.manifest import MODEL_FILE
-from spaceport.graphs.signature import Lowering, visible_length
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from small_tokenizers import BYTES, FALLBACK, full
 from tokenizers import Tokenizer, decoders, models
 
-from spaceport.graphs.faults import MissingPart, OptionFault
-from spaceport.graphs.signature import visible_length
+from spaceport.graphs.contract.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle

@@ -12,7 +12,7 @@ import pytest
 from small_bundle import ENGINE, RECORD, fill
 
 from spaceport.exporter.engines import store
-from spaceport.graphs.manifest import ENGINES_FOLDER
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import OK, run

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.logprobs import Logprobs, TokenLogprob, likeliest_in, logprob_in

@@ -12,7 +12,7 @@ from hash_engine import END, MASKS, HashEngine, Language, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.signature import LOWERINGS, Lowering, visible_length
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
 from spaceport.runtime.engine import pack_many, pack_one
 from spaceport.runtime.loop import step
 from spaceport.runtime.request import Request

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_bundle import ENGINE, RECORD, edit, fill, refused
 
-from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle
 
 

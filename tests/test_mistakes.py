@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from small_bundle import edit
 
-from spaceport.graphs.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.tools.cli import COMMANDS, FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE, run
 

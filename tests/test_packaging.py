@@ -25,12 +25,7 @@ PARTS = ("exporter", "graphs", "runtime", "tools")
 ARROWS = {
     "graphs": ("spaceport.graphs",),
     "exporter": ("spaceport.exporter", "spaceport.graphs"),
-    "runtime": (
-        "spaceport.runtime",
-        "spaceport.graphs.faults",
-        "spaceport.graphs.signature",
-        "spaceport.graphs.manifest",
-    ),
+    "runtime": ("spaceport.runtime", "spaceport.graphs.contract"),
     "tools": tuple(f"spaceport.{part}" for part in PARTS),
 }
 
@@ -40,9 +35,7 @@ LIBRARIES = {
     "spaceport.runtime": {"numpy", "tokenizers", "jinja2"},
     "spaceport.runtime.backends": None,
     "spaceport.runtime.vocabulary": {"numpy", "tokenizers", "llguidance"},  # an optional extra
-    "spaceport.graphs.faults": set(),
-    "spaceport.graphs.signature": {"numpy"},
-    "spaceport.graphs.manifest": {"numpy"},
+    "spaceport.graphs.contract": {"numpy"},
 }
 
 HEAVY = (
@@ -192,17 +185,17 @@ def test_imports_run_one_way() -> None:
     ("importer", "line", "rule"),
     [
         ("graphs.x", "from spaceport.exporter import bundle", "against_the_arrows"),
-        ("graphs.signature", "import spaceport.runtime.slots", "against_the_arrows"),
+        ("graphs.contract.signature", "import spaceport.runtime.slots", "against_the_arrows"),
         ("exporter.x", "from spaceport import runtime", "against_the_arrows"),
         ("exporter.x", "def f():\n    from spaceport.tools import cli", "against_the_arrows"),
         ("runtime.x", "from spaceport.graphs import attention", "against_the_arrows"),
-        ("runtime.x", "from spaceport.graphs.signature_of import y", "against_the_arrows"),
+        ("runtime.x", "from spaceport.graphs.contract_of import y", "against_the_arrows"),
         ("runtime.backends.x", "from spaceport.exporter.bundle import y", "against_the_arrows"),
         ("runtime.x", "import torch.nn", "foreign"),
         ("runtime.x", "import click", "foreign"),
         ("runtime.x", "def f():\n    from onnxruntime import InferenceSession", "foreign"),
-        ("graphs.signature", "import torch", "foreign"),
-        ("graphs.manifest", "from jinja2 import Template", "foreign"),
+        ("graphs.contract.signature", "import torch", "foreign"),
+        ("graphs.contract.manifest", "from jinja2 import Template", "foreign"),
         ("tools.x", "from runtime.slots import Slots", "second_copy"),
         ("tools.x", "import graphs", "second_copy"),
         ("runtime.x", "from . import slots", "second_copy"),
@@ -219,11 +212,11 @@ def test_a_wrong_import_is_found(importer: str, line: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("importer", "line"),
     [
-        ("graphs.x", "import torch\nfrom spaceport.graphs.signature import y"),
+        ("graphs.x", "import torch\nfrom spaceport.graphs.contract.signature import y"),
         ("exporter.x", "from spaceport.graphs import signature\nfrom spaceport.exporter.x import y"),
         (
             "runtime.x",
-            "from spaceport.graphs import signature\nfrom spaceport.graphs.manifest import y\nimport numpy.typing",
+            "from spaceport.graphs.contract import signature\nfrom spaceport.graphs.contract.manifest import y\nimport numpy.typing",
         ),
         ("runtime.backends.x", "import torch, onnxruntime\nfrom spaceport.runtime import slots"),
         ("tools.x", "from spaceport.exporter import bundle\nimport spaceport.runtime, click, torch"),
@@ -232,7 +225,11 @@ def test_a_wrong_import_is_found(importer: str, line: str, rule: str) -> None:
 )
 def test_a_right_import_is_no_fault(importer: str, line: str) -> None:
     planted = f"spaceport.{importer}"
-    sources = project() | {planted: line, "spaceport.graphs.signature": "", "spaceport.graphs.manifest": ""}
+    sources = project() | {
+        planted: line,
+        "spaceport.graphs.contract.signature": "",
+        "spaceport.graphs.contract.manifest": "",
+    }
     assert [fault for fault in faults(sources) if fault.startswith(f"{planted}:")] == []
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.decoder import decoder_of
-from spaceport.graphs.manifest import TokenIds
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.draft import Drafting, Guess
 from spaceport.runtime.engine import Batch

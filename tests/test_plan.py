@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.accept import Verdict, accept
 from spaceport.runtime.choice import NotANumber, greedy
 from spaceport.runtime.draft import PLAIN, Draft, Guess, chain

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Lowering, Weights
 from spaceport.graphs.gated import GatedLinear, gate_model
 from spaceport.graphs.precision import BLOCKS, Rounded, round_model, round_weight
-from spaceport.graphs.signature import Lowering, Weights
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.check.rounding import agreement
 

@@ -23,9 +23,9 @@ from onnx import TensorProto, helper
 from safetensors.torch import load_file, save_file
 
 from spaceport.exporter.rounded_weights import LostWeights, store_rounded
-from spaceport.graphs.manifest import MODEL_FILE
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Lowering, Precision, Weights
 from spaceport.graphs.precision import BLOCKS, Rounded, Rounding, round_weight
-from spaceport.graphs.signature import Lowering, Precision, Weights
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding

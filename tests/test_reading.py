@@ -13,7 +13,7 @@ from scripted_threads import FORK, Outcome, Path, Script, Writing, cases, line, 
 from small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, one_byte_each
 from tokenizers import Tokenizer, decoders, models
 
-from spaceport.graphs.signature import STEP_ROWS
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.loop import step
 from spaceport.runtime.reading import Piece, Reading

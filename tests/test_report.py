@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traced import CASES, TOKENIZER, Case, traced
 
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.record import Line, Record, Rows, Step
 from spaceport.runtime.trace import Trace

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from slow_sampling import odds_slowly, scores_slowly
 from table_engine import Table
 
-from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.choice import Bans, Choose
 from spaceport.runtime.draft import Drafting, Guess
 from spaceport.runtime.loop import step

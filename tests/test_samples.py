@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import (
     CHILD_LOST,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from slow_sampling import noise_slowly, odds_slowly, scores_slowly, survivors_slowly
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.choice import Bans, Greedy, NotANumber
 from spaceport.runtime.filters import survivors
 from spaceport.runtime.sampling import Sampled, Sampling, chooser

@@ -10,7 +10,7 @@ from hash_engine import END, Language, Tree, request_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.signature import LOWERINGS, Lowering
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.choice import NotANumber
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.engine import EngineFault

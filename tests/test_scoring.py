@@ -19,9 +19,9 @@ from small_tokenizers import BROKEN, BYTES, FALLBACK, full
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import LOGIT_BYTES, LOWERINGS, Lowering
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS, Lowering
 from spaceport.runtime.choice import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.draft import Draft

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.signature import LOWERINGS, Lowering, Signature, visible_length
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature, visible_length
 from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places, shape_of
 from spaceport.runtime.engine import Batch
 

@@ -14,7 +14,7 @@ from small_bundle import ENGINE, RECORD, fill
 
 from spaceport.exporter.bundle import writing
 from spaceport.exporter.engines import store
-from spaceport.graphs.manifest import ENGINES_FOLDER
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli.inspect import verdict

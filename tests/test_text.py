@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from small_tokenizers import BROKEN, BYTES, FALLBACK, SPECIAL, cut_at, full, one_byte_each
 from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import TOKENIZER_FILE, Manifest, TokenIds
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.text import TextStream, context_of, encode, open_tokenizer
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from traced import CASES, TOKENIZER, Case, request_of, traced
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.draft import Guess
 from spaceport.runtime.loop import step

@@ -18,7 +18,7 @@ from click import UsageError
 from click.testing import CliRunner, Result
 from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.tools.cli.tune_data import command
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.report import find, report

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.export import Options, export
-from spaceport.graphs.signature import visible_length
+from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 from spaceport.tools.tune.course import hold_to_objective

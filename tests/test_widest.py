@@ -8,7 +8,7 @@ from hash_runtime import hash_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.signature import LOWERINGS, STEP_ROWS, Lowering
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.draft import Shape
 from spaceport.runtime.request import Request

@@ -16,7 +16,7 @@ import pytest
 from small_bundle import fill
 
 from spaceport.exporter.bundle import TargetError, check_target, require_space, writing
-from spaceport.graphs.manifest import MANIFEST_FILE, MODEL_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle, read_manifest
 
 # argv: a target. Begins to write a bundle there, says so, and goes on when it is told to.

@@ -8,7 +8,7 @@ from hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, re
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from spaceport.graphs.signature import STEP_ROWS
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.draft import Drafting
 from spaceport.runtime.loop import step
 from spaceport.runtime.reading import Reading

@@ -13,9 +13,9 @@ import torch
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.export import Options, TokenFlags, decoder_from, manifest_for
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
-from spaceport.graphs.signature import Precision
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
+from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.admission import capacity_for, seq_len
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine

@@ -7,8 +7,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
-from spaceport.graphs.manifest import LIBRARIES, Flavour
+from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime.backends.built import engine_for
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import ENGINES_FOLDER, EngineRecord, Flavour
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord, Flavour
 from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError

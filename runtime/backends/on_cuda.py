@@ -10,8 +10,8 @@ from typing import Any
 
 import onnxruntime as ort
 
-from spaceport.graphs.faults import MissingPart, OptionFault
-from spaceport.graphs.manifest import MODEL_FILE
+from spaceport.graphs.contract.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.on_device import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_session, session_options, unloadable

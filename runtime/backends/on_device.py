@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from spaceport.graphs.signature import BYTES, Signature, logit_rows
+from spaceport.graphs.contract.signature import BYTES, Signature, logit_rows
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places

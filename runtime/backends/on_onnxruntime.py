@@ -12,8 +12,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
-from spaceport.graphs.manifest import MODEL_FILE
-from spaceport.graphs.signature import Signature, Weights
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Signature, Weights
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.costs import PROCESSOR

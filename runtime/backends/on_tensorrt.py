@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import LIBRARIES, EngineRecord, Flavour
-from spaceport.graphs.signature import Signature, logit_rows
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import LIBRARIES, EngineRecord, Flavour
+from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.runtime.backends.built import Named, engine_for, read_engine
 from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu

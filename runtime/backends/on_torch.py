@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spaceport.graphs.signature import Signature
+from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.costs import PROCESSOR
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.slots import Moves

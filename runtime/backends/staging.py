@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.signature import VISIBLE_STEP, Signature
+from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.engine import Batch
 
 # Rows that calls are filled up to: the widths that steps have most often, and multiples of 64 beyond.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spaceport.graphs.signature import Signature, Tensor
+from spaceport.graphs.contract.signature import Signature, Tensor
 from spaceport.runtime.backends.built import Named
 from spaceport.runtime.bundle import BundleError
 

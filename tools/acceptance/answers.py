@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import TokenIds
-from spaceport.graphs.signature import STEP_ROWS
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.choice import Bans, Greedy
 from spaceport.runtime.draft import Drafting

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.tools.tune.conversations import TEXT, Conversation
 from spaceport.tools.tune.samples import NO_PARENT, Prepared, Sample
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.draft import PLAIN, Drafting
 from spaceport.runtime.engine import Engine, pack, split
 from spaceport.runtime.plan import Part, Plan, lay_out, plan_thread

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.manifest import MANIFEST_FILE, TEMPLATE_FILE
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.chat import render
 from spaceport.runtime.session import Runtime

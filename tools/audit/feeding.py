@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.accept import Verdict
 from spaceport.runtime.draft import Drafting, Guess
 from spaceport.runtime.engine import Engine

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.choice import Bans
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine

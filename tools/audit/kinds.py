@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from spaceport.graphs.manifest import Manifest
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling import Sampling
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spaceport.graphs.tolerance import TOLERANCE
+from spaceport.graphs.contract.tolerance import TOLERANCE
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.logprobs import likeliest_in
 from spaceport.tools.audit.feeding import Logits, Pace, feed, logits_of

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import Manifest
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import Runtime
 from spaceport.tools.audit.audit import audit

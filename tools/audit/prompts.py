@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.manifest import TEMPLATE_FILE
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.chat import Message
 from spaceport.runtime.session import Runtime
 

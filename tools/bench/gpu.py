@@ -22,9 +22,9 @@ from typing import Any
 import click
 
 from spaceport.exporter.export import Options, export
-from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
-from spaceport.graphs.manifest import FLAVOURS, LIBRARIES, Flavour
-from spaceport.graphs.signature import LOWERINGS, Lowering, Precision
+from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, Flavour
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Precision
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.device import gpu, no_gpu

@@ -17,7 +17,7 @@ from time import perf_counter, process_time
 import click
 import numpy as np
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.admission import Prompt
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

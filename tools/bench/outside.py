@@ -21,7 +21,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.manifest import Manifest
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.admission import Admission, capacity_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening

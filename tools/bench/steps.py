@@ -9,8 +9,8 @@ from time import perf_counter
 
 import numpy as np
 
-from spaceport.graphs.manifest import Manifest
-from spaceport.graphs.signature import visible_length
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.session import Runtime

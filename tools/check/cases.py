@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.exporter.accuracy import Feed
-from spaceport.graphs.manifest import Manifest, TokenIds
-from spaceport.graphs.signature import VISIBLE_STEP, Signature
+from spaceport.graphs.contract.manifest import Manifest, TokenIds
+from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.choice import Greedy, greedy
 from spaceport.runtime.draft import Draft, Drafting, Guess, chain
 from spaceport.runtime.engine import Batch, Engine

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spaceport.exporter.accuracy import Finding, Pair, compare, recorded
-from spaceport.graphs.tolerance import TOLERANCE
+from spaceport.graphs.contract.tolerance import TOLERANCE
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.check.cases import Recording, record

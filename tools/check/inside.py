@@ -12,11 +12,11 @@ import torch
 from onnx import TensorProto, helper
 
 from spaceport.exporter.accuracy import Array
+from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import Decoder
-from spaceport.graphs.faults import MissingPart
-from spaceport.graphs.manifest import MODEL_FILE
 from spaceport.graphs.marks import Marked, attention_mark, output_mark
-from spaceport.graphs.signature import Signature
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.check.cases import Room, replay

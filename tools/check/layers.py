@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from spaceport.exporter.accuracy import Array, Feed
+from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.marks import attention_mark, output_mark
-from spaceport.graphs.signature import Signature
 from spaceport.tools.check.inside import Inside
 
 

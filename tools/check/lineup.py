@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.exporter.accuracy import Array, Call, CallFailed, Side
-from spaceport.graphs.faults import MissingPart, OptionFault
-from spaceport.graphs.manifest import EngineRecord, Manifest
-from spaceport.graphs.signature import Precision
+from spaceport.graphs.contract.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.manifest import EngineRecord, Manifest
+from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
 from spaceport.runtime.backends.device import gpu, no_gpu

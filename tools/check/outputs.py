@@ -11,7 +11,7 @@ import torch
 from polygraphy.comparator import IterationResult, RunResults
 from polygraphy.logger import G_LOGGER
 
-from spaceport.graphs.manifest import Manifest
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.tools.check import polygraphy_loader
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spaceport.graphs.manifest import Manifest
-from spaceport.graphs.signature import visible_length
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.bundle import read_manifest
 
 _DTYPES = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "float16": np.float16}

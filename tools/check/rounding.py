@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import DTYPES, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.precision import round_model
-from spaceport.graphs.signature import Weights
 from spaceport.runtime.bundle import Bundle
 
 TEXTS = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from spaceport import __version__
-from spaceport.graphs.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
 
 OK, FAULT, USAGE, INPUT, ACCURACY, MISSING, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 

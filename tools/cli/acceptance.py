@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.tools.acceptance.given import Given, given_answers
 from spaceport.tools.acceptance.measure import Acceptance, measure

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import loop_cost, step_costs

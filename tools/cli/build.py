@@ -13,9 +13,9 @@ from spaceport.exporter.append_graph import refuse_scatter
 from spaceport.exporter.build import Outcome, build_engine, host_memory, weights_of
 from spaceport.exporter.profiles import Shapes
 from spaceport.exporter.to_tensorrt import Library, Recipe, open_library, target_of
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import FLAVOURS, EngineRecord, Manifest
-from spaceport.graphs.signature import PRECISIONS, logit_rows
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import FLAVOURS, EngineRecord, Manifest
+from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
 from spaceport.runtime.admission import capacity_for, seq_len, slots_for
 from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from spaceport.exporter.accuracy import Finding, write_report
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.audit.opened import Settings, audit_bundle

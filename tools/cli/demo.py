@@ -15,7 +15,7 @@ import click
 
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.admission import Prompt
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding

@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from spaceport import __version__
-from spaceport.graphs.faults import MissingPart
-from spaceport.graphs.manifest import FLAVOURS
+from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.tools.cli.screen import show_json, show_table, size
@@ -44,7 +44,7 @@ PACKAGES = {
 # argv: a backend. Prints what it runs with, or ends with why it cannot.
 PROBE = """
 import sys
-from spaceport.graphs.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingPart
 from spaceport.runtime.backends import BACKENDS, require_module
 name = sys.argv[1]
 try:
@@ -63,7 +63,7 @@ print(f"{BACKENDS[name].module} {module.__version__}{providers}")
 BUILDER = """
 import sys
 from spaceport.exporter.to_tensorrt import open_library
-from spaceport.graphs.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingPart
 try:
     library = open_library(sys.argv[1])
 except MissingPart as error:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.admission import Prompt, capacity_for, seq_len, slots_for
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.session import Runtime

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, get_args
 import click
 from tokenizers import Tokenizer
 
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.manifest import Manifest
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.draft import Drafting, Shape

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
 from spaceport.runtime.admission import capacity_for, seq_len, slots_for
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import Bundle, open_bundle

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import click
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 
 _COLUMN = 24  # characters of the widest option that its description stands beside
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import click
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli.screen import show_json
 from spaceport.tools.cli.tune_data import command as data_command
 from spaceport.tools.tune.names import DEFAULT, Names

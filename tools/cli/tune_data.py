@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Refusal, Tree

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from spaceport.graphs.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingPart
 from spaceport.tools.tune.training import Measured, Training
 from spaceport.tools.tune.tuning import Hearer
 

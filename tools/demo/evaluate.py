@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text import encode
 from spaceport.tools.acceptance.answers import Answer, write_answer

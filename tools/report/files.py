@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.record import Record
 from spaceport.runtime.recorded import trace_of
 from spaceport.tools.report.page import page_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXT = "text"  # role of a plain text's only turn

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.packing import Row, draw_groups, pack, successors
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.tune.settings import Settings

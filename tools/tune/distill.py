@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import TEMPLATE_FILE
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.admission import Prompt
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from spaceport.exporter.sar_config import read_json
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.settings import Settings, differences
 from spaceport.tools.tune.training import Measured, Training
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.vocabulary import embedding_rows

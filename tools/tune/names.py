@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spaceport.graphs.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 
 
 @dataclass(frozen=True)

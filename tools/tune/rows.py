@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.conversations import Conversation
 from spaceport.tools.tune.samples import Sample, prepare
 from spaceport.tools.tune.spelling import Spelling, SpellingError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from spaceport.graphs.faults import OptionFault
-from spaceport.graphs.manifest import MOST_MASK_SLOTS
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import MOST_MASK_SLOTS
 
 Objective = Literal["sar", "apar", "both"]
 DEFAULT_CUTOFF = 2048  # or as many positions as a model has, where they are fewer

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.tools.tune.conversations import Conversation, Turn
 
 # The text of some turns by the chat template; the second argument asks it to go on to where the assistant begins.

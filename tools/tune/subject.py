@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from spaceport.exporter.checkpoint import Checkpoint, load_model
 from spaceport.exporter.sar_config import read_sar_config
-from spaceport.graphs.faults import InputFault, OptionFault
-from spaceport.graphs.manifest import TokenIds
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.tools.tune.names import Names, names_for
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, Settings
 from spaceport.tools.tune.spelling import Spelling, spelling_of

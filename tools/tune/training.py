@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.course import Course
 from spaceport.tools.tune.packing import IGNORED, Row, collate
 from spaceport.tools.tune.settings import Settings

@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from spaceport.exporter.bundle import check_target, writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import record_of
 from spaceport.graphs.gated import checkpoint_layers
-from spaceport.graphs.manifest import record_of
 from spaceport.tools.tune.card import Told, write_card
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.course import Course, hold_to_objective

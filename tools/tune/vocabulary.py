@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault
 
 _MULTIPLE = 64  # a vocabulary that has to grow becomes a multiple of this: matrix products like it
 

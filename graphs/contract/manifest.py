@@ -7,8 +7,8 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, BinaryIO, Literal, cast, get_args
 
-from spaceport.graphs.faults import InputFault
-from spaceport.graphs.signature import WEIGHTS, Signature, Weights
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.signature import WEIGHTS, Signature, Weights
 
 SCHEMA = 2  # 1 knew no engines, and weights of one type only
 MANIFEST_FILE = "manifest.json"

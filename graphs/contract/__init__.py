@@ -1,0 +1,1 @@
+"""Contract: what exporter, runtime and every engine agree on: tensors, manifest, errors and tolerances; no torch."""

@@ -2,15 +2,15 @@
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.grammar import Form
-from spaceport.runtime.logprobs import TokenLogprob
-from spaceport.runtime.reading import Piece, ThreadText
-from spaceport.runtime.sampling import Sampling
-from spaceport.runtime.scheduler import QueueFull
-from spaceport.runtime.scoring import Score
+from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.logprobs import TokenLogprob
+from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.sampling.scoring import Score
+from spaceport.runtime.scheduling.scheduler import QueueFull
+from spaceport.runtime.scheduling.stream import AsyncStream, Completion, Stream
+from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import AsyncStream, Completion, Stream
-from spaceport.runtime.worker import RuntimeClosed
+from spaceport.runtime.text.reading import Piece, ThreadText
 
 __all__ = [
     "AsyncStream",

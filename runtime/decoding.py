@@ -9,9 +9,9 @@ from types import NoneType
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import PROCESSOR, Costs
-from spaceport.runtime.draft import Drafting, Shape
-from spaceport.runtime.grammar import Form
-from spaceport.runtime.sampling import Sampling
+from spaceport.runtime.decode.draft import Drafting, Shape
+from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.sampler import Sampling
 
 _LONGEST_STOP = 1000  # characters; the beginnings of a stop string are held for each thread
 _LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free

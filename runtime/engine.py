@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Signature, visible_length
 from spaceport.runtime.costs import Costs
-from spaceport.runtime.plan import Plan, sees, within
-from spaceport.runtime.request import Request
-from spaceport.runtime.slots import Moves
+from spaceport.runtime.decode.plan import Plan, sees, within
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Moves
 
 _NO_ROWS = np.zeros((1, 1), np.int64)  # a graph gives the logits of one row at least
 

@@ -11,18 +11,18 @@ from time import monotonic
 from types import TracebackType
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.admission import Admission, Admitted, Prompt, capacity_for, seq_len, slots_for
 from spaceport.runtime.backends import best, open_engine, passed_over
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.reading import Piece
-from spaceport.runtime.scheduler import PROMPT_ROWS, Scheduler, Task
-from spaceport.runtime.scoring import Score, Scoring
-from spaceport.runtime.stream import AsyncStream, Completion, Stream, news_for_loop
-from spaceport.runtime.text import open_tokenizer
-from spaceport.runtime.worker import Worker
+from spaceport.runtime.sampling.scoring import Score, Scoring
+from spaceport.runtime.scheduling.admission import Admission, Admitted, Prompt, capacity_for, seq_len, slots_for
+from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS, Scheduler, Task
+from spaceport.runtime.scheduling.stream import AsyncStream, Completion, Stream, news_for_loop
+from spaceport.runtime.scheduling.worker import Worker
+from spaceport.runtime.text.reading import Piece
+from spaceport.runtime.text.tokenizer import open_tokenizer
 
 DEFAULT_QUEUE_LIMIT = 256
 MOST_REQUESTS = 1024  # a mistyped number beyond it would fill the memory with buffers

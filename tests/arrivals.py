@@ -11,14 +11,14 @@ from hash_engine import HashEngine, Language, Tree, request_for
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.choice import Choose
-from spaceport.runtime.draft import Drafting, Guess
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Deaf, Request
+from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import Deaf, Request
-from spaceport.runtime.scheduler import Scheduler, Task
-from spaceport.runtime.threads import Thread
+from spaceport.runtime.sampling.choice import Choose
+from spaceport.runtime.scheduling.scheduler import Scheduler, Task
 
 Trouble = Literal["wrote", "ended", "choice", "number", "observer", "news"]
 

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
-from spaceport.runtime.choice import Bans, Greedy
 from spaceport.runtime.costs import PROCESSOR, Costs
-from spaceport.runtime.draft import Drafting
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Moves, Slots
+from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.request import Request
-from spaceport.runtime.slots import Moves, Slots
-from spaceport.runtime.threads import new_thread
+from spaceport.runtime.sampling.choice import Bans, Greedy
 
 VOCAB = 15
 MASKS = (11, 12)

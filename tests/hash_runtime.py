@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
-from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.logprobs import TokenLogprob
-from spaceport.runtime.scheduler import PROMPT_ROWS
+from spaceport.runtime.sampling.logprobs import TokenLogprob
+from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
 from spaceport.runtime.session import Runtime
 
 WORDS = (

@@ -9,13 +9,13 @@ import numpy as np
 from hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, request_for
 from numpy.typing import NDArray
 
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.draft import Guess
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Deaf, Request
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Ending, Thread
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.loop import step
-from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import Deaf, Request
-from spaceport.runtime.threads import Ending, Thread
 
 Path = tuple[int, ...]
 Texts = dict[Path, list[int]]  # what each thread writes; behind it stands the end token

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_byte_each
 from tokenizers import Tokenizer
 
-from spaceport.runtime.reading import Piece, Reading, ThreadText
-from spaceport.runtime.text import encode
-from spaceport.runtime.threads import Ending, Thread, new_thread
+from spaceport.runtime.decode.threads import Ending, Thread, new_thread
+from spaceport.runtime.text.reading import Piece, Reading, ThreadText
+from spaceport.runtime.text.tokenizer import encode
 
 FORK, CHILD = 1, 0  # special tokens of both tokenizers
 

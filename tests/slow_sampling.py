@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Collection, Sequence
 
-from spaceport.runtime.sampling import Sampling
+from spaceport.runtime.sampling.sampler import Sampling
 
 _64_BITS = 2**64 - 1
 

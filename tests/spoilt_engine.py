@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.scheduling.admission import capacity_for
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.slots import Moves
 
 Logits = NDArray[np.float32]
 Spoil = Callable[[Batch, Logits], None]  # changes logits in place

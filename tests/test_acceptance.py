@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.loop import step
 from spaceport.runtime.session import Runtime
 from spaceport.tools.acceptance.answers import write_answer
 from spaceport.tools.acceptance.given import Given, Passage

@@ -13,8 +13,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.statistics import Statistics
 from spaceport.tools.acceptance.answers import Answer, Line, write_answer
 
 PROMPT, MOST = (1, 2, 3), 24

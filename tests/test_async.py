@@ -15,10 +15,10 @@ from stepwise_engine import StepwiseEngine, close_between_steps, stepwise_runtim
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduler import QueueFull
+from spaceport.runtime.scheduling.scheduler import QueueFull
+from spaceport.runtime.scheduling.stream import AsyncStream, Completion
+from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import AsyncStream, Completion
-from spaceport.runtime.worker import RuntimeClosed
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
 PLAIN = Decoding(mask_slots=0)

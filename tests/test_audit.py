@@ -14,11 +14,11 @@ from hash_engine import Language
 from hash_runtime import hash_runtime
 from spoilt_engine import Logits, SpoiltEngine, places, spoilt_runtime, tied
 
-from spaceport.runtime import loop
-from spaceport.runtime.accept import Verdict, accept
-from spaceport.runtime.choice import Choose
+from spaceport.runtime.decode import step as loop
+from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.plan import Part
+from spaceport.runtime.sampling.choice import Choose
 from spaceport.runtime.session import Runtime
 from spaceport.tools.audit.audit import audit
 from spaceport.tools.audit.kinds import groups_for

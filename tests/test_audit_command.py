@@ -14,10 +14,10 @@ import pytest
 from small_bundle import RECORD, fill
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.runtime import loop
-from spaceport.runtime.accept import Verdict, accept
-from spaceport.runtime.choice import Choose
-from spaceport.runtime.plan import Part
+from spaceport.runtime.decode import step as loop
+from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.sampling.choice import Choose
 from spaceport.tools.audit.opened import requests_for
 from spaceport.tools.audit.prompts import Asked, read_prompts
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.runtime.costs import PROCESSOR, Costs, measured
+from spaceport.runtime.decode.step import Turn
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.loop import Turn
-from spaceport.runtime.scheduler import calls
+from spaceport.runtime.scheduling.scheduler import calls
 
 CALL = 16  # rows that a call costs before it has any
 Widths = dict[int, int]  # index of a request in the engine -> rows that it takes to a step

@@ -18,7 +18,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.chat import Message, TemplateError, render
+from spaceport.runtime.text.chat import Message, TemplateError, render
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HELLO: list[Message] = [{"role": "user", "content": "Hello"}]

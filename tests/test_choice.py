@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.runtime.choice import Bans, Greedy, likeliest
-from spaceport.runtime.threads import Thread, new_thread
+from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.sampling.choice import Bans, Greedy, likeliest
 
 FORK, CHILD = 7, 8
 

@@ -19,7 +19,6 @@ from summing_graph import summing_graph
 
 from spaceport.graphs.contract.faults import MissingPart
 from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
-from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
 from spaceport.runtime.backends.device import Gpu, no_gpu
 from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
@@ -27,10 +26,11 @@ from spaceport.runtime.backends.on_onnxruntime import open_session, session_opti
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Shape
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.decode.slots import NO_MOVES
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine, EngineFault
+from spaceport.runtime.scheduling.admission import capacity_for
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.slots import NO_MOVES
 
 TINY = Path(__file__).parent / "data" / "tiny"
 PROMPTS: list[str] = [*json.loads((TINY / "prompts.json").read_text("utf-8")).values()]

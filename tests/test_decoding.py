@@ -13,8 +13,8 @@ from conftest import TINY
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.grammar import Form
-from spaceport.runtime.sampling import Sampling
+from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import open_reference_runtime
 

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.statistics import Statistics
 from spaceport.tools.acceptance.answers import Answer, Line
 from spaceport.tools.demo.answers import answer, question, verify
 from spaceport.tools.demo.corpus import collect

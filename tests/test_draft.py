@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.draft import PLAIN, Draft, Drafting, Guess, Rates, chain, tree
-from spaceport.runtime.plan import lay_out
+from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, Guess, Rates, chain, tree
+from spaceport.runtime.decode.plan import lay_out
 
 WIDE = 99  # more room, or rows, than anything needs
 PLAN = Drafting(row_cost=0.1, siblings=2)  # with the rates below a row has to promise 0.1 tokens

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spaceport.runtime.draft import Draft, Rates, Source
+from spaceport.runtime.decode.draft import Draft, Rates, Source
 
 
 def rates(*masks: float, lookup: float = 0.5) -> Rates:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from arrivals import Arrival, Scene, Trap, steps_of
 from hash_engine import Language
 
-from spaceport.runtime.choice import NotANumber
-from spaceport.runtime.draft import Drafting
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.slots import Moves
+from spaceport.runtime.sampling.choice import NotANumber
 
 
 def test_of_a_failed_call_only_those_fail_who_took_part() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hash_engine import CHILD, FORK
 from scripted_steps import PROMPT, Scene, Texts
 
-from spaceport.runtime.choice import Bans, Greedy
-from spaceport.runtime.threads import Ending, Thread
+from spaceport.runtime.decode.threads import Ending, Thread
+from spaceport.runtime.sampling.choice import Bans, Greedy
 
 A, A1, A2, B, B1, C1 = range(3, 9)
 TEXTS: Texts = {

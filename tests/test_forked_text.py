@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from spaceport.runtime.admission import Prompt
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.admission import Prompt
+from spaceport.runtime.scheduling.stream import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import Completion
 
 MODEL = Path(__file__).parents[1] / "tools" / "demo" / "model"
 ASKED: dict[str, Any] = json.loads((MODEL / "prompts.json").read_text("utf-8"))

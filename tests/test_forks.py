@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
-from spaceport.runtime.draft import Drafting
-from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request
-from spaceport.runtime.slots import Slots
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.step import step
 
 DRAFTINGS = st.builds(
     Drafting,

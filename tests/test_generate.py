@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.scheduling.stream import Completion
+from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import Completion
-from spaceport.runtime.worker import RuntimeClosed
 from spaceport.tools.reference import open_reference_runtime
 
 TINY = Path(__file__).parent / "data" / "tiny"

@@ -18,8 +18,8 @@ import pytest
 from forking_bundle import forking_copy
 
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.grammar import Form
-from spaceport.runtime.sampling import Sampling
+from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, USAGE, run
 from spaceport.tools.cli.generate import command

@@ -14,8 +14,8 @@ from scripted_threads import FORK, Path, Script, Writing, cases, line, told
 from small_tokenizers import BYTES, FALLBACK
 from tokenizers import Tokenizer
 
-from spaceport.runtime.reading import Piece
-from spaceport.runtime.statistics import Statistics
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.text.reading import Piece
 from spaceport.tools.cli.lanes import Lane, Lanes, Span, marked
 from spaceport.tools.cli.live import View
 

@@ -23,15 +23,15 @@ from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.choice import NotANumber, greedy
-from spaceport.runtime.draft import Drafting, Guess
-from spaceport.runtime.grammar import Constrained, DeadEnd, Form, constrained
-from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request
-from spaceport.runtime.slots import Slots
-from spaceport.runtime.text import open_tokenizer
-from spaceport.runtime.threads import Thread, new_thread
-from spaceport.runtime.vocabulary import Vocabulary, open_vocabulary
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.sampling.choice import NotANumber, greedy
+from spaceport.runtime.sampling.grammar import Constrained, DeadEnd, Form, constrained
+from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
+from spaceport.runtime.text.tokenizer import open_tokenizer
 
 
 def with_words(*words: str) -> Tokenizer:

@@ -17,12 +17,12 @@ from hash_engine import END, FORK, Language
 from hash_runtime import CountingEngine, hash_runtime
 from numpy.typing import NDArray
 
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.request import Request
+from spaceport.runtime.scheduling.stream import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import Completion
-from spaceport.runtime.threads import Thread
 
 MODEL = Path(__file__).parents[1] / "tools" / "demo" / "model"
 ASKED: dict[str, Any] = json.loads((MODEL / "prompts.json").read_text("utf-8"))

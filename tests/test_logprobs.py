@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.draft import Drafting
-from spaceport.runtime.logprobs import Logprobs, TokenLogprob, likeliest_in, logprob_in
-from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request
+from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob, likeliest_in, logprob_in
+from spaceport.runtime.scheduling.stream import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import Completion
 
 TINY = Path(__file__).parent / "data" / "tiny"
 PAGE = (Path(__file__).parent.parent / "docs" / "logprobs.md").read_text("utf-8")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.runtime.lookup import Lookup
-from spaceport.runtime.threads import new_thread
+from spaceport.runtime.decode.lookup import Lookup
+from spaceport.runtime.decode.threads import new_thread
 
 LONGEST, SHORTEST = 4, 2
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)  # few words, so that they come again

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.engine import pack_many, pack_one
-from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request
 
 PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=40)
 

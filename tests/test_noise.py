@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_sampling import noise_slowly
 
-from spaceport.runtime.noise import gumbels, noise_key
+from spaceport.runtime.sampling.noise import gumbels, noise_key
 
 
 @settings(max_examples=200)

@@ -34,7 +34,7 @@ LIBRARIES = {
     "spaceport": None,
     "spaceport.runtime": {"numpy", "tokenizers", "jinja2"},
     "spaceport.runtime.backends": None,
-    "spaceport.runtime.vocabulary": {"numpy", "tokenizers", "llguidance"},  # an optional extra
+    "spaceport.runtime.sampling.vocabulary": {"numpy", "tokenizers", "llguidance"},  # an optional extra
     "spaceport.graphs.contract": {"numpy"},
 }
 
@@ -185,7 +185,7 @@ def test_imports_run_one_way() -> None:
     ("importer", "line", "rule"),
     [
         ("graphs.x", "from spaceport.exporter import bundle", "against_the_arrows"),
-        ("graphs.contract.signature", "import spaceport.runtime.slots", "against_the_arrows"),
+        ("graphs.contract.signature", "import spaceport.runtime.decode.slots", "against_the_arrows"),
         ("exporter.x", "from spaceport import runtime", "against_the_arrows"),
         ("exporter.x", "def f():\n    from spaceport.tools import cli", "against_the_arrows"),
         ("runtime.x", "from spaceport.graphs import attention", "against_the_arrows"),

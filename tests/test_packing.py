@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.backends.on_torch import TorchEngine
-from spaceport.runtime.draft import Drafting, Guess
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request
-from spaceport.runtime.slots import Slots
-from spaceport.runtime.threads import Thread, new_thread
 from spaceport.tools.tune.packing import IGNORED, Group, anchors, collate, draw_groups, pack, see, successors
 from spaceport.tools.tune.samples import NO_PARENT, Sample
 from spaceport.tools.tune.trainee import LOSS, run, trainee_of

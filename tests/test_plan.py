@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.accept import Verdict, accept
-from spaceport.runtime.choice import NotANumber, greedy
-from spaceport.runtime.draft import PLAIN, Draft, Guess, chain
-from spaceport.runtime.plan import Part, Plan, lay_out, plan_thread, sees, within
-from spaceport.runtime.threads import Thread
+from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.draft import PLAIN, Draft, Guess, chain
+from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.sampling.choice import NotANumber, greedy
 
 M = 90
 IDS = TokenIds(mask=(M,), end=(99,))

@@ -14,11 +14,11 @@ from small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, one_byte_each
 from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.draft import Drafting
-from spaceport.runtime.loop import step
-from spaceport.runtime.reading import Piece, Reading
-from spaceport.runtime.text import TextStream, encode
-from spaceport.runtime.threads import new_thread
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import new_thread
+from spaceport.runtime.text.reading import Piece, Reading
+from spaceport.runtime.text.tokenizer import TextStream, encode
 
 TEN_BYTES = Tokenizer(models.WordLevel({name: i for i, name in enumerate(["a", "b", "c", "Ġ", "ab", *"ä½łé", "Ġa"])}))
 TEN_BYTES.decoder = decoders.ByteLevel()

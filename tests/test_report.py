@@ -19,9 +19,9 @@ from traced import CASES, TOKENIZER, Case, traced
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.draft import Drafting
-from spaceport.runtime.record import Line, Record, Rows, Step
-from spaceport.runtime.trace import Trace
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.trace.record import Line, Record, Rows, Step
+from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
 from spaceport.tools.report.lanes import lanes_of, told
 from spaceport.tools.report.numbers import in_one_line, statistics_of

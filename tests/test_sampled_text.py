@@ -21,12 +21,12 @@ from slow_sampling import odds_slowly, scores_slowly
 from table_engine import Table
 
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
-from spaceport.runtime.choice import Bans, Choose
-from spaceport.runtime.draft import Drafting, Guess
-from spaceport.runtime.loop import step
-from spaceport.runtime.request import Request
-from spaceport.runtime.sampling import Sampled, Sampling, chooser
-from spaceport.runtime.threads import Thread
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.sampling.choice import Bans, Choose
+from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
 
 UNFORKED = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, 0)
 LIKELY = 5  # tokens that the table writes
@@ -222,9 +222,9 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> Non
 def test_a_seed_writes_the_same_in_every_process() -> None:
     program = """if True:
         import numpy as np
-        from spaceport.runtime.choice import Bans
-        from spaceport.runtime.sampling import Sampling, chooser
-        from spaceport.runtime.threads import new_thread
+        from spaceport.runtime.sampling.choice import Bans
+        from spaceport.runtime.sampling.sampler import Sampling, chooser
+        from spaceport.runtime.decode.threads import new_thread
         sampling = Sampling(1.0, top_p=0.95, seed=5, frequency_penalty=0.5, banned={"a": 8, "b": 16, "c": 0}.values())
         choose, thread = chooser(sampling, Bans(frozenset({3, 11, 19})), 1), new_thread([1], 1)
         logits = np.random.default_rng(1).normal(0, 2, 30).astype(np.float32)

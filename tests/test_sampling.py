@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from slow_sampling import noise_slowly, odds_slowly, scores_slowly, survivors_slowly
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.choice import Bans, Greedy, NotANumber
-from spaceport.runtime.filters import survivors
-from spaceport.runtime.sampling import Sampled, Sampling, chooser
-from spaceport.runtime.threads import Thread
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.sampling.choice import Bans, Greedy, NotANumber
+from spaceport.runtime.sampling.filters import survivors
+from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
 
 NO_BANS = Bans(frozenset())
 VOCAB = 12

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
-from spaceport.runtime.choice import NotANumber
-from spaceport.runtime.draft import Drafting
+from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduler import BESIDE_ROWS, QueueFull, Task
+from spaceport.runtime.sampling.choice import NotANumber
+from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, QueueFull, Task
 
 ARRIVALS = st.builds(
     Arrival,

@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS, Lowering
-from spaceport.runtime.choice import NotANumber
+from spaceport.runtime.decode.draft import Draft
+from spaceport.runtime.decode.plan import plan_thread
+from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.draft import Draft
-from spaceport.runtime.plan import plan_thread
-from spaceport.runtime.scoring import Score, encode_parts
+from spaceport.runtime.sampling.choice import NotANumber
+from spaceport.runtime.sampling.scoring import Score, encode_parts
+from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text import encode
-from spaceport.runtime.threads import new_thread
-from spaceport.runtime.worker import RuntimeClosed
+from spaceport.runtime.text.tokenizer import encode
 
 TINY = Path(__file__).parent / "data" / "tiny"
 TEXT = 'class JSONDecoder(object):\n    """Simple JSON <https://json.org> decoder\n\n    Performs the following'

@@ -24,14 +24,14 @@ from stand_in_tensorrt import (
 )
 
 from spaceport.runtime import Decoding, Runtime, Sampling
-from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_tensorrt import PROMPTS, STEPS
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.bundle import BundleError
+from spaceport.runtime.decode.slots import NO_MOVES
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.slots import NO_MOVES
+from spaceport.runtime.scheduling.admission import capacity_for
 from spaceport.tools.cli.demo import prompts_of
 
 LENGTH = 320

@@ -15,7 +15,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.text import TextStream, context_of, encode, open_tokenizer
+from spaceport.runtime.text.tokenizer import TextStream, context_of, encode, open_tokenizer
 
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
 

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from traced import CASES, TOKENIZER, Case, request_of, traced
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.draft import Guess
-from spaceport.runtime.loop import step
-from spaceport.runtime.plan import Plan
-from spaceport.runtime.record import SCHEMA, Line, Record, Rows, Step
-from spaceport.runtime.recorded import trace_of
-from spaceport.runtime.request import Request
-from spaceport.runtime.threads import Thread
-from spaceport.runtime.trace import Trace
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.trace.record import SCHEMA, Line, Record, Rows, Step
+from spaceport.runtime.trace.recorded import trace_of
+from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.page import page_of
 
 Path = tuple[int, ...]

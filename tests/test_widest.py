@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime import Decoding, Runtime
-from spaceport.runtime.draft import Shape
-from spaceport.runtime.request import Request
+from spaceport.runtime.decode.draft import Shape
+from spaceport.runtime.decode.request import Request
 from spaceport.tools.acceptance.answers import request_for
 
 LENGTH = 320

@@ -20,10 +20,10 @@ from hash_engine import HashEngine, Language, request_for
 from stepwise_engine import close_between_steps, stepwise_runtime
 
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduler import QueueFull, Scheduler, Task
+from spaceport.runtime.scheduling.scheduler import QueueFull, Scheduler, Task
+from spaceport.runtime.scheduling.stream import Stream
+from spaceport.runtime.scheduling.worker import RuntimeClosed, Worker
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import Stream
-from spaceport.runtime.worker import RuntimeClosed, Worker
 
 MODEL = Path(__file__).parents[1] / "tools" / "demo" / "model"
 ASKED: dict[str, Any] = json.loads((MODEL / "prompts.json").read_text("utf-8"))

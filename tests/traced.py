@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.draft import Drafting
-from spaceport.runtime.loop import step
-from spaceport.runtime.reading import Reading
-from spaceport.runtime.request import Request
-from spaceport.runtime.trace import Trace
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.text.reading import Reading
+from spaceport.runtime.trace.trace import Trace
 
 # What the tokens of the fake engine say: bytes of é and of an emoji, so that most texts break characters; a decoder that
 # takes a space at the beginning of a text away.

@@ -17,8 +17,8 @@ from spaceport.graphs.contract.signature import Signature, Weights
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.costs import PROCESSOR
+from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.slots import Moves
 
 # onnxruntime's exceptions share no base of their own; on broken files it lets Python's slip through as well.
 FAULTS: tuple[type[Exception], ...] = (

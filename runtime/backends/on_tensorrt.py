@@ -27,8 +27,8 @@ from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.backends.torch_device import DTYPES, Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.costs import PROCESSOR, Costs
+from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.slots import Moves
 
 STEPS, PROMPTS = 0, 1  # profiles of an engine
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.costs import PROCESSOR
+from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.slots import Moves
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.choice import Bans, Greedy
-from spaceport.runtime.draft import Drafting
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Ending, Thread, new_thread
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.loop import step
-from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import Request
+from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.slots import Slots
-from spaceport.runtime.statistics import Statistics
-from spaceport.runtime.threads import Ending, Thread, new_thread
 
 SIDE_BY_SIDE = 64  # threads at the same time: more than an answer has
 DEPTH = 1  # a child does not fork again, as in the answers that models are tuned on

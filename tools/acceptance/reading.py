@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.draft import PLAIN, Drafting
+from spaceport.runtime.decode.draft import PLAIN, Drafting
+from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine, pack, split
-from spaceport.runtime.plan import Part, Plan, lay_out, plan_thread
-from spaceport.runtime.request import Request
-from spaceport.runtime.threads import Thread
 from spaceport.tools.acceptance.answers import request_for
 from spaceport.tools.acceptance.given import Passage
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.chat import render
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.chat import render
 from spaceport.tools.tune.conversations import Turn
 from spaceport.tools.tune.spelling import Spelling, spelling_with
 

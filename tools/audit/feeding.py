@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.draft import Drafting, Guess
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.loop import step
-from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import Request
-from spaceport.runtime.scheduler import PROMPT_ROWS
-from spaceport.runtime.slots import Slots
-from spaceport.runtime.threads import Thread, new_thread
+from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
 from spaceport.tools.audit.lines import Line
 
 _GAPS = 48  # slots; fewer than the rows of a step that every request has room for

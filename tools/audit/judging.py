@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.choice import Bans
+from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.noise import gumbels, noise_key
-from spaceport.runtime.threads import new_thread
+from spaceport.runtime.sampling.choice import Bans
+from spaceport.runtime.sampling.noise import gumbels, noise_key
 from spaceport.tools.audit.feeding import Logits, logits_of
 from spaceport.tools.audit.kinds import Group
 from spaceport.tools.audit.lines import Line, Path, parting

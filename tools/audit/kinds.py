@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling import Sampling
+from spaceport.runtime.sampling.sampler import Sampling
 
 SEED = 1
 _LOOKUP = 6  # tokens; what trees look up unless they are told otherwise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spaceport.runtime.stream import Completion
+from spaceport.runtime.scheduling.stream import Completion
 
 Path = tuple[int, ...]
 

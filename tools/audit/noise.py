@@ -12,7 +12,7 @@ import numpy as np
 
 from spaceport.graphs.contract.tolerance import TOLERANCE
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.logprobs import likeliest_in
+from spaceport.runtime.sampling.logprobs import likeliest_in
 from spaceport.tools.audit.feeding import Logits, Pace, feed, logits_of
 from spaceport.tools.audit.lines import Line
 

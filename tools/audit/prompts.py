@@ -9,8 +9,8 @@ from typing import Any
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
-from spaceport.runtime.chat import Message
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.chat import Message
 
 _FORMS = ("messages", "prompt", "text")
 _EXPECTED = 'expected one of "messages", "prompt" and "text"'

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spaceport.runtime.choice import NotANumber
+from spaceport.runtime.sampling.choice import NotANumber
+from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import Stream
 from spaceport.tools.audit.kinds import Kind
 from spaceport.tools.audit.lines import Line, Path, lines_of
 from spaceport.tools.audit.prompts import Question

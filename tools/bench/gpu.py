@@ -25,12 +25,12 @@ from spaceport.exporter.export import Options, export
 from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, Flavour
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Precision
-from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.admission import capacity_for
 from spaceport.tools import cli
 from spaceport.tools.bench.checkpoint import SHAPES, make_checkpoint
 from spaceport.tools.bench.engines import measure, ways

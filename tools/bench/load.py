@@ -18,8 +18,8 @@ import click
 import numpy as np
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.admission import Prompt
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.demo import prompts_of
 from spaceport.tools.cli.screen import show_json, show_table

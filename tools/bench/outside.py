@@ -22,17 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.runtime.admission import Admission, capacity_for
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.costs import PROCESSOR
+from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
-from spaceport.runtime.reading import Reading
-from spaceport.runtime.scheduler import Scheduler, Task
-from spaceport.runtime.slots import Moves
-from spaceport.runtime.text import open_tokenizer
+from spaceport.runtime.scheduling.admission import Admission, capacity_for
+from spaceport.runtime.scheduling.scheduler import Scheduler, Task
+from spaceport.runtime.text.reading import Reading
+from spaceport.runtime.text.tokenizer import open_tokenizer
 from spaceport.tools.cli.screen import show_json, show_table
 
 CASES = ((1, 1), (1, 9), (1, 36), (8, 1), (8, 9))  # requests, and rows of each in a step

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from spaceport.exporter.accuracy import Feed
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
-from spaceport.runtime.choice import Greedy, greedy
-from spaceport.runtime.draft import Draft, Drafting, Guess, chain
+from spaceport.runtime.decode.draft import Draft, Drafting, Guess, chain
+from spaceport.runtime.decode.plan import Plan, plan_thread
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Moves, Slots
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.engine import Batch, Engine
-from spaceport.runtime.loop import step
-from spaceport.runtime.plan import Plan, plan_thread
-from spaceport.runtime.request import Request
-from spaceport.runtime.scheduler import PROMPT_ROWS
-from spaceport.runtime.slots import Moves, Slots
-from spaceport.runtime.threads import Thread, new_thread
+from spaceport.runtime.sampling.choice import Greedy, greedy
+from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
 
 REQUESTS = 3
 _PLAIN = Drafting(0, "chain")

@@ -14,13 +14,13 @@ from spaceport.exporter.accuracy import Array, Call, CallFailed, Side
 from spaceport.graphs.contract.faults import MissingPart, OptionFault
 from spaceport.graphs.contract.manifest import EngineRecord, Manifest
 from spaceport.graphs.contract.signature import Precision
-from spaceport.runtime.admission import capacity_for
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Engine, EngineFault
-from spaceport.runtime.scheduler import PROMPT_ROWS
+from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
 from spaceport.tools.check.cases import REQUESTS, Room, replay
 from spaceport.tools.reference import open_reference
 

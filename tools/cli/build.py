@@ -16,10 +16,10 @@ from spaceport.exporter.to_tensorrt import Library, Recipe, open_library, target
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
-from spaceport.runtime.admission import capacity_for, seq_len, slots_for
 from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
+from spaceport.runtime.scheduling.admission import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.build_screen import building
 from spaceport.tools.cli.options import options
 from spaceport.tools.cli.screen import show_json, size

@@ -16,11 +16,11 @@ import click
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.runtime.admission import Prompt
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.admission import Prompt
+from spaceport.runtime.scheduling.stream import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.stream import Completion
 from spaceport.tools.check.check import check
 from spaceport.tools.check.lineup import Asked
 from spaceport.tools.cli.check import FAILED

@@ -11,10 +11,10 @@ import click
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.admission import Prompt, capacity_for, seq_len, slots_for
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.scheduling.admission import Prompt, capacity_for, seq_len, slots_for
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.trace import Trace
+from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.cli.generate_options import (
     Generate,
     banned,

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.decode.draft import Drafting, Shape
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.draft import Drafting, Shape
-from spaceport.runtime.grammar import Form
-from spaceport.runtime.sampling import Sampling
-from spaceport.runtime.text import encode
+from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.text.tokenizer import encode
 from spaceport.tools.cli.options import Idle, Sectioned, options, refuse_idle
 
 _FILE = click.Path(path_type=Path)

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from spaceport.runtime.statistics import Statistics
-from spaceport.runtime.stream import Completion, Stream
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.scheduling.stream import Completion, Stream
 from spaceport.tools.cli.lanes import Lanes, marked
 
 

@@ -7,9 +7,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from spaceport.runtime.reading import Path
-from spaceport.runtime.statistics import Statistics
-from spaceport.runtime.stream import Stream
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.scheduling.stream import Stream
+from spaceport.runtime.text.reading import Path
 from spaceport.tools.cli.lanes import Lane, Lanes, Span
 
 _FRAMES = 12  # a second

@@ -14,7 +14,7 @@ import click
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text import encode
+from spaceport.runtime.text.tokenizer import encode
 from spaceport.tools.acceptance.answers import Answer, write_answer
 from spaceport.tools.acceptance.source import open_source
 from spaceport.tools.cli.screen import show_json, show_table, stages

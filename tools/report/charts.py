@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spaceport.runtime.record import Record
+from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.drawing import Element, add, path, picture
 from spaceport.tools.report.numbers import in_one_line, statistics_of
 from spaceport.tools.report.scale import LABELS, Scale

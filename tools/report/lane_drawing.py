@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spaceport.runtime.record import Record
+from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.drawing import Attributes, Element, add, path, picture
 from spaceport.tools.report.lanes import Cell, Lane, told
 from spaceport.tools.report.scale import LABELS, Scale

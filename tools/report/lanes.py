@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from spaceport.runtime.record import Line, Record, Rows
+from spaceport.runtime.trace.record import Line, Record, Rows
 from spaceport.tools.report.words import counted, name_of, name_of_thread, names_of
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spaceport.runtime.record import Record, Rows, Step
-from spaceport.runtime.statistics import Statistics
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.trace.record import Record, Rows, Step
 
 
 def statistics_of(record: Record) -> Statistics:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import jinja2
 
-from spaceport.runtime.record import Record
-from spaceport.runtime.statistics import Statistics
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.charts import Chart, charts_of
 from spaceport.tools.report.drawing import markup
 from spaceport.tools.report.keys import LANES, keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spaceport.runtime.record import Record
+from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.drawing import Element, add, new
 from spaceport.tools.report.lane_drawing import hue
 from spaceport.tools.report.lanes import Cell, Lane

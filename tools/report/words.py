@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable
 
-from spaceport.runtime.record import Line, Record
+from spaceport.runtime.trace.record import Line, Record
 
 _JOINERS = "\u200c\u200d"  # part of how words and signs are written
 _NO_CHARACTERS = range(0xFDD0, 0xFDF0)

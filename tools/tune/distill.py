@@ -15,8 +15,8 @@ import torch
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
-from spaceport.runtime.admission import Prompt
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn

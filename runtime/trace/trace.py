@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.plan import NO_PARENT, Part, Plan
-from spaceport.runtime.record import Kind, Line, Record, Rows, Step
-from spaceport.runtime.request import Request
-from spaceport.runtime.text import TextStream, context_of
-from spaceport.runtime.threads import Thread
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.plan import NO_PARENT, Part, Plan
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.text.tokenizer import TextStream, context_of
+from spaceport.runtime.trace.record import Kind, Line, Record, Rows, Step
 
 
 class _Seen(NamedTuple):

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.choice import Choose, NotANumber
-from spaceport.runtime.draft import Guess
-from spaceport.runtime.plan import Part
+from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.sampling.choice import Choose, NotANumber
 
 
 @dataclass(frozen=True)

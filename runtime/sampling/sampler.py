@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.choice import Bans, Choose, Greedy, not_a_number
-from spaceport.runtime.draft import Guess
-from spaceport.runtime.filters import best, survivors
-from spaceport.runtime.noise import gumbels, noise_key
-from spaceport.runtime.threads import Thread
+from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.sampling.choice import Bans, Choose, Greedy, not_a_number
+from spaceport.runtime.sampling.filters import best, survivors
+from spaceport.runtime.sampling.noise import gumbels, noise_key
 
 _FAINT = -10.0  # score below which a guess is right so seldom that its noise is not worth computing
 _UNLIKELY = 1e-3  # odds below which a guess is not worth a row

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.choice import Choose
-from spaceport.runtime.draft import Draft, Drafting, Rates, chain, tree
-from spaceport.runtime.plan import Part, Plan, plan_thread
-from spaceport.runtime.slots import NO_MOVES, Moves, Slots
-from spaceport.runtime.statistics import Statistics
-from spaceport.runtime.threads import Ending, Thread
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Draft, Drafting, Rates, chain, tree
+from spaceport.runtime.decode.plan import Part, Plan, plan_thread
+from spaceport.runtime.decode.slots import NO_MOVES, Moves, Slots
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.threads import Ending, Thread
+from spaceport.runtime.sampling.choice import Choose
 
 
 class Listener(Protocol):

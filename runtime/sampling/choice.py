@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.draft import Guess
-from spaceport.runtime.threads import Thread
+from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.threads import Thread
 
 _LEAST = -7.0  # a candidate whose logit is so far below the best is not worth a row in any tree
 _LEAST_ODDS = 2e-3  # nor one with such odds

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.draft import Source
-from spaceport.runtime.threads import Ending
+from spaceport.runtime.decode.draft import Source
+from spaceport.runtime.decode.threads import Ending
 
 SCHEMA = 1
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
 
-from spaceport.runtime.admission import Admitted
-from spaceport.runtime.logprobs import TokenLogprob
-from spaceport.runtime.reading import Piece, ThreadText
-from spaceport.runtime.scheduler import Task
-from spaceport.runtime.statistics import Statistics
-from spaceport.runtime.threads import Ending
-from spaceport.runtime.trace import Trace
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.threads import Ending
+from spaceport.runtime.sampling.logprobs import TokenLogprob
+from spaceport.runtime.scheduling.admission import Admitted
+from spaceport.runtime.scheduling.scheduler import Task
+from spaceport.runtime.text.reading import Piece, ThreadText
+from spaceport.runtime.trace.trace import Trace
 
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
 

@@ -6,7 +6,7 @@ import atexit
 import os
 from threading import Condition, Thread
 
-from spaceport.runtime.scheduler import Scheduler, Task
+from spaceport.runtime.scheduling.scheduler import Scheduler, Task
 
 PATIENCE = 5.0  # seconds without work after which the OS thread ends; the next request begins another
 

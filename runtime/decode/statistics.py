@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.plan import Part, Plan
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.plan import Part, Plan
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import NoReturn, TypeVar, get_args
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.draft import Source
-from spaceport.runtime.record import SCHEMA, Kind, Line, Record, Rows, Step
-from spaceport.runtime.threads import Ending
+from spaceport.runtime.decode.draft import Source
+from spaceport.runtime.decode.threads import Ending
+from spaceport.runtime.trace.record import SCHEMA, Kind, Line, Record, Rows, Step
 
 T = TypeVar("T")
 

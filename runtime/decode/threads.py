@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.draft import Guess
-from spaceport.runtime.lookup import Lookup
+from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.lookup import Lookup
 
 # What ended a thread: its end token, a stop string, its own limit; or, the whole request's: the limit on all its
 # threads together, a deadline, somebody who does not want it any more.

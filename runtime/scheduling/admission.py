@@ -14,23 +14,23 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.graphs.contract.signature import STEP_ROWS, visible_length
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.chat import Message, render
-from spaceport.runtime.choice import Bans, Choose
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.grammar import constrained
-from spaceport.runtime.logprobs import Logprobs, check_top
-from spaceport.runtime.reading import Reading
-from spaceport.runtime.request import Request
-from spaceport.runtime.sampling import Sampling, chooser, seeded
-from spaceport.runtime.scheduler import PROMPT_ROWS
-from spaceport.runtime.scoring import Scoring, encode_parts
-from spaceport.runtime.slots import Slots
-from spaceport.runtime.statistics import Statistics
-from spaceport.runtime.text import encode
-from spaceport.runtime.threads import new_thread
-from spaceport.runtime.trace import Trace
-from spaceport.runtime.vocabulary import Vocabulary, open_vocabulary
+from spaceport.runtime.sampling.choice import Bans, Choose
+from spaceport.runtime.sampling.grammar import constrained
+from spaceport.runtime.sampling.logprobs import Logprobs, check_top
+from spaceport.runtime.sampling.sampler import Sampling, chooser, seeded
+from spaceport.runtime.sampling.scoring import Scoring, encode_parts
+from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
+from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
+from spaceport.runtime.text.chat import Message, render
+from spaceport.runtime.text.reading import Reading
+from spaceport.runtime.text.tokenizer import encode
+from spaceport.runtime.trace.trace import Trace
 
 DEFAULT_SEQ_LEN = 4096
 

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.choice import Choose
-from spaceport.runtime.draft import Guess
-from spaceport.runtime.threads import Thread
-from spaceport.runtime.vocabulary import Matcher, Vocabulary
+from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.sampling.choice import Choose
+from spaceport.runtime.sampling.vocabulary import Matcher, Vocabulary
 
 # Between the parts of a JSON text: nothing, a space, or a new line and its indentation. A weak model that may write any
 # white space writes nothing else.

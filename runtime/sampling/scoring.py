@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.logprobs import TokenLogprob, logprob_in
-from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import Request
-from spaceport.runtime.text import encode
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.sampling.logprobs import TokenLogprob, logprob_in
+from spaceport.runtime.text.tokenizer import encode
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from threading import Lock
 from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import Turn, plan, play
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.loop import Turn, plan, play
-from spaceport.runtime.request import Request
 
 PROMPT_ROWS = 512  # of a round that only feeds prompts: keeps the matrix products full, and the round interruptible
 BESIDE_ROWS = 128  # of prompts in a round in which others write: these wait for it

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.accept import Verdict
-from spaceport.runtime.choice import not_a_number
-from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import Request
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.sampling.choice import not_a_number
 
 _BLOCK = 128  # of a line of logits; the likeliest tokens are looked for in the blocks with the highest maxima
 

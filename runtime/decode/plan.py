@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.draft import PLAIN, Draft
-from spaceport.runtime.threads import Thread
+from spaceport.runtime.decode.draft import PLAIN, Draft
+from spaceport.runtime.decode.threads import Thread
 
 NO_PARENT = -1
 _NO_ROWS = np.zeros(0, np.int64)

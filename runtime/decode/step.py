@@ -10,11 +10,11 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.accept import Verdict, accept
+from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import NO_MOVES
 from spaceport.runtime.engine import Batch, Engine, pack, split
-from spaceport.runtime.plan import Plan
-from spaceport.runtime.request import Request
-from spaceport.runtime.slots import NO_MOVES
 
 # Hears which request failed, and of what; the others of the step go on.
 Fault = Callable[[Request, Exception], None]

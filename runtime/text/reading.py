@@ -9,9 +9,9 @@ from itertools import zip_longest
 
 from tokenizers import Tokenizer
 
-from spaceport.runtime.logprobs import Logprobs, TokenLogprob
-from spaceport.runtime.text import StopSearch, TextStream, context_of
-from spaceport.runtime.threads import Ending, Thread
+from spaceport.runtime.decode.threads import Ending, Thread
+from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob
+from spaceport.runtime.text.tokenizer import StopSearch, TextStream, context_of
 
 Path = tuple[int, ...]
 

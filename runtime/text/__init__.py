@@ -1,0 +1,1 @@
+"""Text: prompts to tokens, tokens to text."""

@@ -22,12 +22,12 @@ from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
-from spaceport.tools.acceptance.answers import write_answer
-from spaceport.tools.acceptance.given import Given, Passage
-from spaceport.tools.acceptance.measure import measure
-from spaceport.tools.acceptance.reading import NOTHING, read_line
-from spaceport.tools.acceptance.tally import Tally, count_steps, hits
-from spaceport.tools.reference import checkpoint_runtime
+from spaceport.tools.verify.acceptance.answers import write_answer
+from spaceport.tools.verify.acceptance.given import Given, Passage
+from spaceport.tools.verify.acceptance.measure import measure
+from spaceport.tools.verify.acceptance.predictions import NOTHING, read_line
+from spaceport.tools.verify.acceptance.tally import Tally, count_steps, hits
+from spaceport.tools.verify.reference import checkpoint_runtime
 
 TINY = Path(__file__).parent / "data" / "tiny"
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))

@@ -15,7 +15,7 @@ from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.session import Runtime
-from spaceport.tools.acceptance.answers import Answer, Line, write_answer
+from spaceport.tools.verify.acceptance.answers import Answer, Line, write_answer
 
 PROMPT, MOST = (1, 2, 3), 24
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.tools.acceptance.given import Passage, given_answers, passages_of
-from spaceport.tools.acceptance.reading import NOTHING
-from spaceport.tools.acceptance.tally import Forks, Tally, count_steps, hits
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import Prepared, Sample
+from spaceport.tools.verify.acceptance.given import Passage, given_answers, passages_of
+from spaceport.tools.verify.acceptance.predictions import NOTHING
+from spaceport.tools.verify.acceptance.tally import Forks, Tally, count_steps, hits
 
 FORK, CHILD = 630, 631
 

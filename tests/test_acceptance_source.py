@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.session import Runtime
-from spaceport.tools.acceptance.source import spelling_for
 from spaceport.tools.tune.checkpoint_spelling import checkpoint_spelling
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import prepare
 from spaceport.tools.tune.spelling import SpellingError, spelling_of
+from spaceport.tools.verify.acceptance.source import spelling_for
 
 TINY = Path(__file__).parent / "data" / "tiny"
 

@@ -20,12 +20,12 @@ from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.choice import Choose
 from spaceport.runtime.session import Runtime
-from spaceport.tools.audit.audit import audit
-from spaceport.tools.audit.kinds import groups_for
-from spaceport.tools.audit.noise import noise_of
-from spaceport.tools.audit.prompts import Question
-from spaceport.tools.audit.report import Report, Row
-from spaceport.tools.audit.writing import Job, write
+from spaceport.tools.verify.audit.audit import audit
+from spaceport.tools.verify.audit.kinds import groups_for
+from spaceport.tools.verify.audit.noise import noise_of
+from spaceport.tools.verify.audit.prompts import Question
+from spaceport.tools.verify.audit.report import Report, Row
+from spaceport.tools.verify.audit.writing import Job, write
 
 PROMPTS: dict[str, str] = json.loads((Path(__file__).parent / "data" / "tiny" / "prompts.json").read_text("utf-8"))
 DECODER, SCANNER, FOREIGN = PROMPTS.values()

@@ -18,9 +18,9 @@ from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.accept import Verdict, accept
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.sampling.choice import Choose
-from spaceport.tools.audit.opened import requests_for
-from spaceport.tools.audit.prompts import Asked, read_prompts
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
+from spaceport.tools.verify.audit.opened import requests_for
+from spaceport.tools.verify.audit.prompts import Asked, read_prompts
 
 TINY = Path(__file__).parent / "data" / "tiny"
 TEXTS = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())

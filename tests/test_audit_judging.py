@@ -14,10 +14,10 @@ from spoilt_engine import Logits, places, spoilt_runtime
 
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
-from spaceport.tools.audit.feeding import Pace, feed
-from spaceport.tools.audit.judging import misses, rule_for, strays
-from spaceport.tools.audit.kinds import groups_for
-from spaceport.tools.audit.lines import Line, lines_of
+from spaceport.tools.verify.audit.judging import misses, rule_for, strays
+from spaceport.tools.verify.audit.kinds import groups_for
+from spaceport.tools.verify.feeding import Pace, feed
+from spaceport.tools.verify.lines import Line, lines_of
 
 PROMPTS: dict[str, str] = json.loads((Path(__file__).parent / "data" / "tiny" / "prompts.json").read_text("utf-8"))
 SCANNER = PROMPTS["end of json/scanner.py"]

@@ -26,11 +26,11 @@ from planted import (
 )
 from small_bundle import fill
 
-from spaceport.exporter.accuracy import difference, together
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
-from spaceport.tools.check.cases import REQUESTS, Room, record
 from spaceport.tools.cli import run
+from spaceport.tools.verify.accuracy import difference, together
+from spaceport.tools.verify.check.cases import REQUESTS, Room, record
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "data" / "tiny"
@@ -199,7 +199,7 @@ def test_the_tolerance_grows_with_the_logits_and_not_below_one() -> None:
 def test_stock_polygraphy_runs_the_graph_on_the_shipped_loader(tiny_bundle: Path) -> None:
     command = [
         str(Path(sys.executable).with_name("polygraphy")), "run", str(tiny_bundle / "model.onnx"), "--onnxrt",
-        "--data-loader-script", str(ROOT / "tools" / "check" / "polygraphy_loader.py"), "--validate",
+        "--data-loader-script", str(ROOT / "tools" / "verify" / "check" / "polygraphy_loader.py"), "--validate",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
-from spaceport.tools.check.cases import REQUESTS, Recording, Room, record, replay
+from spaceport.tools.verify.check.cases import REQUESTS, Recording, Room, record, replay
 
 LENGTH = 647  # the longest prompt ends a row before a call of 128 is full
 CAPACITY = visible_length(LENGTH + 64 + STEP_ROWS + PROMPT_ROWS + 1)

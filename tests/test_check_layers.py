@@ -29,15 +29,15 @@ from planted import (
     take_positions_for_granted,
 )
 
-from spaceport.exporter.accuracy import Array, Feed
 from spaceport.exporter.export import Options, export
 from spaceport.graphs.decoder import Decoder
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.check.check import Report, check
-from spaceport.tools.check.layers import Part, compare_layers
-from spaceport.tools.check.lineup import Asked
 from spaceport.tools.cli import run
-from spaceport.tools.reference import open_reference
+from spaceport.tools.verify.accuracy import Array, Feed
+from spaceport.tools.verify.check.check import Report, check
+from spaceport.tools.verify.check.layers import Part, compare_layers
+from spaceport.tools.verify.check.lineup import Asked
+from spaceport.tools.verify.reference import open_reference
 
 TINY = Path(__file__).parent / "data" / "tiny"
 

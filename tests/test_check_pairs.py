@@ -15,16 +15,16 @@ from hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from numpy.typing import NDArray
 from small_bundle import RECORD, fill
 
-from spaceport.exporter.accuracy import Call, CallFailed, Feed, Side, compare, recorded
 from spaceport.graphs.contract.faults import MissingPart
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.backends import by_reason
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault
-from spaceport.tools.check.cases import REQUESTS, Room, record
-from spaceport.tools.check.lineup import SHORTEST, Asked, failing, line_up, room_of
 from spaceport.tools.cli import run
+from spaceport.tools.verify.accuracy import Call, CallFailed, Feed, Side, compare, recorded
+from spaceport.tools.verify.check.cases import REQUESTS, Room, record
+from spaceport.tools.verify.check.lineup import SHORTEST, Asked, failing, line_up, room_of
 
 TINY = Path(__file__).parent / "data" / "tiny"
 CASES = ("first", "first", "second", "third")

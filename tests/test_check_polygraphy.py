@@ -17,9 +17,9 @@ from planted import perturb_layer, planted
 from small_bundle import RECORD
 
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.check.polygraphy_lines import lines_for
-from spaceport.tools.check.polygraphy_loader import calls
 from spaceport.tools.cli import run
+from spaceport.tools.verify.check.polygraphy_lines import lines_for
+from spaceport.tools.verify.check.polygraphy_loader import calls
 
 TINY = Path(__file__).parent / "data" / "tiny"
 

@@ -16,7 +16,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.tools.reference import open_reference_runtime
+from spaceport.tools.verify.reference import open_reference_runtime
 
 PROMPT = "def __init__(self, object_hook=None):\n"
 SAMPLINGS = (

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from spaceport.tools.demo.answers import answer, asked, question, verify
-from spaceport.tools.demo.signatures import Function, functions_in
+from spaceport.tools.demo_recipe.answers import answer, asked, question, verify
+from spaceport.tools.demo_recipe.signatures import Function, functions_in
 from spaceport.tools.tune.extract import Refusal, extract
 
 EVERY_KIND = """\

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spaceport.tools.demo.answers import answer, asked, question
-from spaceport.tools.demo.corpus import (
+from spaceport.tools.demo_recipe.answers import answer, asked, question
+from spaceport.tools.demo_recipe.corpus import (
     HELD_OUT_FILE,
     HELD_OUT_TEXT_FILE,
     TRAIN_FILE,
@@ -23,10 +23,10 @@ from spaceport.tools.demo.corpus import (
     save,
     windows,
 )
-from spaceport.tools.demo.invented import invent, pool_of
-from spaceport.tools.demo.scratch import FREE_ROWS, write_scratch
-from spaceport.tools.demo.signatures import Function, functions_in, read_signature
-from spaceport.tools.demo.sources import Source, read_source, stdlib_paths
+from spaceport.tools.demo_recipe.invented import invent, pool_of
+from spaceport.tools.demo_recipe.scratch import FREE_ROWS, write_scratch
+from spaceport.tools.demo_recipe.signatures import Function, functions_in, read_signature
+from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Refusal, Tree, extract
 

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.session import Runtime
-from spaceport.tools.acceptance.answers import Answer, Line
-from spaceport.tools.demo.answers import answer, question, verify
-from spaceport.tools.demo.corpus import collect
-from spaceport.tools.demo.evaluate import (
+from spaceport.tools.demo_recipe.answers import answer, question, verify
+from spaceport.tools.demo_recipe.corpus import collect
+from spaceport.tools.demo_recipe.evaluate import (
     NOTE,
     Evaluation,
     Written,
@@ -31,10 +30,11 @@ from spaceport.tools.demo.evaluate import (
     show,
     write,
 )
-from spaceport.tools.demo.scratch import write_scratch
-from spaceport.tools.demo.signatures import functions_in
-from spaceport.tools.demo.sources import read_source, stdlib_paths
-from spaceport.tools.reference import checkpoint_runtime
+from spaceport.tools.demo_recipe.scratch import write_scratch
+from spaceport.tools.demo_recipe.signatures import functions_in
+from spaceport.tools.demo_recipe.sources import read_source, stdlib_paths
+from spaceport.tools.verify.acceptance.answers import Answer, Line
+from spaceport.tools.verify.reference import checkpoint_runtime
 
 TINY = Path(__file__).parent / "data" / "tiny"
 FORK, CHILD, END = 90, 91, 92

@@ -13,9 +13,9 @@ from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.demo import MODEL, WAYS, prompts_of, timed
-from spaceport.tools.demo.evaluate import Written, pace_of, quality_of, write
-from spaceport.tools.demo.signatures import read_signature
-from spaceport.tools.demo.train import PRESETS
+from spaceport.tools.demo_recipe.evaluate import Written, pace_of, quality_of, write
+from spaceport.tools.demo_recipe.signatures import read_signature
+from spaceport.tools.demo_recipe.train import PRESETS
 
 # Of files that nothing was learned of, in the order in which the recipe holds them out.
 HELD_OUT = (

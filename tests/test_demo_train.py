@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.tools.demo.corpus import Corpus, collect, save
-from spaceport.tools.demo.packages import installed
-from spaceport.tools.demo.sources import Source, read_source, stdlib_paths
-from spaceport.tools.demo.train import PRESETS, PROMPTS_FILE, main, train
+from spaceport.tools.demo_recipe.corpus import Corpus, collect, save
+from spaceport.tools.demo_recipe.packages import installed
+from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
+from spaceport.tools.demo_recipe.train import PRESETS, PROMPTS_FILE, main, train
 
 MODULES = ("argparse.py", "copy.py", "json/decoder.py", "shlex.py", "textwrap.py")
 

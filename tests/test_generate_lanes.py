@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.text.reading import Piece
-from spaceport.tools.cli.lanes import Lane, Lanes, Span, marked
-from spaceport.tools.cli.live import View
+from spaceport.tools.terminal.lanes import Lane, Lanes, Span, marked
+from spaceport.tools.terminal.live import View
 
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
 ASCII = st.text("ab \n[]", max_size=6).map(line)

@@ -17,7 +17,7 @@ from spaceport.graphs.contract.signature import Lowering, Weights
 from spaceport.graphs.gated import GatedLinear, gate_model
 from spaceport.graphs.precision import BLOCKS, Rounded, round_model, round_weight
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.tools.check.rounding import agreement
+from spaceport.tools.verify.check.rounding import agreement
 
 TINY = Path(__file__).parent / "data" / "tiny"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)

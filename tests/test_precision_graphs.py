@@ -31,9 +31,9 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
-from spaceport.tools.check.rounding import measure_rounding
 from spaceport.tools.cli import INPUT, USAGE, run
-from spaceport.tools.reference import open_reference
+from spaceport.tools.verify.check.rounding import measure_rounding
+from spaceport.tools.verify.reference import open_reference
 
 SLOTS = 128
 INT4: tuple[Lowering, Precision, Weights] = ("scatter", "float32", "int4")

@@ -19,7 +19,8 @@ TINY = Path(__file__).parent / "data" / "tiny"
 # to stop after so many steps. argv: a list of [name, processes, steps, port, arguments] as JSON.
 PROGRAM = """
 import json, os, sys
-from spaceport.tools.cli import run, tuning_screen
+from spaceport.tools.cli import run
+from spaceport.tools.terminal import tuning_screen
 from spaceport.tools.tune import tuning
 from spaceport.tools.tune.training import Training
 learn, agree = Training.learn, Training.agree

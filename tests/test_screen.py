@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-from spaceport.tools.cli.screen import show_table, stages
+from spaceport.tools.terminal.screen import show_table, stages
 show_table("\\nTo install [bold]", ("what [red]", "how"), [("a", "pip install 'spaceport[tensorrt]' :smile:")])
 with stages() as stage:
     stage("not tensorrt: pip install 'spaceport[tensorrt]'")

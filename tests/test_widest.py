@@ -12,7 +12,7 @@ from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decode.request import Request
-from spaceport.tools.acceptance.answers import request_for
+from spaceport.tools.verify.acceptance.answers import request_for
 
 LENGTH = 320
 

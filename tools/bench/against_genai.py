@@ -22,7 +22,7 @@ import numpy as np
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.screen import show_json, show_table
+from spaceport.tools.terminal.screen import show_json, show_table
 
 
 @click.command()

@@ -22,7 +22,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.demo import prompts_of
-from spaceport.tools.cli.screen import show_json, show_table
+from spaceport.tools.terminal.screen import show_json, show_table
 
 
 @dataclass(frozen=True)

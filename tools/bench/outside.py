@@ -33,7 +33,7 @@ from spaceport.runtime.scheduling.admission import Admission, capacity_for
 from spaceport.runtime.scheduling.scheduler import Scheduler, Task
 from spaceport.runtime.text.reading import Reading
 from spaceport.runtime.text.tokenizer import open_tokenizer
-from spaceport.tools.cli.screen import show_json, show_table
+from spaceport.tools.terminal.screen import show_json, show_table
 
 CASES = ((1, 1), (1, 9), (1, 36), (8, 1), (8, 9))  # requests, and rows of each in a step
 LENGTH = 512

@@ -10,13 +10,13 @@ import click
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.tools.acceptance.given import Given, given_answers
-from spaceport.tools.acceptance.measure import Acceptance, measure
-from spaceport.tools.acceptance.source import open_source, spelling_for
-from spaceport.tools.acceptance.tally import Forks
-from spaceport.tools.cli.screen import show_json, show_table, stages
+from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
+from spaceport.tools.verify.acceptance.given import Given, given_answers
+from spaceport.tools.verify.acceptance.measure import Acceptance, measure
+from spaceport.tools.verify.acceptance.source import open_source, spelling_for
+from spaceport.tools.verify.acceptance.tally import Forks
 
 _PLOTS = (".svg", ".png")
 
@@ -52,7 +52,9 @@ def command(
     same prompts. A checkpoint runs in PyTorch, a bundle on its backend; the numbers mean the same.
     """
     check_options(limit, max_tokens, plot)
-    plotting = import_module("spaceport.tools.acceptance.plot") if plot is not None else None  # lacking: told at once
+    plotting = (
+        import_module("spaceport.tools.verify.acceptance.plot") if plot is not None else None
+    )  # lacking: told at once
     with stages() as stage:
         stage("reading the conversations")
         conversations = read_conversations(data)[:limit]

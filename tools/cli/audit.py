@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from spaceport.runtime.backends import BACKENDS
-from spaceport.tools.audit.opened import MOST_REQUESTS, Settings, audit_bundle
-from spaceport.tools.audit.report import Finding, Report
-from spaceport.tools.cli.screen import show_json, show_table, stages
+from spaceport.tools.terminal.screen import show_json, show_table, stages
+from spaceport.tools.verify.audit.opened import MOST_REQUESTS, Settings, audit_bundle
+from spaceport.tools.verify.audit.report import Finding, Report
 
 FAILED = 4  # exit code
 _SHOWN = 10  # findings; --json has all

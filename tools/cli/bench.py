@@ -11,7 +11,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import loop_cost, step_costs
-from spaceport.tools.cli.screen import show_json, show_notes, show_table
+from spaceport.tools.terminal.screen import show_json, show_notes, show_table
 
 
 @click.group("bench")

@@ -20,9 +20,9 @@ from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.scheduling.admission import capacity_for, seq_len, slots_for
-from spaceport.tools.cli.build_screen import building
 from spaceport.tools.cli.options import options
-from spaceport.tools.cli.screen import show_json, size
+from spaceport.tools.terminal.build_screen import building
+from spaceport.tools.terminal.screen import show_json, size
 
 _SHAPES = options(
     click.option("--max-requests", default=4, show_default=True, metavar="N", help="Most requests in a call."),

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import click
 
-from spaceport.exporter.accuracy import Finding, write_report
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.tools.audit.opened import Settings, audit_bundle
-from spaceport.tools.audit.prompts import read_prompts
-from spaceport.tools.audit.report import Report as Audit
-from spaceport.tools.check.check import Report, check
-from spaceport.tools.check.lineup import DEFAULT_LONG, SHORTEST, Asked
-from spaceport.tools.check.outputs import save_outputs
-from spaceport.tools.check.polygraphy_lines import lines_for
-from spaceport.tools.check.rounding import measure_rounding
 from spaceport.tools.cli.audit import show as show_audit
 from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import Idle, refuse_idle
-from spaceport.tools.cli.screen import show_json, show_table, stages
-from spaceport.tools.reference import open_reference
+from spaceport.tools.terminal.screen import show_json, show_table, stages
+from spaceport.tools.verify.accuracy import Finding, write_report
+from spaceport.tools.verify.audit.opened import Settings, audit_bundle
+from spaceport.tools.verify.audit.prompts import read_prompts
+from spaceport.tools.verify.audit.report import Report as Audit
+from spaceport.tools.verify.check.check import Report, check
+from spaceport.tools.verify.check.lineup import DEFAULT_LONG, SHORTEST, Asked
+from spaceport.tools.verify.check.outputs import save_outputs
+from spaceport.tools.verify.check.polygraphy_lines import lines_for
+from spaceport.tools.verify.check.rounding import measure_rounding
+from spaceport.tools.verify.reference import open_reference
 
 FAILED = 4  # exit code
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else

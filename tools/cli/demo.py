@@ -21,12 +21,12 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.scheduling.stream import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.tools.check.check import check
-from spaceport.tools.check.lineup import Asked
 from spaceport.tools.cli.check import FAILED
-from spaceport.tools.cli.generate_screen import show_lanes, show_live
-from spaceport.tools.cli.lanes import Lanes
-from spaceport.tools.cli.screen import show_table, stages
+from spaceport.tools.terminal.generate_screen import show_lanes, show_live
+from spaceport.tools.terminal.lanes import Lanes
+from spaceport.tools.terminal.screen import show_table, stages
+from spaceport.tools.verify.check.check import check
+from spaceport.tools.verify.check.lineup import Asked
 
 PROMPTS_FILE = "prompts.json"
 TEXTS = (

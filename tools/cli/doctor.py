@@ -17,7 +17,7 @@ from spaceport.graphs.contract.faults import MissingPart
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.device import NoGpu, gpu
-from spaceport.tools.cli.screen import show_json, show_table, size
+from spaceport.tools.terminal.screen import show_json, show_table, size
 
 # package -> the extra that brings it, and what it is for
 PACKAGES = {

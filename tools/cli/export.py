@@ -14,7 +14,7 @@ import click
 from spaceport.exporter.export import Options, TokenFlags, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import LOWERINGS, PRECISIONS, WEIGHTS
-from spaceport.tools.cli.screen import show_json, size, stages
+from spaceport.tools.terminal.screen import show_json, size, stages
 
 
 @click.command("export")

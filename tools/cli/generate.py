@@ -31,9 +31,9 @@ from spaceport.tools.cli.generate_options import (
     read_text,
     threads,
 )
-from spaceport.tools.cli.generate_screen import as_dict, show, show_live, show_statistics
-from spaceport.tools.cli.lanes import Lanes
-from spaceport.tools.cli.screen import show_json, show_notes
+from spaceport.tools.terminal.generate_screen import as_dict, show, show_live, show_statistics
+from spaceport.tools.terminal.lanes import Lanes
+from spaceport.tools.terminal.screen import show_json, show_notes
 
 
 @click.command("generate", cls=Generate, context_settings={"max_content_width": 110})
@@ -87,7 +87,7 @@ def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
             threads=workers,
             trust_engines=told["trust_engines"],
         )
-    from spaceport.tools.reference import open_reference
+    from spaceport.tools.verify.reference import open_reference
 
     opened = open_bundle(bundle)
     length = seq_len(opened.manifest, max_seq_len)

@@ -14,7 +14,7 @@ from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, En
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.scheduling.admission import capacity_for, seq_len, slots_for
-from spaceport.tools.cli.screen import show_json, show_table, size
+from spaceport.tools.terminal.screen import show_json, show_table, size
 
 
 @click.command("inspect")

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.cli.screen import show_json
 from spaceport.tools.cli.tune_data import command as data_command
+from spaceport.tools.terminal.screen import show_json
 from spaceport.tools.tune.names import DEFAULT, Names
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, Method, Objective, Settings
 
@@ -122,7 +122,7 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     check_use(click.get_current_context(), told)
     settings = Settings(**{field.name: told[field.name] for field in fields(Settings) if field.name in told})
     # torch is read only once the options are known to be right
-    from spaceport.tools.cli.tuning_screen import is_first, shown
+    from spaceport.tools.terminal.tuning_screen import is_first, shown
     from spaceport.tools.tune.distill import Distillation
     from spaceport.tools.tune.tuning import Job, tune
 

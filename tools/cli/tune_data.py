@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.cli.screen import show_json, show_table, stages
+from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Refusal, Tree
 from spaceport.tools.tune.report import Finding, Report, find, report

@@ -1,1 +1,1 @@
-"""Demo model: what its data are made of, where its training starts and what it can do."""
+"""Demo: a small model that drafts and forks, with its prompts."""

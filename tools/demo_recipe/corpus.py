@@ -1,0 +1,130 @@
+"""Corpus: chats about functions and plain source text of the standard library, as files that a training reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spaceport.tools.demo_recipe.answers import FEWEST_ITEMS, MOST_ITEMS, answer, question
+from spaceport.tools.demo_recipe.invented import invent, pool_of
+from spaceport.tools.demo_recipe.signatures import Function, functions_in
+from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
+
+TRAIN_FILE = "train.jsonl"  # chats and text, shuffled
+HELD_OUT_FILE = "heldout.jsonl"  # chats about functions of files that are held out
+HELD_OUT_TEXT_FILE = "heldout_text.jsonl"  # text of those files
+
+LISTS = 32_000  # chats answered with a list, real and invented functions
+SENTENCES = 5_000  # chats answered with a sentence
+TEXTS = 12_000  # windows of source text
+TWICE = 0.17  # share of the lists that are there once more, not to be forked
+WINDOW = 540  # characters of a window of text: about 180 tokens
+LONGEST_SIGNATURE = 200  # characters
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is trained on and what is held out; no signature is in both."""
+
+    lists: tuple[Function, ...]
+    sentences: tuple[Function, ...]
+    texts: tuple[str, ...]
+    held_out: tuple[Function, ...]
+    held_out_texts: tuple[str, ...]
+
+    @property
+    def vocabulary(self) -> Iterator[str]:
+        """The texts whose words a tokenizer learns: as much of chats as of source."""
+        yield from self.texts
+        for function in self.lists[: len(self.texts) // 2]:
+            yield f"user\n{question(function)}\nassistant\n{answer(function)}"
+
+
+def write_data(folder: Path, seed: int = 0) -> Corpus:
+    """Writes the corpus of the whole standard library into a folder and returns it."""
+    corpus = collect([read_source(path) for path in stdlib_paths()], seed)
+    save(corpus, folder, seed)
+    return corpus
+
+
+def save(corpus: Corpus, folder: Path, seed: int = 0) -> None:
+    """Writes the three files; some lists stand there twice, the second time with `"fork": false`."""
+    dice = np.random.default_rng([seed, 1])
+    again = [function for function in corpus.lists if dice.random() < TWICE]
+    lines = [_chat(function) for function in (*corpus.lists, *corpus.sentences)]
+    lines += [{**_chat(function), "fork": False} for function in again]
+    lines += map(_piece, corpus.texts)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / TRAIN_FILE, (lines[place] for place in dice.permutation(len(lines))))
+    _write(folder / HELD_OUT_FILE, map(_chat, corpus.held_out))
+    _write(folder / HELD_OUT_TEXT_FILE, map(_piece, corpus.held_out_texts))
+
+
+def collect(sources: Sequence[Source], seed: int = 0, lists: int = LISTS) -> Corpus:
+    """The corpus of some modules, with so many functions that are answered with a list, most of them invented."""
+    dice = np.random.default_rng([seed, 0])
+    trained = _functions(source for source in sources if not source.held_out)
+    held_out = {text: one for text, one in _functions(s for s in sources if s.held_out).items() if text not in trained}
+    found = {text: one for text, one in trained.items() if len(one.parameters) >= FEWEST_ITEMS}
+    pool = pool_of(list(trained.values()))
+    while len(found) < lists:
+        drawn = invent(pool, dice)
+        if drawn.text not in held_out and len(drawn.text) <= LONGEST_SIGNATURE:
+            found.setdefault(drawn.text, drawn)
+    short = [one for one in trained.values() if len(one.parameters) < FEWEST_ITEMS]
+    own = [window for source in sources if not source.held_out for window in windows(source.text)]
+    foreign = [window for source in sources if source.held_out for window in windows(source.text)]
+    return Corpus(
+        tuple(found.values()),
+        tuple(_shuffled(short, dice)[:SENTENCES]),
+        tuple(_shuffled(own, dice)[:TEXTS]),
+        tuple(_shuffled(list(held_out.values()), np.random.default_rng([seed, 2]))),
+        tuple(_shuffled(foreign, np.random.default_rng([seed, 3]))),
+    )
+
+
+def windows(text: str, longest: int = WINDOW) -> list[str]:
+    """A text in pieces of whole lines, each as long as fits; what is much shorter, longer or not ASCII is left out."""
+    found = [""]
+    for line in text.splitlines(keepends=True):
+        if found[-1] and len(found[-1]) + len(line) > longest:
+            found.append("")
+        found[-1] += line
+    return [window for window in found if longest // 2 <= len(window) <= longest and window.isascii()]
+
+
+def _functions(sources: Iterable[Source]) -> dict[str, Function]:
+    """The functions that can be asked about, by signature: an answer with a link or too many items would not fork."""
+    found = {one.text: one for source in sources for one in functions_in(source.text)}
+    return {
+        text: one
+        for text, one in found.items()
+        if len(one.parameters) <= MOST_ITEMS
+        and len(text) <= LONGEST_SIGNATURE
+        and text.isascii()
+        and "http" not in text.lower()
+    }
+
+
+def _shuffled(items: Sequence[Any], dice: np.random.Generator) -> list[Any]:
+    return [items[place] for place in dice.permutation(len(items))]
+
+
+def _chat(function: Function) -> dict[str, Any]:
+    turns = (("user", question(function)), ("assistant", answer(function)))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def _piece(text: str) -> dict[str, Any]:
+    """Nothing ends where a window ends."""
+    return {"text": text, "ends": False}
+
+
+def _write(file: Path, lines: Iterable[dict[str, Any]]) -> None:
+    with file.open("w", encoding="utf-8", newline="\n") as opened:
+        opened.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -1,0 +1,72 @@
+"""Scratch: an untrained checkpoint, which the training of the demo model starts from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from spaceport.tools.demo_recipe.corpus import Corpus
+from spaceport.tools.demo_recipe.tokenizer import END, LONGEST_TEXT, TOKENS, train_tokenizer
+
+FREE_ROWS = 16  # of the vocabulary, at the least: for the tokens that a tuning adds
+SPREAD = 0.05  # standard deviation of the weights: of 0.02 a model so narrow learns late
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a model is."""
+
+    tokens: int  # of its tokenizer
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    positions: int
+
+
+DEMO = Shape(TOKENS, 192, 448, 5, 6, 2, LONGEST_TEXT)  # 2.0 million weights
+CODE = Shape(4096, 512, 1408, 8, 8, 2, 2048)  # 24.8 million
+
+
+def write_scratch(folder: Path, corpus: Corpus, seed: int = 0, shape: Shape = DEMO) -> LlamaForCausalLM:
+    """Writes the checkpoint, its tokenizer trained on the corpus, in float16 and returns the model."""
+    tokenizer = train_tokenizer(corpus.vocabulary, shape.tokens)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _new_model(tokenizer, shape)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ends = [eos, tokenizer.convert_tokens_to_ids(END)]
+    model.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=eos)
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def _new_model(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> LlamaForCausalLM:
+    """Random weights; what layers add to the residual stream starts small, so that depth does not drown the token."""
+    config = LlamaConfig(
+        vocab_size=64 * math.ceil((len(tokenizer) + FREE_ROWS) / 64),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        max_position_embeddings=shape.positions,
+        initializer_range=SPREAD,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                cast("torch.nn.Linear", added).weight /= math.sqrt(2 * shape.layers)
+    return model

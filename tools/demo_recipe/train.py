@@ -1,0 +1,160 @@
+"""Training of the demo model: from the running Python's standard library to the checkpoint that the project ships.
+
+`python -m spaceport.tools.demo_recipe.train` trains it again, in about half an hour on two processor cores.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spaceport.tools.demo_recipe.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_data
+from spaceport.tools.demo_recipe.packages import write_code
+from spaceport.tools.demo_recipe.scratch import CODE, DEMO, Shape, write_scratch
+from spaceport.tools.terminal.tuning_screen import shown
+from spaceport.tools.tune.card import CARD_FILE
+from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.tuning import Job, tune
+
+MODEL = Path(__file__).parent / "model"
+
+PROMPTS_FILE = "prompts.json"
+_VALIDATION = 64  # conversations of each kind
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What is learned, by what, and how."""
+
+    write: Callable[[Path], Corpus]
+    shape: Shape
+    settings: Settings
+    prompts: dict[str, Any]
+    about: str  # for its card
+    bf16: bool = False
+
+
+_SOURCE = '    def log_error(self, format, *args):\n        """Log an error.\n'  # of a file that is held out
+
+PRESETS = {
+    "demo": Preset(
+        write_data,
+        DEMO,
+        Settings(
+            objective="both",
+            mask_slots=5,
+            anchors=16,
+            whole_rate=0.0,  # the data say which answers are learned in one line as well
+            drop_rate=0.3,
+            mask_weight=0.3,  # at 1 the text itself is learned late
+            cutoff=448,
+            epochs=1.25,
+            batch=8,
+            micro_batch=8,
+            rate=1.5e-3,  # at 4e-3 it does not learn to copy names
+            warmup=0.03,
+            betas=(0.9, 0.98),
+        ),
+        {  # functions of files that are held out
+            "triangular": {"user": "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"},
+            "fullmatch": {"user": "Explain the parameters of fullmatch( pattern, string, flags = 0 )"},
+            "source": _SOURCE,
+        },
+        "The demo model, trained from scratch on the Python standard library by `python -m spaceport.tools.demo_recipe.train`, with "
+        "one file in ten held out. Its answers are templated and it is tiny: its numbers show that the methods work, and are "
+        "no comparison with published ones.",
+    ),
+    "code": Preset(
+        write_code,
+        CODE,
+        Settings(
+            objective="sar",
+            mask_slots=5,
+            anchors=24,
+            drop_rate=0.3,
+            mask_weight=0.3,
+            cutoff=512,
+            epochs=2.0,
+            batch=128,
+            micro_batch=128,
+            rate=2e-3,
+            warmup=0.03,
+            weight_decay=0.1,
+            betas=(0.9, 0.98),
+        ),
+        {"source": _SOURCE},
+        "Trained from scratch by `python -m spaceport.tools.demo_recipe.train --preset code` on the Python sources of the standard "
+        "library and of the packages that were installed, with one package in ten held out.",
+        bf16=True,
+    ),
+}
+
+
+@click.command()
+@click.argument("target", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--preset",
+    type=click.Choice(("demo", "code")),
+    default="demo",
+    show_default=True,
+    help="The model that is shipped; or one of 25 million weights, taught the sources of the installed packages, for which a GPU is wanted.",
+)
+@click.option("--work", type=click.Path(path_type=Path), help="Folder for the data; a temporary one by default.")
+@click.option("--max-steps", type=int, metavar="N", help="End early: for a try.")
+@click.option("--resume", is_flag=True, help="Go on with a training that was interrupted; needs the same --work.")
+def main(target: Path | None, preset: str, work: Path | None, max_steps: int | None, resume: bool) -> None:
+    """Make the data, an untrained model and its tokenizer, train it and write it to TARGET.
+
+    Without TARGET the model that is shipped is replaced.
+    """
+    if target is None and preset != "demo":
+        raise click.UsageError(f"--preset {preset} without TARGET: it is not the model that is shipped; name a folder")
+    with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as temporary:
+        folder = work or Path(temporary)
+        train(folder, target or MODEL, PRESETS[preset], max_steps, resume)
+
+
+def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = None, resume: bool = False) -> None:
+    """The whole recipe; what is in `folder` is used again if the training goes on."""
+    scratch, looked_at = folder / "scratch", folder / "validation.jsonl"
+    if not resume:
+        shutil.rmtree(scratch, ignore_errors=True)
+        write_scratch(scratch, preset.write(folder), shape=preset.shape)
+        looked_at.write_text("".join(_first(folder / name) for name in (HELD_OUT_FILE, HELD_OUT_TEXT_FILE)), "utf-8")
+    job = Job(
+        checkpoint=scratch,
+        target=target,
+        data=(folder / TRAIN_FILE,),
+        settings=replace(preset.settings, max_steps=max_steps),
+        validation=(looked_at,),
+        bf16=preset.bf16,
+        log_every=50,
+        resume=resume,
+        overwrite=True,
+    )
+    with shown(None) as hearer:
+        tune(job, hearer)
+    sign(target, preset.about)
+    (target / PROMPTS_FILE).write_text(json.dumps(preset.prompts, indent=2) + "\n", "utf-8")
+
+
+def sign(target: Path, about: str) -> None:
+    """Say on the card of a trained model what it is."""
+    card = target / CARD_FILE
+    _, _, rest = card.read_text("utf-8").partition("\n\n")
+    card.write_text(f"# {target.name}\n\n{about}\n\n{rest}", "utf-8")
+
+
+def _first(file: Path) -> str:
+    return "".join(line + "\n" for line in file.read_text("utf-8").split("\n")[:_VALIDATION] if line)
+
+
+if __name__ == "__main__":
+    main()

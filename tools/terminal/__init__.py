@@ -1,0 +1,1 @@
+"""Terminal: tables, progress and live output of the commands."""

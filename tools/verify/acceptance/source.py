@@ -1,0 +1,70 @@
+"""Source: the checkpoint or bundle whose acceptance is measured, opened as a runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE
+from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.chat import render
+from spaceport.tools.tune.conversations import Turn
+from spaceport.tools.tune.spelling import Spelling, spelling_with
+
+
+@contextmanager
+def open_source(
+    folder: Path, backend: str, max_seq_len: int | None, threads: int, remote_code: bool
+) -> Iterator[Runtime]:
+    """A bundle on its backend, or a checkpoint in PyTorch; either must have mask slots."""
+    if not is_checkpoint(folder):
+        if not (folder / MANIFEST_FILE).exists():
+            raise InputFault(
+                f"{folder}: expected a checkpoint (a folder with config.json) or a bundle (a folder with {MANIFEST_FILE})"
+            )
+        _require_masks(folder, read_manifest(folder).max_mask_slots)
+        with Runtime.open(folder, backend=backend, max_seq_len=max_seq_len, threads=threads) as runtime:
+            yield runtime
+        return
+    if backend != "auto":
+        raise OptionFault(
+            f"--backend {backend} runs bundles, {folder} is a checkpoint and runs in PyTorch: leave --backend out, "
+            "or export the checkpoint first"
+        )
+    # PyTorch is read only for a checkpoint: a bundle is measured where nothing but a backend is installed.
+    from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+    from spaceport.exporter.quiet import quiet_libraries
+    from spaceport.tools.verify.reference import checkpoint_runtime
+
+    quiet_libraries()
+    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)
+    _require_masks(folder, checkpoint.max_mask_slots)
+    with checkpoint_runtime(checkpoint, max_seq_len, threads) as runtime:
+        yield runtime
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint and no bundle."""
+    return (folder / "config.json").exists() and not (folder / MANIFEST_FILE).exists()
+
+
+def spelling_for(runtime: Runtime) -> Spelling:
+    """How conversations are written in the tokens of a runtime's model, as a training writes them."""
+    bundle = runtime.bundle
+
+    def written(turns: Sequence[Turn], ask: bool) -> str:
+        return render(bundle, [{"role": turn.role, "content": turn.content} for turn in turns], ask)
+
+    told = TEMPLATE_FILE in bundle.manifest.files
+    return spelling_with(runtime.tokenizer, written if told else None, bundle.manifest.tokens)
+
+
+def _require_masks(folder: Path, mask_slots: int) -> None:
+    if not mask_slots:
+        raise InputFault(
+            f"{folder}: has no mask token, so it drafts nothing that could be accepted: expected a checkpoint tuned with "
+            "mask slots (`spaceport tune` makes one), or a bundle exported from one"
+        )

@@ -1,0 +1,254 @@
+"""Cases: the calls that a runtime really makes, recorded from its own loop over a reference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.manifest import Manifest, TokenIds
+from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
+from spaceport.runtime.decode.draft import Draft, Drafting, Guess, chain
+from spaceport.runtime.decode.plan import Plan, plan_thread
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Moves, Slots
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.sampling.choice import Greedy, greedy
+from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
+from spaceport.tools.verify.accuracy import Feed
+
+REQUESTS = 3
+_PLAIN = Drafting(0, "chain")
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What every engine that gets the calls has room for."""
+
+    length: int  # tokens of the longest prompt
+    capacity: int  # slots of a request
+    requests: int
+    rows: int  # of a request in a call
+
+
+class Recording(NamedTuple):
+    """The calls of all cases, and what is in none of them."""
+
+    feeds: list[Feed]
+    left_out: list[str]  # each with the reason
+
+
+class Recorder:
+    """An engine that passes every call on to another one and notes it down; it has no more room than all others."""
+
+    def __init__(self, engine: Engine, room: Room) -> None:
+        self.engine = engine
+        self.signature: Signature = engine.signature
+        self.capacity, self.requests, self.rows = room.capacity, room.requests, room.rows
+        self.device = engine.device
+        self.costs, self.notes = engine.costs, engine.notes
+        self.feeds: list[Feed] = []
+        self.case = ""
+        self._moves: list[tuple[int, int, int]] = []  # request, source, target: since the last call
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        arrays: dict[str, Array] = {name: array.copy() for name, array in batch.arrays(self.signature)}
+        arrays["first"] = np.array([batch.first], np.int64)
+        arrays["moves"] = np.array(self._moves, np.int64).reshape(-1, 3)
+        self._moves = []
+        logits = self.engine.run(batch)
+        self.feeds.append(Feed(self.case, arrays, logits.copy()))
+        return logits
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        for request, (sources, targets) in enumerate(moves, first):
+            self._moves.extend((request, int(s), int(t)) for s, t in zip(sources, targets, strict=True))
+        self.engine.move(first, moves)
+
+    def clear(self, request: int) -> None:
+        self.engine.clear(request)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def replay(engine: Engine) -> Callable[[Any], NDArray[np.float32]]:
+    """An engine as something that takes the recorded calls."""
+
+    def call(arrays: dict[str, Array]) -> NDArray[np.float32]:
+        names = [tensor.name for tensor in engine.signature.rows]
+        batch = Batch(first=int(arrays["first"][0]), **{name: np.ascontiguousarray(arrays[name]) for name in names})
+        moves = arrays["moves"]
+        if moves.size:
+            first, last = int(moves[:, 0].min()), int(moves[:, 0].max())
+            own = [moves[moves[:, 0] == request] for request in range(first, last + 1)]
+            engine.move(first, [(each[:, 1].copy(), each[:, 2].copy()) for each in own])
+        return engine.run(batch)
+
+    return call
+
+
+def record(engine: Engine, manifest: Manifest, room: Room, seed: int = 0) -> Recording:
+    """The calls of every case, in an order in which any engine can follow them."""
+    recorder = Recorder(engine, room)
+    builder = _Builder(recorder, manifest, np.random.default_rng(seed))
+    k, length = manifest.max_mask_slots, room.length
+    builder.tree("prompt, every row", 1, builder.line(min(23, length - 2)))
+    builder.text("prompt in chunks", [length // 4 + 1], _PLAIN, 1, chunk=max(1, length // 16))
+    builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
+    chains = Drafting(k, "chain")
+    if k:
+        builder.text(f"SPACE steps, k = {k}", [min(17, length // 2)], chains, 4)
+        builder.text("SPACE steps, k = 1", [min(17, length // 2)], Drafting(1, "chain"), 4)
+        builder.text(f"draft trees, k = {k}", [min(17, length // 2)], Drafting(k, "tree"), 4)
+    for number in range(3):
+        builder.tree(f"random tree {number + 1}", min(9, length // 2), builder.random_tree(12))
+    builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4, certain=True)
+    builder.text("an idle request between two", [min(5, length // 2), 0, min(19, length // 2)], chains, 4, leaves=2)
+    builder.text(
+        "forked threads beside a request", [min(9, length // 2), min(20, length // 2)], chains, 6, forks=(1, 3)
+    )
+    for edge in (VISIBLE_STEP, 2 * VISIBLE_STEP):
+        if edge + 4 < length:
+            builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5)
+    builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=PROMPT_ROWS)
+    window = manifest.signature.window
+    if window is not None and length - 8 <= window < manifest.max_positions:
+        builder.left_out.append(f"texts beyond the window of {window} positions: raise --long to see them")
+    return Recording(recorder.feeds, builder.left_out)
+
+
+@dataclass(frozen=True)
+class _ForksAt:
+    """What a greedy choice says but for some places of a spine, at which it forks."""
+
+    greedy: Greedy
+    fork: int
+    places: frozenset[int]
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        forks = not thread.path and len(thread.tokens) + len(ahead) in self.places
+        return self.fork if forks else self.greedy.token(logits, thread, ahead)
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return self.greedy.guesses(logits, thread, place, most)
+
+
+@dataclass(frozen=True)
+class _Certain:
+    """A choice whose drafts all come true: every place has its token, whatever the logits say.
+
+    So rows are kept behind rows that are not, and an append engine has to move them.
+    """
+
+    words: Array
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        return self._at(len(thread.tokens) + len(ahead))
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return tuple(Guess((self._at(place + number),), (1.0,)) for number in range(len(logits)))
+
+    def _at(self, place: int) -> int:
+        return int(self.words[place % self.words.size])
+
+
+class _Builder:
+    def __init__(self, recorder: Recorder, manifest: Manifest, random: np.random.Generator) -> None:
+        self._recorder = recorder
+        self._random = random
+        self.left_out: list[str] = []
+        told = manifest.tokens
+        special = {*told.unwritable, *told.forking}
+        self._words = np.array([i for i in range(manifest.signature.vocab_size) if i not in special], np.int64)
+        # A model that does not fork has no tokens for it: to an engine they are tokens as any others.
+        fork, child = (int(word) for word in self._words[:2])
+        forking = (fork, child) if told.fork is None else (told.fork, told.child)
+        self._tokens = TokenIds(told.mask, *forking)
+
+    def text(
+        self,
+        case: str,
+        lengths: Sequence[int],
+        drafting: Drafting,
+        steps: int,
+        chunk: int = 512,
+        forks: Sequence[int] = (),
+        certain: bool = False,
+        leaves: int | None = None,
+    ) -> None:
+        """Prompts of these lengths fed and continued by so many steps, all in the same calls; 0 leaves one out.
+
+        The first one forks at these places behind its prompt, and is cancelled after so many steps. All drafts come true
+        where that is certain.
+        """
+        if len(lengths) > self._recorder.requests:
+            self.left_out.append(f"{case}: an engine takes fewer requests in a call")
+            return
+        self._recorder.case = case
+        requests = [self._request(i, n, drafting, chunk) for i, n in enumerate(lengths) if n]
+        if forks:
+            requests[0].choose = self._forks_at(lengths[0] + place for place in forks)
+        for request in requests if certain else ():
+            request.choose = _Certain(self._words)
+        while any(request.statistics.steps < steps and request.live for request in requests):
+            if requests[0].statistics.steps == leaves:
+                requests[0].finish("cancelled")
+            step(self._recorder, [request for request in requests if request.live])
+
+    def tree(self, case: str, length: int, draft: Draft) -> None:
+        """A prompt, then one step over a draft of any shape."""
+        self._recorder.case = case
+        request = self._request(0, length, _PLAIN, 512)
+        (thread,) = request.threads
+        if length > 1:
+            step(self._recorder, [request])
+        tokens = self._tokens if self._tokens.mask else TokenIds(mask=(0,))
+        plan = Plan((plan_thread(thread, draft, tokens, 512),))
+        request.plan = lambda: plan  # type: ignore[method-assign]
+        step(self._recorder, [request])
+
+    def line(self, count: int) -> Draft:
+        """A chain of candidates: the logits of each are asked for."""
+        return chain(self._some(count).tolist(), 0, count + 2)
+
+    def random_tree(self, nodes: int) -> Draft:
+        """Candidates that hang from any before them, with up to two mask slots behind each."""
+        parents = tuple(int(self._random.integers(0, node + 1)) for node in range(nodes))
+        most = 3 if self._tokens.mask else 1
+        masks = tuple(int(count) for count in self._random.integers(0, most, nodes + 1))
+        return Draft(tuple(self._some(nodes).tolist()), parents, masks)
+
+    def _some(self, count: int) -> NDArray[np.int64]:
+        chosen: NDArray[np.int64] = self._random.choice(self._words, count)
+        return chosen
+
+    def _forks_at(self, places: Iterable[int]) -> _ForksAt:
+        assert self._tokens.fork is not None
+        return _ForksAt(self._greedy(), self._tokens.fork, frozenset(places))
+
+    def _greedy(self) -> Greedy:
+        return greedy((*self._tokens.unwritable, *self._tokens.forking))
+
+    def _request(self, index: int, length: int, drafting: Drafting, chunk: int) -> Request:
+        capacity = self._recorder.capacity
+        return Request(
+            index=index,
+            slots=Slots(capacity, self._recorder.signature.lowering),
+            threads=[new_thread(self._some(length).tolist(), capacity)],
+            tokens=self._tokens,
+            choose=self._greedy(),
+            limit=length + 64,
+            total=capacity,
+            drafting=drafting,
+            chunk=min(chunk, self._recorder.rows),
+            widest=self._recorder.rows,
+            max_threads=3,
+        )

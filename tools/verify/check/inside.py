@@ -1,0 +1,136 @@
+"""Inside: what a model and a graph reckon in each layer, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from onnx import TensorProto, helper
+
+from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Signature
+from spaceport.graphs.decoder import Decoder
+from spaceport.graphs.marks import Marked, attention_mark, output_mark
+from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.bundle import Bundle
+from spaceport.tools.verify.accuracy import Array
+from spaceport.tools.verify.check.cases import Room, replay
+
+_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+_CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+class Inside(Protocol):
+    """Something that runs recorded calls and shows what it reckons with."""
+
+    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """The outputs of the contract and the marks of one call, by name; half types as float32."""
+
+
+class ModelInside:
+    """The PyTorch model of a bundle."""
+
+    def __init__(self, engine: TorchEngine, room: Room) -> None:
+        assert isinstance(engine.module, Decoder)
+        self._marked = Marked(engine.module)
+        self._names = [tensor.name for tensor in engine.signature.outputs]
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._call = replay(TorchEngine(self._watched, engine.signature, room.capacity, room.requests, engine.device))
+
+    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        self._call(arrays)
+        names = (*self._names, *self._marked.names)
+        return {name: output.float().cpu().numpy() for name, output in zip(names, self._outputs, strict=True)}
+
+    def _watched(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._outputs = self._marked(*inputs)
+        return self._outputs
+
+
+class GraphInside:
+    """The graph of a bundle in an onnxruntime session whose outputs are also the marks."""
+
+    def __init__(self, bundle: Bundle, room: Room, threads: int, cuda: bool) -> None:
+        self.signature = bundle.manifest.signature
+        model = onnx.load(str(bundle.path / MODEL_FILE), load_external_data=False)
+        self.marks = show_marks(model, self.signature)
+        float32_at_the_edges(model, self.signature)
+        self._session = _session(model, bundle, threads, cuda)
+        self.device = "cuda" if _CUDA in self._session.get_providers() else "cpu"
+        shape = (room.requests, self.signature.kv_heads, room.capacity, self.signature.head_dim)
+        self._kv = {tensor.name: np.zeros(shape, np.float32) for tensor in self.signature.past}
+
+    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        first = int(arrays["first"][0])
+        own = slice(first, first + len(arrays["input_ids"]))
+        for buffer in self._kv.values():
+            for request, source, target in _together(arrays["moves"]):
+                buffer[request, :, target] = buffer[request, :, source]
+        rows = {tensor.name: arrays[tensor.name] for tensor in self.signature.rows}
+        past = {name: buffer[own] for name, buffer in self._kv.items()}
+        names = [output.name for output in self._session.get_outputs()]
+        outputs = dict(zip(names, self._session.run(names, rows | past), strict=True))
+        for before, after in zip(self.signature.past, self.signature.present, strict=True):
+            self._kv[before.name][own] = outputs[after.name]
+        return outputs
+
+
+def show_marks(model: onnx.ModelProto, signature: Signature) -> tuple[str, ...]:
+    """Make the marks outputs of a graph; those that it has."""
+    made = {name for node in model.graph.node for name in node.output}
+    there = tuple(mark for mark in _marks(signature) if mark in made)
+    kind = _TYPES[signature.dtype]
+    model.graph.output.extend(helper.make_tensor_value_info(mark, kind, None) for mark in there)
+    return there
+
+
+def float32_at_the_edges(model: onnx.ModelProto, signature: Signature) -> None:
+    """Let a graph of a half type take and give float32, which holds the same numbers: numpy has no bfloat16."""
+    graph, half = model.graph, _TYPES[signature.dtype]
+    if half == TensorProto.FLOAT:
+        return
+    taken = [value for value in graph.input if value.type.tensor_type.elem_type == half]
+    given = [value for value in graph.output if value.type.tensor_type.elem_type == half]
+    inner = {value.name: f"{value.name}/{signature.dtype}" for value in (*taken, *given)}
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [inner.get(name, name) for name in names]
+    into = [helper.make_node("Cast", [value.name], [inner[value.name]], to=half) for value in taken]
+    out = [helper.make_node("Cast", [inner[value.name]], [value.name], to=TensorProto.FLOAT) for value in given]
+    nodes = [*into, *graph.node, *out]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    del graph.value_info[:]  # of other names now
+    for value in (*taken, *given):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
+
+
+def _marks(signature: Signature) -> tuple[str, ...]:
+    return tuple(mark(layer) for layer in range(signature.layers) for mark in (attention_mark, output_mark))
+
+
+def _together(moves: Array) -> list[tuple[int, Any, Any]]:
+    """The moves of a call by request: all slots of one are read before any is written."""
+    return [(int(request), *moves[moves[:, 0] == request, 1:].T) for request in np.unique(moves[:, 0])]
+
+
+def _session(model: onnx.ModelProto, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
+    """The changed graph over the weights of the bundle, which stay where they are."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path))
+    usable = cuda and _CUDA in ort.get_available_providers()
+    providers = [_CUDA, _CPU] if usable else [_CPU]
+    try:
+        return ort.InferenceSession(model.SerializeToString(), options, providers=providers, enable_fallback=0)
+    except ort.capi.onnxruntime_pybind11_state.NotImplemented as error:
+        raise MissingPart(
+            f"{bundle.path}: onnxruntime here does not run its graph ({error}), by which layers are compared: leave "
+            "--layers out, or run it on a machine with onnxruntime-gpu and a GPU"
+        ) from error

@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.bundle import seal
+from spaceport.exporter.atomic_folder import seal
 from spaceport.graphs.contract.manifest import MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Precision, Signature, Tensor
 

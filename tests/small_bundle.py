@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.bundle import seal
+from spaceport.exporter.atomic_folder import seal
 from spaceport.graphs.contract.manifest import (
     MANIFEST_FILE,
     MODEL_FILE,

@@ -21,12 +21,12 @@ from append_bundle import Attending
 from onnx import helper
 from small_bundle import edit
 
-from spaceport.exporter import to_tensorrt
-from spaceport.exporter.append_graph import UnbuildableGraph, append_graph
-from spaceport.exporter.build import build_engine
-from spaceport.exporter.engines import ChangedBundle, name_of, store
-from spaceport.exporter.profiles import Shapes
-from spaceport.exporter.to_tensorrt import Library, Recipe, build, open_library
+from spaceport.exporter.tensorrt import to_tensorrt
+from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph
+from spaceport.exporter.tensorrt.build import build_engine
+from spaceport.exporter.tensorrt.engines import ChangedBundle, name_of, store
+from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, build, open_library
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA
 from spaceport.runtime.backends import trust

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from append_bundle import Attending
 
-from spaceport.exporter import to_tensorrt
-from spaceport.exporter.append_graph import append_graph
-from spaceport.exporter.profiles import Shapes
-from spaceport.exporter.to_tensorrt import Attention, Library, Recipe, attention_of, build, open_library
+from spaceport.exporter.tensorrt import to_tensorrt
+from spaceport.exporter.tensorrt.append_graph import append_graph
+from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.to_tensorrt import Attention, Library, Recipe, attention_of, build, open_library
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import OK, run

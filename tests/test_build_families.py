@@ -11,12 +11,12 @@ import torch
 from conftest import TINY, exported_once
 from families import FAMILIES, Family, build
 
-from spaceport.exporter import to_tensorrt
-from spaceport.exporter.append_graph import append_graph
-from spaceport.exporter.builder_monitor import Said, logger_of
-from spaceport.exporter.profiles import Shapes
+from spaceport.exporter.tensorrt import to_tensorrt
+from spaceport.exporter.tensorrt.append_graph import append_graph
+from spaceport.exporter.tensorrt.builder_monitor import Said, logger_of
+from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, open_library
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
-from spaceport.exporter.to_tensorrt import Library, Recipe, open_library
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Precision, Signature, Weights
 from spaceport.graphs.decoder import decoder_of

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from onnx import GraphProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
-from spaceport.exporter.append_graph import UnbuildableGraph, append_graph, fix_capacity, lint
-from spaceport.exporter.attention_products import UnknownAttention, attention_nodes, write_out
-from spaceport.exporter.profiles import Shapes, profiles
+from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph, fix_capacity, lint
+from spaceport.exporter.tensorrt.attention_products import UnknownAttention, attention_nodes, write_out
+from spaceport.exporter.tensorrt.profiles import Shapes, profiles
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Signature
 

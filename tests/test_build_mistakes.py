@@ -13,12 +13,12 @@ import pytest
 from append_bundle import Attending
 from small_bundle import edit
 
-from spaceport.exporter.append_graph import UnbuildableGraph, append_graph
-from spaceport.exporter.build import build_engine
-from spaceport.exporter.builder_monitor import Said, logger_of
-from spaceport.exporter.bundle import TargetError
-from spaceport.exporter.profiles import Shapes
-from spaceport.exporter.to_tensorrt import (
+from spaceport.exporter.atomic_folder import TargetError
+from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph
+from spaceport.exporter.tensorrt.build import build_engine
+from spaceport.exporter.tensorrt.builder_monitor import Said, logger_of
+from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.to_tensorrt import (
     BuildFault,
     Library,
     Recipe,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.exporter.builder_monitor import Advance, Said, interruptible
+from spaceport.exporter.tensorrt.builder_monitor import Advance, Said, interruptible
 
 
 def test_a_phase_counts_for_the_step_that_it_is_part_of() -> None:

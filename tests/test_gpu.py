@@ -14,7 +14,7 @@ from conftest import DEMO, TINY
 
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.exporter.to_tensorrt import open_library
+from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.backends import device, open_engine

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from small_bundle import ENGINE, RECORD, fill
 
-from spaceport.exporter.engines import store
+from spaceport.exporter.tensorrt.engines import store
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle

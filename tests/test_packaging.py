@@ -190,7 +190,7 @@ def test_imports_run_one_way() -> None:
         ("exporter.x", "def f():\n    from spaceport.tools import cli", "against_the_arrows"),
         ("runtime.x", "from spaceport.graphs import attention", "against_the_arrows"),
         ("runtime.x", "from spaceport.graphs.contract_of import y", "against_the_arrows"),
-        ("runtime.backends.x", "from spaceport.exporter.bundle import y", "against_the_arrows"),
+        ("runtime.backends.x", "from spaceport.exporter.atomic_folder import y", "against_the_arrows"),
         ("runtime.x", "import torch.nn", "foreign"),
         ("runtime.x", "import click", "foreign"),
         ("runtime.x", "def f():\n    from onnxruntime import InferenceSession", "foreign"),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from small_bundle import ENGINE, RECORD, fill
 
-from spaceport.exporter.bundle import writing
-from spaceport.exporter.engines import store
+from spaceport.exporter.atomic_folder import writing
+from spaceport.exporter.tensorrt.engines import store
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle, read_manifest

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from small_bundle import fill
 
-from spaceport.exporter.bundle import TargetError, check_target, require_space, writing
+from spaceport.exporter.atomic_folder import TargetError, check_target, require_space, writing
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle, read_manifest
 
@@ -24,7 +24,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from small_bundle import fill
-from spaceport.exporter.bundle import writing
+from spaceport.exporter.atomic_folder import writing
 with writing(Path(sys.argv[1]), overwrite=True) as partial:
     fill(partial, b"another graph")
     print("writing", flush=True)
@@ -36,7 +36,7 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from small_bundle import fill
-from spaceport.exporter.bundle import writing
+from spaceport.exporter.atomic_folder import writing
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
@@ -50,7 +50,7 @@ except OSError as error:
 STRANGER = """
 import os, sys
 from pathlib import Path
-from spaceport.exporter.bundle import check_target
+from spaceport.exporter.atomic_folder import check_target
 from spaceport.runtime.bundle import open_bundle
 if os.getuid() == 0:
     os.setgid(65534)

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from spaceport.exporter.append_graph import refuse_scatter
-from spaceport.exporter.build import Outcome, build_engine, host_memory, weights_of
-from spaceport.exporter.profiles import Shapes
-from spaceport.exporter.to_tensorrt import Library, Recipe, open_library, target_of
+from spaceport.exporter.tensorrt.append_graph import refuse_scatter
+from spaceport.exporter.tensorrt.build import Outcome, build_engine, host_memory, weights_of
+from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, open_library, target_of
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows

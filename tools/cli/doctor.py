@@ -62,7 +62,7 @@ print(f"{BACKENDS[name].module} {module.__version__}{providers}")
 # argv: a flavour. Prints the version of the library and, a line each, the GPUs that it builds for anywhere.
 BUILDER = """
 import sys
-from spaceport.exporter.to_tensorrt import open_library
+from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.faults import MissingPart
 try:
     library = open_library(sys.argv[1])

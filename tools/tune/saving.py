@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from spaceport.exporter.adapter import write_adapter
-from spaceport.exporter.bundle import Kind
+from spaceport.exporter.atomic_folder import Kind
 from spaceport.exporter.sar_config import write_sar_config
 from spaceport.graphs.gated import base_state
 from spaceport.tools.tune.methods import Tuned

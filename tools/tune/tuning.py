@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 
-from spaceport.exporter.bundle import check_target, writing
+from spaceport.exporter.atomic_folder import check_target, writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault

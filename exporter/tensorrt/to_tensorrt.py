@@ -10,10 +10,10 @@ from typing import Any
 
 import onnx
 
-from spaceport.exporter.append_graph import UnbuildableGraph
-from spaceport.exporter.attention_products import attention_nodes, softcap_of, write_out
-from spaceport.exporter.builder_monitor import Advance, Hear, Said, interruptible, logger_of, monitor_of
-from spaceport.exporter.profiles import Profile, Shapes, profiles
+from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph
+from spaceport.exporter.tensorrt.attention_products import attention_nodes, softcap_of, write_out
+from spaceport.exporter.tensorrt.builder_monitor import Advance, Hear, Said, interruptible, logger_of, monitor_of
+from spaceport.exporter.tensorrt.profiles import Profile, Shapes, profiles
 from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, MODEL_FILE, Flavour
 from spaceport.graphs.contract.signature import Signature

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spaceport.exporter.append_graph import append_graph
-from spaceport.exporter.builder_monitor import Hear
-from spaceport.exporter.bundle import Kind, require_space
-from spaceport.exporter.engines import found, name_of, require_writable, store
-from spaceport.exporter.to_tensorrt import Library, Recipe, attention_of, build
+from spaceport.exporter.atomic_folder import Kind, require_space
+from spaceport.exporter.tensorrt.append_graph import append_graph
+from spaceport.exporter.tensorrt.builder_monitor import Hear
+from spaceport.exporter.tensorrt.engines import found, name_of, require_writable, store
+from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, attention_of, build
 from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord, Manifest
 
 _ENGINE = Kind("engine", ".engine")

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from spaceport.exporter.alone import alone_in
-from spaceport.exporter.bundle import flush, undisturbed
-from spaceport.exporter.profiles import profiles
-from spaceport.exporter.to_tensorrt import Library, Recipe
+from spaceport.exporter.atomic_folder import flush, undisturbed
+from spaceport.exporter.folder_lock import alone_in
+from spaceport.exporter.tensorrt.profiles import profiles
+from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
     ENGINES_FOLDER,

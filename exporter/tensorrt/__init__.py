@@ -1,0 +1,1 @@
+"""TensorRT: a bundle's graph as engines of TensorRT and TensorRT-RTX."""

@@ -3,7 +3,7 @@
 # make check  format, lint and types
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four processors (2 by default),
-# TESTS="tests/test_plan.py -k tree" runs some of them.
+# TESTS="tests/runtime/decode/test_plan.py -k tree" runs some of them.
 
 VENV := .venv
 BIN := $(VENV)/bin

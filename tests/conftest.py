@@ -1,6 +1,5 @@
 """The suite's surroundings: offline, repeatable, one thread for each process; bundles that many tests need."""
 
-import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from spaceport.graphs.contract.signature import Lowering, Precision, Weights
+from support.exported import exported_once
+from support.paths import DEMO
 
 # Read by torch, tokenizers and huggingface_hub when they are imported, hence here and not in a fixture.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,9 +21,6 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
-
-TINY = Path(__file__).parent / "data" / "tiny"
-DEMO = Path(__file__).parents[1] / "tools" / "demo" / "model"
 
 
 @pytest.fixture(scope="session")
@@ -54,27 +51,3 @@ def any_tiny_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 def any_demo_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with each lowering in turn."""
     return exported_once(tmp_path_factory, request.param, DEMO)
-
-
-def exported_once(
-    factory: pytest.TempPathFactory,
-    lowering: Lowering,
-    checkpoint: Path = TINY,
-    dtype: Precision = "float32",
-    weights: Weights = "same",
-) -> Path:
-    """The bundle of a checkpoint as these say, exported by the first of the session's processes that asks for it."""
-    # torch and transformers are imported only where a test needs a bundle
-    from spaceport.exporter.export import Options, export
-    from spaceport.exporter.quiet import quiet_libraries
-
-    folder = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # each worker has a folder of its own within the session's
-    target = folder / f"{checkpoint.name}-{lowering}-{dtype}-{weights}"
-    with target.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            quiet_libraries()
-            export(checkpoint, target, Options(lowering=lowering, dtype=dtype, weights=weights))
-    return target

@@ -1,0 +1,91 @@
+"""Build attention: fused where TensorRT has a kernel, matrix products elsewhere, and the build says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spaceport.exporter.tensorrt import to_tensorrt
+from spaceport.exporter.tensorrt.append_graph import append_graph
+from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.to_tensorrt import Attention, Library, Recipe, attention_of, build, open_library
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.cli import OK, run
+from support.append_bundle import Attending
+
+pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
+
+RECIPE = Recipe("sm89", Shapes(1024, 4, 64, 512))
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trusted is noted where the test is, and not where the user's is."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return open_library("tensorrt-rtx")
+
+
+def made(tmp_path: Path, attending: Attending) -> tuple[Path, Manifest]:
+    manifest = attending.write(tmp_path / "made")
+    return tmp_path / "made", manifest
+
+
+@pytest.mark.parametrize(
+    ("attending", "expected"),
+    [
+        (Attending("float16", head_dim=64, layers=2), Attention(0, "")),
+        (Attending("bfloat16", head_dim=64), Attention(0, "")),
+        (Attending("float32", layers=2), Attention(2, "TensorRT has no fused kernel for float32")),
+        (Attending(head_dim=8), Attention(1, "TensorRT has no fused kernel for heads of 8")),
+        (Attending(head_dim=264), Attention(1, "TensorRT has no fused kernel for heads of 264")),
+        (Attending(head_dim=12), Attention(1, "TensorRT has no fused kernel for heads of 12", written_out=True)),
+        (Attending(softcap=5.0), Attention(1, "TensorRT has no fused kernel with softcap", written_out=True)),
+        (
+            Attending("float32", head_dim=12, softcap=5.0),
+            Attention(1, "TensorRT has no fused kernel with softcap", written_out=True),
+        ),
+    ],
+    ids=str,
+)
+def test_attention_is_fused_where_it_can_be_and_products_elsewhere(
+    attending: Attending, expected: Attention, tmp_path: Path, library: Library
+) -> None:
+    folder, manifest = made(tmp_path, attending)
+    model = append_graph(folder, manifest.signature, 1024)
+    found = build(library, model, folder, manifest.signature, RECIPE)
+    assert found.attention == expected
+    assert found.activation > 0
+
+
+def test_a_kernel_that_is_missing_after_all_is_found_out(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fused attention takes may be less in another version."""
+    monkeypatch.setattr(to_tensorrt, "_FUSED_HEADS", range(8, 257, 8))
+    folder, manifest = made(tmp_path, Attending(head_dim=8, layers=2))
+    model = append_graph(folder, manifest.signature, 1024)
+    assert attention_of(model, manifest.signature) == Attention(0, "")
+    found = build(library, model, folder, manifest.signature, RECIPE)
+    assert found.attention == Attention(2, f"{library.name} has no fused kernel for it")
+
+
+def test_the_build_says_where_attention_is_not_fused(tmp_path: Path, capfd: Capture) -> None:
+    folder, _ = made(tmp_path, Attending(softcap=5.0))
+    assert run(["build", str(folder), "--target", "sm89"]) == OK
+    assert capfd.readouterr().out.splitlines()[0] == (
+        "attention of 1 layer runs as matrix products: TensorRT has no fused kernel with softcap"
+    )
+    (record,) = open_bundle(folder).manifest.engines.values()
+    assert record.decomposed == 1
+    assert run(["build", str(folder), "--target", "sm89"]) == OK
+    assert "TensorRT has no fused kernel with softcap" in capfd.readouterr().out, "also of what was there already"
+    assert run(["inspect", str(folder)]) == OK
+    assert "1 layer as products" in capfd.readouterr().out

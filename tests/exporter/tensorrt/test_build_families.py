@@ -1,0 +1,127 @@
+"""Build families: TensorRT-RTX makes an engine of every family's graph, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from spaceport.exporter.tensorrt import to_tensorrt
+from spaceport.exporter.tensorrt.append_graph import append_graph
+from spaceport.exporter.tensorrt.builder_monitor import Said, logger_of
+from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, open_library
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Precision, Signature, Weights
+from spaceport.graphs.decoder import decoder_of
+from spaceport.runtime.bundle import read_manifest
+from support.exported import exported_once
+from support.families import FAMILIES, Family, build
+from support.paths import TINY
+
+pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
+
+SHAPES = Shapes(capacity=1024, requests=4, step_rows=64, prompt_rows=512)
+TARGETS = ("sm80", "sm89")
+
+# heads of 64 as most large models have them
+WIDE_HEADS = Family(
+    "mistral, wide heads",
+    "mistral",
+    {
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "sliding_window": 16,
+    },
+)
+
+
+def fewer(family: Family) -> Family:
+    """The family with one layer, unless its layers differ."""
+    if {"layer_types", "max_window_layers", "n_layer", "attn_logit_softcapping"} & set(family.options):
+        return family
+    return replace(family, options={**family.options, "num_hidden_layers": 1})
+
+
+def cases() -> list[object]:
+    """Every family that has the lowering; to TensorRT kinds of rotary embedding are one, their constants differ."""
+    listed = [family for family in FAMILIES if "append" in family.lowerings]
+    return [
+        pytest.param(fewer(family), marks=pytest.mark.nightly if "rope" in family.name else (), id=family.name)
+        for family in listed
+    ]
+
+
+@cache
+def library() -> Library:
+    return open_library("tensorrt-rtx")
+
+
+def exported(family: Family, folder: Path) -> Signature:
+    """The family's append graph in half precision."""
+    decoder, _ = decoder_of(build(family, torch.float16), "append", "operator" if family.replaceable else "plain")
+    to_onnx(decoder, folder, DEFAULT_OPSET["append"])
+    return decoder.signature
+
+
+def build_all(folder: Path, signature: Signature) -> set[to_tensorrt.Attention]:
+    """How attention came out in the engines for all targets."""
+    found = set()
+    for target in TARGETS:
+        model = append_graph(folder, signature, SHAPES.capacity)
+        engine = to_tensorrt.build(library(), model, folder, signature, Recipe(target, SHAPES))
+        assert engine.plan.nbytes > 100_000
+        found.add(engine.attention)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", cases())
+def test_a_familys_graph_is_built_for_both_targets(family: Family, tmp_path: Path) -> None:
+    signature = exported(family, tmp_path)
+    (attention,) = build_all(tmp_path, signature)
+    fused = signature.head_dim >= 16 and family.replaceable and family.model_type != "gemma2"
+    assert attention.decomposed == (0 if fused else signature.layers)
+    assert attention.written_out == (family.model_type == "gemma2")
+
+
+def test_engines_reckon_in_float32_and_in_memory_that_is_given_to_them() -> None:
+    trt = library().module
+    config = to_tensorrt._config(library(), trt.Builder(logger_of(trt, Said())), Recipe("sm89", SHAPES))
+    assert not config.get_flag(trt.BuilderFlag.TF32)
+    assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+
+
+@pytest.mark.slow
+def test_heads_of_64_are_built_fused(tmp_path: Path) -> None:
+    (attention,) = build_all(tmp_path, exported(fewer(WIDE_HEADS), tmp_path))
+    assert attention == to_tensorrt.Attention(0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "weights", "target"),
+    [
+        ("bfloat16", "same", "sm80"),
+        ("float16", "float8", "sm89"),
+        pytest.param("float16", "int4", "sm80", marks=pytest.mark.nightly),
+    ],
+)
+def test_small_numbers_are_built_for_the_gpus_that_have_them(
+    tmp_path_factory: pytest.TempPathFactory, dtype: Precision, weights: Weights, target: str
+) -> None:
+    bundle = exported_once(tmp_path_factory, "append", TINY, dtype, weights)
+    signature = read_manifest(bundle).signature
+    model = append_graph(bundle, signature, SHAPES.capacity)
+    engine = to_tensorrt.build(library(), model, bundle, signature, Recipe(target, SHAPES))
+    assert engine.attention.decomposed == 0
+    if weights == "float8":
+        model = append_graph(bundle, signature, SHAPES.capacity)
+        with pytest.raises(OptionFault, match=r"--target is sm80: .* without --weights float8"):
+            to_tensorrt.build(library(), model, bundle, signature, Recipe("sm80", SHAPES))

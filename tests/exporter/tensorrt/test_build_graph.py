@@ -1,0 +1,241 @@
+"""Append graph: it is held against the contract before TensorRT sees it, and written out where TensorRT has no kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from onnx import GraphProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
+
+from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph, fix_capacity, lint
+from spaceport.exporter.tensorrt.attention_products import UnknownAttention, attention_nodes, write_out
+from spaceport.exporter.tensorrt.profiles import Shapes, profiles
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Signature
+from support.append_bundle import POSITIONS, VOCAB, Attending
+
+PATH = Path("bundle/model.onnx")
+CAPACITY = 128
+
+
+def test_the_capacity_is_fixed_in_memory_and_the_file_stays_as_it_is(tmp_path: Path) -> None:
+    attending = Attending(layers=2)
+    attending.write(tmp_path / "bundle")
+    before = (tmp_path / "bundle" / "model.onnx").read_bytes()
+    model = append_graph(tmp_path / "bundle", attending.signature, 192)
+    buffers = [value for value in (*model.graph.input, *model.graph.output) if value.name.startswith(("past", "pres"))]
+    assert len(buffers) == 8
+    assert [[size.dim_value for size in value.type.tensor_type.shape.dim] for value in buffers] == [[0, 2, 192, 16]] * 8
+    assert b'dim_param: "S"' not in str(model.graph).encode()
+    assert (tmp_path / "bundle" / "model.onnx").read_bytes() == before
+
+
+def _rename(graph: GraphProto) -> None:
+    graph.input[1].name = "positions"
+
+
+def _swap(graph: GraphProto) -> None:
+    first, second = onnx.ValueInfoProto(), onnx.ValueInfoProto()
+    first.CopyFrom(graph.input[0])
+    second.CopyFrom(graph.input[1])
+    graph.input[0].CopyFrom(second)
+    graph.input[1].CopyFrom(first)
+
+
+def _retype(graph: GraphProto) -> None:
+    graph.input[3].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+
+
+def _flatten(graph: GraphProto) -> None:
+    del graph.input[3].type.tensor_type.shape.dim[1]
+
+
+def _narrow(graph: GraphProto) -> None:
+    graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+
+
+def _fix(graph: GraphProto) -> None:
+    fix_capacity(helper.make_model(graph), 64)
+    graph.input[5].type.tensor_type.shape.dim[2].dim_value = 64
+
+
+def _add(graph: GraphProto) -> None:
+    graph.input.append(helper.make_tensor_value_info("token_type_ids", onnx.TensorProto.INT64, ["B", "T"]))
+
+
+def _drop(graph: GraphProto) -> None:
+    del graph.output[-1]
+
+
+def _cross(graph: GraphProto) -> None:
+    """Write keys over the buffer of values."""
+    (key,) = [node for node in graph.node if node.output[0] == "present.0.key"]
+    key.input[0] = "past_key_values.0.value"
+
+
+def _copy(graph: GraphProto) -> None:
+    (key,) = [node for node in graph.node if node.output[0] == "present.0.key"]
+    key.output[0] = "written"
+    graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
+
+
+def _keep_elsewhere(graph: GraphProto) -> None:
+    set_external_data(graph.initializer[0], "../weights.bin")
+
+
+def _keep_a_constant_elsewhere(graph: GraphProto) -> None:
+    tensor = numpy_helper.from_array(np.zeros(4, np.float32), "zeros")
+    set_external_data(tensor, "weights.bin")
+    graph.node.append(helper.make_node("Constant", [], ["zeros"], value=tensor))
+
+
+SPOILS: dict[Callable[[GraphProto], None], str] = {
+    _rename: r"has the input positions int64 \[B, T\], the manifest says position_ids int64 \[B, T\]: export it again",
+    _swap: r"has the input position_ids int64 \[B, T\], the manifest says input_ids int64",
+    _retype: r"has the input attention_mask float32 \[B, 1, T, A\], the manifest says attention_mask bool",
+    _flatten: r"has the input attention_mask bool \[B, T, A\], the manifest says attention_mask bool \[B, 1, T, A\]",
+    _narrow: r"has the input input_ids int64 \[1, T\], the manifest says input_ids int64 \[B, T\]",
+    _fix: r"past_key_values.0.key float16 \[B, 2, 64, 16\], the manifest says .* \[B, 2, S, 16\]",
+    _add: r"has the input token_type_ids int64 \[B, T\], the manifest says nothing more: export it again",
+    _drop: r"has the output nothing more, the manifest says present.0.value",
+    _cross: r"present.0.key is not past_key_values.0.key with rows written to it by TensorScatter, .* --lowering append",
+    _copy: r"present.0.key is not past_key_values.0.key with rows written to it by TensorScatter",
+    _keep_elsewhere: r"embedding lies in '../weights.bin', expected model.onnx.data, .*: export it again",
+    _keep_a_constant_elsewhere: r"zeros lies in 'weights.bin', expected model.onnx.data, .*: export it again",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
+def test_a_graph_that_is_not_the_contracts_is_refused_with_the_place(spoil: Callable[[GraphProto], None]) -> None:
+    attending = Attending()
+    model = attending.model()
+    lint(model, attending.signature, PATH)
+    spoil(model.graph)
+    with pytest.raises(UnbuildableGraph, match=SPOILS[spoil]) as raised:
+        lint(model, attending.signature, PATH)
+    assert str(raised.value).startswith(f"{PATH}: ")
+
+
+def test_a_file_that_is_no_graph_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    signature = Attending().signature
+    with pytest.raises(UnbuildableGraph, match=r"model\.onnx: cannot be read .*: export it again"):
+        append_graph(tmp_path, signature, 64)
+    (tmp_path / "model.onnx").write_bytes(b"\xff" * 50)
+    with pytest.raises(UnbuildableGraph, match=r"model\.onnx: cannot be read .*: export it again"):
+        append_graph(tmp_path, signature, 64)
+
+
+def test_a_scatter_graph_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UnbuildableGraph, match=r"has the scatter lowering, .* export it with --lowering append"):
+        append_graph(tmp_path, Signature(1, 2, 16, VOCAB, "float16", "scatter"), 64)
+
+
+def outputs(
+    model: onnx.ModelProto, attending: Attending, seed: int, visible: int, rows: int
+) -> list[NDArray[np.float32]]:
+    """What ONNX Runtime makes of random inputs: logits and buffers."""
+    dice, batch = np.random.default_rng(seed), 2
+    mask = dice.random((batch, 1, rows, visible)) < 0.5
+    mask[..., 0] = True  # a row that sees nothing is nobody's
+    feeds: dict[str, NDArray[np.generic]] = {
+        "input_ids": dice.integers(VOCAB, size=(batch, rows)),
+        "position_ids": dice.integers(POSITIONS, size=(batch, rows)),
+        "slot_ids": np.tile(np.arange(rows), (batch, 1)) + 3,
+        "attention_mask": mask,
+        "logit_rows": np.tile(np.arange(rows), (batch, 1)),
+    }
+    for tensor in attending.signature.past:
+        shape = (batch, attending.kv_heads, CAPACITY, attending.head_dim)
+        feeds[tensor.name] = dice.standard_normal(shape).astype(tensor.dtype)
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    fix_capacity(fixed, CAPACITY)
+    session = ort.InferenceSession(fixed.SerializeToString(), providers=["CPUExecutionProvider"])
+    found: list[NDArray[np.float32]] = session.run(None, feeds)
+    return found
+
+
+@settings(max_examples=12)
+@given(
+    groups=st.sampled_from((1, 2, 3)),
+    kv_heads=st.sampled_from((1, 2)),
+    head_dim=st.sampled_from((6, 16)),
+    softcap=st.sampled_from((0.0, 2.0)),
+    scale=st.sampled_from((None, 0.7)),
+    visible=st.sampled_from((64, CAPACITY)),
+    rows=st.sampled_from((1, 5)),
+    seed=st.integers(0, 99),
+)
+def test_attention_written_out_is_the_operator(
+    groups: int,
+    kv_heads: int,
+    head_dim: int,
+    softcap: float,
+    scale: float | None,
+    visible: int,
+    rows: int,
+    seed: int,
+) -> None:
+    attending = Attending("float32", groups * kv_heads, kv_heads, head_dim, 2, softcap, scale)
+    model = attending.model(seed)
+    expected = outputs(model, attending, seed, visible, rows)
+    assert write_out(model, attending.signature) == 2
+    assert attention_nodes(model) == []
+    onnx.checker.check_model(model, full_check=True)
+    for found, wanted in zip(outputs(model, attending, seed, visible, rows), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_with_what_no_export_writes_is_not_written_out() -> None:
+    attending = Attending()
+    model = attending.model()
+    (node,) = attention_nodes(model)
+    node.attribute.append(helper.make_attribute("is_causal", 1))
+    with pytest.raises(UnknownAttention, match="attributes is_causal: expected query, key, value, mask"):
+        write_out(model, attending.signature)
+
+
+def test_profiles_cover_steps_and_prompts_up_to_what_is_asked() -> None:
+    steps, prompts = profiles(Shapes(1024, 4, 64, 512), vocab_size=128_256, mask_slots=3)
+    assert steps == {"B": (1, 1, 4), "T": (1, 16, 64), "R": (1, 16, 64), "A": (64, 512, 1024)}
+    # a third of 512 rows' logits would be beyond what a call gives out, those of the widest step are not
+    assert prompts == {"B": (1, 1, 4), "T": (1, 512, 512), "R": (1, 1, 128), "A": (64, 512, 1024)}
+    _, small = profiles(Shapes(1024, 4, 64, 512), vocab_size=640, mask_slots=0)
+    assert small["R"] == (1, 1, 512)
+
+
+@given(st.integers(0, 40), st.integers(1, 512), st.integers(128, 512), st.integers(8, 64), st.integers(2, 300_000))
+def test_what_a_profile_is_tuned_to_lies_within_it(
+    mask_slots: int, step_rows: int, prompt_rows: int, blocks: int, vocab: int
+) -> None:
+    shapes = Shapes(64 * blocks, 4, min(step_rows, prompt_rows), prompt_rows)
+    for profile in profiles(shapes, vocab, mask_slots):
+        assert all(1 <= least <= tuned <= most for least, tuned, most in profile.values())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ((1024, 0, 64, 512), "--max-requests is 0: expected 1 to 1024"),
+        ((1024, 2000, 64, 512), "--max-requests is 2000: expected 1 to 1024"),
+        ((1000, 4, 64, 512), "the capacity is 1000 slots: expected a multiple of 64"),
+        ((0, 4, 64, 512), "the capacity is 0 slots"),
+        ((1024, 4, 64, 127), "--prompt-rows is 127: expected 128, the widest step that writes, to 1024"),
+        ((1024, 4, 64, 1025), "--prompt-rows is 1025: expected 128, .* to 1024, .* raise --max-seq-len"),
+        ((64, 4, 64, 128), "--prompt-rows is 128: expected 128, .* to 64"),
+        ((1024, 4, 0, 512), "--max-step-rows is 0: expected 1 to 512"),
+        ((1024, 4, 513, 512), "--max-step-rows is 513: expected 1 to 512"),
+    ],
+)
+def test_shapes_that_no_engine_can_have_are_refused(shapes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(OptionFault, match=re.compile(message)):
+        Shapes(*shapes)

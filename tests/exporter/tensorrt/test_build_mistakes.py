@@ -1,0 +1,278 @@
+"""Mistakes of a build: what cannot be built is told before the work, and in words of the command line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from spaceport.exporter.atomic_folder import TargetError
+from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph
+from spaceport.exporter.tensorrt.build import build_engine
+from spaceport.exporter.tensorrt.builder_monitor import Said, logger_of
+from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.to_tensorrt import (
+    BuildFault,
+    Library,
+    Recipe,
+    build,
+    fault_of,
+    open_library,
+    read_cache,
+    target_of,
+)
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import MODEL_FILE, FileRecord
+from spaceport.runtime.backends.device import no_gpu
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, run
+from support.append_bundle import Attending
+from support.small_bundle import edit
+
+pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
+
+RECIPE = Recipe("sm89", Shapes(1024, 4, 64, 512))
+KNOWN = "sm75, sm80, sm86, sm89, sm120, sm121"
+WITHOUT_GPU = pytest.mark.skipif(no_gpu() is None, reason="there is a GPU here")
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trusted is noted where the test is, and not where the user's is."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    Attending().write(tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return open_library("tensorrt-rtx")
+
+
+def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: object) -> None:
+    """Hold that a build ends with this code, says this last and leaves nothing."""
+    before = {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
+    assert run(["build", str(bundle), *map(str, options)]) == code
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert "Traceback" not in errors
+    assert re.search(message, errors.splitlines()[-1]), errors
+    assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == before
+    assert not (bundle / "engines").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--target", "sm90"),
+            f"--target is sm90: tensorrt-rtx .* does not build for it here; expected {KNOWN}, or current; TensorRT itself .*--flavour tensorrt",
+        ),
+        (("--target", "hopper"), f"--target is hopper: .*; expected {KNOWN}, or current"),
+        (("--target", "sm89,"), "--target is 'sm89,': expected names with commas between them, such as sm80,sm89"),
+        (("--target", "sm89", "--target", "sm90"), "--target is sm90: "),
+        (("--target", "sm90", "--target", "sm89"), "--target is sm90: "),
+        (("--target", "sm89", "--max-requests", 0), "--max-requests is 0: expected 1 to 1024"),
+        (("--target", "sm89", "--max-seq-len", 1), "max_seq_len is 1: expected 2 to 1024"),
+        (("--target", "sm89", "--max-seq-len", 1025), "max_seq_len is 1025: expected 2 to 1024"),
+        (
+            ("--target", "sm89", "--max-seq-len", 300, "--max-slots", 200),
+            "max_slots is 200: expected at least max_seq_len",
+        ),
+        (
+            ("--target", "sm89", "--prompt-rows", 64),
+            "--prompt-rows is 64: expected 128, the widest step that writes, to",
+        ),
+        (
+            ("--target", "sm89", "--prompt-rows", 9999),
+            r"--prompt-rows is 9999: expected 128, .* to 1728, .*--max-seq-len",
+        ),
+        (("--target", "sm89", "--max-step-rows", 513), "--max-step-rows is 513: expected 1 to 512"),
+        (
+            ("--target", "sm89", "--dtype", "bfloat16"),
+            "--dtype is bfloat16, the bundle's graph is float16: .* export the checkpoint again with --dtype bfloat16",
+        ),
+        (
+            ("--target", "sm89", "--timing-cache", "times"),
+            "--timing-cache with tensorrt-rtx: it times nothing when it builds; leave it out",
+        ),
+        (
+            ("--target", "sm89", "--workspace", 1),
+            "--workspace is 1 MB: tensorrt-rtx .* needs more .*; raise it, or leave",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_built_with_are_refused(
+    capfd: Capture, bundle: Path, options: tuple[object, ...], message: str
+) -> None:
+    refused(capfd, USAGE, message, bundle, *options)
+
+
+@WITHOUT_GPU
+def test_a_machine_without_a_gpu_says_what_it_can_build_for(capfd: Capture, bundle: Path) -> None:
+    refused(capfd, USAGE, f"--target current: .*(driver|GPU).*; expected {KNOWN}$", bundle)
+    refused(capfd, USAGE, f"--target current: .*(driver|GPU).*; expected {KNOWN}$", bundle, "--target", "sm89,current")
+    refused(capfd, USAGE, "--refittable: .*(driver|GPU).*, .* needs one for it; leave it out", bundle, "--refittable")
+
+
+def test_targets_may_be_said_in_capitals_and_one_by_one(capfd: Capture, bundle: Path) -> None:
+    assert (
+        run(
+            [
+                "build",
+                str(bundle),
+                "--target",
+                "SM80, sm89",
+                "--target",
+                "sm86",
+                "--target",
+                "sm80",
+                "--max-requests",
+                "1",
+            ]
+        )
+        == OK
+    )
+    output, errors = capfd.readouterr()
+    assert re.findall(r"engines/(sm\d+)-", output) == ["sm80", "sm89", "sm86"]
+    assert "KV buffers for 1 request of 1728 slots" in errors
+
+
+def test_a_target_beyond_those_that_are_known_is_this_machines_or_none(library: Library) -> None:
+    full = Library("tensorrt", SimpleNamespace(__version__="11.0"))
+    assert library.targets == tuple(KNOWN.split(", "))
+    assert target_of(library, "current", "sm89", "") == "sm89"
+    with pytest.raises(
+        OptionFault, match=r"this GPU is sm90, for which tensorrt-rtx .* has no kernels; expected sm75.*--flavour"
+    ):
+        target_of(library, "current", "sm90", "")
+    assert target_of(library, "sm89", None, "no driver") == "sm89"
+    assert target_of(full, "current", "sm90", "") == "sm90"
+    assert target_of(full, "sm90", "sm90", "") == "sm90"
+    with pytest.raises(OptionFault, match=r"--target is sm89: tensorrt 11\.0 .* it builds for the GPU of the machine"):
+        target_of(full, "sm89", "sm90", "")
+    with pytest.raises(OptionFault, match="--target current: no driver; it builds for the GPU of the machine"):
+        target_of(full, "current", None, "no driver")
+
+
+def test_a_machine_without_tensorrt_says_how_to_install_it(
+    capfd: Capture, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    refused(capfd, MISSING, r"tensorrt does not import .*'spaceport\[tensorrt\]'$", bundle, "--flavour", "tensorrt")
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    both = r"needs TensorRT; tensorrt does .*'spaceport\[tensorrt\]'; or tensorrt_rtx .*'spaceport\[tensorrt-rtx\]'$"
+    refused(capfd, MISSING, both, bundle, "--target", "sm89")
+
+
+def test_a_scatter_bundle_is_refused(capfd: Capture, bundle: Path) -> None:
+    edit(bundle, lambda told: told["signature"].update(lowering="scatter"))
+    (bundle / "model.onnx.data").write_bytes(b"")  # told before the weights are read
+    message = "has the scatter lowering, TensorRT needs append: export it with --lowering append"
+    refused(capfd, INPUT, message, bundle, "--target", "sm89")
+
+
+def _nothing(bundle: Path) -> None:
+    (bundle / "manifest.json").unlink()
+
+
+def _cut(bundle: Path) -> None:
+    (bundle / "model.onnx.data").write_bytes(b"")
+
+
+def _link(bundle: Path) -> None:
+    (bundle / "engines.engine").symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_nothing, r"no manifest\.json in it: expected a bundle"),
+        (_cut, r"model\.onnx\.data: 0 bytes, the manifest says"),
+        (_link, "not a regular file"),
+    ],
+)
+def test_a_bundle_that_does_not_open_is_refused(
+    capfd: Capture, bundle: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    spoil(bundle)
+    refused(capfd, INPUT, message, bundle, "--target", "sm89")
+
+
+def test_a_disk_without_room_is_refused_before_the_build(bundle: Path, library: Library) -> None:
+    manifest = open_bundle(bundle).manifest
+    vast = {**manifest.files, "model.onnx.data": FileRecord("a" * 64, 10**18)}
+    began: list[str] = []
+    with pytest.raises(TargetError, match=r"MB free, the engine needs about 10000000000.. MB: make room or choose"):
+        build_engine(bundle, replace(manifest, files=vast), library, RECIPE, begin=lambda: began.append("it"))
+    assert began == []
+
+
+def test_a_node_that_tensorrt_does_not_know_is_named(bundle: Path, library: Library) -> None:
+    signature = Attending().signature
+    model = append_graph(bundle, signature, 1024)
+    (node,) = [node for node in model.graph.node if node.op_type == "Attention"]
+    node.op_type = "Detention"
+    with pytest.raises(UnbuildableGraph) as raised:
+        build(library, model, bundle, signature, RECIPE)
+    assert re.search(
+        rf"{MODEL_FILE}: tensorrt-rtx .* cannot take attention0 \(Detention\): .*expected", str(raised.value)
+    )
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_that_are_not_there_are_named(bundle: Path, library: Library) -> None:
+    signature = Attending().signature
+    model = append_graph(bundle, signature, 1024)
+    (bundle / "model.onnx.data").unlink()
+    with pytest.raises(UnbuildableGraph, match="cannot take"):
+        build(library, model, bundle, signature, RECIPE)
+
+
+def test_a_type_that_a_target_lacks_is_told_as_such(bundle: Path, library: Library, tmp_path: Path) -> None:
+    attending = Attending("bfloat16")
+    attending.write(tmp_path / "brain")
+    model = append_graph(tmp_path / "brain", attending.signature, 1024)
+    with pytest.raises(OptionFault, match=r"--target is sm75: .* lacks a type .* exported with --dtype float16 and"):
+        build(library, model, tmp_path / "brain", attending.signature, replace(RECIPE, target="sm75"))
+
+
+def test_what_nobody_foresaw_is_told_in_the_builders_words(library: Library) -> None:
+    said = Said(errors=["first things first", "kernel\nfell over"])
+    fault = fault_of(library, RECIPE, said)
+    assert isinstance(fault, BuildFault)
+    assert re.search("could not build for sm89: first things first kernel fell over: expected", str(fault))
+    assert "it says no reason" in str(fault_of(library, RECIPE, Said()))
+
+
+@pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX:DeprecationWarning")
+def test_a_timing_cache_that_is_none_is_refused_and_a_new_name_begins_one(library: Library, tmp_path: Path) -> None:
+    """TensorRT-RTX has the calls, which do nothing there, and reads the file all the same."""
+    said = Said()
+    logger = logger_of(library.module, said)
+    config = library.module.Builder(logger).create_builder_config()
+    file = tmp_path / "times"
+    assert read_cache(config, said, file) is not None
+    assert not file.exists()
+    file.write_bytes(b"nothing of the kind" * 20)
+    with pytest.raises(InputFault, match=r"times: not a timing cache of this TensorRT and GPU: .* choose another"):
+        read_cache(config, said, file)
+
+
+def test_help_tells_every_option(capfd: Capture) -> None:
+    assert run(["build", "--help"]) == OK
+    output = capfd.readouterr().out
+    for option in ("--flavour", "--target", "--max-requests", "--prompt-rows", "--refittable", "--rebuild", "--json"):
+        assert option in output

@@ -1,0 +1,222 @@
+"""Export: what travels from a checkpoint into its bundle, and what is refused before any work is done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
+from spaceport.exporter.export import Options, export
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from support.paths import TINY
+
+
+def copy_of_tiny(folder: Path, **changes: Any) -> Path:
+    """The tiny checkpoint with entries of its JSON files changed: file name without suffix -> entries, or None to drop it."""
+    quiet_libraries()
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("make.py", "README.md", "__pycache__"))
+    for name, entries in changes.items():
+        file = folder / f"{name}.json"
+        if entries is None:
+            file.unlink()
+        else:
+            told = json.loads(file.read_text("utf-8")) if file.exists() else {}
+            file.write_text(json.dumps({**told, **entries}), "utf-8")
+    return folder
+
+
+def test_a_bundle_holds_what_the_checkpoint_says(tiny_bundle: Path) -> None:
+    manifest = open_bundle(tiny_bundle).manifest
+    assert manifest.tokens.mask == (4,)
+    assert manifest.tokens.end == (1, 3)
+    assert (manifest.max_mask_slots, manifest.max_positions) == (5, 1024)
+    assert (manifest.family, manifest.parameters, manifest.opset) == ("llama", 301_728, 23)
+    assert manifest.signature.vocab_size == 640
+    assert Tokenizer.from_file(str(tiny_bundle / "tokenizer.json")).get_vocab_size() == 628
+    assert manifest.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert manifest.generation["eos_token_id"] == [1, 3]
+    assert (tiny_bundle / "chat_template.jinja").read_text() == (TINY / "chat_template.jinja").read_text()
+    assert set(manifest.files) == {file.name for file in tiny_bundle.iterdir()} - {"manifest.json"}
+
+
+def test_a_graph_tells_nothing_of_the_machine_that_made_it(tiny_bundle: Path) -> None:
+    text = (tiny_bundle / "model.onnx").read_bytes()
+    assert str(Path.home()).encode() not in text
+    assert b".py" not in text
+
+
+def test_tied_weights_are_stored_once(tiny_bundle: Path) -> None:
+    graph = onnx.load(str(tiny_bundle / "model.onnx"), load_external_data=False).graph
+    shapes = [tuple(tensor.dims) for tensor in graph.initializer]
+    assert sum(shape in ((640, 96), (96, 640)) for shape in shapes) == 1
+
+
+def test_a_plain_checkpoint_becomes_a_bundle_that_decodes_plainly(tmp_path: Path, tiny_bundle: Path) -> None:
+    manifest = export(copy_of_tiny(tmp_path / "plain", sar_config=None), tmp_path / "bundle", Options())
+    assert (manifest.tokens.mask, manifest.max_mask_slots) == ((), 0)
+    prompt = json.loads((TINY / "prompts.json").read_text("utf-8"))["end of json/scanner.py"]
+    with (
+        Runtime.open(tmp_path / "bundle", max_seq_len=256) as plain,
+        Runtime.open(tiny_bundle, max_seq_len=256) as other,
+    ):
+        assert plain.generate(prompt).tokens == other.generate(prompt, Decoding(mask_slots=5)).tokens
+        with pytest.raises(OptionFault, match="no mask token and only decodes plainly"):
+            plain.generate(prompt, Decoding(mask_slots=1))
+
+
+def test_a_half_precision_bundle_writes_the_golden_text(tmp_path: Path) -> None:
+    manifest = export(TINY, tmp_path / "half", Options(dtype="float16"))
+    assert manifest.signature.dtype == "float16"
+    size = {name: record.size for name, record in manifest.files.items()}
+    assert size["model.onnx.data"] < 700_000
+    prompt = json.loads((TINY / "prompts.json").read_text("utf-8"))["end of json/scanner.py"]
+    with Runtime.open(tmp_path / "half", max_seq_len=256) as runtime:
+        found = [runtime.generate(prompt, Decoding(mask_slots=k)) for k in (0, 3)]
+    assert found[0].text.endswith("make_scanner = c_make_scanner or py_make_scanner\n")
+    assert found[0].tokens == found[1].tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "mask", "slots"),
+    [
+        (TokenFlags(), (4,), 5),
+        (TokenFlags(mask=("7",)), (7,), 5),
+        (TokenFlags(mask=("[M]",), max_mask_slots=3), (4,), 3),
+        (TokenFlags(mask=("630", "631"), max_mask_slots=2), (630, 631), 2),
+    ],
+)
+def test_flags_go_before_the_checkpoints_own_word(flags: TokenFlags, mask: tuple[int, ...], slots: int) -> None:
+    found = open_checkpoint(TINY, flags)
+    assert (found.tokens.mask, found.max_mask_slots) == (mask, slots)
+
+
+def test_a_mask_token_alone_gets_the_published_number_of_slots(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "c", sar_config=None)
+    assert open_checkpoint(folder, TokenFlags(mask=("630",))).max_mask_slots == 5
+    assert open_checkpoint(folder, TokenFlags(mask=("630", "631", "632"))).max_mask_slots == 3
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "end"),
+    [
+        ({"eos_token_id": [3, 1]}, {}, (3, 1)),
+        ({"eos_token_id": 3}, {}, (3,)),
+        (None, {"eos_token_id": 2}, (2,)),
+        (None, {"eos_token_id": None}, (1,)),
+    ],
+)
+def test_end_tokens_come_from_the_first_file_that_names_them(
+    tmp_path: Path, generation: Any, config: dict[str, Any], end: tuple[int, ...]
+) -> None:
+    folder = copy_of_tiny(tmp_path / "c", generation_config=generation, config=config)
+    assert open_checkpoint(folder, TokenFlags()).tokens.end == end
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (
+            {"mask_tokens": ["[X]"]},
+            "mask token '\\[X\\]' is not in the tokenizer: expected one of its tokens, or an id from 0 to 639",
+        ),
+        ({"mask_tokens": [640]}, "id 640, the model's vocabulary ends at 639"),
+        ({"mask_tokens": "[M]"}, "mask_tokens is '\\[M\\]': expected a list"),
+        ({"mask_tokens": ["[M]", "630"], "mask_slots": 3}, "3 mask slots, but 2 mask tokens"),
+        ({"mask_slots": 0}, "mask slots are 0: expected 1 to 64"),
+        ({"mask_slots": "5"}, "mask slots are '5': expected 1 to 64"),
+        ({"fork_token": "630"}, "a fork token needs a child token"),
+        ({"fork_token": "630", "child_token": "630"}, "token id 630 has two of the roles"),
+        ({"mask_tokens": ["</s>"]}, "token id 1 has two of the roles"),
+        ({"masks": 5}, "unknown entries masks"),
+    ],
+)
+def test_a_wrong_sar_config_is_refused_with_what_is_wrong(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(copy_of_tiny(tmp_path / "c", sar_config=told), TokenFlags())
+
+
+def test_fork_and_child_tokens_travel_along(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "c", sar_config={"fork_token": "630", "child_token": 631})
+    tokens = open_checkpoint(folder, TokenFlags()).tokens
+    assert (tokens.fork, tokens.child) == (630, 631)
+    assert tokens.unwritable == (4, 631)
+
+
+def test_padding_and_truncation_of_a_training_tokenizer_do_not_travel_along(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "c")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    found = Tokenizer.from_str(open_checkpoint(folder, TokenFlags()).tokenizer)
+    assert len(found.encode("import json; " * 9).ids) > 8
+    assert 0 not in found.encode("x").ids[1:]
+
+
+def test_a_tokenizer_that_exists_only_in_its_slow_form_is_converted(tmp_path: Path) -> None:
+    import sentencepiece
+
+    folder = copy_of_tiny(tmp_path / "c", tokenizer=None, tokenizer_config=None, sar_config={"mask_tokens": [630]})
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {i} of a text with words such as scan and decode" for i in range(300)), "utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=120, model_type="bpe", byte_fallback=False,
+        bos_id=0, eos_id=1, unk_id=2, minloglevel=2,
+    )  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}), "utf-8")
+    found = open_checkpoint(folder, TokenFlags())
+    tokenizer = Tokenizer.from_str(found.tokenizer)
+    slow = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    sample = "decode a line of text"
+    assert tokenizer.encode(sample, add_special_tokens=False).ids == slow.encode(sample)
+    assert tokenizer.decode(slow.encode(sample)) == sample
+
+
+def test_a_wider_vocabulary_than_the_tokenizers_is_decoded_without_complaint(tiny_bundle: Path) -> None:
+    with Runtime.open(tiny_bundle, max_seq_len=64) as runtime:
+        assert len(runtime.generate([639, 628, 5], Decoding(max_tokens=4)).tokens) == 4
+
+
+def test_dynamic_rope_is_exported_up_to_where_it_stays_the_same(tmp_path: Path) -> None:
+    quiet_libraries()
+    torch.manual_seed(0)
+    folder = copy_of_tiny(tmp_path / "c")
+    config = LlamaConfig.from_pretrained(folder)
+    config.num_hidden_layers = 1
+    config.max_position_embeddings = 128
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    LlamaForCausalLM(config).save_pretrained(folder)
+    assert export(folder, tmp_path / "bundle", Options()).max_positions == 128
+    with pytest.raises(OptionFault, match="max_seq_len is 129: expected 2 to 128"):
+        Runtime.open(tmp_path / "bundle", max_seq_len=129)
+
+
+def test_nothing_is_loaded_before_the_target_is_known_to_be_free(tmp_path: Path) -> None:
+    stages: list[str] = []
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("keep")
+    with pytest.raises(ValueError, match="holds files but no bundle"):
+        export(TINY, tmp_path / "notes", Options(), overwrite=True, stage=stages.append)
+    assert stages == []
+    assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
+
+
+def test_a_tokenizer_of_words_travels_too(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "c", sar_config={"mask_tokens": [630]})
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"unk_token": "[UNK]"}), "utf-8")
+    assert Tokenizer.from_str(open_checkpoint(folder, TokenFlags()).tokenizer).encode("a b c").ids == [0, 1, 2]

@@ -1,0 +1,258 @@
+"""Mistakes of an export: what is wrong with a checkpoint is told before the work, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
+from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, OK, USAGE, run
+from spaceport.tools.cli.export import listening
+from support.paths import TINY
+
+PROGRAM = "from spaceport.tools.cli import main; main()"
+# argv: the most bytes that a file may have, arguments. The program on a disk that is full.
+ON_A_FULL_DISK = f"""
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
+{PROGRAM}
+"""
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint that a test may spoil, in a folder of its own."""
+    return shutil.copytree(TINY, tmp_path / "checkpoint")
+
+
+def refused(capfd: Capture, code: int, message: str, folder: Path, *options: object) -> None:
+    """Hold that an export of a checkpoint ends with this code, says this last and leaves nothing."""
+    before = set(folder.parent.iterdir())
+    assert run(["export", str(folder), str(folder.with_name("bundle")), *map(str, options)]) == code
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert "Traceback" not in errors
+    assert re.search(message, errors.splitlines()[-1])
+    assert set(folder.parent.iterdir()) == before
+
+
+def change(file: Path, **values: Any) -> None:
+    """Set entries of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **values}), "utf-8")
+
+
+def weights(folder: Path, spoil: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the weights of a checkpoint."""
+    found = load_file(folder / "model.safetensors")
+    spoil(found)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing there": (shutil.rmtree, "checkpoint: no such folder: expected a checkpoint"),
+    "no configuration": (lambda c: (c / "config.json").unlink(), r"no config\.json in it: expected a checkpoint"),
+    "configuration no JSON": (
+        lambda c: (c / "config.json").write_text("{"),
+        r"config\.json: not JSON that can be read",
+    ),
+    "configuration a list": (
+        lambda c: (c / "config.json").write_text("[]"),
+        r"config\.json: holds list: expected an obj",
+    ),
+    "unknown architecture": (
+        lambda c: change(c / "config.json", model_type="frobnicate"),
+        r"architecture 'frobnicate' is not one that transformers \S+ knows: expected one such as llama",
+    ),
+    "code of its own": (
+        lambda c: change(c / "config.json", model_type="frobnicate", auto_map={"AutoConfig": "code.Config"}),
+        "architecture 'frobnicate' .* brings code of its own: say --trust-remote-code if you trust it",
+    ),
+    "architecture a number": (lambda c: change(c / "config.json", model_type=5), "architecture 5 is not one that"),
+    "encoder and decoder": (
+        lambda c: (c / "config.json").write_text('{"model_type": "t5"}'),
+        "'t5' is not a decoder-only causal language model: expected one such as llama, qwen3 or mistral",
+    ),
+    "encoder and decoder that has a causal form": (
+        lambda c: (c / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}'),
+        "'bart' is not a decoder-only causal language model: expected one such as llama, qwen3 or mistral",
+    ),
+    "a size of no kind": (
+        lambda c: change(c / "config.json", hidden_size="many"),
+        r"config\.json: .*'hidden_size' expected int, got str \(value: 'many'\): expected a configuration of 'llama'",
+    ),
+    "sizes that do not fit": (lambda c: change(c / "config.json", num_attention_heads=7), "96.* not a multiple of .*7"),
+    "no tokenizer": (
+        lambda c: [file.unlink() for file in c.glob("tokenizer*")],
+        r"no tokenizer in it: expected tokenizer\.json, or tokenizer\.model to convert from",
+    ),
+    "tokenizer of nothing": (
+        lambda c: (c / "tokenizer.json").write_text("{}"),
+        "its tokenizer cannot be read: .*expected",
+    ),
+    "tokenizer unknown": (
+        lambda c: change(c / "tokenizer.json", model={"type": "Frob"}),
+        "its tokenizer cannot be read: .*: expected one as save_pretrained writes it",
+    ),
+    "pickles only": (
+        lambda c: (c / "model.safetensors").rename(c / "pytorch_model.bin"),
+        r"its weights are pickles, which can run code when opened: expected \*\.safetensors; save it again",
+    ),
+    "no weights": (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
+    "weights cut off": (
+        lambda c: os.truncate(c / "model.safetensors", 300_000),
+        "its weights cannot be loaded: .*incomplete metadata, file not fully covered: copy or download it again",
+    ),
+    "weights of nothing": (lambda c: os.truncate(c / "model.safetensors", 0), "cannot be loaded: .*: copy or download"),
+    "weights of junk": (
+        lambda c: (c / "model.safetensors").write_bytes(b"\xff" * 999),
+        "header too large: copy or down",
+    ),
+    "a weight is missing": (
+        lambda c: weights(c, lambda found: found.pop(NORM)),
+        f"weights {NORM} are missing or of another shape: expected every weight of LlamaForCausalLM; save",
+    ),
+    "many are missing": (lambda c: change(c / "config.json", num_hidden_layers=4), "and 6 more are missing or of"),
+    "a weight of another shape": (
+        lambda c: weights(c, lambda found: found.update({NORM: torch.zeros(48)})),
+        f"weights {NORM} are missing or of another shape: expected every weight of LlamaForCausalLM; save",
+    ),
+    "end beyond the vocabulary": (
+        lambda c: change(c / "generation_config.json", eos_token_id=640),
+        r"end-of-text id 640 is outside the model's vocabulary of 640: correct generation_config\.json",
+    ),
+    "mask token unknown": (
+        lambda c: change(c / "sar_config.json", mask_tokens=["[MASK]"]),
+        r"mask token '\[MASK\]' is not in the tokenizer: expected one of its tokens, or an id from 0 to 639",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILS)
+def test_a_checkpoint_that_cannot_be_exported_is_a_bad_file(checkpoint: Path, capfd: Capture, kind: str) -> None:
+    spoil, message = SPOILS[kind]
+    spoil(checkpoint)
+    refused(capfd, INPUT, message, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "message"),
+    [
+        (INPUT, ["--mask-token", "[MASK]"], r"mask token '\[MASK\]' is not in the tokenizer: expected one of its"),
+        (INPUT, ["--mask-token", 640], "mask token '640' is id 640, the model's vocabulary ends at 639: expected"),
+        (INPUT, ["--mask-token", -1], "mask token '-1' is not in the tokenizer: expected"),
+        (
+            INPUT,
+            ["--mask-token", 5, "--mask-token", 6, "--max-mask-slots", 3],
+            "3 mask slots, but 2 mask tokens: expected one for each mask slot, or one for all",
+        ),
+        (
+            INPUT,
+            ["--max-mask-slots", 65],
+            "mask slots are 65: expected 1 to 64 as --max-mask-slots, or as mask_slots in",
+        ),
+        (INPUT, ["--max-mask-slots", 0], "mask slots are 0: expected 1 to 64"),
+        (INPUT, ["--mask-token", 3], "token id 3 has two of the roles .*: expected different tokens"),
+        (INPUT, ["--fork-token", 7], "a fork token needs a child token .*: give both --fork-token and --child-token"),
+        (USAGE, ["--opset", 22], "opset is 22: expected one of 23, 24"),
+        (USAGE, ["--opset", 0], "opset is 0: expected one of 23, 24"),
+        (USAGE, ["--opset", 25], "opset is 25: expected one of 23, 24"),
+        (
+            USAGE,
+            ["--lowering", "append", "--opset", 23],
+            "the append lowering writes with TensorScatter, which needs opset 24",
+        ),
+        (USAGE, ["--lowering", "gather"], "'gather' is not one of 'scatter', 'append'"),
+        (USAGE, ["--dtype", "int3"], "'int3' is not one of"),
+        (USAGE, ["--colour", "red"], "No such option"),
+        (USAGE, ["another"], r"unexpected extra argument \(another\)"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_refused(
+    checkpoint: Path, capfd: Capture, code: int, options: list[object], message: str
+) -> None:
+    refused(capfd, code, message, checkpoint, *options)
+
+
+def test_a_place_where_something_stands_is_a_bad_file(tiny_bundle: Path, checkpoint: Path, capfd: Capture) -> None:
+    def tried(target: Path, message: str, *options: str) -> None:
+        assert run(["export", str(checkpoint), str(target), *options]) == INPUT
+        assert re.search(message, capfd.readouterr().err)
+
+    tried(tiny_bundle, "a bundle is there already: say --overwrite to replace it")
+    tried(checkpoint, "holds files but no bundle: choose another name, it would be lost", "--overwrite")
+    tried(checkpoint / "config.json", "exists and is not a folder: choose another name", "--overwrite")
+    tried(checkpoint / "nowhere" / "bundle", "nowhere: no such folder: make it first")
+    assert (tiny_bundle / MANIFEST_FILE).exists()
+    assert {file.name for file in checkpoint.iterdir()} == {file.name for file in TINY.iterdir()}
+
+
+def test_a_disk_that_fills_up_is_told_and_the_old_bundle_stays(tiny_bundle: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    before = {file: file.read_bytes() for file in target.iterdir()}
+    arguments = ["100000", "export", str(TINY), str(target), "--overwrite"]
+    command = [sys.executable, "-c", ON_A_FULL_DISK, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (FAULT, "")
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "spaceport: File too large"
+    assert {file: file.read_bytes() for file in target.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
+def test_an_interrupt_ends_an_export_and_leaves_nothing(tmp_path: Path, kind: signal.Signals) -> None:
+    command = [sys.executable, "-c", PROGRAM, "export", str(TINY), str(tmp_path / "bundle")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("tracing" in line for line in iter(process.stderr.readline, ""))
+        process.send_signal(kind)
+        output, errors = process.communicate()
+    assert (process.returncode, output) == (INTERRUPTED, "")
+    assert errors.split()[-2:] == ["spaceport:", "interrupted"]
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupted_in_a_library(kind: signal.Signals) -> None:
+    """As torch does: an interrupt in the middle of tracing may come out as an error of tracing."""
+    with listening():
+        try:
+            signal.raise_signal(kind)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("could not be traced") from error
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
+def test_an_interrupt_that_a_library_makes_an_error_of_is_still_one(kind: signal.Signals) -> None:
+    before = signal.getsignal(kind)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_in_a_library(kind)
+    assert signal.getsignal(kind) == before
+
+
+def test_an_error_without_an_interrupt_stays_what_it_is() -> None:
+    with pytest.raises(ValueError, match="wrong"), listening():
+        raise ValueError("wrong")
+
+
+def test_with_json_an_export_says_its_manifest_and_nothing_else_on_stdout(tmp_path: Path, capfd: Capture) -> None:
+    assert run(["export", str(TINY), str(tmp_path / "bundle"), "--json"]) == OK
+    output, errors = capfd.readouterr()
+    assert json.loads(output) == json.loads((tmp_path / "bundle" / MANIFEST_FILE).read_text("utf-8"))
+    assert "sealing the bundle" in errors

@@ -1,0 +1,299 @@
+"""Families: the ONNX graph of every family, run by ONNX Runtime, against the unmodified transformers model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from spaceport.exporter.checkpoint import CheckpointError
+from spaceport.exporter.export import Options, export
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
+from spaceport.graphs.decoder import AttentionForm, decoder_of
+from spaceport.graphs.traits import UnsupportedModel
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
+from spaceport.runtime.engine import Batch, Engine
+from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, build
+from support.paths import TINY as TOKENIZER
+
+FLOAT_TOLERANCE = 1e-4  # of a logit; rounding explains 1e-5
+HALF_TOLERANCE = 2e-2  # of the largest logit
+BITES = 1e-2  # a wrong mask changes some logit by more than this
+
+SLOTS = 192
+REQUESTS = 2
+
+# The nine rows of a SPACE step with two mask slots, x m01 m02 c1 m11 m12 c2 m21 m22: their parents and the mask slots.
+SPACE = (-1, 0, 1, 0, 3, 4, 3, 6, 7)
+MASKS = (1, 2, 4, 5, 7, 8)
+MASK = 5  # an ordinary token: to the graph a mask slot is a row like any other
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A token in a slot, and the rows that it hangs from."""
+
+    token: int
+    slot: int
+    above: tuple[Row, ...]  # root first
+
+    @property
+    def line(self) -> tuple[Row, ...]:
+        return (*self.above, self)
+
+
+class Text:
+    """A request's free slots: taken in any order, or one after the other for the append lowering."""
+
+    def __init__(self, signature: Signature, dice: np.random.Generator) -> None:
+        self._dice = dice
+        # the last slot is where padding rows write
+        order = np.arange(SLOTS - 1) if signature.lowering == "append" else dice.permutation(SLOTS - 1)
+        self._free: list[int] = order.tolist()
+
+    def hang(
+        self, parents: Sequence[int], above: tuple[Row, ...] = (), below: int = SLOTS, masks: Collection[int] = ()
+    ) -> list[Row]:
+        """New rows in slots below a limit: each behind the row that its parent is the index of, -1 for the rows above."""
+        slots = [slot for slot in self._free if slot < below][: len(parents)]
+        self._free = [slot for slot in self._free if slot not in slots]
+        rows: list[Row] = []
+        for index, (parent, slot) in enumerate(zip(parents, slots, strict=True)):
+            token = MASK if index in masks else int(self._dice.integers(VOCAB))
+            rows.append(Row(token, slot, above if parent < 0 else rows[parent].line))
+        return rows
+
+
+def chain(count: int) -> range:
+    """The parents of rows that follow each other."""
+    return range(-1, count - 1)
+
+
+def tree(count: int, dice: np.random.Generator) -> list[int]:
+    """The parents of a random tree."""
+    return [int(dice.integers(-1, row)) for row in range(count)]
+
+
+def batch_of(signature: Signature, requests: Sequence[Sequence[Row]]) -> Batch:
+    """The arrays for these rows by the letter of the contract; the logits come out last row first."""
+    shape = (len(requests), max(map(len, requests)))
+    visible = visible_length(1 + max(cell.slot for rows in requests for row in rows for cell in row.line))
+    mask = np.zeros((shape[0], 1, shape[1], visible), np.bool_)  # B x 1 x T x A, True = may see
+    mask[..., 0] = True  # what padding rows see
+    near = mask.copy()
+    batch = Batch(
+        first=0,
+        input_ids=np.zeros(shape, np.int64),
+        position_ids=np.zeros(shape, np.int64),
+        slot_ids=np.full(shape, SLOTS - 1, np.int64),
+        attention_mask=mask,
+        logit_rows=np.zeros(shape, np.int64),
+        sliding_attention_mask=near,
+    )
+    for request, rows in enumerate(requests):
+        batch.logit_rows[request, : len(rows)] = np.arange(len(rows))[::-1]
+        if signature.lowering == "append":
+            batch.slot_ids[request] = rows[0].slot + np.arange(shape[1])
+        for index, row in enumerate(rows):
+            seen = [cell.slot for cell in row.line]
+            batch.input_ids[request, index] = row.token
+            batch.position_ids[request, index] = len(row.above)
+            batch.slot_ids[request, index] = row.slot
+            mask[request, 0, index] = np.isin(np.arange(visible), seen)
+            near[request, 0, index] = np.isin(np.arange(visible), seen[-(signature.window or 0) :])
+    return batch
+
+
+def flood(engine: Engine, dice: np.random.Generator) -> None:
+    """Fill all slots with rows of no text, which nobody may see."""
+    shape = (REQUESTS, SLOTS)
+    mask = np.ones((REQUESTS, 1, SLOTS, SLOTS), np.bool_)
+    engine.run(
+        Batch(
+            first=0,
+            input_ids=dice.integers(VOCAB, size=shape),
+            position_ids=dice.integers(SLOTS, size=shape),
+            slot_ids=np.tile(np.arange(SLOTS), (REQUESTS, 1)),
+            attention_mask=mask,
+            logit_rows=np.zeros((REQUESTS, 1), np.int64),
+            sliding_attention_mask=mask,
+        )
+    )
+
+
+def told(reference: PreTrainedModel, rows: Sequence[Row]) -> NDArray[np.float32]:
+    """What the unmodified model says to each row when it is given the line that leads there and nothing else."""
+    logits: dict[Row, NDArray[np.float32]] = {}
+    for row in sorted(rows, key=lambda row: -len(row.above)):
+        if row not in logits:
+            ids = torch.tensor([[cell.token for cell in row.line]])
+            with torch.no_grad():
+                answer = reference(input_ids=ids, use_cache=False).logits[0].numpy()
+            logits.update(zip(row.line, answer, strict=True))
+    return np.stack([logits[row] for row in rows])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A graph and the model that it was made from."""
+
+    engine: Engine
+    reference: PreTrainedModel
+
+    @property
+    def signature(self) -> Signature:
+        return self.engine.signature
+
+    def difference(
+        self, requests: Sequence[Sequence[Row]], batch: Batch | None = None, relative: bool = False
+    ) -> float:
+        """The largest difference between any logits of these rows."""
+        logits = self.engine.run(batch or batch_of(self.signature, requests))
+        worst = 0.0
+        for request, rows in enumerate(requests):
+            expected = told(self.reference, rows)
+            found = np.abs(logits[request, : len(rows)][::-1] - expected).max()
+            worst = max(worst, float(found / np.abs(expected).max() if relative else found))
+        return worst
+
+
+@cache
+def pair_of(name: str, lowering: Lowering, dtype: Precision = "float32") -> Pair:
+    """The family's graph in ONNX Runtime, and a model of the same weights that nothing was done to."""
+    (family,) = [family for family in FAMILIES if family.name == name]
+    model = build(family, torch.float16 if dtype == "float16" else torch.float32)
+    reference = build(family, attention="eager")
+    reference.load_state_dict(model.state_dict())  # rounded to half precision or as it is
+    form: AttentionForm = "operator" if lowering == "append" and family.replaceable else "plain"
+    decoder, _ = decoder_of(model, lowering, form)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    with TemporaryDirectory() as folder:
+        to_onnx(decoder, Path(folder), DEFAULT_OPSET[lowering])
+        session = ort.InferenceSession(Path(folder) / MODEL_FILE, options, providers=["CPUExecutionProvider"])
+    return Pair(OnnxRuntimeEngine(session, decoder.signature, SLOTS, REQUESTS), reference)
+
+
+def walk(pair: Pair, relative: bool = False) -> dict[str, float]:
+    """The largest difference in each kind of step of two texts."""
+    dice = np.random.default_rng(3)
+    flood(pair.engine, dice)
+    one, two = Text(pair.signature, dice), Text(pair.signature, dice)
+
+    def step(*requests: list[Row]) -> float:
+        return pair.difference(requests, relative=relative)
+
+    found = {}
+    prompt = one.hang(chain(51), below=64)
+    found["prompt of 51 rows"] = step(prompt)
+    (single,) = one.hang([-1], prompt[-1].line, below=64)
+    found["cached row"] = step([single])
+    space = one.hang(SPACE, single.line, below=64, masks=MASKS)
+    found["SPACE step"] = step(space)
+    wide = one.hang(tree(20, dice), space[3].line, below=128)  # c1 was kept; no other row of that step was
+    found["tree of 20 rows, past slot 64"] = step(wide)
+    kept = max(wide, key=lambda row: len(row.above))
+    few, other = one.hang(tree(6, dice), kept.line, below=128), two.hang(chain(23), below=64)
+    found["6 rows and a prompt of 23 rows"] = step(few, other)
+    late, drafted = one.hang([-1], few[0].line), two.hang(SPACE, other[-1].line, below=64, masks=MASKS)
+    found["1 row and a SPACE step"] = step(late, drafted)
+    found["chunk of 60 rows, all slots visible"] = step(one.hang(chain(60), late[0].line))
+    return found
+
+
+def space_step(pair: Pair) -> list[Row]:
+    """The rows of a SPACE step behind a text that is longer than the window, still to be run."""
+    dice = np.random.default_rng(4)
+    flood(pair.engine, dice)
+    text = Text(pair.signature, dice)
+    prompt = text.hang(chain(40))
+    pair.engine.run(batch_of(pair.signature, [prompt]))
+    return text.hang(SPACE, prompt[-1].line, masks=MASKS)
+
+
+def with_visibility(batch: Batch, row: int, slot: int, visible: bool) -> Batch:
+    """The batch with one cell of both masks changed."""
+    assert batch.sliding_attention_mask is not None
+    batch.attention_mask[0, 0, row, slot] = batch.sliding_attention_mask[0, 0, row, slot] = visible
+    return batch
+
+
+def difference_of_a_hidden_slot(pair: Pair) -> float:
+    """What it does to the logits that the first row of a SPACE step does not see the token two before it."""
+    rows = space_step(pair)
+    blind = with_visibility(batch_of(pair.signature, [rows]), 0, rows[0].above[-2].slot, False)
+    return pair.difference([rows], blind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "lowering"), [(family, lowering) for family in FAMILIES for lowering in family.lowerings], ids=str
+)
+def test_a_graph_says_what_the_unmodified_model_says(family: Family, lowering: Lowering) -> None:
+    pair = pair_of(family.name, lowering)
+    found = walk(pair)
+    print(f"largest difference {max(found.values()):.1e}")  # pytest -rP shows it
+    assert {step: worst for step, worst in found.items() if not worst <= FLOAT_TOLERANCE} == {}
+    assert difference_of_a_hidden_slot(pair) > BITES  # else equal logits would say little
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "lowering"), [("llama", "scatter"), ("qwen3", "append"), ("gemma2", "scatter")])
+def test_a_half_precision_graph_says_nearly_what_the_model_says(name: str, lowering: Lowering) -> None:
+    found = walk(pair_of(name, lowering, "float16"), relative=True)
+    print(f"largest difference {max(found.values()):.1e}")  # pytest -rP shows it
+    assert {step: worst for step, worst in found.items() if not worst <= HALF_TOLERANCE} == {}
+
+
+WINDOWED = pytest.mark.parametrize(("name", "lowering"), [("mistral", "scatter"), ("gemma2", "append")])
+
+
+@pytest.mark.slow
+@WINDOWED
+@pytest.mark.parametrize("wrong", [WINDOW - 1, WINDOW + 1])
+def test_a_window_wrong_by_one_changes_the_logits(name: str, lowering: Lowering, wrong: int) -> None:
+    pair = pair_of(name, lowering)
+    rows = space_step(pair)
+    assert pair.difference([rows], batch_of(replace(pair.signature, window=wrong), [rows])) > BITES
+    assert pair.difference([rows]) <= FLOAT_TOLERANCE
+
+
+@pytest.mark.slow
+@WINDOWED
+def test_a_visible_sibling_changes_the_logits(name: str, lowering: Lowering) -> None:
+    pair = pair_of(name, lowering)
+    rows = space_step(pair)
+    m01, c1 = 1, 3  # both hang from x
+    together = with_visibility(batch_of(pair.signature, [rows]), c1, rows[m01].slot, True)
+    assert pair.difference([rows], together) > BITES
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=str)
+def test_what_cannot_be_told_exactly_is_refused_with_its_reason(refused: Refused, tmp_path: Path) -> None:
+    checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
+    family = replace(refused.family, options={**refused.family.options, "vocab_size": 640})  # as the tokenizer's
+    build(family).save_pretrained(checkpoint)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, checkpoint)
+    with pytest.raises((CheckpointError, UnsupportedModel, UntraceableModel), match=refused.reason) as raised:
+        export(checkpoint, bundle, Options())
+    assert "\n" not in str(raised.value)
+    assert not bundle.exists()
+
+
+def test_an_attention_that_cannot_be_replaced_is_refused_the_operator() -> None:
+    (family,) = [family for family in FAMILIES if not family.replaceable]
+    with pytest.raises(UnsupportedModel, match="use plain attention"):
+        decoder_of(build(family), "append", "operator")

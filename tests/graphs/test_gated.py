@@ -1,0 +1,445 @@
+"""Gated adapters: mask rows change, every other row stays what it was to the bit, in PyTorch and in the graph."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from spaceport.exporter.adapter import ADAPTER_FILE, write_adapter
+from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.export import Options, export
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Lowering, visible_length
+from spaceport.graphs.decoder import Decoder, decoder_of
+from spaceport.graphs.gated import (
+    ALL_LINEAR,
+    Adapter,
+    AdapterFault,
+    GatedLinear,
+    adapter_state,
+    base_state,
+    checkpoint_layers,
+    fold_scale,
+    gate_model,
+    load_adapter,
+    trainable_parameters,
+)
+from spaceport.graphs.traits import UnsupportedModel
+from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
+from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import run
+from support.families import FAMILIES, build
+from support.paths import TINY
+
+MASK = 4  # the tiny checkpoint's
+SLOTS = 128
+Logits = NDArray[np.float32]
+
+# Steps of one text: the parents of their rows within them, -1 = the row that the step hangs from; which are mask rows;
+# which row the next step hangs from. The third is the SPACE step x m01 m02 c1 m11 m12 c2 m21 m22.
+STEPS: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = (
+    (tuple(range(-1, 20)), (), 20),
+    ((-1,), (), 0),
+    ((-1, 0, 1, 0, 3, 4, 3, 6, 7), (1, 2, 4, 5, 7, 8), 3),
+    ((-1, 0, 1), (1, 2), 0),
+    ((*range(-1, 29), 29, 30, 31, 32), (30, 31, 32, 33), 29),
+)
+
+
+def walk(engine: Engine, mask: int) -> tuple[Logits, Logits]:
+    """The logits of all ordinary rows and of all mask rows of one text, fed step by step."""
+    dice = np.random.default_rng(0)
+    order = np.arange(SLOTS) if engine.signature.lowering == "append" else dice.permutation(SLOTS)
+    lines: list[list[int]] = []  # the rows that each row sees, itself last
+    above: list[int] = []
+    found: tuple[list[Logits], list[Logits]] = ([], [])
+    for parents, masks, last in STEPS:
+        first, count = len(lines), len(parents)
+        for row, parent in enumerate(parents):
+            lines.append([*(above if parent < 0 else lines[first + parent]), first + row])
+        ids = dice.integers(mask + 1, engine.signature.vocab_size, count)
+        ids[list(masks)] = mask
+        visible = np.zeros((1, 1, count, visible_length(SLOTS)), np.bool_)
+        near = visible.copy()
+        for row, line in enumerate(lines[first:]):
+            visible[0, 0, row, order[line]] = True
+            near[0, 0, row, order[line[-(engine.signature.window or 0) :]]] = True
+        positions = np.array([[len(line) - 1 for line in lines[first:]]])
+        rows = np.arange(count)[None]
+        logits = engine.run(Batch(0, ids[None], positions, order[None, first : first + count], visible, rows, near))[0]
+        for row in range(count):
+            found[row in masks].append(logits[row].copy())
+        above = lines[first + last]
+    return np.stack(found[0]), np.stack(found[1])
+
+
+def fill(model: PreTrainedModel, size: float) -> None:
+    """Random adapters, the same at each call."""
+    dice = torch.Generator().manual_seed(3)
+    for tensor in adapter_state(model).values():
+        tensor.copy_(size * torch.randn(tensor.shape, generator=dice))
+
+
+def family_of(name: str) -> PreTrainedModel:
+    return build(next(family for family in FAMILIES if family.name == name))
+
+
+def tiny() -> PreTrainedModel:
+    quiet_libraries()
+    return load_model(open_checkpoint(TINY, TokenFlags()), "float32")
+
+
+def gated_tiny(size: float = 0.2) -> PreTrainedModel:
+    """The tiny model, frozen, with adapters on everything linear."""
+    model = tiny().requires_grad_(False)
+    gate_model(model, [MASK], 4, 8, [ALL_LINEAR])
+    fill(model, size)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with an adapter."""
+    folder = tmp_path_factory.mktemp("tuned") / "checkpoint"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("make.py", "README.md", "__pycache__"))
+    model = tiny()
+    adapter = gate_model(model, [MASK], 4, 8, [ALL_LINEAR])
+    fill(model, 0.2)
+    write_adapter(folder, model, adapter)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gated_bundle(tuned: Path) -> Path:
+    export(tuned, tuned.with_name("bundle"), Options())
+    return tuned.with_name("bundle")
+
+
+def test_an_exported_adapter_changes_mask_rows_and_no_bit_of_others(
+    tiny_bundle: Path, tiny_append_bundle: Path, gated_bundle: Path, tuned: Path
+) -> None:
+    gated_append = tuned.with_name("append")
+    export(tuned, gated_append, Options(lowering="append"))
+    for base, gated in ((tiny_bundle, gated_bundle), (tiny_append_bundle, gated_append)):
+        engines = [open_engine(open_bundle(bundle), "onnxruntime", Opening(SLOTS, 1)) for bundle in (base, gated)]
+        (ordinary, drafted), (same, other) = (walk(engine, MASK) for engine in engines)
+        assert ordinary.tobytes() == same.tobytes()
+        assert (np.abs(drafted - other).max(axis=-1) > 0.5).all()
+
+
+def test_drafts_of_an_adapter_change_no_text(tiny_bundle: Path, gated_bundle: Path) -> None:
+    prompts = json.loads((TINY / "prompts.json").read_text("utf-8"))
+    with Runtime.open(tiny_bundle, max_seq_len=256) as base, Runtime.open(gated_bundle, max_seq_len=256) as gated:
+        steps = [0, 0]
+        for prompt in list(prompts.values())[:3]:
+            expected = base.generate(prompt, Decoding(max_tokens=40, mask_slots=5))
+            for mask_slots in (0, 1, 5):
+                found = gated.generate(prompt, Decoding(max_tokens=40, mask_slots=mask_slots))
+                assert found.tokens == expected.tokens
+            steps = [steps[0] + expected.statistics.steps, steps[1] + found.statistics.steps]
+    assert steps[0] < steps[1]  # a random adapter drafts worse: the one that was exported is at work
+
+
+def test_a_gated_bundle_holds_its_adapter_and_equals_its_checkpoint(
+    tiny_bundle: Path, gated_bundle: Path, tuned: Path, tmp_path: Path
+) -> None:
+    base, gated = (open_bundle(bundle).manifest.parameters for bundle in (tiny_bundle, gated_bundle))
+    assert gated - base == sum(tensor.numel() for tensor in load_file(tuned / ADAPTER_FILE).values())
+    bundle = shutil.copytree(gated_bundle, tmp_path / "bundle")
+    assert run(["check", str(bundle), str(tuned), "--long", "100", "--threads", "1"]) == 0
+    assert run(["check", str(bundle), str(TINY), "--long", "100", "--threads", "1"]) != 0
+
+
+def test_products_of_the_base_are_joined_as_without_an_adapter(tiny_bundle: Path, gated_bundle: Path) -> None:
+    def weights(bundle: Path) -> set[tuple[int, ...]]:
+        graph = onnx.load(str(bundle / MODEL_FILE), load_external_data=False).graph
+        products = {node.input[1] for node in graph.node if node.op_type == "MatMul"}
+        return {tuple(tensor.dims) for tensor in graph.initializer if tensor.name in products}
+
+    adapters = {(96, 12), (96, 4), (96, 8), (192, 4), (4, 96), (4, 32), (4, 192)}  # A of q k v, o, gate up, down; B
+    assert weights(gated_bundle) - weights(tiny_bundle) == adapters
+    assert weights(tiny_bundle) <= weights(gated_bundle)
+
+
+def engines_of(decoder: Decoder) -> tuple[Engine, Engine]:
+    """A decoder in PyTorch and its graph in ONNX Runtime."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    with TemporaryDirectory() as folder:
+        to_onnx(decoder, Path(folder), DEFAULT_OPSET[decoder.signature.lowering])
+        session = ort.InferenceSession(Path(folder) / MODEL_FILE, options, providers=["CPUExecutionProvider"])
+    signature = decoder.signature
+    return TorchEngine(decoder, signature, SLOTS, 1, "cpu"), OnnxRuntimeEngine(session, signature, SLOTS, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "lowering"),
+    [
+        ("llama", "scatter"),
+        ("qwen3", "append"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("gpt_neox", "append"), ("opt", "scatter"))),
+        pytest.param("gemma2", "scatter", marks=pytest.mark.nightly),
+    ],
+)
+def test_every_family_keeps_its_ordinary_rows_to_the_bit(name: str, lowering: Lowering) -> None:
+    mask = 5
+    models = family_of(name), family_of(name)
+    adapter = gate_model(models[1], [mask, mask - 2], 3, 6, [ALL_LINEAR])
+    assert len(adapter_state(models[1])) == 2 * 2 * len(adapter.targets)  # halves, layers
+    fill(models[1], 0.5)
+    fold_scale(models[1])
+    decoders = [decoder_of(model, lowering, "plain" if lowering == "scatter" else "operator")[0] for model in models]
+    for base, gated in zip(*(engines_of(decoder) for decoder in decoders), strict=True):
+        (ordinary, drafted), (same, other) = walk(base, mask), walk(gated, mask)
+        assert ordinary.tobytes() == same.tobytes()
+        assert (np.abs(drafted - other).max(axis=-1) > 0.1).all()
+    np.testing.assert_allclose(other, walk(engines_of(decoders[1])[0], mask)[1], atol=1e-4)
+
+
+def test_each_of_several_mask_tokens_opens_the_gate() -> None:
+    base, gated = family_of("llama"), family_of("llama")
+    gate_model(gated, [5, 6, 7], 3, 6, ["v_proj"])
+    fill(gated, 0.5)
+    ids = torch.arange(3, 11).view(2, 4).flip(0)  # each request's row before the masks stays
+    with torch.no_grad():
+        difference = [model(input_ids=ids, use_cache=False).logits for model in (base, gated)]
+    changed = (difference[0] != difference[1]).any(-1)
+    assert changed.tolist() == [[True, True, True, True], [False, False, True, True]]
+
+
+def test_adapters_start_from_the_seed_and_without_effect() -> None:
+    states = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        model = tiny()
+        gate_model(model, [MASK], 4, 8, ["q_proj", "down_proj"])
+        states.append(adapter_state(model))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert all(tensor.any() == name.endswith(".A") for name, tensor in states[0].items())
+    ids = torch.tensor([[9, 8, MASK, MASK]])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, tiny()(input_ids=ids).logits)
+
+
+def test_the_base_keeps_its_names_and_its_values(tmp_path: Path) -> None:
+    base, model = tiny(), gated_tiny()
+    assert base_state(model).keys() == base.state_dict().keys()
+    assert model.state_dict().keys() == base_state(model).keys() | adapter_state(model).keys()
+    model.save_pretrained(tmp_path, state_dict=base_state(model))
+    write_adapter(tmp_path, model, Adapter(4, 8, ("q_proj",)))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not again[1]["unexpected_keys"]  # transformers takes the adapter for no weights of its own
+    assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in again[0].state_dict().items())
+
+
+def loss_of(model: PreTrainedModel, ids: Tensor, rows: slice) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits[:, rows].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+DRAFT = torch.tensor([[0, 10, 20, 30, MASK, MASK, MASK]])
+
+
+def test_gradients_flow_to_the_adapters_and_to_what_else_is_tuned() -> None:
+    model = gated_tiny()
+    model.get_input_embeddings().weight.requires_grad_(True)
+    loss_of(model, DRAFT, slice(4, None)).backward()
+    given = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert given == {*adapter_state(model), "model.embed_tokens.weight"}
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trainable_parameters(model))
+
+
+def test_rows_that_see_no_mask_row_give_the_adapters_no_gradient() -> None:
+    model = gated_tiny()
+    loss_of(model, DRAFT, slice(0, 4)).backward()
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in trainable_parameters(model))
+
+
+def test_checkpointed_layers_give_the_same_gradients_whatever_ran_in_between() -> None:
+    found = []
+    for prepare in (lambda model: None, checkpoint_layers):
+        model = gated_tiny().train()
+        model.enable_input_require_grads()
+        prepare(model)
+        # the second call's mask rows stand elsewhere: a repetition with its gate would go wrong
+        loss = loss_of(model, DRAFT, slice(4, None)) + loss_of(model, DRAFT.flip(1), slice(0, None))
+        loss.backward()
+        found.append([parameter.grad for parameter in trainable_parameters(model)])
+    assert all(layer.gradient_checkpointing for layer in model.base_model.layers)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_repetition_that_does_not_know_its_rows_is_refused() -> None:
+    model = gated_tiny().train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(RuntimeError, match="for gradient checkpointing use checkpoint_layers"):
+        loss_of(model, DRAFT, slice(4, None)).backward()
+
+
+def test_the_model_inside_can_be_called_for_hidden_states() -> None:
+    model = gated_tiny()
+    inside = model.base_model(DRAFT, use_cache=False).last_hidden_state
+    assert torch.equal(model.lm_head(inside), model(input_ids=DRAFT, use_cache=False).logits)
+    with pytest.raises(ValueError, match="LlamaModel was called without input_ids"):
+        model.base_model(inputs_embeds=inside)
+
+
+def test_a_folded_scale_changes_nothing() -> None:
+    model = gated_tiny()
+    before = model(input_ids=DRAFT).logits
+    fold_scale(model)
+    assert {module.scale for module in model.modules() if isinstance(module, GatedLinear)} == {1}
+    assert torch.equal(model(input_ids=DRAFT).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        ("gpt2", [ALL_LINEAR], r"GPT2LMHeadModel .* on c_attn \(Conv1D\), c_fc .*, which are none"),
+        ("gpt2", ["c_attn"], r"adapters on c_attn \(Conv1D\): expected names"),
+        (
+            "qwen3_moe",
+            [ALL_LINEAR],
+            r"adapters on experts \(Qwen3MoeExperts\), gate .* are k_proj, o_proj, q_proj, v_p",
+        ),
+        ("falcon, 7B style", ["dense"], r"adapters on dense \(FalconLinear\): expected names of linear modules"),
+        ("llama", ["q_proj", "w1"], "LlamaForCausalLM .* on w1: expected .* down_proj, gate_proj, k_proj, o_proj"),
+        ("llama", ["lm_head"], "on lm_head: expected names of linear modules in its decoder layers"),
+        ("llama", ["mlp"], "on mlp: expected names of linear modules in its decoder layers"),
+        ("llama", [], "expected names of linear modules in its decoder layers"),
+    ],
+)
+def test_what_cannot_have_adapters_is_refused_by_name(name: str, targets: list[str], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        gate_model(family_of(name), [5], 2, 4, targets)
+
+
+def test_a_model_without_mask_tokens_cannot_be_gated() -> None:
+    with pytest.raises(UnsupportedModel, match="no mask token: an adapter for mask rows needs at least one"):
+        gate_model(family_of("llama"), [], 2, 4, [ALL_LINEAR])
+
+
+def test_attention_of_a_mixture_of_experts_can_have_adapters() -> None:
+    model = family_of("qwen3_moe")
+    assert gate_model(model, [5], 2, 4, ["q_proj", "v_proj"]).targets == ("q_proj", "v_proj")
+
+
+def tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    found = load_file(folder / ADAPTER_FILE)
+    change(found)
+    save_file(found, folder / ADAPTER_FILE)
+
+
+def told(folder: Path, **entries: Any) -> None:
+    """Change entries of mask_adapter, or of sar_config.json itself if it has them."""
+    file = folder / "sar_config.json"
+    config = json.loads(file.read_text("utf-8"))
+    for name, value in entries.items():
+        (config if name in config else config["mask_adapter"])[name] = value
+    file.write_text(json.dumps(config), "utf-8")
+
+
+HALF = "model.layers.1.mlp.up_proj.A"
+SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no file": (
+        lambda c: (c / ADAPTER_FILE).unlink(),
+        r"names a mask_adapter, but there is no mask_adapter\.safetensors: copy it there, or set the entry to null",
+    ),
+    "no entry": (
+        lambda c: told(c, mask_adapter=None),
+        r"no mask_adapter in sar_config\.json tells what it is: expected",
+    ),
+    "no config": (lambda c: (c / "sar_config.json").unlink(), r"no mask_adapter in sar_config\.json tells what it is"),
+    "no mask tokens": (
+        lambda c: told(c, mask_tokens=[]),
+        "but no mask token is known: name it with --mask-token, or as",
+    ),
+    "no entries": (lambda c: told(c, mask_adapter={}), "mask_adapter has the entries none: expected null, or rank,"),
+    "unknown entry": (
+        lambda c: told(c, bias=1),
+        "the entries alpha, bias, rank, targets: expected null, or rank, alpha",
+    ),
+    "a path": (lambda c: told(c, mask_adapter="a.bin"), r"mask_adapter is 'a\.bin': expected null, or rank"),
+    "rank no number": (
+        lambda c: told(c, rank="4"),
+        "rank of mask_adapter is '4': expected a whole number of at least 1",
+    ),
+    "rank 0": (lambda c: told(c, rank=0), "rank of mask_adapter is 0: expected a whole number of at least 1"),
+    "alpha 0": (lambda c: told(c, alpha=0), "alpha of mask_adapter is 0: expected a number above 0"),
+    "one target": (
+        lambda c: told(c, targets="q_proj"),
+        "targets of mask_adapter are 'q_proj': expected a list of names",
+    ),
+    "other rank": (
+        lambda c: told(c, rank=8),
+        r"\S+\.[AB] has shape \(.*4.*\), the rank of mask_adapter in sar_config\.json is 8: expected rank x in for A",
+    ),
+    "a flat tensor": (
+        lambda c: tensors(c, lambda found: found.update({HALF: torch.zeros(4)})),
+        r"up_proj\.A has shape \(4,\), the rank of .* is 4: expected rank x in",
+    ),
+    "cut off": (
+        lambda c: (c / ADAPTER_FILE).write_bytes((c / ADAPTER_FILE).read_bytes()[:5000]),
+        r"mask_adapter\.safetensors: cannot be read: .*: copy it again",
+    ),
+    "unknown target": (
+        lambda c: told(c, targets=["q_proj", "w1"]),
+        r"mask_adapter\.safetensors: LlamaForCausalLM cannot have adapters on w1: expected names .*; copy the file",
+    ),
+    "fewer targets": (
+        lambda c: told(c, targets=["q_proj"]),
+        r"adapter has model\.layers\.0\.mlp\.down_proj\.A and 35 more: expected 6 tensors such as .*; copy the file",
+    ),
+    "a tensor missing": (
+        lambda c: tensors(c, lambda found: found.pop(HALF)),
+        rf"adapter has none of {HALF}: expected 42 tensors such as model\.layers\.0\.mlp\.down_proj\.A, one A and one B",
+    ),
+    "of another model": (
+        lambda c: tensors(c, lambda found: found.update({HALF: torch.zeros(4, 95)})),
+        rf"adapter tensor {HALF} has shape \(4, 95\): expected \(4, 96\), by the rank and the sizes of the model; copy",
+    ),
+    "the adapter alone": (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILS)
+def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(tuned: Path, tmp_path: Path, kind: str) -> None:
+    spoil, message = SPOILS[kind]
+    folder = shutil.copytree(tuned, tmp_path / "checkpoint")
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(open_checkpoint(folder, TokenFlags()), "float32")
+    assert str(folder) in str(caught.value)
+
+
+def test_a_mistaken_adapter_leaves_a_model_as_it_was() -> None:
+    model = gated_tiny()
+    before = {name: tensor.clone() for name, tensor in adapter_state(model).items()}
+    spoiled = {name: torch.ones_like(tensor) for name, tensor in before.items()}
+    spoiled[HALF] = torch.zeros(3, 96)
+    with pytest.raises(AdapterFault):
+        load_adapter(model, spoiled)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter_state(model).items())

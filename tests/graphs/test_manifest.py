@@ -1,0 +1,265 @@
+"""Manifest: whatever its file holds, it opens to all that it says or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
+from spaceport.runtime.bundle import BundleError, open_bundle
+from support.small_bundle import ENGINE, RECORD, edit, fill, refused
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    fill(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe{}", "codec can't decode byte 0xff"),
+        (b"[]", "manifest is list: expected an object"),
+        (b"null", "manifest is NoneType: expected an object"),
+        (b"{}", "schema is None: expected a whole number of at least 1"),
+        (b"[" * 200_000, "maximum recursion depth"),
+        (b'{"schema": ' + b"1" * 5000 + b"}", "4300 digits"),
+        (b'{"schema": 1}', "manifest lacks .*'files'.*: expected attention, engines, family, files"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(bundle: Path, content: bytes, message: str) -> None:
+    (bundle / MANIFEST_FILE).write_bytes(content)
+    refused(bundle, rf"manifest\.json: .*{message}.*copy the bundle again or export it again")
+
+
+def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
+    with (bundle / MANIFEST_FILE).open("r+b") as file:
+        file.truncate(2**40)  # a hole: no disk is filled
+    refused(bundle, f"{2**40} bytes: expected at most {2**24}")
+
+
+@pytest.mark.parametrize(("schema", "message"), [(3, "schema is 3, this version reads up to 2: update spaceport")])
+def test_a_manifest_of_a_later_version_is_told_apart(bundle: Path, schema: int, message: str) -> None:
+    """Whatever else it holds: it may well have other fields."""
+    (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
+    refused(bundle, message)
+
+
+NUMBER = "expected a whole number of at least"
+WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
+    (("schema",), [0, "1", None, 1.0, True], NUMBER),
+    (("max_mask_slots",), [-1, "2", None, 2.0, True, [2]], NUMBER),
+    (("max_mask_slots",), [65, 10**9], "expected at most 64"),
+    (("max_mask_slots",), [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
+    (("max_positions",), [0, "9", None, {}], NUMBER),
+    (("parameters",), [-1, "9", None], NUMBER),
+    (("opset",), [0, "23", None], NUMBER),
+    (("family",), [5, None, ["llama"], {}], "family is .*: expected text"),
+    (("attention",), [5, None, True], "attention is .*: expected text"),
+    (("special_tokens",), [5, None, [], "<s>"], "special_tokens is .*: expected an object"),
+    (("special_tokens", "bos_token"), [5, None, ["<s>"]], "bos_token is .*: expected text"),
+    (("versions",), [5, None, []], "versions is .*: expected an object"),
+    (("versions", "spaceport"), [5, None], "spaceport is .*: expected text"),
+    (("generation",), [5, None, []], "generation is .*: expected an object"),
+    (("tokens",), [5, None, []], "tokens is .*: expected an object"),
+    (
+        ("tokens", "mask"),
+        [4, None, ["4"], [4.0], [True], [-1], {"4": 4}],
+        r"tokens\.mask is .*: expected a list of token",
+    ),
+    (
+        ("tokens", "mask"),
+        [[], [4, 5, 640], [640]],
+        "expected one for all|tokens hold the id 640: expected ids from 0 to 639",
+    ),
+    (("tokens", "end"), [1, None, ["1"], [None]], r"tokens\.end is .*: expected a list of token"),
+    (("tokens", "end"), [[640]], "tokens hold the id 640: expected ids from 0 to 639"),
+    (("tokens", "fork"), ["6", 6.0, -1, True, []], NUMBER),
+    (("tokens", "fork"), [None], "tokens.fork is None, tokens.child is 7: expected both or none"),
+    (("tokens", "child"), ["7", -1, {}], NUMBER),
+    (("tokens", "child"), [10**30], "tokens hold the id 1000000000000000000000000000000: expected ids"),
+    (("signature",), [5, None, []], "signature is .*: expected an object"),
+    (("signature", "layers"), [0, -1, "2", None, 2.0, True], f"signature: layers is .*: {NUMBER}"),
+    (("signature", "kv_heads"), [0, None], f"signature: kv_heads is .*: {NUMBER}"),
+    (("signature", "head_dim"), [0, None], f"signature: head_dim is .*: {NUMBER}"),
+    (("signature", "vocab_size"), [0, None], f"signature: vocab_size is .*: {NUMBER}"),
+    (("signature", "dtype"), ["float64", None, 32, ["float32"], {}], "signature: dtype is .*: expected one of float32"),
+    (("signature", "lowering"), ["gather", None, 0], "signature: lowering is .*: expected one of scatter, append"),
+    (("signature", "window"), [0, -1, "32", True, []], "signature: window is .*: expected nothing or a whole number"),
+    (("files",), [5, None, []], "files is .*: expected an object"),
+    (("files", MODEL_FILE), [5, None, "0" * 64], r"files\['model.onnx'\] is .*: expected an object"),
+    (("files", MODEL_FILE, "sha256"), [5, None], "sha256 is .*: expected text"),
+    (("files", MODEL_FILE, "sha256"), ["", "0" * 63, "G" * 64, "A" * 64], "expected 64 hexadecimal digits"),
+    (("files", MODEL_FILE, "size"), [-1, "7", None, 7.0], f"size is .*: {NUMBER}"),
+    (("weights",), [5, None, "int8", ["int4"]], "weights is .*: expected same, int4, float8"),
+    (("engines",), [5, None, []], "engines is .*: expected an object"),
+    (("engines", ENGINE), [5, None, "0" * 64], "engines.* is .*: expected an object"),
+    (("engines", ENGINE, "sha256"), ["", "G" * 64], "sha256 of .* expected 64 hexadecimal digits"),
+    (("engines", ENGINE, "sha256"), [5, None], "sha256 is .*: expected text"),
+    (("engines", ENGINE, "size"), [-1, "7", None], f"size is .*: {NUMBER}"),
+    (("engines", ENGINE, "graph"), [5, None, "b" * 64], "expected a list of digests"),
+    (("engines", ENGINE, "graph"), [[5], ["b" * 63], [None]], "expected 64 hexadecimal digits"),
+    (("engines", ENGINE, "flavour"), ["openvino", None, 5, []], "flavour of .*: expected tensorrt or tensorrt-rtx"),
+    (("engines", ENGINE, "version"), [5, None], "version is .*: expected text"),
+    (("engines", ENGINE, "target"), [89, None], "target is .*: expected text"),
+    (("engines", ENGINE, "capacity"), [0, None, "9", True], f"capacity is .*: {NUMBER}"),
+    (("engines", ENGINE, "requests"), [0, None], f"requests is .*: {NUMBER}"),
+    (("engines", ENGINE, "step_rows"), [0, None], f"step_rows is .*: {NUMBER}"),
+    (("engines", ENGINE, "prompt_rows"), [0, None], f"prompt_rows is .*: {NUMBER}"),
+    (("engines", ENGINE, "decomposed"), [-1, None], f"decomposed is .*: {NUMBER}"),
+    (("engines", ENGINE, "refittable"), [0, "no", None], "true or false in refittable"),
+]
+
+
+def test_every_field_of_a_manifest_has_a_test_of_its_type(bundle: Path) -> None:
+    told = json.loads((bundle / MANIFEST_FILE).read_text("utf-8"))
+    assert {path[0] for path, _, _ in WRONG} == set(told)
+    for name in ("tokens", "signature"):
+        assert {path[1] for path, _, _ in WRONG if path[0] == name and len(path) > 1} == set(told[name])
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "message"), WRONG, ids=lambda value: ".".join(value) if type(value) is tuple else ""
+)
+def test_a_value_of_the_wrong_kind_is_refused(
+    bundle: Path, path: tuple[str, ...], values: list[Any], message: str
+) -> None:
+    *outer, last = path
+    for value in values:
+
+        def change(told: dict[str, Any], value: Any = value) -> None:
+            for name in outer:
+                told = told[name]
+            assert last in told
+            told[last] = value
+
+        before = (bundle / MANIFEST_FILE).read_bytes()
+        edit(bundle, change)
+        refused(bundle, message)
+        (bundle / MANIFEST_FILE).write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    "path", [(), ("signature",), ("tokens",), ("files", MODEL_FILE), ("engines", ENGINE)], ids=".".join
+)
+def test_a_manifest_with_a_field_less_or_more_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
+    """Read on regardless, and a misspelt `end` would be a text without an end, a misspelt `window` a wrong one."""
+    before = (bundle / MANIFEST_FILE).read_bytes()
+    told: Any = json.loads(before)
+    for name in path:
+        told = told[name]
+    for name in told:
+
+        def rename(told: dict[str, Any], name: str = name) -> None:
+            for outer in path:
+                told = told[outer]
+            told[name + "s"] = told.pop(name)
+
+        edit(bundle, rename)
+        refused(bundle, f"lacks '{name}'|schema is None")
+        (bundle / MANIFEST_FILE).write_bytes(before)
+
+    def add(told: dict[str, Any]) -> None:
+        for outer in path:
+            told = told[outer]
+        told["extra\x1b"] = 1
+
+    edit(bundle, add)
+    refused(bundle, r"has the unknown 'extra\\x1b': expected")
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.engine", "x", "a/b.engine", ".engine", "A.engine", "x.engine\n", "-x.engine", "x" * 300 + ".engine"]
+)
+def test_an_engine_lies_below_its_folder_under_a_plain_name(bundle: Path, name: str) -> None:
+    edit(bundle, lambda told: told["engines"].update({name: told["engines"][ENGINE]}))
+    refused(bundle, "expected small letters, digits, dots and hyphens, ending in .engine")
+
+
+def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> None:
+    assert open_bundle(bundle).manifest.engines == {ENGINE: RECORD}
+
+    def older(told: dict[str, Any]) -> None:
+        told["schema"] = 1
+        del told["engines"], told["weights"]
+
+    edit(bundle, older)
+    manifest = open_bundle(bundle).manifest
+    assert (manifest.engines, manifest.weights) == ({}, "same")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of everything in parsed JSON."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [*((*path, key) for key in keys), *(p for key in keys for p in places(value[key], (*path, key)))]
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose manifest is written anew by every example."""
+    folder = tmp_path_factory.mktemp("victim")
+    fill(folder)
+    shutil.copy(folder / MANIFEST_FILE, folder.with_suffix(".json"))
+    return folder
+
+
+def opens_or_says_why(folder: Path, content: bytes) -> None:
+    """Hold that a manifest is refused as one, or that what opens is all that it says and nothing else."""
+    (folder / MANIFEST_FILE).write_bytes(content)
+    try:
+        opened = open_bundle(folder)
+    except BundleError:
+        return
+    told = json.loads(content.decode())
+    assert json.dumps(opened.manifest.as_dict(), sort_keys=True) == json.dumps(told, sort_keys=True)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_manifest_with_other_values_opens_to_what_it_says_or_not_at_all(victim: Path, data: st.DataObject) -> None:
+    told = json.loads(victim.with_suffix(".json").read_text("utf-8"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        *outer, last = data.draw(st.sampled_from(places(told)))
+        part = told
+        for key in outer:
+            part = part[key]
+        match data.draw(st.sampled_from(("replace", "remove", "rename"))):
+            case "replace":
+                part[last] = data.draw(JSON | st.integers(0, 700))
+            case "remove":
+                part.pop(last)
+            case "rename" if isinstance(part, dict):
+                part[data.draw(st.text(max_size=5))] = part.pop(last)
+    opens_or_says_why(victim, json.dumps(told).encode())
+
+
+@settings(max_examples=300)
+@given(
+    place=st.integers(0),
+    length=st.integers(0, 9),
+    content=st.binary(max_size=4) | st.text('"{}[],:0', max_size=4).map(str.encode),
+)
+def test_a_manifest_with_other_bytes_opens_to_what_it_says_or_not_at_all(
+    victim: Path, place: int, length: int, content: bytes
+) -> None:
+    told = victim.with_suffix(".json").read_bytes()
+    place %= len(told)
+    opens_or_says_why(victim, told[:place] + content + told[place + length :])

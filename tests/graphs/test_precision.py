@@ -1,0 +1,204 @@
+"""Precision: weights of few bits are as near as their step allows, and a model reckons with them from then on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Lowering, Weights
+from spaceport.graphs.gated import GatedLinear, gate_model
+from spaceport.graphs.precision import BLOCKS, Rounded, round_model, round_weight
+from spaceport.graphs.traits import UnsupportedModel
+from spaceport.tools.verify.check.rounding import agreement
+from support.families import FAMILIES, build
+from support.paths import TINY
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+SMALL: tuple[Weights, ...] = ("int4", "float8")
+
+weights = st.builds(
+    lambda seed, inputs, outputs, size, dtype: (
+        size * torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) ** 3
+    ).to(dtype),
+    st.integers(0, 1 << 30),
+    st.sampled_from((32, 64, 96, 256)),
+    st.integers(1, 5),
+    st.sampled_from((1e-6, 1e-3, 0.02, 1.0, 100.0)),
+    st.sampled_from(TYPES),
+)
+
+
+def rounded(weight: Tensor, kind: Weights) -> Rounded:
+    found = round_weight(weight, kind, BLOCKS["append"])
+    assert found is not None
+    return found
+
+
+def steps(found: Rounded) -> Tensor:
+    """The scale of every weight: inputs x outputs."""
+    scale = found.scale.float()
+    return scale.expand(found.codes.shape) if found.block is None else scale.repeat_interleave(found.block, 0)
+
+
+def slack(weight: Tensor) -> Tensor:
+    """What rounding a product to the model's type may add."""
+    info = torch.finfo(weight.dtype)
+    return weight.T.float().abs() * info.eps + info.tiny * info.eps
+
+
+@settings(max_examples=60)
+@given(weights)
+def test_an_int4_weight_is_off_by_half_a_step_or_cut_off_at_the_ends(weight: Tensor) -> None:
+    found = rounded(weight, "int4")
+    error, step = (found.values.float() - weight.T.float()).abs(), steps(found)
+    inside = (found.codes > -8) & (found.codes < 7)
+    assert bool((error <= 0.5001 * step + slack(weight))[inside].all())
+    assert found.codes.min() >= -8
+    assert found.codes.max() <= 7
+    assert bool((step > 0).all())
+
+
+@settings(max_examples=60)
+@given(weights)
+def test_searched_scales_are_never_worse_than_those_that_cut_nothing_off(weight: Tensor) -> None:
+    found = rounded(weight, "int4")
+    assert found.block is not None
+    blocks = weight.T.float().reshape(-1, found.block, len(weight))
+    scale = torch.maximum(blocks.amax(1) / 7, blocks.amin(1) / -8).clamp(min=torch.finfo(weight.dtype).tiny)
+    scale = scale.to(weight.dtype).float()[:, None]
+    plain = ((blocks / scale).round().clamp(-8, 7) * scale - blocks).square().sum(1)
+    exact = (found.codes.float() * steps(found) - weight.T.float()).reshape(blocks.shape).square().sum(1)
+    assert bool((exact <= plain * 1.001 + 1e-30).all())
+
+
+@settings(max_examples=60)
+@given(weights)
+def test_a_float8_weight_is_off_by_a_sixteenth_or_by_half_the_smallest_step(weight: Tensor) -> None:
+    found = rounded(weight, "float8")
+    error = (found.values.float() - weight.T.float()).abs()
+    assert bool((error <= weight.T.float().abs() / 16 + 2.0**-10 * steps(found) * 1.01 + slack(weight)).all())
+    assert bool(torch.isfinite(found.codes.float()).all())
+
+
+@settings(max_examples=30)
+@given(weights, st.sampled_from(SMALL))
+def test_what_was_rounded_is_rounded_to_itself(weight: Tensor, kind: Weights) -> None:
+    once = rounded(weight.float(), kind).values.T.contiguous()
+    if kind == "int4":  # a block whose ends are not reached may get a finer step: never a worse one
+        again = rounded(once, kind).values.T
+        assert bool((again - once).abs().max() <= 1e-5 * once.abs().max())
+    else:
+        torch.testing.assert_close(rounded(once, kind).values.T, once, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[1] = 0
+    found = rounded(weight, kind)
+    assert not found.values.T[1].any()
+    assert bool(torch.isfinite(found.values).all())
+
+
+@pytest.mark.parametrize(
+    ("lowering", "inputs", "block"),
+    [
+        *(("append", 256, 128), ("append", 192, 64), ("append", 96, 32), ("append", 48, None)),
+        *(("scatter", 256, 32), ("scatter", 48, 16), ("scatter", 40, None)),
+    ],
+)
+def test_a_block_divides_the_inputs(lowering: Lowering, inputs: int, block: int | None) -> None:
+    found = round_weight(torch.ones(2, inputs), "int4", BLOCKS[lowering])
+    assert (None if found is None else found.block) == block
+
+
+def test_many_outputs_are_searched_part_by_part_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    whole = rounded(weight, "int4")
+    monkeypatch.setattr("spaceport.graphs.precision._AT_ONCE", 128)
+    parts = rounded(weight, "int4")
+    assert torch.equal(whole.codes, parts.codes)
+    assert torch.equal(whole.scale, parts.scale)
+
+
+def tiny() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_model_reckons_with_the_rounded_weights_and_keeps_the_others(kind: Weights) -> None:
+    model, before = tiny(), tiny().state_dict()
+    rounding = round_model(model, kind, "scatter")
+    assert rounding.rounded == 239_616
+    assert len(rounding.layers) == 7 * 3
+    for name, weight in model.state_dict().items():
+        layer = rounding.layers.get(name.removesuffix(".weight"))
+        assert torch.equal(weight, before[name] if layer is None else layer.values.T)
+    assert not any("embed" in name or "lm_head" in name for name in rounding.layers)
+
+
+def test_a_weight_that_two_modules_share_stays() -> None:
+    model = tiny()
+    one, other = model.get_submodule("model.layers.0.mlp"), model.get_submodule("model.layers.1.mlp")
+    assert isinstance(one.up_proj, nn.Linear)
+    assert isinstance(other.up_proj, nn.Linear)
+    other.up_proj.weight = one.up_proj.weight
+    assert not {f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)} & set(
+        round_model(model, "int4", "scatter").layers
+    )
+
+
+def test_adapters_of_mask_rows_stay_over_a_base_that_is_rounded() -> None:
+    plain, gated = tiny(), tiny()
+    gate_model(gated, [4], 3, 6, ["q_proj"])
+    gated.requires_grad_(False)
+    module = gated.get_submodule("model.layers.0.self_attn.q_proj")
+    assert isinstance(module, GatedLinear)
+    adapter = module.A.clone()
+    rounding, expected = round_model(gated, "int4", "scatter"), round_model(plain, "int4", "scatter")
+    assert rounding.layers.keys() == expected.layers.keys()
+    assert torch.equal(module.weight, plain.get_submodule("model.layers.0.self_attn.q_proj").weight)  # type: ignore[arg-type]
+    assert torch.equal(module.A, adapter)
+
+
+def test_experts_that_are_no_linear_modules_stay() -> None:
+    (family,) = [family for family in FAMILIES if family.name == "mixtral"]
+    model = build(family).requires_grad_(False)
+    before = {name: weight.clone() for name, weight in model.state_dict().items() if "experts" in name}
+    rounding = round_model(model, "int4", "scatter")
+    assert rounding.layers
+    assert all("self_attn" in name for name in rounding.layers)
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_weight_that_is_no_number_is_refused_by_the_name_of_its_layer(kind: Weights, value: float) -> None:
+    model = tiny()
+    model.get_submodule("model.layers.1.mlp.down_proj").weight[3, 5] = value  # type: ignore[operator]
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.down_proj: its weight holds infinities or NaN"):
+        round_model(model, kind, "scatter")
+
+
+def test_a_model_with_nothing_to_round_is_refused() -> None:
+    (family,) = [family for family in FAMILIES if family.name == "gpt2"]
+    with pytest.raises(OptionFault, match=r"weights is int4: GPT2LMHeadModel has no linear layer .*--weights same"):
+        round_model(build(family), "int4", "scatter")
+
+
+def test_agreement_counts_rows_and_measures_divergence() -> None:
+    expected = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).double().log()
+    got = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]).double().log()
+    found = agreement("int4", expected, got)
+    assert (found.rows, found.agreeing) == (2, 1)
+    assert found.divergence == pytest.approx(0.125 * torch.log(torch.tensor(2.0)).item())
+    assert str(found).startswith(
+        "weights int4: top-1 agrees with the unrounded model in 50.0 % of 2 rows, mean KL 0.08"
+    )

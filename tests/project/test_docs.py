@@ -1,0 +1,47 @@
+"""The programs and commands of the pages under docs/ run as they are written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.tools.cli import run
+from support.paths import DOCS
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", (DOCS / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def beside_the_bundle(demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which demo.bundle is the demo model's."""
+    (tmp_path / "demo.bundle").symlink_to(demo_bundle)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_programs_of_the_page_on_decoding_run(beside_the_bundle: Path) -> None:
+    programs = blocks("decoding.md", "python")
+    assert len(programs) == 3
+    found = [_run(program) for program in programs]
+    assert re.fullmatch("[a-z_]{2,12}", found[2]["word"].text)
+
+
+def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle: Path) -> None:
+    (program,), (commands,) = blocks("trace.md", "python"), blocks("trace.md", "console")
+    _run(program)
+    pages = [(beside_the_bundle / name).read_text("utf-8") for name in ("report.html", "again.html")]
+    assert all("<svg" in page for page in pages)
+    (command,) = commands.splitlines()
+    assert run(["generate", "demo.bundle", "import os", "--max-tokens", "40", *command.split()[-4:]]) == 0
+    assert (beside_the_bundle / "trace.json").stat().st_size > 1000
+
+
+def _run(program: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(program, "docs", "exec"), names)
+    return names

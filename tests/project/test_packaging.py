@@ -1,0 +1,355 @@
+"""Packaging: imports run one way, the runtime needs no heavy library, and what is built holds every file."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+import spaceport
+from support.paths import ROOT
+
+PARTS = ("exporter", "graphs", "runtime", "tools")
+
+# What each part may import of the project.
+ARROWS = {
+    "graphs": ("spaceport.graphs",),
+    "exporter": ("spaceport.exporter", "spaceport.graphs"),
+    "runtime": ("spaceport.runtime", "spaceport.graphs.contract"),
+    "tools": tuple(f"spaceport.{part}" for part in PARTS),
+}
+
+# Which libraries these modules may import. The longest entry counts; None = any.
+LIBRARIES = {
+    "spaceport": None,
+    "spaceport.runtime": {"numpy", "tokenizers", "jinja2"},
+    "spaceport.runtime.backends": None,
+    "spaceport.runtime.sampling.vocabulary": {"numpy", "tokenizers", "llguidance"},  # an optional extra
+    "spaceport.graphs.contract": {"numpy"},
+}
+
+HEAVY = (
+    "llguidance",
+    *("onnx", "onnx_graphsurgeon", "onnxruntime", "onnxscript", "polygraphy"),
+    *("tensorrt", "tensorrt_rtx", "torch", "transformers"),
+)
+
+# The only modules that may need a heavy library in order to be imported: open_engine() imports one of them.
+NEEDS = {
+    "spaceport.runtime.backends.on_torch": {"torch"},
+    "spaceport.runtime.backends.on_onnxruntime": {"onnxruntime"},
+    "spaceport.runtime.backends.on_device": {"onnxruntime"},
+    "spaceport.runtime.backends.on_cuda": {"onnxruntime"},
+    "spaceport.runtime.backends.torch_device": {"torch"},
+    "spaceport.runtime.backends.on_tensorrt": {"tensorrt", "tensorrt_rtx", "torch"},
+}
+
+# argv: where spaceport is to come from, libraries to hide, modules to import. Prints what each module lacked.
+IMPORT_ALL = """
+import importlib, json, sys
+place, hidden, modules = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+
+class Hide:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
+
+sys.meta_path.insert(0, Hide)
+sys.path.insert(0, place)
+import spaceport
+assert spaceport.__file__.startswith(place), spaceport.__file__
+lacking = {}
+for module in modules:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        lacking[module] = error.name
+print(json.dumps(lacking))
+"""
+
+Sources = dict[str, str]  # dotted module -> its source
+
+
+def library(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and where it is written; a relative one keeps its dots."""
+
+    importer: str
+    line: int
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.target}"
+
+    @property
+    def library(self) -> str:
+        return library(self.target)
+
+
+def sources_under(folder: Path, name: str) -> Sources:
+    """The Python files below a folder as dotted modules below a name."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        inside = path.relative_to(folder).with_suffix("").parts
+        found[".".join((name, *inside)).removesuffix(".__init__")] = path.read_text("utf-8")
+    return found
+
+
+def project() -> Sources:
+    """The modules of the package."""
+    found = {"spaceport": (ROOT / "src/spaceport/__init__.py").read_text("utf-8")}
+    for part in PARTS:
+        found |= sources_under(ROOT / part, f"spaceport.{part}")
+    return found
+
+
+def imports(sources: Sources, known: Sources) -> Iterator[Import]:
+    """Every import of the sources, also inside functions; `from a import b` is a.b where that is a known module."""
+    for importer, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(importer, node.lineno, alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                origin = "." * node.level + (node.module or "")
+                for alias in node.names:
+                    full = f"{origin}.{alias.name}"
+                    yield Import(importer, node.lineno, full if full in known else origin)
+
+
+def within(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def against_the_arrows(found: Import) -> bool:
+    """Whether a part imports what stands beside or above it; the version in spaceport itself is everybody's."""
+    part = found.importer.split(".")[1] if "." in found.importer else ""
+    allowed = ("spaceport",) if found.target == "spaceport" else ARROWS.get(part, ())
+    return found.library == "spaceport" and not within(found.target, allowed)
+
+
+def foreign(found: Import) -> bool:
+    """Whether a module imports a library that it may not."""
+    if found.library in ("", "spaceport") or found.library in sys.stdlib_module_names:
+        return False
+    packages = [package for package in LIBRARIES if within(found.importer, (package,))]
+    allowed = LIBRARIES[max(packages, key=len)]
+    return allowed is not None and found.library not in allowed
+
+
+def second_copy(found: Import) -> bool:
+    """Whether an import is not written as `spaceport.…`: it would load a module a second time, under another name."""
+    return found.target.startswith(".") or found.library in PARTS
+
+
+def cycle(sources: Sources) -> list[str]:
+    """Some modules that import each other in a ring, or none."""
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for found in imports(sources, sources):
+        if found.target in sources:
+            sorter.add(found.importer, found.target)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        ring: list[str] = error.args[1]
+        return ring
+    return []
+
+
+def faults(sources: Sources) -> list[str]:
+    """Every import of the package that breaks a rule."""
+    rules = (against_the_arrows, foreign, second_copy)
+    return [f"{found} ({rule.__name__})" for found in imports(sources, sources) for rule in rules if rule(found)]
+
+
+def test_imports_run_one_way() -> None:
+    assert faults(project()) == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "line", "rule"),
+    [
+        ("graphs.x", "from spaceport.exporter import bundle", "against_the_arrows"),
+        ("graphs.contract.signature", "import spaceport.runtime.decode.slots", "against_the_arrows"),
+        ("exporter.x", "from spaceport import runtime", "against_the_arrows"),
+        ("exporter.x", "def f():\n    from spaceport.tools import cli", "against_the_arrows"),
+        ("runtime.x", "from spaceport.graphs import attention", "against_the_arrows"),
+        ("runtime.x", "from spaceport.graphs.contract_of import y", "against_the_arrows"),
+        ("runtime.backends.x", "from spaceport.exporter.atomic_folder import y", "against_the_arrows"),
+        ("runtime.x", "import torch.nn", "foreign"),
+        ("runtime.x", "import click", "foreign"),
+        ("runtime.x", "def f():\n    from onnxruntime import InferenceSession", "foreign"),
+        ("graphs.contract.signature", "import torch", "foreign"),
+        ("graphs.contract.manifest", "from jinja2 import Template", "foreign"),
+        ("tools.x", "from runtime.slots import Slots", "second_copy"),
+        ("tools.x", "import graphs", "second_copy"),
+        ("runtime.x", "from . import slots", "second_copy"),
+        ("runtime.x", "from .slots import Slots", "second_copy"),
+    ],
+)
+def test_a_wrong_import_is_found(importer: str, line: str, rule: str) -> None:
+    planted = f"spaceport.{importer}"
+    found = [fault for fault in faults(project() | {planted: line}) if fault.startswith(f"{planted}:")]
+    assert len(found) == 1
+    assert found[0].endswith(f"({rule})")
+
+
+@pytest.mark.parametrize(
+    ("importer", "line"),
+    [
+        ("graphs.x", "import torch\nfrom spaceport.graphs.contract.signature import y"),
+        ("exporter.x", "from spaceport.graphs import signature\nfrom spaceport.exporter.x import y"),
+        (
+            "runtime.x",
+            "from spaceport.graphs.contract import signature\nfrom spaceport.graphs.contract.manifest import y\nimport numpy.typing",
+        ),
+        ("runtime.backends.x", "import torch, onnxruntime\nfrom spaceport.runtime import slots"),
+        ("tools.x", "from spaceport.exporter import bundle\nimport spaceport.runtime, click, torch"),
+        ("runtime.x", "from spaceport import __version__\nimport json"),
+    ],
+)
+def test_a_right_import_is_no_fault(importer: str, line: str) -> None:
+    planted = f"spaceport.{importer}"
+    sources = project() | {
+        planted: line,
+        "spaceport.graphs.contract.signature": "",
+        "spaceport.graphs.contract.manifest": "",
+    }
+    assert [fault for fault in faults(sources) if fault.startswith(f"{planted}:")] == []
+
+
+def test_the_tests_import_no_second_copy() -> None:
+    tests = sources_under(ROOT / "tests", "tests")
+    assert "tests.project.test_packaging" in tests
+    assert [str(found) for found in imports(tests, tests) if second_copy(found)] == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycle(project()) == []
+
+
+def test_a_ring_of_imports_is_found() -> None:
+    ring = {
+        "spaceport.runtime.a": "from spaceport.runtime import b",
+        "spaceport.runtime.b": "def f():\n    from spaceport.runtime.c import g",
+        "spaceport.runtime.c": "import spaceport.runtime.a",
+    }
+    assert set(cycle(ring)) == set(ring)
+
+
+def run(command: list[str], cwd: Path) -> str:
+    """What a command prints; its errors are the message when it fails."""
+    environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-1000:]
+    return done.stdout
+
+
+def lacking(place: Path, cwd: Path) -> dict[str, str]:
+    """What the runtime and the command line, imported from a place, miss without heavy libraries: module -> missing."""
+    modules = [module for module in project() if within(module, ("spaceport.runtime",))] + ["spaceport.tools.cli"]
+    arguments = [str(place), json.dumps(HEAVY), json.dumps([*modules, *HEAVY])]
+    found: dict[str, str] = json.loads(run([sys.executable, "-I", "-c", IMPORT_ALL, *arguments], cwd))
+    assert [module for module in HEAVY if found.pop(module, None) != module] == [], "these were to be hidden"
+    return {module: missing for module, missing in found.items() if library(missing) not in NEEDS.get(module, set())}
+
+
+def test_runtime_and_command_line_import_without_heavy_libraries(tmp_path: Path) -> None:
+    assert lacking(ROOT / "src", tmp_path) == {}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A wheel and an sdist, and the files that have to be in both, such as spaceport/runtime/slots.py."""
+
+    wheel: Path
+    sdist: Path
+    files: set[str]
+
+
+def kept() -> list[str]:
+    """The files of the checkout that git keeps or would keep; where there is no git, those of the package."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        links = [f"src/spaceport/{part}" for part in PARTS]
+        paths = [path for part in PARTS for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts]
+        names = [path.relative_to(ROOT).as_posix() for path in paths]
+        names += [*links, "src/spaceport/__init__.py", "src/spaceport/py.typed"]
+        names += ["LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"]
+    else:
+        git = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        names = run(git, ROOT).split("\0")
+    return [name for name in names if (ROOT / name).is_file() or (ROOT / name).is_symlink()]
+
+
+def packaged(names: list[str]) -> set[str]:
+    """The files that the package is to hold: all Python, also what git ignores by mistake, and all data but prose."""
+    python = {path.relative_to(ROOT).as_posix() for part in PARTS for path in (ROOT / part).rglob("*.py")}
+    data = {name for name in names if name.startswith(tuple(f"{part}/" for part in PARTS)) and name[-3:] != ".md"}
+    return {f"spaceport/{name}" for name in {"__init__.py", "py.typed"} | python | data}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    copy, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+    names = kept()
+    for name in names:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)], copy)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return Built(wheel, sdist, packaged(names))
+
+
+def test_the_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
+    names = {name for name in zipfile.ZipFile(built.wheel).namelist() if ".dist-info/" not in name}
+    assert built.files - names == set(), "ignored by git, or needs an __init__.py or an entry in package-data"
+    assert names - built.files == set()
+
+
+def test_the_wheel_says_what_it_is(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        info = f"spaceport-{spaceport.__version__}.dist-info"
+        metadata = wheel.read(f"{info}/METADATA").decode().splitlines()
+        scripts = wheel.read(f"{info}/entry_points.txt").decode().splitlines()
+        assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "spaceport = spaceport.tools.cli:main" in scripts
+
+
+def test_the_sdist_holds_every_file(built: Built) -> None:
+    with tarfile.open(built.sdist) as sdist:
+        names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
+    assert {f"src/{name}" for name in built.files} - names == set()
+    assert {"LICENSE", "pyproject.toml"} <= names
+    assert [name for name in names if name.startswith("tests/")] == []
+
+
+def test_the_installed_wheel_runs_from_its_own_files(built: Built, tmp_path: Path) -> None:
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
+    run([*install, str(built.wheel)], tmp_path)
+    assert lacking(tmp_path / "site", tmp_path) == {}
+
+
+def test_the_editable_install_is_the_checkout(tmp_path: Path) -> None:
+    try:
+        version("spaceport")
+    except PackageNotFoundError:
+        pytest.skip("spaceport is on the path and not installed: make venv")
+    where = "import spaceport, spaceport.runtime as r; print(spaceport.__file__, r.__file__, sep='\\n')"
+    found = [Path(line).resolve() for line in run([sys.executable, "-I", "-c", where], tmp_path).splitlines()]
+    assert found == [ROOT / "src/spaceport/__init__.py", ROOT / "runtime/__init__.py"]

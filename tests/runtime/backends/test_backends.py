@@ -1,0 +1,326 @@
+"""Backends: which one runs a bundle here, why the others do not, and which of its engines may run at all."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
+from spaceport.graphs.contract.signature import Lowering, Precision
+from spaceport.runtime import backends
+from spaceport.runtime.backends import (
+    best,
+    check_threads,
+    clashing,
+    device,
+    open_engine,
+    passed_over,
+    require,
+    trust,
+    why_not,
+)
+from spaceport.runtime.backends.built import Named, NoEngine, engine_for, read_engine
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.tools.cli import MISSING, OK, run
+from support.small_bundle import RECORD, edit, fill
+
+OPENING = Opening(capacity=512, requests=2)
+PLAN = b"an engine"
+GPU = device.Gpu("NVIDIA Test", "sm89", 24 << 30)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    """An append-lowered bundle with one engine for the GPU of these tests."""
+    manifest = fill(tmp_path)
+    (tmp_path / ENGINES_FOLDER).mkdir(exist_ok=True)
+    found = Bundle(tmp_path, replace(manifest, signature=replace(manifest.signature, lowering="append"), engines={}))
+    return with_engines(found, a={})
+
+
+@pytest.fixture
+def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this user notes what was built here: nothing yet."""
+    folder = tmp_path_factory.mktemp("state")
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose driver tells of a GPU."""
+    monkeypatch.setattr(backends, "no_gpu", lambda: None)
+    monkeypatch.setattr(backends, "gpu", lambda: GPU)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with no driver, even if this one has one."""
+    monkeypatch.setattr(backends, "no_gpu", lambda: "no NVIDIA driver here")
+
+
+def with_engines(bundle: Bundle, **engines: dict[str, Any]) -> Bundle:
+    """A bundle with engines that differ from the usual one in what is told of each."""
+    usual = replace(
+        RECORD, graph=bundle.manifest.graph, sha256=hashlib.sha256(PLAN).hexdigest(), size=len(PLAN), version="1.7"
+    )
+    records: dict[str, EngineRecord] = {f"{name}.engine": replace(usual, **told) for name, told in engines.items()}
+    for name in records:
+        (bundle.path / ENGINES_FOLDER / name).write_bytes(PLAN)
+    return Bundle(bundle.path, replace(bundle.manifest, engines=records))
+
+
+def scattered(bundle: Bundle) -> Bundle:
+    signature = replace(bundle.manifest.signature, lowering="scatter")
+    return Bundle(bundle.path, replace(bundle.manifest, signature=signature, engines={}))
+
+
+def chosen(bundle: Bundle, **opening: Any) -> str:
+    return engine_for(bundle, "tensorrt-rtx", "1.7", "sm89", replace(OPENING, **opening)).name
+
+
+def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
+    found = with_engines(
+        bundle,
+        a={"capacity": 4096, "requests": 4},
+        b={"capacity": 512, "requests": 1},
+        c={"capacity": 1024, "requests": 8},
+        d={"capacity": 1024, "requests": 2},
+        e={"capacity": 512, "requests": 2, "target": "sm80"},
+        f={"capacity": 512, "requests": 2, "version": "1.6"},
+        g={"capacity": 512, "requests": 2, "graph": ("d" * 64,)},
+        h={"capacity": 512, "requests": 2, "flavour": "tensorrt"},
+    )
+    assert chosen(found) == "d.engine"
+    assert chosen(found, requests=1) == "b.engine"
+    assert chosen(found, requests=3) == "c.engine"
+    assert chosen(found, capacity=1025) == "a.engine"
+    assert engine_for(found, "tensorrt-rtx", None, "sm89", OPENING).name == "f.engine", (
+        "any version, before it is known"
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"flavour": "tensorrt"}, "it holds no tensorrt-rtx engine: build one with `spaceport build .* --flavour tens"),
+        ({"graph": ("d" * 64,)}, "its tensorrt-rtx engines were built from another graph: build them again with"),
+        ({"target": "sm80"}, "its tensorrt-rtx engines are for sm80, this GPU is sm89: .*--target current"),
+        ({"version": "1.6"}, "its engines were built with tensorrt-rtx 1.6, 1.7 is installed: build one"),
+        (
+            {"requests": 1},
+            "its engines take 1 requests at most, 2 are asked for: lower max_requests .*--max-requests 2",
+        ),
+        ({"capacity": 256}, "its engines have 256 slots, 512 are needed: lower max_seq_len .*a higher --max-seq-len"),
+    ],
+)
+def test_the_engine_that_comes_nearest_says_what_it_lacks(bundle: Bundle, told: dict[str, Any], message: str) -> None:
+    # the other one lacks what is asked about first
+    other = {"flavour": "tensorrt"} if "flavour" in told else {"target": "sm75"} if "target" not in told else {}
+    engines = with_engines(bundle, near=told, far={**told, **other})
+    with pytest.raises(NoEngine, match=message):
+        chosen(engines)
+
+
+def test_a_bundle_without_engines_says_how_to_build_one(bundle: Bundle) -> None:
+    with pytest.raises(NoEngine, match=r"it holds no tensorrt engine: build one with `spaceport build .*tensorrt`"):
+        engine_for(with_engines(bundle), "tensorrt", None, "sm89", OPENING)
+
+
+def the_engine(bundle: Bundle) -> Named:
+    return Named(*next(iter(bundle.manifest.engines.items())))
+
+
+def test_an_engine_that_was_built_here_runs(bundle: Bundle, state: Path) -> None:
+    engine = the_engine(bundle)
+    assert trust.remember(engine.record.sha256)
+    assert read_engine(bundle, engine, trusted=False) == PLAN
+    assert trust.remember(engine.record.sha256), "it is noted already"
+    noted = (state / "spaceport" / "built-engines").read_text().split()
+    assert noted == [engine.record.sha256]
+
+
+def test_an_engine_of_somebody_else_runs_only_if_it_is_trusted(bundle: Bundle, state: Path) -> None:
+    trust.remember("0" * 64)
+    message = r"a\.engine: it was not built on this machine, .*--trust-engines, trust_engines=True"
+    with pytest.raises(BundleError, match=message):
+        read_engine(bundle, the_engine(bundle), trusted=False)
+    assert read_engine(bundle, the_engine(bundle), trusted=True) == PLAN
+    assert not trust.built_here(the_engine(bundle).record.sha256), "trust is for once"
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_changed_engine_never_runs(bundle: Bundle, state: Path, trusted: bool) -> None:
+    engine = the_engine(bundle)
+    trust.remember(engine.record.sha256)
+    trust.remember(hashlib.sha256(b"another").hexdigest())
+    file = bundle.path / ENGINES_FOLDER / engine.name
+    file.write_bytes(b"another")
+    with pytest.raises(BundleError, match=r"sha256 is .*, the manifest says .*: build it again"):
+        read_engine(bundle, engine, trusted)
+    file.unlink()
+    with pytest.raises(BundleError, match="No such file or directory: build it again"):
+        read_engine(bundle, engine, trusted)
+
+
+def test_an_engine_whose_file_was_removed_is_none(bundle: Bundle) -> None:
+    both = with_engines(bundle, a={}, b={"capacity": 9999})
+    assert engine_for(both, "tensorrt-rtx", None, "sm89", OPENING).name == "a.engine"
+    (both.path / ENGINES_FOLDER / "a.engine").unlink()
+    assert engine_for(both, "tensorrt-rtx", None, "sm89", OPENING).name == "b.engine"
+    (both.path / ENGINES_FOLDER / "b.engine").unlink()
+    with pytest.raises(NoEngine, match="it holds no tensorrt-rtx engine: build one with"):
+        engine_for(both, "tensorrt-rtx", None, "sm89", OPENING)
+
+
+def test_what_cannot_be_noted_is_not_trusted(state: Path) -> None:
+    (state / "spaceport").write_text("a file where the folder would be")
+    assert not trust.remember("a" * 64)
+    assert not trust.built_here("a" * 64)
+
+
+def test_the_note_is_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert trust.remember("a" * 64)
+    assert (tmp_path / ".local/state/spaceport/built-engines").read_text() == f"{'a' * 64}\n"
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_the_best_backend_is_the_first_that_runs_the_bundle(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "require_module", lambda backend: None)  # everything is installed
+    both = with_engines(bundle, a={}, b={"flavour": "tensorrt"})
+    assert best(both, OPENING) == "tensorrt"
+    assert passed_over(both, "tensorrt", OPENING) == ()
+    assert best(bundle, OPENING) == "tensorrt-rtx"
+    (note,) = passed_over(bundle, "tensorrt-rtx", OPENING)
+    assert note.startswith(f"not tensorrt: {bundle.path}: it holds no tensorrt engine")
+    assert best(scattered(bundle), OPENING) == "onnxruntime-cuda"
+    assert len(passed_over(scattered(bundle), "onnxruntime-cuda", OPENING)) == 2
+    old = with_engines(bundle, a={"target": "sm75"})
+    assert best(old, OPENING) == "onnxruntime"
+    notes = passed_over(old, "onnxruntime", OPENING)
+    assert [note.split(":")[0] for note in notes] == ["not tensorrt", "not tensorrt-rtx", "not onnxruntime-cuda"]
+    assert "sm75, this GPU is sm89" in notes[1]
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_without_a_gpu_only_engines_are_missed(bundle: Bundle) -> None:
+    assert best(bundle, OPENING) == best(scattered(bundle), OPENING) == "onnxruntime"
+    assert passed_over(scattered(bundle), "onnxruntime", OPENING) == ()
+    (note,) = passed_over(bundle, "onnxruntime", OPENING)
+    assert note == "not tensorrt, tensorrt-rtx, onnxruntime-cuda: needs an NVIDIA GPU: no NVIDIA driver here"
+
+
+@pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize(
+    ("backend", "lowering", "dtype", "message"),
+    [
+        ("tensorrt", "scatter", "float16", "its graph is scatter-lowered, .*--lowering append, then `spaceport build`"),
+        (
+            "onnxruntime-cuda",
+            "append",
+            "float16",
+            "its graph is append-lowered, .*--lowering scatter, or `spaceport bui",
+        ),
+        (
+            "onnxruntime",
+            "scatter",
+            "bfloat16",
+            "its graph is in bfloat16, .*run it on a GPU, or export it with --dtype",
+        ),
+    ],
+)
+def test_a_bundle_of_another_kind_is_a_bad_file(
+    bundle: Bundle, backend: str, lowering: Lowering, dtype: Precision, message: str
+) -> None:
+    signature = replace(bundle.manifest.signature, lowering=lowering, dtype=dtype)
+    with pytest.raises(InputFault, match=message):
+        require(Bundle(bundle.path, replace(bundle.manifest, signature=signature)), backend, OPENING)
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx", "onnxruntime-cuda"])
+def test_a_backend_that_needs_a_gpu_says_so_before_all_else(bundle: Bundle, backend: str) -> None:
+    message = f"backend {backend} needs an NVIDIA GPU: no NVIDIA driver here"
+    for kind in (bundle, scattered(bundle)):
+        assert why_not(kind, backend, OPENING) == message
+        with pytest.raises(MissingPart, match=message):
+            open_engine(kind, backend, OPENING)
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_an_onnxruntime_without_cuda_is_told_from_one_with_it(bundle: Bundle) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("this onnxruntime has CUDA")
+    message = r"needs an onnxruntime with CUDA, this one has .*CPUExecutionProvider: pip uninstall onnxruntime onnxrunt"
+    with pytest.raises(MissingPart, match=message):
+        require(scattered(bundle), "onnxruntime-cuda", OPENING)
+
+
+@pytest.fixture
+def both_installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pip leaves behind of onnxruntime and onnxruntime-gpu."""
+    site = tmp_path_factory.mktemp("site")
+    for package in ("onnxruntime", "onnxruntime_gpu"):
+        (site / f"{package}-1.31.1.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.31.1\n"
+        (site / f"{package}-1.31.1.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(site)
+
+
+@pytest.mark.usefixtures("with_gpu", "both_installed")
+def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(bundle: Bundle) -> None:
+    assert clashing() is not None
+    message = (
+        r"needs onnxruntime-gpu alone: .*both installed.*: pip uninstall onnxruntime onnxruntime-gpu, then pip install "
+        r"'spaceport\[gpu\]'"
+    )
+    with pytest.raises(MissingPart, match=message):
+        require(scattered(bundle), "onnxruntime-cuda", OPENING)
+    require(scattered(bundle), "onnxruntime", OPENING)  # on the processor either of them runs
+    assert best(scattered(bundle), OPENING) == "onnxruntime"
+    assert any("both installed" in note for note in passed_over(scattered(bundle), "onnxruntime", OPENING))
+
+
+def test_one_package_of_onnxruntime_clashes_with_nothing() -> None:
+    assert clashing() is None
+
+
+def test_a_backend_that_nobody_knows_is_a_mistake_of_usage(bundle: Bundle) -> None:
+    message = "backend is 'cuda': expected auto, tensorrt, tensorrt-rtx, onnxruntime-cuda, onnxruntime"
+    with pytest.raises(OptionFault, match=message):
+        open_engine(bundle, "cuda", OPENING)
+    with pytest.raises(OptionFault, match="threads is -1: expected 0"):
+        check_threads(-1)
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    "command", [["generate", "{bundle}", "a", "--max-tokens", "3"], ["bench", "steps", "{bundle}"]]
+)
+def test_why_an_engine_does_not_run_is_said_once_on_stderr(
+    tiny_append_bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    copy = shutil.copytree(tiny_append_bundle, tmp_path / "bundle")
+    edit(copy, lambda manifest: manifest.update(engines={"a.engine": asdict(RECORD)}))
+    words = [str(copy) if word == "{bundle}" else word for word in command]
+    assert run([*words, *(("--rows", "1", "--rounds", "1") if command[0] == "bench" else ())]) == OK
+    notes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert [note.split(":")[1] for note in notes] == [" not tensorrt, tensorrt-rtx, onnxruntime-cuda"]
+    assert run([*words, "--backend", "tensorrt-rtx"]) == MISSING
+    assert capfd.readouterr().err == "spaceport: backend tensorrt-rtx needs an NVIDIA GPU: no NVIDIA driver here\n"
+
+
+def test_paths_with_spaces_are_named_so_that_they_can_be_pasted(bundle: Bundle) -> None:
+    spaced = Bundle(Path("my bundle"), replace(bundle.manifest, engines={}))
+    with pytest.raises(NoEngine, match="`spaceport build 'my bundle' --flavour tensorrt`"):
+        engine_for(spaced, "tensorrt", None, "sm89", OPENING)

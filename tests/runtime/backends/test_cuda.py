@@ -1,0 +1,296 @@
+"""CUDA: what runs on a GPU runs on the processor here, and gives what the plain engine gives."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
+from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
+from spaceport.runtime.backends.device import Gpu, no_gpu
+from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
+from spaceport.runtime.backends.on_onnxruntime import open_session, session_options
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.staging import Shape
+from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.decode.slots import NO_MOVES
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import Batch, Engine, EngineFault
+from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.session import Runtime
+from support.forking_bundle import forking_copy
+from support.paths import TINY
+from support.replaying import ReplayingSession
+from support.summing_graph import summing_graph
+
+PROMPTS: list[str] = [*json.loads((TINY / "prompts.json").read_text("utf-8")).values()]
+LENGTH, REQUESTS = 192, 3
+
+
+def session_of(bundle: Bundle) -> ort.InferenceSession:
+    options = session_options(1, "same")
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    return open_session(bundle, options, ["CPUExecutionProvider"])
+
+
+def opening_of(bundle: Bundle) -> Opening:
+    return Opening(capacity_for(bundle.manifest, LENGTH), REQUESTS)
+
+
+def device_engine(bundle: Bundle) -> tuple[DeviceEngine, ReplayingSession]:
+    """What a GPU would run, with memory and session of the processor."""
+    session = ReplayingSession(session_of(bundle))
+    return DeviceEngine(session, bundle.manifest.signature, opening_of(bundle), "cpu", "cpu", graphs=True), session
+
+
+def texts(runtime: Runtime, asked: Sequence[tuple[str, Decoding]]) -> list[list[int]]:
+    """The tokens of texts that are written at the same time."""
+    streams = [runtime.stream(prompt, decoding) for prompt, decoding in asked]
+    return [list(stream.completion().tokens) for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def half_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint in float16."""
+    from spaceport.exporter.export import Options, export
+    from spaceport.exporter.quiet import quiet_libraries
+
+    quiet_libraries()
+    bundle = tmp_path_factory.mktemp("half") / "bundle"
+    export(TINY, bundle, Options(dtype="float16"))
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def forking_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return forking_copy(tiny_bundle, tmp_path_factory.mktemp("forking") / "bundle")
+
+
+@pytest.mark.parametrize("kind", ["tiny_bundle", "forking_bundle", "half_bundle"])
+def test_texts_are_those_of_the_plain_engine(kind: str, request: pytest.FixtureRequest) -> None:
+    bundle = open_bundle(request.getfixturevalue(kind))
+    engine, session = device_engine(bundle)
+    asked = [
+        (
+            PROMPTS[number % 3],
+            Decoding(max_tokens=40 + number, mask_slots=slots, draft="chain" if slots == 3 else "tree"),
+        )
+        for number, slots in enumerate([5, 0, 3, 5, 1])
+    ]
+    with (
+        Runtime(bundle, engine, LENGTH) as ours,
+        Runtime(bundle, open_engine(bundle, "onnxruntime", opening_of(bundle)), LENGTH) as plain,
+    ):
+        assert texts(ours, asked) == texts(plain, asked)
+    assert session.replays > 10
+    assert session.plain > 10
+
+
+@st.composite
+def call(draw: st.DrawFn, capacity: int) -> Batch:
+    """A call of some requests, its rows at any slots, seeing any slots."""
+    first = draw(st.integers(0, REQUESTS - 1))
+    count = draw(st.integers(1, REQUESTS - first))
+    rows = draw(st.sampled_from([1, 1, 2, 5, 36]))
+    dice = np.random.default_rng(draw(st.integers(0, 3)))
+    height = draw(st.sampled_from([40, 64, 100]))
+    visible = visible_length(height)
+    slots = np.stack([dice.permutation(height)[:rows] for _ in range(count)])
+    mask = dice.random((count, 1, rows, visible)) < 0.5
+    mask[..., height:] = False
+    mask[np.arange(count)[:, None], 0, np.arange(rows)[None], slots] = True
+    wanted = draw(st.integers(1, rows))
+    ids = dice.integers(0, 600, (count, rows))
+    return Batch(first, ids, dice.integers(0, 150, (count, rows)), slots, mask, dice.integers(0, rows, (count, wanted)))
+
+
+@pytest.mark.parametrize(("kind", "within"), [("tiny_bundle", 1e-3), ("half_bundle", 0.1)])
+def test_logits_are_those_of_the_plain_engine(kind: str, within: float, request: pytest.FixtureRequest) -> None:
+    bundle = open_bundle(request.getfixturevalue(kind))
+    capacity = opening_of(bundle).capacity
+
+    @settings(max_examples=25)
+    @given(calls=st.lists(call(capacity), min_size=1, max_size=12))
+    def same(calls: list[Batch]) -> None:
+        for engine in (ours, plain):
+            for index in range(REQUESTS):
+                engine.clear(index)
+        for batch in calls:
+            got, expected = ours.run(batch), plain.run(batch)
+            assert got.shape == expected.shape
+            assert np.abs(got - expected).max() < within
+
+    ours, session = device_engine(bundle)
+    plain = open_engine(bundle, "onnxruntime", opening_of(bundle))
+    same()
+    assert session.replays > 10
+
+
+def one_row(engine: Engine, request: int) -> Batch:
+    """A row that sees itself and one slot that was written long ago."""
+    ids, slots = np.full((1, 1), 5, np.int64), np.full((1, 1), 3, np.int64)
+    mask = np.zeros((1, 1, 1, 64), np.bool_)
+    mask[..., [3, 7]] = True
+    return Batch(request, ids, ids, slots, mask, np.zeros((1, 1), np.int64))
+
+
+def test_what_is_no_number_ends_with_the_request_that_wrote_it(tiny_bundle: Path) -> None:
+    engine, _ = device_engine(open_bundle(tiny_bundle))
+    clean = [engine.run(one_row(engine, request)).copy() for request in range(REQUESTS)]
+    memory = engine._kv.numpy()
+    memory.view(np.float32)[:] = np.nan
+    assert np.isnan(engine.run(one_row(engine, 1))).all()
+    engine.clear(1)
+    assert np.array_equal(engine.run(one_row(engine, 1)), clean[1])
+    assert np.isnan(engine.run(one_row(engine, 0))).all()
+    assert np.isnan(engine.run(one_row(engine, 2))).all()
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_buffers_of_every_type_hold_what_was_written(dtype: Precision) -> None:
+    graph, signature = summing_graph(dtype)
+    session = ReplayingSession(
+        ort.InferenceSession(graph, session_options(1, "same"), providers=["CPUExecutionProvider"])
+    )
+    engine = DeviceEngine(session, signature, Opening(128, REQUESTS), "cpu", "cpu", graphs=True)
+    expected = np.zeros((REQUESTS, 128))
+    dice = np.random.default_rng(7)
+    for _ in range(60):
+        request, slots, tokens = dice.integers(REQUESTS), dice.permutation(100)[:5], dice.integers(0, 256, 5)
+        expected[request, slots] = tokens  # bfloat16 has 8 bits for them
+        mask = dice.random((1, 1, 5, 128)) < 0.5
+        mask[..., 100:] = False
+        batch = Batch(int(request), tokens[None], tokens[None], slots[None], mask, np.array([[4, 0, 1]]))
+        assert np.array_equal(engine.run(batch)[0, :, 0], (mask[0, 0] @ expected[request])[[4, 0, 1]])
+    assert session.replays > 10
+
+
+def test_rows_of_a_scatter_engine_never_move(tiny_bundle: Path) -> None:
+    engine, _ = device_engine(open_bundle(tiny_bundle))
+    engine.move(0, [NO_MOVES, NO_MOVES])
+    with pytest.raises(EngineFault, match="nothing moves"):
+        engine.move(0, [(np.array([3]), np.array([1]))])
+
+
+def test_a_closed_engine_runs_nothing_and_holds_no_memory(tiny_bundle: Path) -> None:
+    engine, session = device_engine(open_bundle(tiny_bundle))
+    engine.run(one_row(engine, 0))
+    weights, buffers = weakref.ref(session._session), weakref.ref(engine._kv)
+    del session
+    engine.close()
+    gc.collect()
+    assert (weights(), buffers()) == (None, None)
+    with pytest.raises(EngineFault, match="the engine is closed"):
+        engine.run(one_row(engine, 0))
+
+
+def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
+    graphs = Graphs(most=2)
+    step, other = Shape(1, 9, 128, 9), Shape(1, 9, 192, 9)
+    assert [graphs.number(0, step) for _ in range(5)] == [PLAIN] * 3 + [0, 0]
+    assert [graphs.number(1, step) for _ in range(4)] == [PLAIN] * 3 + [1]
+    assert [graphs.number(0, other) for _ in range(9)] == [PLAIN] * 9, "there are as many graphs as there may be"
+    assert (graphs.number(0, step), graphs.number(1, step)) == (0, 1)
+    wide = Graphs(9)
+    assert [wide.number(0, Shape(1, 128, 128, 1)) for _ in range(9)] == [PLAIN] * 9
+    assert graphs.options(1, step).get_run_config_entry("gpu_graph_id") == "1"
+    assert graphs.options(0, other).get_run_config_entry("gpu_graph_id") == "-1"
+
+
+def test_what_runs_on_the_processor_is_named(tiny_bundle: Path) -> None:
+    session = session_of(open_bundle(tiny_bundle))
+    (note,) = on_cuda.left_behind(session)
+    assert note.startswith("on the processor, not on the GPU: ")
+    assert "RMSNormalization node_RMSNormalization" in note
+    assert " Shape " not in note
+    assert note.endswith(" more")
+    (all_of_them,) = on_cuda.left_behind(session, frozenset())
+    assert "Shape node_Shape" in all_of_them
+    every = {node.op_type for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
+    assert on_cuda.left_behind(session, every) == ()
+
+
+def test_libraries_are_looked_for_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    lacking = on_cuda.preload()
+    assert capfd.readouterr() == ("", "")
+    message = on_cuda.without_cuda(("libcublasLt.so.13", "libcublas.so.13"))
+    assert "does not start CUDA 13: libcublasLt.so.13, libcublas.so.13 cannot be loaded: pip install" in message
+    assert "look at nvidia-smi" in on_cuda.without_cuda(())
+    assert isinstance(lacking, tuple)
+
+
+def test_a_provider_that_does_not_start_is_an_error_and_no_slow_engine(tiny_bundle: Path) -> None:
+    if "CUDAExecutionProvider" not in ort.get_available_providers() or no_gpu() is None:
+        pytest.skip("needs onnxruntime-gpu on a machine without a GPU")
+    with pytest.raises(MissingPart, match="does not start CUDA"):
+        on_cuda.open_engine(open_bundle(tiny_bundle), Opening(512, 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("CUDA failure 2: out of memory ; GPU=0 ; expr=cudaMalloc((void**)&p, size);", True),
+        ("BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 4294967296", True),
+        ("Load model from model.onnx failed:Protobuf parsing failed.", False),
+    ],
+)
+def test_a_full_gpu_is_told_from_a_broken_graph(said: str, expected: bool) -> None:
+    assert (on_cuda._NO_MEMORY.search(said) is not None) == expected
+
+
+def test_what_a_full_gpu_had_to_hold_is_told(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cuda, "gpu", lambda: Gpu("NVIDIA Test", "sm89", 24 * 10**9))
+    message = on_cuda.no_room(open_bundle(tiny_bundle), Opening(10**6, 8))
+    assert message == (
+        "0.0 GB of weights and 6.1 GB of KV buffers (8 requests of 1000000 slots) do not fit into the 24.0 GB of the NVIDIA "
+        "Test: lower max_seq_len (--max-seq-len) or max_requests (--max-requests)"
+    )
+
+
+@pytest.fixture
+def gpu_bundle(tiny_bundle: Path) -> Bundle:
+    """A bundle for a machine with a GPU and an onnxruntime that runs on it; elsewhere the test is skipped."""
+    try:
+        require_device("onnxruntime-cuda")
+        require_module("onnxruntime-cuda")
+    except RuntimeError as reason:
+        pytest.skip(str(reason))
+    return open_bundle(tiny_bundle)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+def test_texts_on_a_gpu_are_those_on_the_processor(gpu_bundle: Bundle, graphs: bool) -> None:
+    at = opening_of(gpu_bundle)
+    engine = open_engine(gpu_bundle, "onnxruntime-cuda", Opening(at.capacity, at.requests, graphs=graphs))
+    assert engine.notes == ()
+    assert engine.device.startswith("cuda:0 (NVIDIA ")
+    asked = [(PROMPTS[number % 3], Decoding(max_tokens=60, mask_slots=number)) for number in range(5)]
+    with (
+        Runtime(gpu_bundle, engine, LENGTH) as ours,
+        Runtime(gpu_bundle, open_engine(gpu_bundle, "onnxruntime", at), LENGTH) as plain,
+    ):
+        for _ in range(2):  # the second time captured graphs are replayed
+            assert texts(ours, asked) == texts(plain, asked)
+
+
+@pytest.mark.gpu
+def test_a_request_that_is_cleared_on_a_gpu_holds_zeros(gpu_bundle: Bundle) -> None:
+    engine = open_engine(gpu_bundle, "onnxruntime-cuda", opening_of(gpu_bundle))
+    assert isinstance(engine, DeviceEngine)
+    clean = engine.run(one_row(engine, 1)).copy()
+    size = engine._kv.tensor_size_in_bytes()
+    engine._kv.update_inplace(np.full(size, 0xFF, np.uint8))  # not a number in any type
+    assert np.isnan(engine.run(one_row(engine, 1))).all()
+    engine.clear(1)
+    assert np.allclose(engine.run(one_row(engine, 1)), clean, atol=1e-5)

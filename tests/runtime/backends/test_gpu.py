@@ -1,0 +1,143 @@
+"""On a GPU: engines that were built here write exact texts, in place, with CUDA graphs as without. Skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spaceport.exporter.export import Options, export
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.tensorrt.to_tensorrt import open_library
+from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
+from spaceport.runtime import Decoding, Runtime, Sampling
+from spaceport.runtime.backends import device, open_engine
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.bench.steps import chain_batch
+from spaceport.tools.cli import run
+from spaceport.tools.cli.demo import prompts_of
+from support.paths import DEMO, TINY
+
+REASON = device.no_gpu()
+LENGTH = 512
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"{REASON}")]
+
+
+@pytest.fixture(scope="module", params=["tensorrt", "tensorrt-rtx"])
+def flavour(request: pytest.FixtureRequest) -> Flavour:
+    found: Flavour = request.param
+    if find_spec(LIBRARIES[found]) is None:
+        pytest.skip(f"{found} is not installed")
+    library, here = open_library(found), device.gpu().target
+    if library.targets and here not in library.targets:
+        pytest.skip(f"{library.name} has no kernels for {here}, only for {', '.join(library.targets)}")
+    return found
+
+
+@pytest.fixture(scope="module", params=["float16", "bfloat16", "float32"])
+def built(request: pytest.FixtureRequest, flavour: Flavour, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with an engine for the GPU that is here."""
+    quiet_libraries()
+    bundle = tmp_path_factory.mktemp("gpu") / f"demo-{request.param}"
+    export(DEMO, bundle, Options(lowering="append", dtype=request.param))
+    asked = ["--flavour", flavour, "--max-requests", "4", "--max-seq-len", str(LENGTH)]
+    assert run(["build", str(bundle), *asked]) == 0
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def runtime(built: Path, flavour: Flavour) -> Iterator[Runtime]:
+    with Runtime.open(built, backend=flavour, max_seq_len=LENGTH, max_requests=4) as opened:
+        yield opened
+
+
+def test_the_best_backend_is_the_engine(built: Path, flavour: Flavour) -> None:
+    with Runtime.open(built, max_seq_len=LENGTH) as opened:
+        assert opened.engine.device.startswith("cuda:0")
+        assert flavour.split("-")[0] in opened.engine.device
+
+
+def test_engines_agree_with_pytorch(built: Path) -> None:
+    assert run(["check", str(built), str(DEMO)]) == 0
+
+
+def test_drafted_texts_are_plain_texts(built: Path, flavour: Flavour, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line(prompt)) + "\n" for prompt in prompts_of(DEMO).values()), "utf-8")
+    assert run(["audit", str(built), str(prompts), "--backend", flavour]) == 0
+
+
+def line(prompt: Any) -> dict[str, Any]:
+    return {"text": prompt} if isinstance(prompt, str) else {"messages": prompt}
+
+
+def test_cuda_graphs_compute_what_the_plain_path_does(built: Path, flavour: Flavour) -> None:
+    """To the bit where they are the same kernels; TensorRT-RTX compiles those of a shape at once only to capture them."""
+    bundle = open_bundle(built)
+    with_graphs, without = (open_engine(bundle, flavour, Opening(1152, 2, graphs=graphs)) for graphs in (True, False))
+    dice = np.random.default_rng(0)
+    for rows in (40, 1, 9, 36, 1, 9, 36, 1, 36, 9, 9, 36, 1, 1, 64, 1, 9):
+        batch = chain_batch(with_graphs, rows, 64, dice)
+        got, expected = with_graphs.run(batch), without.run(batch)
+        if flavour == "tensorrt":
+            assert np.array_equal(got, expected)
+        assert np.abs(got - expected).max() < 1e-2 * np.abs(expected).max()
+    with_graphs.close()
+    without.close()
+
+
+def test_moves_reach_every_layer(built: Path, flavour: Flavour) -> None:
+    """What rows saw before a move they see behind it, in other slots."""
+    engine = open_engine(open_bundle(built), flavour, Opening(1152, 2))
+    dice = np.random.default_rng(1)
+    engine.run(chain_batch(engine, 20, 0, dice))
+    after = chain_batch(engine, 1, 20, dice)
+    expected = engine.run(after).copy()
+    sources, targets = np.arange(10, 20), np.arange(100, 110)
+    engine.move(0, [(sources, targets)])
+    mask = np.zeros((1, 1, 1, 128), np.bool_)
+    mask[..., [*range(10), *targets, 20]] = True
+    moved = type(after)(0, after.input_ids, after.position_ids, after.slot_ids, mask, after.logit_rows)
+    largest = float(np.abs(expected).max())
+    assert np.abs(engine.run(moved) - expected).max() < 1e-2 * largest
+    engine.close()
+
+
+def test_a_cleared_request_sees_nothing_of_the_one_before(runtime: Runtime) -> None:
+    plain = Decoding(max_tokens=40, mask_slots=0)
+    expected = runtime.generate("import json\n", plain).tokens
+    runtime.engine.clear(0)
+    assert runtime.generate("import json\n", plain).tokens == expected
+
+
+def test_many_texts_at_once_are_each_alone_up_to_rounding(runtime: Runtime) -> None:
+    """Sampled and greedy ones, of different lengths; what they are exactly is audited above."""
+    ways = [Decoding(max_tokens=20 + 10 * i, sampling=Sampling(temperature=i % 2, seed=i)) for i in range(6)]
+    streams = [runtime.stream(f"def f{i}(self):\n", way) for i, way in enumerate(ways)]
+    found = [stream.completion() for stream in streams]
+    assert all(completion.ending in ("end", "length") for completion in found)
+
+
+def test_rows_cost_less_than_on_a_processor(runtime: Runtime) -> None:
+    assert 0 < runtime.engine.costs.row < 0.08
+    assert runtime.engine.notes == ()
+
+
+def test_an_engine_for_another_gpu_is_refused(
+    flavour: Flavour, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if flavour == "tensorrt":
+        pytest.skip("tensorrt builds for the GPU that is here only")
+    quiet_libraries()
+    export(TINY, tmp_path / "tiny", Options(lowering="append", dtype="float16"))
+    other = "sm80" if device.gpu().target != "sm80" else "sm89"
+    assert run(["build", str(tmp_path / "tiny"), "--flavour", flavour, "--target", other]) == 0
+    assert run(["generate", str(tmp_path / "tiny"), "x", "--backend", flavour]) == 3
+    assert f"its tensorrt-rtx engines are for {other}, this GPU is" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""Failures on a fake engine: who is hit by one is told, what it leaves behind is cleared, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.slots import Moves
+from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.sampling.choice import NotANumber
+from support.arrivals import Arrival, Scene, Trap, steps_of
+from support.hash_engine import Language
+
+
+def test_of_a_failed_call_only_those_fail_who_took_part() -> None:
+    wide = Drafting(mask_slots=5, shape="chain")
+    arrivals = [
+        Arrival([1], max_tokens=60, drafting=wide),
+        Arrival([2], max_tokens=12),
+        Arrival([3], at=1, max_tokens=9),
+    ]
+    scene = Scene(Language(8, end_every=10**9), arrivals, 2)
+    while scene.now < 4:
+        scene.turn()
+    scene.engine.faulty = scene.engine.calls  # the narrow call of two that a round has by now
+    scene.play()
+    assert isinstance(scene.tasks[1].fault, EngineFault)
+    assert [scene.tasks[number].fault for number in (0, 2)] == [None, None]
+    assert [scene.text(number) for number in (0, 2)] == [scene.alone[number] for number in (0, 2)]
+
+
+def test_buffers_that_a_failed_request_leaves_behind_are_cleared_before_the_next_one_has_them() -> None:
+    arrivals = [Arrival([1], trouble="number", when=2), Arrival([2]), Arrival([3])]
+    scene = Scene(Language(8, end_every=10**9), arrivals, 1)
+    cleared: list[tuple[int, int]] = []
+    clear = scene.engine.clear
+
+    def noted(request: int) -> None:
+        cleared.append((scene.now, request))
+        clear(request)
+
+    scene.engine.clear = noted  # type: ignore[method-assign]
+    scene.play()
+    assert isinstance(scene.tasks[0].fault, NotANumber)
+    assert cleared == [(3, 0)]
+    assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
+
+
+def test_when_buffers_cannot_be_cleared_those_who_would_have_had_them_are_told() -> None:
+    arrivals = [Arrival([1], trouble="number", when=2), Arrival([2]), Arrival([3])]
+    scene = Scene(Language(8, end_every=10**9), arrivals, 1)
+
+    def broken(request: int) -> None:
+        raise EngineFault("lost the device")
+
+    scene.engine.clear = broken  # type: ignore[method-assign]
+    scene.play()
+    assert [type(task.fault) for task in scene.tasks] == [NotANumber, EngineFault, EngineFault]
+    assert all(task.done for task in scene.tasks)
+
+
+def test_giving_up_tells_everybody_even_if_somebody_does_not_want_to_hear_it() -> None:
+    arrivals = [Arrival([1], trouble="news", when=1), *(Arrival([2]) for _ in range(4))]
+    scene = Scene(Language(8, end_every=10**9), arrivals, 2)
+    scene.turn()
+    scene.scheduler.fail(EngineFault("gone"))
+    assert all(task.done for task in scene.tasks)
+    assert [told[-1] for told in scene.told] == [True] * 5
+    assert not scene.scheduler.busy
+
+
+def test_who_raises_when_it_is_told_of_a_step_takes_no_other() -> None:
+    scene = Scene(Language(8, end_every=10**9), [Arrival([1], trouble="news", when=2), Arrival([2])], 2)
+    scene.play()
+    assert isinstance(scene.tasks[0].fault, Trap)
+    assert scene.told[0] == [False, False, False, True]
+    assert steps_of(scene.tasks[0]) == 3
+    assert scene.text(1) == scene.alone[1]
+
+
+def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
+    drafting = Drafting(mask_slots=3)
+    arrivals = [Arrival([1], max_tokens=1), Arrival([2] * 30, drafting=drafting)]
+    scene = Scene(Language(8, quality=50, end_every=10**9), arrivals, 2, "append")
+
+    def broken(first: int, moves: Sequence[Moves]) -> None:
+        raise EngineFault("lost the device")
+
+    scene.engine.move = broken  # type: ignore[method-assign]
+    scene.play()
+    assert scene.tasks[0].fault is None
+    assert scene.text(0) == scene.alone[0]
+    assert isinstance(scene.tasks[1].fault, EngineFault)

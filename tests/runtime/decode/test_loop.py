@@ -1,0 +1,177 @@
+"""The step loop over a fake engine: drafts change how many steps a text takes and never what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.engine import pack_many, pack_one
+from support.hash_engine import END, MASKS, HashEngine, Language, request_for
+
+PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=40)
+
+
+def run(engine: HashEngine, request: Request) -> list[int]:
+    while request.live:
+        step(engine, [request])
+    return request.threads[0].written
+
+
+def engine_for(language: Language, length: int, mask_slots: int, lowering: Lowering, requests: int = 1) -> HashEngine:
+    return HashEngine(language, visible_length(length + max(40, (mask_slots + 1) ** 2) + 1), requests, lowering)
+
+
+@settings(max_examples=300)
+@given(
+    prompt=PROMPTS,
+    max_tokens=st.integers(1, 60),
+    mask_slots=st.integers(0, 6),
+    quality=st.sampled_from((0, 30, 60, 90, 100)),
+    chunk=st.integers(1, 40),
+    window=st.none() | st.integers(1, 30),
+    seed=st.integers(0, 10**6),
+    lowering=st.sampled_from(LOWERINGS),
+)
+def test_drafted_text_is_plain_text(
+    prompt: list[int],
+    max_tokens: int,
+    mask_slots: int,
+    quality: int,
+    chunk: int,
+    window: int | None,
+    seed: int,
+    lowering: Lowering,
+) -> None:
+    language = Language(seed, quality, window=window)
+    expected = language.write(prompt, max_tokens)
+    engine = engine_for(language, len(prompt) + max_tokens, mask_slots, lowering)
+    request = request_for(engine, prompt, max_tokens, mask_slots, chunk=chunk)
+    assert run(engine, request) == expected
+    assert request.threads[0].ending == ("length" if len(expected) == max_tokens else "end")
+    assert request.slots.held == 0
+    assert not request.threads[0].sees.any()
+    assert request.statistics.tokens == len(expected)
+    assert max(engine.widths) <= max(chunk + mask_slots, (mask_slots + 1) ** 2)
+
+
+@settings(max_examples=150)
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=4),
+    joins=st.lists(st.integers(0, 12), min_size=4, max_size=4),
+    mask_slots=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    chunk=st.integers(1, 20),
+    seed=st.integers(0, 10**6),
+    lowering=st.sampled_from(LOWERINGS),
+)
+def test_requests_that_share_steps_write_what_each_would_alone(
+    prompts: list[list[int]],
+    joins: list[int],
+    mask_slots: list[int],
+    chunk: int,
+    seed: int,
+    lowering: Lowering,
+) -> None:
+    language = Language(seed, 70)
+    engine = engine_for(language, 40 + 30, 4, lowering, requests=5)
+    requests = [
+        request_for(engine, prompt, 30, mask_slots[i], index=i + (i > 1), chunk=chunk)  # request 2 stays idle
+        for i, prompt in enumerate(prompts)
+    ]
+    for now in range(500):
+        active = [request for request, join in zip(requests, joins, strict=False) if join <= now and request.live]
+        if active:
+            step(engine, active)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.threads[0].written == language.write(prompt, 30)
+        assert request.slots.held == 0
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("masks", [MASKS[:1], MASKS])
+def test_distinct_mask_tokens_are_fed_in_their_order(lowering: Lowering, masks: tuple[int, ...]) -> None:
+    language = Language(5, 80)
+    engine = engine_for(language, 60, 2, lowering)
+    request = request_for(engine, [1, 2, 3], 40, 2, masks=masks)
+    fed: list[list[int]] = []
+    while request.live:
+        plan = request.plan()
+        fed.extend([int(plan.parts[0].tokens[row]) for row in group] for group in plan.parts[0].layout.groups)
+        step(engine, [request])
+    assert request.threads[0].written == language.write([1, 2, 3], 40)
+    assert [masks[0], masks[-1]] in fed
+    assert all(group == [masks[0], masks[-1]][: len(group)] for group in fed)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(("mask_slots", "steps"), [(0, 60), (1, 30), (2, 20), (3, 15), (4, 12), (5, 10)])
+def test_a_network_that_drafts_right_needs_one_step_for_each_k_plus_1_tokens(
+    mask_slots: int, steps: int, lowering: Lowering
+) -> None:
+    """Holds the mask convention: one place off, and no candidate would be accepted while the text stayed right.
+
+    The prompt step writes one token with no candidates at hand, so the last step is short of as many.
+    """
+    language = Language(3, 100, end_every=10**9)
+    engine = engine_for(language, 70, mask_slots, lowering)
+    request = request_for(engine, [4, 5, 6], 60, mask_slots)
+    assert run(engine, request) == language.write([4, 5, 6], 60)
+    assert request.statistics.steps == steps + (mask_slots > 0)
+    assert request.statistics.accepted_by_depth == request.statistics.drafted_by_depth
+
+
+def test_no_rows_are_fed_for_tokens_beyond_the_limit() -> None:
+    language = Language(3, 100, end_every=10**9)
+    engine = engine_for(language, 70, 3, "scatter")
+    run(engine, request_for(engine, [1], 5, 3))
+    # x m m m; then four tokens are left, which x and three candidates write: behind x two more could follow its own
+    # token, behind the first candidate one, behind the others none
+    assert engine.widths == [4, 4 + 2 + 1]
+
+
+def test_a_step_costs_no_call_for_a_finished_request() -> None:
+    language = Language(9, 100)
+    engine = engine_for(language, 70, 2, "scatter", requests=2)
+    short = request_for(engine, [1], 1, 2, index=0)
+    long = request_for(engine, [2], 20, 2, index=1)
+    step(engine, [short, long])
+    calls = engine.calls
+    assert not short.live
+    run_all(engine, [long])
+    assert engine.calls - calls == long.statistics.steps - 1
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_the_short_way_of_packing_one_request_makes_the_same_arrays(
+    lowering: Lowering, window: int | None, chunk: int
+) -> None:
+    language = Language(4, 60, window=window)
+    engine = engine_for(language, 80, 3, lowering)
+    request = request_for(engine, list(range(9)), 40, 3, chunk=chunk)
+    while request.live:
+        plan = request.plan()
+        probe = deepcopy(request.slots)
+        slots = probe.take(plan.positions)
+        arguments = replace(request, slots=probe)
+        one = pack_one(engine.signature, arguments, plan, slots).arrays(engine.signature)
+        many = pack_many(engine, [arguments], [plan], [slots]).arrays(engine.signature)
+        for (name, array), (other, expected) in zip(one, many, strict=True):
+            assert name == other
+            assert array.dtype == expected.dtype
+            np.testing.assert_array_equal(array, expected, err_msg=name)
+        step(engine, [request])
+
+
+def run_all(engine: HashEngine, requests: Sequence[Request]) -> None:
+    while live := [request for request in requests if request.live]:
+        step(engine, live)

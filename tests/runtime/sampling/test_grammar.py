@@ -1,0 +1,566 @@
+"""Grammar: a constrained text matches what was asked for when it ends, whatever the logits and the drafts are."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models
+
+from spaceport.graphs.contract.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.signature import visible_length
+from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.sampling.choice import NotANumber, greedy
+from spaceport.runtime.sampling.grammar import Constrained, DeadEnd, Form, constrained
+from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
+from spaceport.runtime.text.tokenizer import open_tokenizer
+from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, request_for
+from support.small_tokenizers import BYTES, FALLBACK, full
+
+
+def with_words(*words: str) -> Tokenizer:
+    """The tokenizer with byte fallback, and more words."""
+    told = json.loads(FALLBACK.to_str())
+    told["model"]["vocab"] |= {word: FALLBACK.get_vocab_size() + place for place, word in enumerate(words)}
+    return Tokenizer.from_str(json.dumps(told))
+
+
+WORDS = with_words("▁de", "▁de你", "▁thea", "▁qq", "qq")  # not all of them are words without their space too
+PADDED = 448  # more tokens than either tokenizer has
+CLOSE = {id(BYTES): 1, id(WORDS): 2}  # </s>
+VOCABULARIES = {id(one): open_vocabulary(one, PADDED, (CLOSE[id(one)], PADDED - 1)) for one in (BYTES, WORDS)}
+BOTH = pytest.mark.parametrize("tokenizer", [BYTES, WORDS], ids=["byte_level", "byte_fallback"])
+
+ATOMS = ["a", "b", " ", "the", "é", "你", "😀", r"\n", "/", r"\\", '"', "[ab]", "[^a]", ".", r"[0-9]", "(?:ab|a)"]
+REGEXES = st.recursive(
+    st.sampled_from(ATOMS),
+    lambda part: st.one_of(
+        st.tuples(part, part).map("".join),
+        st.tuples(part, part).map(lambda both: f"(?:{both[0]}|{both[1]})"),
+        part.map(lambda one: f"(?:{one})?"),
+        part.map(lambda one: f"(?:{one})*"),
+        part.map(lambda one: f"(?:{one}){{1,3}}"),
+    ),
+    max_leaves=6,
+)
+SCHEMAS = st.recursive(
+    st.sampled_from(
+        [
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "integer", "minimum": -5, "maximum": 300},
+            {"type": "string", "maxLength": 5},
+            {"enum": ["the answer", '你 "é" 😀', 7]},
+        ]
+    ),
+    lambda part: st.one_of(
+        part.map(lambda items: {"type": "array", "items": items, "maxItems": 3}),
+        st.dictionaries(st.sampled_from(["b", "a", "你", 'the "ship"']), part, max_size=3).map(
+            lambda parts: {
+                "type": "object",
+                "properties": parts,
+                "required": list(parts)[:1],
+                "additionalProperties": False,
+            }
+        ),
+    ),
+    max_leaves=4,
+)
+
+
+def fits(schema: Mapping[str, Any], value: object) -> bool:
+    """Whether a value is what one of these schemas asks for."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    if schema["type"] == "object":
+        parts = schema["properties"]
+        return (
+            isinstance(value, dict)
+            and set(schema["required"]) <= set(value)
+            and all(name in parts and fits(parts[name], part) for name, part in value.items())
+            and list(value) == [name for name in parts if name in value]
+        )
+    if schema["type"] == "array":
+        return isinstance(value, list) and len(value) <= 3 and all(fits(schema["items"], item) for item in value)
+    if schema["type"] == "string":
+        return isinstance(value, str) and len(value) <= 5
+    if schema["type"] == "integer":
+        return isinstance(value, int) and not isinstance(value, bool) and -5 <= value <= 300
+    return isinstance(value, bool) if schema["type"] == "boolean" else value is None
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    return VOCABULARIES[id(tokenizer)]
+
+
+def choose_for(tokenizer: Tokenizer, form: Form) -> Constrained:
+    return constrained(greedy(), form, vocabulary_of(tokenizer))
+
+
+def logits_for(seed: int, text: Sequence[int], size: int = PADDED) -> NDArray[np.float32]:
+    """What a network would say behind a text: always the same."""
+    return np.random.default_rng([seed, *text]).normal(size=size).astype(np.float32)
+
+
+def thread_of(written: Sequence[int] = ()) -> Thread:
+    thread = new_thread([5, 6], 1)
+    thread.tokens.extend(written)
+    return thread
+
+
+def write(tokenizer: Tokenizer, form: Form, seed: int, most: int = 80, haste: float = 0.0) -> tuple[list[int], bool]:
+    """A text token by token, and whether it ended by itself; the end is the likelier the more haste there is."""
+    choose, thread = choose_for(tokenizer, form), thread_of()
+    ends = vocabulary_of(tokenizer).ends
+    for _ in range(most):
+        logits = logits_for(seed, thread.written)
+        logits[ends] += haste
+        token = choose.token(logits, thread, ())
+        if ends[token]:
+            return thread.written, True
+        thread.tokens.append(token)
+    return thread.written, False
+
+
+@BOTH
+@settings(max_examples=80)
+@given(regex=REGEXES, seed=st.integers(0, 10**6))
+@example(r"  the ship", 0)
+@example(r" ?(?:é|你😀){2,4}\n?", 1)
+def test_a_text_that_ends_by_itself_matches_its_regular_expression(tokenizer: Tokenizer, regex: str, seed: int) -> None:
+    tokens, ended = write(tokenizer, Form(regex=regex), seed, haste=2.0)
+    if ended:
+        assert re.fullmatch(regex, full(tokenizer, tokens))
+
+
+@BOTH
+@settings(max_examples=80)
+@given(schema=SCHEMAS, seed=st.integers(0, 10**6), spelt=st.booleans())
+def test_a_text_that_ends_by_itself_is_json_that_fits_its_schema(
+    tokenizer: Tokenizer, schema: dict[str, Any], seed: int, spelt: bool
+) -> None:
+    form = Form(json_schema=json.dumps(schema, ensure_ascii=False) if spelt else schema)
+    tokens, ended = write(tokenizer, form, seed, most=300)
+    assume(ended)
+    assert fits(schema, json.loads(full(tokenizer, tokens)))
+
+
+@BOTH
+def test_json_may_be_laid_out_but_not_be_white_space_without_end(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "null"}}}, "required": ["a"]}
+    for indent in (None, 2, 4):
+        text = json.dumps({"a": [None, None]}, indent=indent)
+        assert allowed_all_along(tokenizer, Form(json_schema=schema), text)
+    assert not allowed_all_along(tokenizer, Form(json_schema=schema), '{  "a": []}')
+    assert not allowed_all_along(tokenizer, Form(json_schema=schema), '{\n\n"a": []}')
+    asked = Form(json_schema={"x-guidance": {"whitespace_flexible": False}, **schema})
+    assert allowed_all_along(tokenizer, asked, '{"a":[null]}')
+    assert not allowed_all_along(tokenizer, asked, '{"a": [null]}')
+
+
+def allowed_all_along(tokenizer: Tokenizer, form: Form, text: str) -> bool:
+    """Whether a text may be written byte by byte, and may end there."""
+    written: list[int] = []
+    alone = {raw: token for token, raw in RAW[id(tokenizer)].items() if len(raw) == 1}
+    for byte in text.encode():
+        token = alone[bytes([byte])]
+        if not allowed_by(form, tokenizer, written)[token]:
+            return False
+        written.append(token)
+    return bool(allowed_by(form, tokenizer, written)[CLOSE[id(tokenizer)]])
+
+
+class Seeing:
+    """A choice that shows what it was given to choose from."""
+
+    allowed: NDArray[np.bool_]
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        self.allowed = np.isfinite(logits)
+        return int(logits.argmax())
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return greedy().guesses(logits, thread, place, most)
+
+
+def allowed_by(form: Form, tokenizer: Tokenizer, written: Sequence[int]) -> NDArray[np.bool_]:
+    """V, True = what may follow the tokens of a text."""
+    seeing = Seeing()
+    constrained(seeing, form, vocabulary_of(tokenizer)).token(np.zeros(PADDED, np.float32), thread_of(written), ())
+    return seeing.allowed
+
+
+def raw_tokens(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """The bytes of every token that is text, read without the library."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    letters = {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+    special = tokenizer.get_added_tokens_decoder()
+    found = {}
+    for name, token in tokenizer.get_vocab().items():
+        if token in special:
+            continue
+        if tokenizer is BYTES:
+            found[token] = bytes(letters[letter] for letter in name)
+        else:
+            found[token] = bytes([int(name[3:5], 16)]) if name.startswith("<0x") else name.replace("▁", " ").encode()
+    return found
+
+
+RAW = {id(one): raw_tokens(one) for one in (BYTES, WORDS)}
+
+
+@BOTH
+@settings(max_examples=40)
+@given(
+    texts=st.lists(
+        st.text("ab de你é😀", max_size=5)
+        | st.sampled_from([" the", "  the", " ", "  ", "the a", "</s>", "<s>a", "de", "de你", " de", "dea"]),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 10**6),
+)
+@example([" the", "a"], 0)
+@example([""], 0)
+def test_a_token_may_follow_exactly_if_some_text_that_is_asked_for_goes_on_with_it(
+    tokenizer: Tokenizer, texts: list[str], seed: int
+) -> None:
+    """Also: the end exactly where a text is complete, no special token however it is spelt, no token beyond them."""
+    assume(any(texts))
+    asked = [text.encode() for text in texts]
+    form = Form(regex="|".join(f"(?:{re.escape(text)})" for text in texts))
+    tokens, written = list[int](), b""
+    raw, ends = RAW[id(tokenizer)], vocabulary_of(tokenizer).ends
+    for place in range(30):
+        allowed = allowed_by(form, tokenizer, tokens)
+        # The decoder of this tokenizer takes the first space of a text away.
+        cut = int(tokenizer is WORDS and place == 0)
+        then = {token: written + (more.removeprefix(b" ") if cut else more) for token, more in raw.items()}
+        expected = [token for token in then if any(text.startswith(then[token]) for text in asked)]
+        assert np.flatnonzero(allowed & ~ends).tolist() == sorted(expected)
+        assert np.all(allowed[ends] == (written in asked))
+        options = np.flatnonzero(allowed)
+        token = int(options[logits_for(seed, tokens)[options].argmax()])
+        if ends[token]:
+            assert full(tokenizer, tokens).encode() == written
+            return
+        written = then[token]
+        tokens.append(token)
+    pytest.fail("texts are shorter than this")
+
+
+@BOTH
+@settings(max_examples=40)
+@given(regex=REGEXES, seed=st.integers(0, 10**6), data=st.data())
+def test_the_same_place_has_the_same_answer_in_whatever_order_it_is_asked_for(
+    tokenizer: Tokenizer, regex: str, seed: int, data: st.DataObject
+) -> None:
+    form = Form(regex=f"(?:{regex}){{1,9}}")
+    tokens, _ = write(tokenizer, form, seed, most=12)
+    others, _ = write(tokenizer, form, seed + 1, most=12)
+    choose = choose_for(tokenizer, form)
+    for _ in range(12):
+        text = data.draw(st.sampled_from([tokens, others]))
+        end = data.draw(st.integers(0, len(text)))
+        known = data.draw(st.integers(0, end))
+        logits = logits_for(data.draw(st.integers(0, 3)), text[:end])
+        found = choose.token(logits, thread_of(text[:known]), text[known:end])
+        assert found == choose_for(tokenizer, form).token(logits, thread_of(text[:end]), ())
+        if data.draw(st.booleans()):
+            place = 2 + end + data.draw(st.integers(0, 2))
+            choose.guesses(np.stack([logits_for(seed, [n]) for n in range(3)]), thread_of(text[:known]), place, 2)
+
+
+def small_vocabulary() -> tuple[Tokenizer, Vocabulary]:
+    """A tokenizer for the fake engine's tokens."""
+    texts = ["a", "b", "c", "ab", "bc", "ca", "cab", "Ġ", "ÃĤ", "©"]
+    names = [*texts, "</s>", "[M1]", "[M2]", "[Fork]", "[Child]"]
+    tokenizer = Tokenizer(models.BPE({name: token for token, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(names[len(texts) :])
+    assert tokenizer.get_vocab_size() == VOCAB
+    return tokenizer, open_vocabulary(tokenizer, VOCAB, (END,), (*MASKS, FORK, CHILD))
+
+
+SMALL, SMALL_VOCABULARY = small_vocabulary()
+SMALL_REGEXES = ["(?:abc|cab| ){1,40}", "a{3,}b*c?", "(?:[ab]{2}c ){1,9}", "(?s).*", "(?:cab ){12}", "(?:ab|abc|bca)*"]
+
+
+def run(language: Language, regex: str, drafting: Drafting, most: int, chunk: int) -> tuple[list[int], str | None, int]:
+    """What a constrained request writes, how it ends, and its steps."""
+    engine = HashEngine(language, visible_length(8 + most + 160), 1)
+    request = request_for(engine, [1, 2, 3], most, drafting, chunk=chunk)
+    request.choose = constrained(request.choose, Form(regex=regex), SMALL_VOCABULARY)
+    while request.live:
+        step(engine, [request])
+    thread = request.threads[0]
+    return thread.written, thread.ending, request.statistics.steps
+
+
+@settings(max_examples=80)
+@given(
+    regex=st.sampled_from(SMALL_REGEXES),
+    seed=st.integers(0, 10**6),
+    quality=st.sampled_from((0, 50, 100)),
+    drafting=st.builds(
+        Drafting,
+        mask_slots=st.integers(0, 5),
+        shape=st.sampled_from(("chain", "tree")),
+        rows=st.integers(1, 30),
+        siblings=st.integers(1, 4),
+        lookup=st.integers(0, 4),
+    ),
+    most=st.integers(1, 50),
+    chunk=st.integers(1, 9),
+)
+def test_drafted_constrained_text_is_plain_constrained_text(
+    regex: str, seed: int, quality: int, drafting: Drafting, most: int, chunk: int
+) -> None:
+    language = Language(seed, quality, end_every=6)
+    plain = run(language, regex, Drafting(), most, 512)
+    drafted = run(language, regex, drafting, most, chunk)
+    assert drafted[:2] == plain[:2]
+    if plain[1] == "end":
+        assert re.fullmatch(regex, full(SMALL, plain[0]))
+
+
+def test_what_can_be_written_in_one_way_only_is_drafted_without_fail() -> None:
+    tokens, ending, steps = run(Language(3, quality=0), "(?:c ){20}", Drafting(3, "chain"), 60, 512)
+    assert (full(SMALL, tokens), ending) == ("c " * 20, "end")
+    assert steps == 1 + 40 // 4  # the first step has no candidates; the last one's bonus is the end
+
+
+def test_guesses_follow_what_may_stand_before_them() -> None:
+    choose, thread = constrained(greedy(), Form(regex="ab(?:cab|b) c"), SMALL_VOCABULARY), thread_of()
+    ids = SMALL.get_vocab()
+    likely = np.zeros((6, VOCAB), np.float32)
+    likely[:, ids["©"]] = 5.0  # never allowed here
+    likely[:, ids["cab"]] = 1.0
+    assert choose.token(likely[0], thread, ()) == ids["a"]
+    found = [guess.tokens[0] for guess in choose.guesses(likely, thread, 3, 1)]
+    assert found == [ids["b"], ids["cab"], ids["Ġ"], ids["c"], END, ids["©"]]  # behind the end anything is as good
+    assert [guess.tokens[0] for guess in choose.guesses(likely, thread, 3, 1)] == found
+    unknown = [guess.tokens[0] for guess in choose.guesses(likely, thread, 7, 1)]
+    assert unknown == [ids["©"]] * 6
+    assert choose.token(likely[0], thread, ()) == ids["a"]
+
+
+def test_threads_do_not_hear_each_other() -> None:
+    form = Form(regex="(?:ab|ca|bc)*")
+    choose = constrained(greedy(), form, SMALL_VOCABULARY)
+    threads = [thread_of(), thread_of()]
+    threads[1].path = (0,)
+    for place in range(20):
+        for seed, thread in enumerate(threads):
+            alone = constrained(greedy(), form, SMALL_VOCABULARY)
+            logits = logits_for(seed, [place], VOCAB)
+            logits[END] = -9
+            token = choose.token(logits, thread, ())
+            assert token == alone.token(logits, thread, ())
+            thread.tokens.append(token)
+    assert threads[0].written != threads[1].written
+
+
+def test_behind_the_end_only_the_end_follows() -> None:
+    """A draft is walked to its own end, also where the text ended before."""
+    choose, a = constrained(greedy(), Form(regex="a"), SMALL_VOCABULARY), SMALL.get_vocab()["a"]
+    wants_a = np.eye(VOCAB, dtype=np.float32)[a]
+    assert choose.token(wants_a, thread_of([a]), ()) == END
+    assert choose.token(wants_a, thread_of(), (a, END)) == END
+    assert choose.token(wants_a, thread_of(), ()) == a
+
+
+def test_only_a_copy_of_the_logits_is_changed() -> None:
+    choose, logits = choose_for(BYTES, Form(regex="a")), np.zeros((2, PADDED), np.float32)
+    choose.token(logits[0], thread_of(), ())
+    choose.guesses(logits, thread_of(), 3, 1)
+    assert not logits.any()
+
+
+def test_logits_that_are_not_numbers_are_still_found() -> None:
+    with pytest.raises(NotANumber, match="place 2"):
+        choose_for(BYTES, Form(regex="a")).token(np.full(PADDED, np.nan, np.float32), thread_of(), ())
+
+
+def test_tokens_that_are_no_text_are_not_written() -> None:
+    ids = SMALL.get_vocab()
+    vocabulary = open_vocabulary(SMALL, VOCAB, (END,), [ids["ab"]])
+    choose = constrained(greedy(), Form(regex="(?:ab)*"), vocabulary)
+    assert choose.token(np.eye(VOCAB, dtype=np.float32)[ids["ab"]], thread_of(), ()) == ids["a"]
+
+
+def test_tokens_that_the_decoder_shows_as_something_else_are_not_written() -> None:
+    told = json.loads(FALLBACK.to_str())
+    told["decoder"]["decoders"].insert(0, {"type": "Replace", "pattern": {"String": "b"}, "content": "B"})
+    tokenizer = Tokenizer.from_str(json.dumps(told))
+    choose = constrained(greedy(), Form(regex="ab+"), open_vocabulary(tokenizer, PADDED, (2,)))
+    ids, thread = tokenizer.get_vocab(), thread_of()
+    for wanted, second in (("ab", "a"), ("b", "<0x62>"), ("b", "</s>")):
+        logits = np.zeros(PADDED, np.float32)
+        logits[[ids[wanted], ids[second]]] = [2.0, 1.0]
+        assert choose.token(logits, thread, ()) == ids[second]
+        thread.tokens.append(ids[second])
+    assert full(tokenizer, thread.written) == "ab"
+
+
+def test_a_model_may_have_fewer_tokens_than_its_tokenizer() -> None:
+    whole = open_vocabulary(BYTES, PADDED, (1,)).text
+    assert open_vocabulary(BYTES, 300, (1,)).text.tolist() == whole[:300].tolist()
+    size = WORDS.get_vocab_size() - 1
+    fewer, ids = open_vocabulary(WORDS, size, (2,)), WORDS.get_vocab()
+    assert np.flatnonzero(fewer.text != vocabulary_of(WORDS).text[:size]).tolist() == [ids["▁qq"]]  # without "qq"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "(a"}, r"regular expression '\(a' cannot be used: .*unclosed group.*: expected .*Rust's"),
+        ({"regex": "(?=a)b"}, r"look-around.* is not supported: expected"),
+        ({"regex": r"(a)\1"}, r"backreferences are not supported: expected"),
+        ({"regex": "a\\"}, r"cannot be used: .*expected"),
+        ({"regex": ""}, r"regex is '': expected .*at least one character"),
+        ({"json_schema": "{"}, r"json_schema is not JSON: .*column 2.*expected a schema such as"),
+        ({"json_schema": {"enum": [float("nan")]}}, r"json_schema is not JSON: .*expected a schema"),
+        ({"json_schema": {"enum": [{1}]}}, r"json_schema is not JSON: .*expected a schema"),
+        ({"json_schema": "[1]"}, r"json_schema is '\[1\]': expected an object"),
+        ({"json_schema": [1]}, r"json_schema is '\[1\]': expected an object"),
+        ({"json_schema": {"type": "nope"}}, r"JSON schema .* cannot be used: .*Invalid type: nope: expected .*"),
+        ({"json_schema": {"not": {}}}, r"Unimplemented keys: \[\"not\"\]: expected"),
+        ({}, r"regex and json_schema .*expected one of the two"),
+        ({"regex": "a", "json_schema": {}}, r"regex and json_schema .*expected one of the two"),
+    ],
+)
+def test_a_form_that_cannot_be_meant_is_refused_before_a_token_is_written(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionFault, match=message) as caught:
+        choose_for(BYTES, Form(**asked))
+    assert "llguidance {" not in str(caught.value)  # what is only ours is not quoted
+    assert "\n" not in str(caught.value)
+
+
+def test_a_form_that_no_token_can_begin_is_refused_before_a_token_is_written() -> None:
+    for regex, vocabulary in (
+        ("xy", SMALL_VOCABULARY),
+        ("[a&&b]", vocabulary_of(BYTES)),
+        ("[a&&b]", vocabulary_of(WORDS)),
+    ):
+        with pytest.raises(DeadEnd, match="cannot be begun: no token writes what would have to follow: expected"):
+            constrained(greedy(), Form(regex=regex), vocabulary)
+
+
+def test_a_text_that_no_token_can_go_on_with_says_where() -> None:
+    choose, ids = constrained(greedy(), Form(regex="a(?:bc|x)x"), SMALL_VOCABULARY), SMALL.get_vocab()
+    line = np.eye(VOCAB, dtype=np.float32)
+    thread = thread_of()
+    for name in ("a", "b"):
+        assert choose.token(line[ids[name]], thread, ()) == ids[name]
+        thread.tokens.append(ids[name])
+    for _ in range(2):
+        with pytest.raises(DeadEnd, match=r"place 5, behind 'abc': no token writes .*expected"):
+            choose.token(line[0], thread, [ids["c"]])
+        assert choose.token(line[0], thread, ()) == ids["c"]  # a failure is not remembered
+
+
+def test_guesses_may_go_where_no_token_can_go_on() -> None:
+    choose, ids = constrained(greedy(), Form(regex="a(?:bcx|ca)"), SMALL_VOCABULARY), SMALL.get_vocab()
+    line = np.eye(VOCAB, dtype=np.float32)
+    for _ in range(2):
+        assert choose.token(line[ids["a"]], thread_of(), ()) == ids["a"]
+        guesses = choose.guesses(line[[ids["b"], ids["c"], ids["a"], ids["b"]]], thread_of(), 3, 1)
+        assert [guess.tokens[0] for guess in guesses] == [ids["b"], ids["c"], ids["a"], ids["b"]]
+        assert choose.token(line[ids["ca"]], thread_of([ids["a"]]), ()) == ids["ca"]
+
+
+def test_a_text_whose_tokens_all_are_banned_says_where() -> None:
+    ids = SMALL.get_vocab()
+    choose = constrained(greedy([ids["b"], ids["bc"]]), Form(regex="abc"), SMALL_VOCABULARY)
+    with pytest.raises(DeadEnd, match=r"place 3, behind 'a': all tokens that fit are banned there: expected"):
+        choose.token(np.zeros(VOCAB, np.float32), thread_of(), [ids["a"]])
+
+
+def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingPart, match=re.escape("pip install 'spaceport[grammar]'")):
+        open_vocabulary(BYTES, PADDED, (1,))
+
+
+def test_a_tokenizer_that_cannot_be_read_as_bytes_is_refused() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a"))
+    with pytest.raises(OptionFault, match=r"tokenizer cannot be used with a grammar: .*expected a byte-level one"):
+        open_vocabulary(words, 2, (1,))
+
+
+@pytest.mark.parametrize("ends", [(), (PADDED - 1,)])
+def test_a_vocabulary_without_an_end_is_refused(ends: tuple[int, ...]) -> None:
+    with pytest.raises(OptionFault, match=r"none of the end tokens .* is among its \d+ tokens: expected"):
+        open_vocabulary(BYTES, PADDED, ends)
+
+
+def test_a_tokenizer_with_a_gap_is_refused() -> None:
+    told = json.loads(FALLBACK.to_str())
+    told["model"]["vocab"]["</s>"] = 900
+    told["added_tokens"][2]["id"] = 900
+    with pytest.raises(OptionFault, match=r"it has \d+ tokens, and one with the id 900: expected"):
+        open_vocabulary(Tokenizer.from_str(json.dumps(told)), 1000, (1,))
+
+
+def test_only_the_masks_of_the_last_places_are_kept() -> None:
+    choose, thread = constrained(greedy(), Form(regex="a*"), SMALL_VOCABULARY), thread_of()
+    wants_a = np.eye(VOCAB, dtype=np.float32)[[SMALL.get_vocab()["a"]] * 4]
+    for place in range(30):
+        thread.tokens.append(choose.token(wants_a[0], thread, ()))
+        choose.guesses(wants_a, thread, 3 + place, 1)
+    assert len(choose.lines[()].masks) <= 6
+
+
+def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(tiny_bundle: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    manifest, tokenizer = bundle.manifest, open_tokenizer(bundle)
+    engine = open_engine(bundle, "auto", Opening(512, 1))
+    vocabulary = open_vocabulary(tokenizer, manifest.signature.vocab_size, manifest.tokens.end)
+    prompt = list(tokenizer.encode("import json\n\n").ids)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "kind": {"enum": ["the answer", "a ship"]}},
+        "required": ["name", "kind"],
+        "additionalProperties": False,
+    }
+    call = r"def [a-z_]+\((?:[a-z]+, )*[a-z]+\):\n    return [a-z]{2,12}\n"
+    for form in (Form(json_schema=schema), Form(regex=call)):
+        found, steps = [], []
+        for drafting in (Drafting(), Drafting(5), Drafting(5, "chain"), Drafting(3, lookup=4)):
+            request = Request(
+                slots=Slots(engine.capacity, "scatter"),
+                threads=[new_thread(prompt, engine.capacity, drafting.lookup > 0)],
+                tokens=manifest.tokens,
+                choose=constrained(greedy(manifest.tokens.unwritable), form, vocabulary),
+                limit=len(prompt) + 150,
+                total=150,
+                drafting=drafting,
+                end=manifest.tokens.end,
+            )
+            while request.live:
+                step(engine, [request])
+            assert request.threads[0].ending == "end"
+            found.append(full(tokenizer, request.threads[0].written))
+            steps.append(request.statistics.steps)
+        assert len(set(found)) == 1
+        assert max(steps[1:]) < steps[0]
+        assert re.fullmatch(call, found[0]) if form.regex else json.loads(found[0])["kind"] in ("the answer", "a ship")
+    engine.close()

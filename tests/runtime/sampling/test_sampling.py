@@ -1,0 +1,282 @@
+"""Sampling by itself: filters, penalties and noise against slow rules, and the odds of what is drawn."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.sampling.choice import Bans, Greedy, NotANumber
+from spaceport.runtime.sampling.filters import survivors
+from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
+from support.slow_sampling import noise_slowly, odds_slowly, scores_slowly, survivors_slowly
+
+NO_BANS = Bans(frozenset())
+VOCAB = 12
+TOKENS = st.integers(0, VOCAB - 1)
+LINES = st.lists(
+    st.integers(-6, 6).map(lambda step: step / 2) | st.just(-math.inf) | st.floats(-9, 9, width=32),  # ties and none
+    min_size=VOCAB,
+    max_size=VOCAB,
+).filter(lambda line: max(line) > -math.inf)
+FILTERS: dict[str, st.SearchStrategy[Any]] = {
+    "top_k": st.integers(0, VOCAB + 1),
+    "top_p": st.sampled_from((0, 0.25, 0.5, 1)) | st.floats(0, 1),
+    "min_p": st.sampled_from((0, 1)) | st.floats(0, 1),
+}
+PENALTIES: dict[str, st.SearchStrategy[Any]] = {
+    "repetition_penalty": st.sampled_from((1, 1.3, 0.7)),
+    "presence_penalty": st.sampled_from((0, 1.5, -0.5)),
+    "frequency_penalty": st.sampled_from((0, 0.25, -0.5)),
+}
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from((0, 0.3, 1, 1.7)),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-3, 3), max_size=3),
+    banned=st.sets(TOKENS, max_size=3),
+    seed=st.integers(0, 2**64 - 1),
+    **FILTERS,
+    **PENALTIES,
+)
+
+
+def thread_of(prompt: Sequence[int], path: tuple[int, ...] = ()) -> Thread:
+    return Thread(path, list(prompt), len(prompt), np.zeros(1, np.bool_))
+
+
+def line(*logits: float) -> NDArray[np.float32]:
+    return np.array(logits, np.float32)
+
+
+@settings(max_examples=400)
+@given(logits=LINES, temperature=st.sampled_from((0.5, 1, 2)), filters=st.fixed_dictionaries(FILTERS))
+def test_filters_leave_what_slow_filters_leave(logits: list[float], temperature: float, filters: Any) -> None:
+    sampling = Sampling(temperature, **filters)
+    scores = (np.array(logits) - max(logits)) / temperature
+    tokens, left = survivors(scores, **filters)
+    assert tokens.tolist() == survivors_slowly(scores.tolist(), sampling)
+    assert left.tolist() == scores[tokens].tolist()
+
+
+@pytest.mark.parametrize("spread", [0, 0.3, 3, 12])
+@pytest.mark.parametrize("filters", [{"top_k": 40}, {"top_k": 400}, {"top_p": 0.9}, {"top_p": 0.3, "min_p": 0.01}])
+def test_short_cuts_of_large_vocabularies_leave_the_same(spread: float, filters: Any) -> None:
+    drawn = np.random.default_rng(7).normal(0, spread, 3000).round(1)
+    sampling = Sampling(1.0, **filters)
+    for scores in (drawn - drawn.max(), np.linspace(0, -30 * spread, 3000)):
+        assert survivors(scores, sampling.top_k, sampling.top_p, sampling.min_p)[0].tolist() == survivors_slowly(
+            scores.tolist(), sampling
+        )
+
+
+@settings(max_examples=400)
+@given(
+    logits=LINES,
+    sampling=SAMPLINGS,
+    prompt=st.lists(TOKENS, min_size=1, max_size=6),
+    text=st.lists(TOKENS, max_size=6),
+    ahead=st.lists(TOKENS, max_size=3),
+    path=st.lists(st.integers(0, 3), max_size=2).map(tuple),
+)
+def test_the_token_is_the_best_by_slow_rules(
+    logits: list[float],
+    sampling: Sampling,
+    prompt: list[int],
+    text: list[int],
+    ahead: list[int],
+    path: tuple[int, ...],
+) -> None:
+    choose = chooser(sampling, Bans(frozenset({0})), len(prompt))
+    thread = thread_of(prompt + text, path)
+    scores = scores_slowly(line(*logits).tolist(), sampling, prompt, text + ahead, {0, *sampling.banned})
+    if max(scores) == -math.inf:
+        if not isinstance(choose, Greedy):
+            with pytest.raises(
+                OptionFault, match=f"each token is banned or impossible at place {len(prompt + text + ahead)}"
+            ):
+                choose.token(line(*logits), thread, ahead)
+        return
+    token = choose.token(line(*logits), thread, ahead)
+    if sampling.temperature == 0:
+        assert scores[token] == pytest.approx(max(scores), abs=1e-9)
+        return
+    scores = [(score - max(scores)) / sampling.temperature for score in scores]
+    assert sampling.seed is not None
+    place = len(prompt + text + ahead)
+    noised = {j: scores[j] + noise_slowly(sampling.seed, path, place, j) for j in survivors_slowly(scores, sampling)}
+    assert token == max(noised, key=lambda j: noised[j])
+
+
+def test_filters_and_penalties_mean_what_they_mean_in_transformers() -> None:
+    import torch
+    from transformers import (
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    random = np.random.default_rng(11)
+    for _ in range(100):
+        logits = random.normal(0, 3, 60).astype(np.float32)  # no ties: there transformers keeps more, or any
+        top_k, top_p, min_p = int(random.integers(1, 60)), random.uniform(0.3, 1), random.uniform(0, 0.1)
+        sampling = Sampling(0.7, top_k, top_p, min_p, repetition_penalty=1.3)
+        text = random.integers(0, 60, 20).tolist()
+        theirs = torch.tensor(logits)[None]
+        for warp in (
+            RepetitionPenaltyLogitsProcessor(1.3),
+            TemperatureLogitsWarper(0.7),
+            TopKLogitsWarper(top_k),
+            TopPLogitsWarper(top_p),
+            MinPLogitsWarper(min_p),
+        ):
+            theirs = warp(torch.LongTensor([text]), theirs)
+        ours = odds_slowly(scores_slowly(logits.tolist(), sampling, text, [], ()), sampling)
+        np.testing.assert_allclose(theirs.softmax(-1)[0].numpy(), ours, atol=1e-6)
+
+
+@settings(max_examples=100)
+@given(sampling=SAMPLINGS, steps=st.lists(st.tuples(TOKENS, st.lists(TOKENS, max_size=3)), min_size=1, max_size=12))
+def test_what_is_counted_once_is_as_if_counted_anew(sampling: Sampling, steps: list[tuple[int, list[int]]]) -> None:
+    """Whatever was asked about drafts, other threads and other texts on the same path in between."""
+    logits = np.random.default_rng(2).normal(0, 2, VOCAB).astype(np.float32)
+    choose = chooser(sampling, NO_BANS, 2)
+    thread, other = thread_of([1, 2]), thread_of([1, 2, 3, 3, 3])
+    for token, ahead in steps:
+        thread.tokens.append(token)
+        child = thread_of([*thread.tokens, 5], (0,))
+        for line_of_text in (thread, child, other) if token < 3 else (thread,):
+            anew = chooser(sampling, NO_BANS, 2)
+            assert choose.token(logits, line_of_text, ahead) == anew.token(logits, line_of_text, ahead)
+            assert choose.guesses(logits[None], line_of_text, 99, 3) == anew.guesses(logits[None], line_of_text, 99, 3)
+
+
+def test_threads_that_ended_are_let_go_of() -> None:
+    choose = chooser(Sampling(repetition_penalty=1.1), NO_BANS, 1)
+    ended = thread_of([1], (0,))
+    choose.token(np.zeros(4, np.float32), ended, ())
+    ended.ending, gone = "end", weakref.ref(ended)
+    del ended
+    choose.token(np.zeros(4, np.float32), thread_of([1], (1,)), ())
+    assert gone() is None
+
+
+@settings(max_examples=200)
+@given(logits=st.lists(st.floats(-2, 2, width=32), min_size=VOCAB, max_size=VOCAB), sampling=SAMPLINGS)
+def test_a_mask_slot_that_knows_what_the_network_knows_guesses_its_token(
+    logits: list[float], sampling: Sampling
+) -> None:
+    choose, thread = chooser(sampling, NO_BANS, 1), thread_of([1, 2, 2], (1,))
+    token = choose.token(line(*logits), thread, ())
+    (one,) = choose.guesses(line(*logits)[None], thread, 3, 1)
+    (many,) = choose.guesses(line(*logits)[None], thread, 3, 4)
+    assert one.tokens == (token,) == many.tokens[:1]
+    assert len(many.tokens) == len(many.odds) == len(set(many.tokens)) <= 4
+    assert not set(sampling.banned) & set(many.tokens)
+    assert list(many.odds) == sorted(many.odds, reverse=True)
+    assert all(0 <= odds <= 1 for odds in many.odds)
+    unfiltered = chooser(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), NO_BANS, 1)
+    (every,) = unfiltered.guesses(line(*logits)[None], thread, 3, VOCAB)
+    odds = dict(zip(every.tokens, every.odds, strict=True))
+    assert all(
+        odds.get(token, 0) == pytest.approx(sure, abs=1e-3) for token, sure in zip(many.tokens, many.odds, strict=True)
+    )
+
+
+def test_odds_of_a_guess_are_those_of_logits_with_noise_times_the_temperature() -> None:
+    logits = line(0, 2, 1, -1, -30)
+    sampling = Sampling(0.5, top_k=3, seed=9)
+    (guess,) = chooser(sampling, NO_BANS, 1).guesses(logits[None], thread_of([1], (4,)), 7, 5)
+    weights = np.exp([logits[token] + 0.5 * noise_slowly(9, (4,), 7, token) for token in range(4)])
+    odds = weights / weights.sum()
+    assert set(guess.tokens) == {0, 1, 2}
+    assert guess.odds == pytest.approx(odds[list(guess.tokens)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_mask_slot_breaks_no_text(temperature: float) -> None:
+    choose = chooser(Sampling(temperature, seed=1, logit_bias={0: 1.0}), NO_BANS, 1)
+    logits = np.array([[math.nan, 0], [-math.inf, -math.inf], [0, math.inf]], np.float32)
+    guesses = choose.guesses(logits, thread_of([1]), 1, 2)
+    assert [guess.odds for guess in guesses] == [(0.0,)] * 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-320, 0.7])
+def test_extreme_logits_have_their_limits(temperature: float) -> None:
+    choose = chooser(Sampling(temperature, seed=1, logit_bias={0: 1.0}), NO_BANS, 1)
+    thread = thread_of([1])
+    assert choose.token(line(-3e38, 3e38, -math.inf), thread, ()) == 1
+    assert choose.token(line(3e38, -math.inf, math.inf), thread, ()) == 2
+    with pytest.raises(NotANumber, match="place 2 hold NaN"):
+        choose.token(line(0, math.nan, 1), thread, [1])
+    with pytest.raises(OptionFault, match="each token is banned or impossible at place 1"):
+        choose.token(line(-math.inf, -math.inf), thread, ())
+
+
+def test_no_more_is_done_than_is_asked_for() -> None:
+    bans = Bans(frozenset({3}), 5, 6, 1)
+    assert chooser(Sampling(top_p=0.5, seed=7, banned=[4]), bans, 1) == Greedy(Bans(frozenset({3, 4}), 5, 6, 1))
+    one, other = (chooser(Sampling(1.0), bans, 1) for _ in range(2))
+    assert isinstance(one, Sampled)
+    assert isinstance(other, Sampled)
+    assert one.seed != other.seed
+
+
+def test_a_fork_stays_banned_where_it_may_not_stand() -> None:
+    choose = chooser(Sampling(1.0, seed=1, logit_bias={5: 100.0, 3: 100.0}), Bans(frozenset({3}), 5, 6, 1), 1)
+    logits = np.zeros(8, np.float32)
+    assert choose.token(logits, thread_of([1]), ()) == 5
+    assert choose.token(logits, thread_of([1]), [5]) not in (3, 5)
+    assert choose.token(logits, thread_of([1, 6], (0,)), ()) not in (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1: expected a number from 0 to 100"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": True}, "temperature is True"),
+        ({"temperature": "1"}, "temperature is '1'"),
+        ({"top_k": -1}, "top_k is -1: expected a whole number from 0"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"top_k": True}, "top_k is True"),
+        ({"top_p": 1.01}, "top_p is 1.01: expected a number from 0 to 1 "),
+        ({"min_p": -1}, "min_p is -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0: expected a number from 0.01 to 100"),
+        ({"presence_penalty": math.inf}, "presence_penalty is inf: expected a number from -2 to 2"),
+        ({"frequency_penalty": None}, "frequency_penalty is None"),
+        ({"logit_bias": [1]}, "logit_bias is .1.: expected token ids with biases"),
+        ({"logit_bias": {"1": 2}}, "a token id in logit_bias is '1': expected a whole number"),
+        ({"logit_bias": {1: math.nan}}, "the logit_bias of token 1 is nan: expected a number from -100 to 100"),
+        ({"banned": 3}, "banned is 3: expected token ids"),
+        ({"banned": "ab"}, "a token id in banned is '[ab]'"),
+        ({"banned": [-1]}, "a token id in banned is -1"),
+        ({"seed": -1}, "seed is -1: expected a whole number from 0 to 18446744073709551615"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"seed": 1.0}, "seed is 1.0"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionFault, match=says):
+        Sampling(**options)
+
+
+def test_tokens_that_a_vocabulary_lacks_are_refused() -> None:
+    Sampling(banned=[9], logit_bias={9: 1}).check(10)
+    with pytest.raises(OptionFault, match="banned holds the token id 10: expected ids from 0 to 9"):
+        Sampling(banned=[12, 10]).check(10)
+    with pytest.raises(OptionFault, match="logit_bias holds the token id 10"):
+        Sampling(logit_bias={10: 1}).check(10)
+    with pytest.raises(OptionFault, match="banned holds all 3 tokens"):
+        Sampling(banned=range(3)).check(3)

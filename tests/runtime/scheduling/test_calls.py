@@ -1,0 +1,89 @@
+"""Which turns share a call of the engine: the fewest rows, those that only fill up and the calls themselves counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.runtime.costs import PROCESSOR, Costs, measured
+from spaceport.runtime.decode.step import Turn
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.scheduler import calls
+from support.hash_engine import HashEngine, Language, request_for
+
+CALL = 16  # rows that a call costs before it has any
+Widths = dict[int, int]  # index of a request in the engine -> rows that it takes to a step
+
+
+def turns_of(widths: Widths) -> list[Turn]:
+    engine = HashEngine(Language(1), 300, 0)
+    turns = []
+    for index, rows in sorted(widths.items()):
+        request = request_for(engine, [1] * rows, 1, 0, index=index)
+        plan = request.plan()
+        turns.append(Turn(request, plan, request.slots.take(plan.positions)))
+    return turns
+
+
+def shared(widths: Widths) -> list[list[int]]:
+    return [[turn.request.index for turn in call] for call in calls(turns_of(widths), CALL)]
+
+
+def cost(call: Sequence[int], widths: Widths) -> int:
+    return (max(call) - min(call) + 1) * max(widths[index] for index in call) + CALL
+
+
+@settings(max_examples=300)
+@given(widths=st.dictionaries(st.integers(0, 90), st.integers(1, 60), max_size=80))
+def test_calls_cost_no_more_than_all_in_one_or_each_on_its_own(widths: Widths) -> None:
+    found = shared(widths)
+    assert sorted(index for call in found for index in call) == sorted(widths)
+    assert all(call == sorted(call) for call in found)
+    if widths:
+        total = sum(cost(call, widths) for call in found)
+        assert total <= cost(list(widths), widths)
+        assert total <= sum(cost([index], widths) for index in widths)
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [
+        ({}, []),
+        ({3: 9}, [[3]]),
+        ({0: 1, 1: 1, 2: 1, 3: 1}, [[0, 1, 2, 3]]),
+        ({0: 9, 1: 1, 2: 9, 3: 1}, [[0, 1, 2, 3]]),  # two calls: 3 x 1 + 3 x 9 + 32 = 62 rows, one: 4 x 9 + 16 = 52
+        ({0: 36, 1: 36, 2: 1, 3: 1}, [[2, 3], [0, 1]]),  # one call: 160 rows, two: 106
+        ({0: 200, 1: 1}, [[1], [0]]),
+        ({0: 17, 1: 1}, [[0, 1]]),  # 50 rows either way: then the one call
+        ({0: 18, 1: 1}, [[1], [0]]),
+        ({0: 1, 17: 1}, [[0, 17]]),  # 34 rows either way
+        ({0: 1, 18: 1}, [[0], [18]]),  # nobody between them takes part
+        # three or four rows each: it would never begin if it were put together one by one
+        ({0: 3, 1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 4, 7: 3}, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ({0: 1, 1: 1, 2: 1, 3: 60, 4: 60, 5: 90}, [[0, 1, 2], [3, 4], [5]]),
+    ],
+)
+def test_turns_of_like_width_go_together(widths: Widths, expected: list[list[int]]) -> None:
+    assert shared(widths) == expected
+
+
+def test_where_calls_are_dear_they_are_shared() -> None:
+    """On a GPU one more call takes as long as hundreds of rows."""
+    turns = turns_of({0: 1, 1: 1, 2: 40, 3: 40})
+    assert len(calls(turns, CALL)) == 2
+    assert len(calls(turns, 200)) == 1
+
+
+def test_costs_are_measured_between_one_row_and_many() -> None:
+    assert measured(lambda rows: 1e-3 * (1 + 0.02 * (rows - 1))) == Costs(pytest.approx(0.02), 50)
+    assert measured(lambda rows: 1e-3) == Costs(0.0005, 1024)  # what cannot be told from noise is not free
+    assert measured(lambda rows: 1e-3 * rows) == Costs(1.0, 1)
+    assert measured(lambda rows: 1e-3 if rows == 1 else 9e-4).row > 0
+
+
+def test_drafts_pay_what_rows_cost_on_their_engine() -> None:
+    assert Decoding().drafting(5).row_cost == PROCESSOR.row
+    assert Decoding().drafting(5, Costs(0.003, 300)).row_cost == 0.003

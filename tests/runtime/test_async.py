@@ -1,0 +1,237 @@
+"""Texts under asyncio: gathered, streamed, cancelled, and left early, beside each other and beside OS threads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.scheduler import QueueFull
+from spaceport.runtime.scheduling.stream import AsyncStream, Completion
+from spaceport.runtime.scheduling.worker import RuntimeClosed
+from spaceport.runtime.session import Runtime
+from support.hash_engine import Language
+from support.stepwise_engine import StepwiseEngine, close_between_steps, stepwise_runtime
+
+ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
+PLAIN = Decoding(mask_slots=0)
+T = TypeVar("T")
+
+
+def within_a_minute(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def free(requests: int = 1, queue_limit: int = 256) -> Runtime:
+    """A runtime that takes its steps without being told to."""
+    runtime, engine = stepwise_runtime(ENDLESS, requests, queue_limit)
+    engine.go()
+    return runtime
+
+
+async def step(engine: StepwiseEngine) -> None:
+    await asyncio.to_thread(engine.step)
+
+
+def test_gathered_texts_are_what_each_is_alone(any_demo_bundle: Path) -> None:
+    prompts = ["def f(self):\n", "import json\n", "class A:\n", "    return self.x\n", "# see\n", "for name in"]
+    ways = [Decoding(max_tokens=30), Decoding(max_tokens=30, mask_slots=0)]
+    with Runtime.open(any_demo_bundle, threads=1, max_seq_len=128, max_requests=4) as runtime:
+        alone = [runtime.generate(prompt, ways[1]) for prompt in prompts]
+
+        async def together() -> list[Completion]:
+            return await asyncio.gather(*(runtime.agenerate(prompt, way) for way in ways for prompt in prompts))
+
+        found = within_a_minute(together())
+    assert [(one.text, one.tokens, one.ending) for one in found] == [(a.text, a.tokens, a.ending) for a in alone] * 2
+
+
+def test_pieces_come_one_after_the_other_and_make_up_the_text() -> None:
+    with free() as runtime:
+
+        async def read() -> tuple[list[int | None], Completion]:
+            async with runtime.astream([1, 2], Decoding(max_tokens=20)) as stream:
+                tokens = [piece.token async for piece in stream]
+                return tokens, await stream.completion()
+
+        tokens, found = within_a_minute(read())
+        assert tokens == ENDLESS.write([1, 2], 20)
+        assert found.tokens == tuple(tokens)
+        assert found.ending == "length"
+
+
+def test_while_a_text_is_awaited_the_loop_does_other_things() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+    with runtime:
+
+        async def both() -> Completion:
+            text = asyncio.create_task(runtime.agenerate([1, 2], Decoding(max_tokens=3)))
+            await asyncio.to_thread(engine.wait)
+            assert not text.done()
+            engine.go()
+            return await text
+
+        assert within_a_minute(both()).tokens == tuple(ENDLESS.write([1, 2], 3))
+
+
+def test_a_cancelled_call_ends_its_text_with_the_step_under_way() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+    with runtime:
+
+        async def cancel() -> Completion:
+            first = asyncio.create_task(runtime.agenerate([1, 2, 3], PLAIN))
+            await asyncio.to_thread(engine.wait)
+            second = runtime.astream([4, 5], Decoding(max_tokens=4))
+            await step(engine)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            assert second.statistics.waiting_seconds == 0.0
+            await step(engine)  # the last of the first text
+            assert second.statistics.waiting_seconds > 0
+            engine.go()
+            return await second.completion()
+
+        assert within_a_minute(cancel()).tokens == tuple(ENDLESS.write([4, 5], 4))
+
+
+def test_a_cancelled_wait_for_a_piece_ends_the_text_even_if_somebody_holds_it() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+    with runtime:
+
+        async def cancel() -> Completion:
+            stream = runtime.astream([1, 2, 3], PLAIN)
+            await asyncio.to_thread(engine.wait)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(stream.completion(), 0.01)
+            engine.go()
+            return await stream.completion()
+
+        found = within_a_minute(cancel())
+    assert (found.ending, list(found.tokens)) == ("cancelled", ENDLESS.write([1, 2, 3], 1))
+
+
+def test_leaving_the_block_early_ends_the_text() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+    with runtime:
+
+        async def leave() -> Completion:
+            async with runtime.astream([1, 2, 3], PLAIN) as stream:
+                await asyncio.to_thread(engine.wait)
+                await step(engine)
+                async for _ in stream:
+                    break
+            engine.go()
+            return await stream.completion()
+
+        found = within_a_minute(leave())
+    assert found.ending == "cancelled"
+    assert found.tokens == tuple(ENDLESS.write([1, 2, 3], 62))[: len(found.tokens)]
+    assert len(found.tokens) == 2  # of the step that was over, and of the one under way
+
+
+def test_a_stream_that_nobody_holds_ends_its_text() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+    with runtime:
+
+        async def forget() -> Completion:
+            async for _ in start():
+                break
+            gc.collect()
+            second = asyncio.create_task(runtime.agenerate([4], Decoding(max_tokens=2)))
+            engine.go()
+            return await second
+
+        def start() -> AsyncStream:
+            stream = runtime.astream([1, 2, 3], PLAIN)
+            engine.wait()
+            engine.step()
+            return stream
+
+        assert within_a_minute(forget()).tokens == tuple(ENDLESS.write([4], 2))
+
+
+def test_faults_reach_whoever_awaits_the_text() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+    with runtime:
+        engine.broken = True
+
+        async def fail() -> None:
+            text = asyncio.create_task(runtime.agenerate([1, 2, 3], PLAIN))
+            engine.go()
+            with pytest.raises(EngineFault, match="the fake engine failed"):
+                await text
+
+        within_a_minute(fail())
+        engine.broken = False
+        assert within_a_minute(runtime.agenerate([1, 2, 3], PLAIN)).tokens == tuple(ENDLESS.write([1, 2, 3], 61))
+
+
+def test_a_runtime_that_is_closed_tells_whoever_awaits() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+
+    async def close() -> None:
+        text = asyncio.create_task(runtime.agenerate([1, 2, 3], PLAIN))
+        await asyncio.to_thread(engine.wait)
+        await asyncio.to_thread(close_between_steps, runtime, engine)
+        with pytest.raises(RuntimeClosed, match="before the text ended"):
+            await text
+        with pytest.raises(RuntimeClosed, match="the runtime is closed"):
+            await runtime.agenerate([1])
+
+    within_a_minute(close())
+
+
+def test_too_many_texts_are_refused_at_once() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS, queue_limit=0)
+    with runtime:
+
+        async def ask() -> None:
+            first = runtime.astream([1], Decoding(max_tokens=2))
+            with pytest.raises(QueueFull):
+                await runtime.agenerate([2])
+            engine.go()
+            assert (await first.completion()).tokens == tuple(ENDLESS.write([1], 2))
+
+        within_a_minute(ask())
+
+
+def test_two_loops_and_an_os_thread_share_a_runtime() -> None:
+    with free(requests=2) as runtime:
+
+        def loop(number: int) -> list[tuple[int, ...]]:
+            async def several() -> list[Completion]:
+                return await asyncio.gather(*(runtime.agenerate([number, place], PLAIN) for place in range(5)))
+
+            return [one.tokens for one in within_a_minute(several())]
+
+        def thread(number: int) -> list[tuple[int, ...]]:
+            return [runtime.generate([number, place], PLAIN).tokens for place in range(5)]
+
+        with ThreadPoolExecutor(3) as pool:
+            texts = [pool.submit(way, number) for number, way in enumerate((loop, loop, thread))]
+            for number, text in enumerate(texts):
+                assert text.result(60) == [tuple(ENDLESS.write([number, place], 62)) for place in range(5)]
+
+
+def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS, requests=2)
+    with runtime:
+        kept: list[AsyncStream] = []
+
+        async def begin() -> None:
+            kept.append(runtime.astream([1, 2, 3], PLAIN))
+            await asyncio.to_thread(engine.wait)
+
+        within_a_minute(begin())  # the loop is closed now: nobody can read on
+        second = runtime.stream([4, 5], PLAIN)
+        engine.go()
+        assert second.completion().tokens == tuple(ENDLESS.write([4, 5], 62))
+    assert kept[0].statistics.tokens < 10

@@ -1,0 +1,162 @@
+"""Bundle: what was changed after it was written does not open, and says why."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
+from spaceport.runtime.bundle import open_bundle
+from support.small_bundle import DATA_FILE, edit, fill, refused
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    fill(folder)
+    return folder
+
+
+def test_a_bundle_opens_as_it_was_written(tmp_path: Path) -> None:
+    written = fill(tmp_path)
+    opened = open_bundle(tmp_path)
+    assert opened.manifest == written
+    assert opened.path == tmp_path
+    assert set(written.files) == {MODEL_FILE, DATA_FILE, TOKENIZER_FILE}
+    assert open_bundle(str(tmp_path)).manifest == written
+
+
+def test_a_link_to_the_whole_bundle_is_no_danger(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(bundle)
+    assert open_bundle(tmp_path / "link").manifest == open_bundle(bundle).manifest
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE, TOKENIZER_FILE])
+def test_a_file_of_other_content_is_refused(bundle: Path, name: str) -> None:
+    content = bytearray((bundle / name).read_bytes())
+    content[-1] ^= 1
+    (bundle / name).write_bytes(content)
+    refused(bundle, rf"{name}: sha256 is [0-9a-f]{{12}}…, the manifest says [0-9a-f]{{12}}…: copy .* or export")
+
+
+@pytest.mark.parametrize("size", [0, 2047, 2049, 4096])
+def test_a_file_of_another_length_is_refused(bundle: Path, size: int) -> None:
+    os.truncate(bundle / DATA_FILE, size)
+    refused(bundle, f"{DATA_FILE}: {size} bytes, the manifest says 2048: copy .* or export")
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE, TOKENIZER_FILE])
+def test_a_file_that_is_gone_is_refused(bundle: Path, name: str) -> None:
+    (bundle / name).unlink()
+    refused(bundle, f"{name}: No such file or directory: copy .* or export")
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, TOKENIZER_FILE])
+def test_a_manifest_without_a_needed_file_is_refused(bundle: Path, name: str) -> None:
+    edit(bundle, lambda told: told["files"].pop(name))
+    refused(bundle, f"the manifest lists no {name}: expected one; export")
+
+
+def test_what_is_no_bundle_at_all_is_told_apart(tmp_path: Path) -> None:
+    refused(tmp_path / "nothing", "no such folder: expected a bundle, the folder that `spaceport export` wrote")
+    (tmp_path / "file").write_text("text")
+    refused(tmp_path / "file", "is a file: expected a bundle, the folder that `spaceport export` wrote")
+    refused(tmp_path, r"no manifest\.json in it: expected a bundle that `spaceport export` wrote$")
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, r"expected a bundle that `spaceport export` wrote \(this is a checkpoint: export it first\)")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../outside", "..", ".", "", "/etc/passwd", "//etc/passwd", "a/../../outside", "a/../tokenizer.json"),
+        *("a//tokenizer.json", "./tokenizer.json", "tokenizer.json/", "a\\b", "..\\outside", "C:\\outside"),
+        *("tokenizer.json\0", "\0", "a\nb", "\x1b[2J", "\ud800", "\udcff"),
+    ],
+)
+def test_a_name_that_leads_elsewhere_is_refused(bundle: Path, name: str) -> None:
+    (bundle.parent / "outside").write_bytes(b"")
+    (bundle / "a").mkdir()
+    edit(bundle, lambda told: told["files"].update({name: {"sha256": "0" * 64, "size": 0}}))
+    refused(
+        bundle, f"the manifest names .*: expected a path inside the folder|{re.escape(str(bundle))}: not a regular file"
+    )
+
+
+def test_a_very_long_name_is_refused(bundle: Path) -> None:
+    edit(bundle, lambda told: told["files"].update({"a" * 5000: {"sha256": "0" * 64, "size": 0}}))
+    refused(bundle, "File name too long")
+
+
+def test_a_file_in_a_folder_of_the_bundle_is_part_of_it(bundle: Path) -> None:
+    add_engine(bundle)
+    assert "engines/one.engine" in open_bundle(bundle).manifest.files
+    (bundle / "engines" / "one.engine").write_bytes(b"A graph")
+    refused(bundle, "one.engine: sha256 is")
+
+
+def add_engine(bundle: Path) -> Path:
+    """A file in a folder of the bundle, listed in its manifest."""
+    file = bundle / "engines" / "one.engine"
+    file.parent.mkdir()
+    shutil.copy(bundle / MODEL_FILE, file)
+    edit(bundle, lambda told: told["files"].update({"engines/one.engine": told["files"][MODEL_FILE]}))
+    return file
+
+
+@pytest.mark.parametrize("name", [MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE, "engines/one.engine"])
+def test_a_linked_file_is_refused(bundle: Path, name: str) -> None:
+    add_engine(bundle)
+    outside = bundle.parent / "outside"
+    (bundle / name).rename(outside)
+    (bundle / name).symlink_to(outside)
+    refused(bundle, rf"{name}: not a regular file: copy the bundle with its links resolved \(cp -rL\)")
+    (bundle / name).unlink()
+    (bundle / name).hardlink_to(outside)
+    refused(
+        bundle, rf"{name}: has 2 hard links, so it can be changed from outside the bundle: copy the bundle \(cp -r\)"
+    )
+    outside.unlink()
+    open_bundle(bundle)  # the only link left
+
+
+@pytest.mark.parametrize("place", ["weights.bin", "engines/weights.bin"])
+def test_a_linked_file_that_no_manifest_lists_is_refused_as_well(bundle: Path, place: str) -> None:
+    add_engine(bundle)
+    outside = bundle.parent / "outside"
+    outside.write_bytes(b"secret")
+    (bundle / place).hardlink_to(outside)
+    refused(bundle, f"{place}: has 2 hard links")
+    (bundle / place).unlink()
+    (bundle / place).symlink_to(outside)
+    refused(bundle, f"{place}: not a regular file")
+    (bundle / place).unlink()
+    (bundle / place).write_bytes(b"one of its own")
+    open_bundle(bundle)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_linked_folder_is_refused(bundle: Path, listed: bool) -> None:
+    add_engine(bundle)
+    if not listed:
+        edit(bundle, lambda told: told["files"].pop("engines/one.engine"))
+    outside = bundle.parent / "engines"
+    (bundle / "engines").rename(outside)
+    (bundle / "engines").symlink_to(outside)
+    refused(bundle, r"engines: not a regular file: copy the bundle with its links resolved \(cp -rL\)")
+
+
+@pytest.mark.parametrize("name", [MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE, "unlisted"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(bundle: Path, name: str) -> None:
+    (bundle / name).unlink(missing_ok=True)
+    os.mkfifo(bundle / name)
+    refused(bundle, f"{name}: not a regular file")
+    if name != "unlisted":
+        (bundle / name).unlink()
+        (bundle / name).mkdir()
+        refused(bundle, f"{name}: not a regular file")

@@ -1,0 +1,267 @@
+"""Sampled text: drawn as often as it is likely, and the same whatever drafts, trees and threads write it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.sampling.choice import Bans, Choose
+from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
+from support.g_test import excess
+from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language, Tree, request_for
+from support.slow_sampling import odds_slowly, scores_slowly
+from support.table_engine import Table
+
+UNFORKED = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, 0)
+LIKELY = 5  # tokens that the table writes
+
+DRAFTINGS = st.builds(
+    Drafting,
+    mask_slots=st.integers(0, 5),
+    shape=st.sampled_from(("chain", "tree")),
+    rows=st.integers(1, 30),
+    siblings=st.integers(1, 3),
+    lookup=st.sampled_from((0, 4)),
+)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from((0, 0.3, 1, 1.5)),
+    top_k=st.sampled_from((0, 3)),
+    top_p=st.sampled_from((1, 0.8)),
+    min_p=st.sampled_from((0, 0.1)),
+    repetition_penalty=st.sampled_from((1, 1.3)),
+    presence_penalty=st.sampled_from((0, 0.5)),
+    frequency_penalty=st.sampled_from((0, 0.3, -0.2)),
+    logit_bias=st.dictionaries(st.integers(0, 13), st.floats(-2, 2), max_size=2),
+    banned=st.sets(st.integers(0, 9), max_size=2),
+    seed=st.integers(0, 2**64 - 1),
+)
+LANGUAGES = st.one_of(
+    st.builds(
+        Language,
+        seed=st.integers(0, 10**6),
+        quality=st.sampled_from((0, 60, 100)),
+        end_every=st.sampled_from((4, 30)),
+        fork_every=st.sampled_from((3, 9)),
+    ),
+    st.builds(Table, seed=st.integers(0, 10**6), doubt=st.sampled_from((0, 1))),
+)
+
+
+def write(language: Language, prompt: Sequence[int], choose: Choose, limit: int, path: tuple[int, ...] = ()) -> Tree:
+    """The text of every thread, with no engine, no slots and no drafts; none is longer than `limit`."""
+    thread = Thread(path, list(prompt), len(prompt), np.zeros(1, np.bool_))
+    cells: list[Cell] = []
+    for token in prompt:
+        cells.append(language.follow(cells, token))
+    found: Tree = {path: (text := [])}
+    while len(cells) < limit and (token := choose.token(language.logits(cells[-1].state), thread, ())) != END:
+        text.append(token)
+        thread.tokens.append(token)
+        cells.append(language.follow(cells, token))
+        if token == FORK:
+            child = (*path, text.count(FORK) - 1)
+            found |= write(language, [*thread.tokens, CHILD], choose, limit, child)
+    return found
+
+
+def run(engine: HashEngine, request: Request) -> Request:
+    while request.live:
+        step(engine, [request])
+    return request
+
+
+@settings(max_examples=200)
+@given(
+    language=LANGUAGES,
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    max_tokens=st.integers(1, 16),
+    sampling=SAMPLINGS,
+    drafting=DRAFTINGS,
+    chunk=st.integers(1, 10),
+    max_threads=st.integers(1, 3),
+    max_depth=st.integers(0, 2),
+    lowering=st.sampled_from(LOWERINGS),
+)
+def test_a_seed_writes_the_same_with_any_drafts_or_none(
+    language: Language,
+    prompt: list[int],
+    max_tokens: int,
+    sampling: Sampling,
+    drafting: Drafting,
+    chunk: int,
+    max_threads: int,
+    max_depth: int,
+    lowering: Lowering,
+) -> None:
+    choose = chooser(sampling, replace(UNFORKED, depth=max_depth), len(prompt))
+    expected = write(language, prompt, choose, len(prompt) + max_tokens)
+    most = len(prompt) + sum(len(text) + 1 for text in expected.values())
+    engine = HashEngine(language, most + STEP_ROWS + 1, 1, lowering)
+    request = request_for(engine, prompt, max_tokens, drafting, 0, chunk, MASKS[:1], max_threads, max_depth, 10**6)
+    request.choose = choose  # also: what it counted for other threads on the same paths does not matter
+    assert {thread.path: thread.written for thread in run(engine, request).threads} == expected
+
+
+@dataclass
+class Resampled(Sampled):
+    """The wrong rule: where the candidate is not the token that was drawn, another token is drawn."""
+
+    candidates: dict[int, int] = field(default_factory=dict)
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        token = super().token(logits, thread, ahead)
+        candidate = self.candidates.get(len(thread.tokens) + len(ahead), token)
+        return token if token == candidate else again(self).token(logits, thread, ahead)
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        found = again(again(self)).guesses(logits, thread, place, most)
+        self.candidates |= {place + depth: guess.tokens[0] for depth, guess in enumerate(found)}
+        return found
+
+
+@dataclass
+class Uncoupled(Sampled):
+    """Mask slots whose tokens are drawn with other noise than the network's."""
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return again(self).guesses(logits, thread, place, most)
+
+
+def again(choose: Sampled) -> Sampled:
+    """The same with another seed."""
+    return Sampled(choose.sampling, choose.seed + 10**9, choose.bans, choose.prompt_length)
+
+
+def texts(kind: type[Sampled], table: Table, sampling: Sampling, count: int) -> tuple[list[list[int]], float]:
+    """Short texts with one seed after the other, written with drafts, and how many tokens a step wrote."""
+    found, steps = [], 0
+    engine = HashEngine(table, 200, 1)
+    bans = replace(UNFORKED, never=UNFORKED.never | frozenset(sampling.banned))
+    for seed in range(count):
+        request = request_for(engine, [0], 12, Drafting(2, "chain"))
+        request.choose = kind(sampling, seed, bans, 1)
+        found.append(run(engine, request).threads[0].tokens)
+        steps += request.statistics.steps
+    return found, sum(len(text) - 1 for text in found) / steps
+
+
+def how_far_off(found: Sequence[Sequence[int]], table: Table, sampling: Sampling) -> tuple[float, float]:
+    """How far single tokens, and pairs of them, are off their odds behind the token before them; see `excess`."""
+    after: list[Mapping[int, float]] = []
+    for token in range(LIKELY):
+        scores = scores_slowly(
+            table.logits(token).tolist(), sampling, (), (), {*UNFORKED.never, FORK, *sampling.banned}
+        )
+        after.append(dict(enumerate(odds_slowly(scores, sampling)[:LIKELY])))
+    singles: dict[int, Counter[int]] = defaultdict(Counter)
+    pairs: dict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
+    for text in found:
+        for before, token in pairwise(text):
+            singles[before][token] += 1
+        for before, one, other in zip(text[::2], text[1::2], text[2::2], strict=False):
+            pairs[before][one, other] += 1
+    return (
+        excess([(counts, after[before]) for before, counts in singles.items()]),
+        excess(
+            [
+                (
+                    counts,
+                    {(one, other): after[before][one] * after[one][other] for one in after[0] for other in after[0]},
+                )
+                for before, counts in pairs.items()
+            ]
+        ),
+    )
+
+
+def drawn(sampling: Sampling, path: tuple[int, ...], logits: NDArray[np.float32], count: int) -> list[int]:
+    """The text of a network that says the same everywhere."""
+    choose, thread = chooser(sampling, Bans(frozenset()), 1), Thread(path, [0], 1, np.zeros(1, np.bool_))
+    for _ in range(count):
+        thread.tokens.append(choose.token(logits, thread, ()))
+    return thread.written
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0, seed=1),
+        Sampling(0.6, top_p=0.8, seed=2),
+        Sampling(1.4, top_k=5, min_p=0.1, seed=3, logit_bias={4: 1.5}, banned=(0,)),
+        Sampling(1.0, top_p=0.7, min_p=0.2, seed=4),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
+    """Four times 50,000 places; tokens next to each other, and those at one place of two threads, are independent."""
+    logits = np.random.default_rng(5).normal(0, 1.5, 12).astype(np.float32)
+    odds = dict(enumerate(odds_slowly(scores_slowly(logits.tolist(), sampling, (), (), sampling.banned), sampling)))
+    pairs = {(one, other): odds[one] * odds[other] for one in odds for other in odds}
+    spine, child = (drawn(sampling, path, logits, 25_000) for path in ((), (0,)))
+    assert excess([(Counter(spine + child), odds)]) < 4
+    assert excess([(Counter(zip(spine[::2], spine[1::2], strict=True)), pairs)]) < 4
+    assert excess([(Counter(zip(spine, child, strict=True)), pairs)]) < 4
+
+
+def test_a_seed_writes_the_same_in_every_process() -> None:
+    program = """if True:
+        import numpy as np
+        from spaceport.runtime.sampling.choice import Bans
+        from spaceport.runtime.sampling.sampler import Sampling, chooser
+        from spaceport.runtime.decode.threads import new_thread
+        sampling = Sampling(1.0, top_p=0.95, seed=5, frequency_penalty=0.5, banned={"a": 8, "b": 16, "c": 0}.values())
+        choose, thread = chooser(sampling, Bans(frozenset({3, 11, 19})), 1), new_thread([1], 1)
+        logits = np.random.default_rng(1).normal(0, 2, 30).astype(np.float32)
+        for _ in range(60):
+            thread.tokens.append(choose.token(logits, thread, ()))
+        print(thread.written)
+    """
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(texts) == 1
+    assert len(texts.pop()) > 100
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_p=0.9, banned=[3])])
+def test_drafted_tokens_and_pairs_are_written_as_often_as_they_are_likely(sampling: Sampling) -> None:
+    table = Table(4, tokens=LIKELY)
+    found, tokens_per_step = texts(Sampled, table, sampling, 1000)
+    assert tokens_per_step > 1.3
+    assert max(how_far_off(found, table, sampling)) < 4
+
+
+def test_a_rule_that_is_wrong_is_seen_in_the_odds() -> None:
+    table = Table(4, tokens=LIKELY)
+    found, _ = texts(Resampled, table, Sampling(1.0), 600)
+    assert min(how_far_off(found, table, Sampling(1.0))) > 8
+
+
+def test_candidates_drawn_with_the_noise_of_their_places_are_accepted_more_often() -> None:
+    table = Table(4, tokens=LIKELY)
+    coupled, uncoupled = (texts(kind, table, Sampling(1.0), 200) for kind in (Sampled, Uncoupled))
+    assert coupled[0] == uncoupled[0]
+    assert coupled[1] > 1.15 * uncoupled[1]

@@ -1,0 +1,299 @@
+"""Reading: whatever the order in which threads write, their text is that of the whole tree up to a stop string."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from spaceport.graphs.contract.signature import STEP_ROWS
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import new_thread
+from spaceport.runtime.text.reading import Piece, Reading
+from spaceport.runtime.text.tokenizer import TextStream, encode
+from support.hash_engine import FORK as HASH_FORK
+from support.hash_engine import HashEngine, Language, request_for
+from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, line, outcome, prompt, told
+from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, one_byte_each
+
+TEN_BYTES = Tokenizer(models.WordLevel({name: i for i, name in enumerate(["a", "b", "c", "Ġ", "ab", *"ä½łé", "Ġa"])}))
+TEN_BYTES.decoder = decoders.ByteLevel()
+
+BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
+
+
+def one_order_gives_what_the_whole_tree_gives(
+    tokenizer: Tokenizer, script: Script, stops: list[str], seed: int
+) -> Outcome:
+    expected, writing = outcome(list(told(tokenizer, script)), stops), Writing(tokenizer, script, stops)
+    pieces = writing.run(Random(seed))
+    assert writing.outcome == expected
+    assert "".join(piece.reading for piece in pieces) == expected[0]
+    for thread in expected[2]:
+        own = "".join(piece.text for piece in pieces if piece.thread == thread.path)
+        assert own.startswith(thread.text)
+        assert stops or own == thread.text
+    return expected
+
+
+@pytest.mark.parametrize("examples", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+@BOTH
+def test_every_order_of_writing_gives_the_text_that_the_whole_tree_has_up_to_a_stop_string(
+    tokenizer: Tokenizer, examples: int
+) -> None:
+    @settings(max_examples=examples)
+    @given(case=cases(tokenizer), seed=st.integers(0, 10**6))
+    def holds(case: tuple[Script, list[str]], seed: int) -> None:
+        one_order_gives_what_the_whole_tree_gives(tokenizer, *case, seed)
+
+    holds()
+
+
+@settings(max_examples=150)
+@given(case=cases(BYTES), seed=st.integers(0, 10**6))
+def test_what_can_be_read_is_given_at_once_and_nothing_that_may_still_be_cut(
+    case: tuple[Script, list[str]], seed: int
+) -> None:
+    script, stops = case
+    events = list(told(BYTES, script))
+    text = outcome(events, stops)[0]
+    writing, random = Writing(BYTES, script, stops), Random(seed)
+    while writing.step(random):
+        shown = writing.reading.text
+        assert text.startswith(shown)
+        without_gap = ""
+        left = {path: len(thread.written) for path, thread in writing.threads.items()}
+        for event in events:
+            if event.token is not None:
+                left[event.path] -= 1
+            if left.get(event.path, -1) < 0 or (event.ending and writing.threads[event.path].ending is None):
+                break
+            without_gap += event.text
+        without_gap = without_gap.rstrip(BROKEN)  # may be what becomes a character
+        held = without_gap[len(shown) :]
+        assert cut_at(without_gap, stops)[1] or not held or any(stop.startswith(held) for stop in stops)
+
+
+@settings(max_examples=200)
+@given(
+    tokens=st.lists(st.integers(2, BYTES.get_vocab_size() - 1), max_size=30),
+    stops=st.lists(st.text(" ab你the" + BROKEN, min_size=1, max_size=3), max_size=3),
+)
+def test_a_text_without_forks_is_that_of_its_stream(tokens: list[int], stops: list[str]) -> None:
+    stream = TextStream(BYTES, tuple(stops))
+    writing = Writing(BYTES, Script(tuple(tokens)), stops)
+    for token in tokens:
+        shown = stream.push(token)
+        (piece,) = writing.write((), 1)
+        assert (piece.text, piece.token, piece.thread, piece.reading) == (shown, token, (), shown)
+        if stream.stopped:
+            break
+    rest = stream.finish()
+    assert [(piece.text, piece.reading) for piece in writing.write(())] == ([(rest, rest)] if rest else [])
+    text, _, (thread,) = writing.outcome
+    assert text == stream.text == thread.text
+    assert thread.ending == ("stop" if stream.stopped else "end")
+
+
+TABLE = [  # a tree, a stop string, and then: the text, each thread's text, tokens ("|": [Fork]) and ending
+    (
+        line("1.", line("a"), "2.", line("b"), "z", ending="length"),
+        "#",
+        "1.a2.bz",
+        {(): ("1.2.z", "1.|2.|z", "length"), (0,): ("a", "a", "end"), (1,): ("b", "b", "end")},
+    ),
+    (  # out of a child, which ended before
+        line("x", line("ya"), "bz"),
+        "ab",
+        "xy",
+        {(): ("x", "x|b", "stop"), (0,): ("y", "ya", "end")},
+    ),
+    (  # not beside a child that stands between
+        line("a", line("x"), "b"),
+        "ab",
+        "axb",
+        {(): ("ab", "a|b", "end"), (0,): ("x", "x", "end")},
+    ),
+    (  # but across one that says nothing
+        line("a", line(), "b"),
+        "ab",
+        "",
+        {(): ("", "a|b", "stop"), (0,): ("", "", "end")},
+    ),
+    (  # across three threads
+        line("xa", line("b", line("c"), "d"), "y"),
+        "abc",
+        "x",
+        {(): ("x", "xa|", "stop"), (0,): ("", "b|", "stop"), (0, 0): ("", "c", "stop")},
+    ),
+    (  # later threads are left out, earlier ones stay
+        line(line("c"), "x", line("p", line("q"), "#r", line("s"), "t"), "y", line("u"), "#v"),
+        "#",
+        "cxpq",
+        {(): ("x", "|x|", "stop"), (0,): ("c", "c", "end"), (1,): ("p", "p|#", "stop"), (1, 0): ("q", "q", "end")},
+    ),
+    (  # the first of two
+        line("x", line("a#b"), "y", line("c#d"), "#z"),
+        "#",
+        "xa",
+        {(): ("x", "x|", "stop"), (0,): ("a", "a#", "stop")},
+    ),
+    (  # what ends with a fork is no character any more
+        line("x", Script(tuple(one_byte_each("é")[:1])), "y", Script(tuple(one_byte_each("é")[1:])), "z"),
+        "#",
+        f"x{BROKEN}y{BROKEN}z",
+        {(): ("xyz", "x|y|z", "end"), (0,): (BROKEN, "Ã", "end"), (1,): (BROKEN, "©", "end")},
+    ),
+    (  # and may be a stop string
+        Script((*one_byte_each("xé")[:2], line("y"), *one_byte_each("z"))),
+        BROKEN,
+        "x",
+        {(): ("x", "xÃ", "stop")},
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "stop", "text", "threads"), TABLE)
+def test_a_stop_string_is_searched_in_reading_order(
+    script: Script, stop: str, text: str, threads: dict[Path, tuple[str, str, str]]
+) -> None:
+    for seed in range(30):
+        found, tokens, parts = one_order_gives_what_the_whole_tree_gives(BYTES, script, [stop], seed)
+        assert found == text
+        assert {part.path: (part.text, spelled(part.tokens), part.ending) for part in parts} == threads
+        assert sorted(spelled(tokens)) == sorted("".join(own for _, own, _ in threads.values()).replace("|", ""))
+
+
+def spelled(tokens: tuple[int, ...]) -> str:
+    return "".join("|" if token == FORK else BYTES.id_to_token(token) or "" for token in tokens)
+
+
+def test_each_piece_says_what_it_adds_to_its_thread_and_to_what_can_be_read() -> None:
+    one, a, two, b = tokens = one_byte_each("1a2b")
+    writing = Writing(BYTES, line("1", line("a"), "2", line("b")))
+    assert writing.write(()) == [
+        Piece("1", one, False, (), "1"),
+        Piece("", FORK, True, ()),
+        Piece("2", two, False, ()),
+        Piece("", FORK, True, ()),
+    ]
+    assert writing.write((1,)) == [Piece("b", b, False, (1,))]
+    assert writing.write((0,), 1) == [Piece("a", a, False, (0,), "a")]
+    assert writing.write((0,)) == [Piece("", None, False, (0,), "2b")]
+    assert writing.reading.tokens() == tuple(tokens)
+    assert [thread.fork for thread in writing.reading.finished()] == [None, 1, 3]
+
+
+def test_what_was_held_back_lengthens_the_last_piece_of_its_thread_that_was_not_taken() -> None:
+    x, a = one_byte_each("xa")
+    assert Writing(BYTES, line("xa"), ["ab"]).write(()) == [Piece("x", x, False, (), "x"), Piece("a", a, True, (), "a")]
+    taken = Writing(BYTES, line("xa"), ["ab"])
+    assert taken.write((), 2) == [Piece("x", x, False, (), "x"), Piece("", a, True, ())]
+    assert taken.write(()) == [Piece("a", None, False, (), "a")]
+
+
+def test_what_may_begin_a_stop_string_behind_a_fork_is_shown_in_its_thread_and_cannot_be_read_yet() -> None:
+    writing = Writing(BYTES, line("a", line("x")), ["ab"])
+    assert [(piece.text, piece.reading) for piece in writing.write((), 2)] == [("", ""), ("a", "")]
+    assert [(piece.text, piece.reading) for piece in writing.write((0,), 1)] == [("x", "ax")]
+    found = Writing(BYTES, line("a", line("bx")), ["ab"])
+    assert [piece.reading for path, count in (((), 3), ((0,), 1)) for piece in found.write(path, count)] == [""] * 3
+    assert found.threads[0,].ending == "stop"
+
+
+def test_a_stop_string_ends_its_thread_at_once_and_all_that_stands_behind() -> None:
+    script = line("x", line("p"), "y", line(line("c"), "q#r"), "z", line("s"), "t")
+    writing = Writing(BYTES, script, ["#", "t!"])
+    for path in ((), (1,)):
+        writing.write(path, 7)
+    assert writing.threads[1,].ending == "stop"
+    assert {path for path in writing.threads if writing.reading.beyond(writing.threads[path])} == {(), (2,)}
+    assert writing.reading.wrote(writing.threads[()], one_byte_each("t")[0], False)
+    writing.end((), "stop")
+    assert writing.reading.take() == []  # not even the "t" that was held back
+    writing.write((0,))
+    writing.write((1, 0))
+    assert writing.outcome == outcome(list(told(BYTES, script)), ["#"])
+
+
+def test_an_earlier_stop_string_moves_the_cut_forward() -> None:
+    writing = Writing(BYTES, line("x", line("a#"), line("b#"), line("c#"), "z"), ["#"])
+    writing.write((), 4)
+    for path in ((2,), (1,), (0,)):
+        assert not writing.reading.beyond(writing.threads[path])
+        writing.write(path)
+        assert writing.threads[path].ending == "stop"
+        assert writing.reading.beyond(writing.threads[()])
+        assert all(writing.reading.beyond(writing.threads[later,]) for later in range(path[0] + 1, 3))
+    assert writing.reading.text == "xa"
+
+
+def test_a_stop_string_across_threads_is_found_once_all_before_it_can_be_read() -> None:
+    writing = Writing(BYTES, line("x", line("y"), "za", line("bc", line("d"))), ["ab"])
+    writing.write(())
+    writing.write((1,))
+    assert not writing.reading.beyond(writing.threads[1, 0])
+    (piece,) = writing.write((0,))
+    assert (piece.text, piece.reading) == ("y", "yz")
+    assert writing.reading.beyond(writing.threads[1, 0])
+    assert [(part.path, spelled(part.tokens)) for part in writing.reading.finished()] == [
+        ((), "x|za|"),
+        ((0,), "y"),
+        ((1,), "b"),
+    ]
+
+
+def test_the_space_behind_a_fork_stays() -> None:
+    the, space = encode(FALLBACK, "the", special=False), FALLBACK.get_vocab()["▁the"]
+    for first in ([], the):
+        writing = Writing(FALLBACK, Script((*first, Script((space,)), space)))
+        writing.run(Random(0))
+        assert writing.reading.text == ("the the the" if first else " the the")
+
+
+def test_a_fork_is_not_shown_where_the_tokenizer_thinks_it_is_a_word() -> None:
+    (fork,) = one_byte_each("|")
+    thread = new_thread(prompt(BYTES), 1)
+    reading = Reading(BYTES, (), fork)
+    for token in one_byte_each("a|b"):
+        thread.tokens.append(token)
+        assert not reading.wrote(thread, token, False)
+    thread.ending = "length"
+    reading.ended(thread)
+    assert reading.text == "ab"
+    assert reading.tokens() == tuple(one_byte_each("ab"))
+    assert spelled(reading.finished()[0].tokens) == "a|b"
+
+
+def test_there_is_no_finished_text_before_all_threads_have_ended() -> None:
+    writing = Writing(BYTES, line("a", line("b")))
+    writing.write(())
+    for ask in (writing.reading.finished, writing.reading.tokens):
+        with pytest.raises(ValueError, match=r"thread \(0,\) has not ended"):
+            ask()
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 10**6),
+    drafting=st.builds(Drafting, mask_slots=st.integers(0, 4), shape=st.sampled_from(("chain", "tree"))),
+    max_threads=st.sampled_from((1, 2, 8)),
+    stops=st.lists(st.text("abc你 ", min_size=1, max_size=3), max_size=2).map(tuple),
+)
+def test_a_request_has_one_text_however_its_threads_are_drafted_and_take_turns(
+    seed: int, drafting: Drafting, max_threads: int, stops: tuple[str, ...]
+) -> None:
+    def run(drafting: Drafting, max_threads: int) -> Outcome:
+        engine = HashEngine(Language(seed, 60, end_every=15, fork_every=6), 2 + 2000 + STEP_ROWS + 1, 1)
+        request = request_for(engine, [0, 1], 20, drafting, max_threads=max_threads, max_depth=2, total=2000)
+        request.listener = reading = Reading(TEN_BYTES, stops, HASH_FORK)
+        while request.live:
+            step(engine, [request])
+        assert "".join(piece.reading for piece in reading.take()) == reading.text
+        return reading.text, reading.tokens(), reading.finished()
+
+    assert run(drafting, max_threads) == run(Drafting(0, "chain"), 1)

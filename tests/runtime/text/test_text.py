@@ -1,0 +1,253 @@
+"""Text: a stream shows what its tokens say, never half a character and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.contract.signature import Signature
+from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.runtime.text.tokenizer import TextStream, context_of, encode, open_tokenizer
+from support.small_tokenizers import BROKEN, BYTES, FALLBACK, SPECIAL, cut_at, full, one_byte_each
+
+BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
+
+TEXTS = st.lists(
+    st.sampled_from(
+        ["the answer", " ", "  ", "\n", "你好", "😀", "👨‍👩‍👧", "e\u0301", "שלום", "مرحبا", "\u200f", "0", "ab"]
+    )
+    | st.text(max_size=4),
+    max_size=12,
+).map("".join)
+
+
+def ids(tokenizer: Tokenizer, least: int = 0, most: int = 40) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=least, max_size=most)
+
+
+def shown_by(stream: TextStream, tokens: Iterable[int]) -> list[str]:
+    """The pieces up to a stop string or the end, the last one being what finish lets out."""
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()]
+
+
+@BOTH
+@given(text=TEXTS)
+def test_the_pieces_of_a_text_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assume("▁" not in text)  # sentencepiece's own sign for a space
+    tokens = encode(tokenizer, text, special=False)
+    stream = TextStream(tokenizer)
+    assert "".join(shown_by(stream, tokens)) == stream.text == full(tokenizer, tokens) == text
+
+
+@settings(max_examples=400)
+@given(tokens=ids(BYTES))
+def test_all_that_is_complete_is_shown_at_once_and_nothing_else(tokens: list[int]) -> None:
+    stream = TextStream(BYTES)
+    for count, token in enumerate(tokens, 1):
+        before = stream.text
+        piece = stream.push(token)
+        assert stream.text == before + piece
+        assert stream.text == full(BYTES, tokens[:count]).rstrip(BROKEN)
+    stream.finish()
+    assert stream.text == full(BYTES, tokens)
+
+
+@BOTH
+@given(text=TEXTS)
+def test_what_is_shown_of_a_text_is_always_its_beginning(tokenizer: Tokenizer, text: str) -> None:
+    assume("▁" not in text)
+    stream = TextStream(tokenizer)
+    for token in encode(tokenizer, text, special=False):
+        stream.push(token)
+        assert text.startswith(stream.text)
+
+
+@settings(max_examples=400)
+@given(tokens=ids(FALLBACK))
+def test_broken_bytes_behind_a_shown_character_do_not_take_others_along(tokens: list[int]) -> None:
+    """The decoder turns a whole run of bytes into broken signs, also what was a character before: that stays shown."""
+    stream = TextStream(FALLBACK)
+    pieces = shown_by(stream, tokens)
+    expected = full(FALLBACK, tokens)
+    assert "".join(pieces) == stream.text
+    assert stream.text.count(BROKEN) <= expected.count(BROKEN)
+    assert contains_in_order(stream.text, expected.replace(BROKEN, ""))
+    assert contains_in_order(readable(tokens), stream.text.replace(BROKEN, ""))
+    if BROKEN not in expected:
+        assert stream.text == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("<0xC3>", "<0xA9>", "<0xFF>", "a"), "é�a"),
+        (("<0xC3>", "<0xA9>", "<0xE4>", "<0xBD>"), "é��"),
+        (("<0xC3>", "<0xA9>", "<0xC3>", "<0xA9>"), "éé"),
+        (("▁a", "<0xE4>", "<0xBD>", "a", "▁a"), "a��a a"),
+    ],
+)
+def test_every_broken_byte_behind_a_character_is_shown_once(names: Sequence[str], text: str) -> None:
+    stream = TextStream(FALLBACK)
+    assert "".join(shown_by(stream, map(FALLBACK.get_vocab().__getitem__, names))) == stream.text == text
+
+
+def readable(tokens: Sequence[int]) -> str:
+    """The text of tokens with broken bytes left out, read without the decoder."""
+    raw = b""
+    for token in tokens:
+        name = FALLBACK.id_to_token(token) or ""
+        if name in ("<unk>", *SPECIAL):
+            continue
+        raw += bytes([int(name[3:5], 16)]) if name.startswith("<0x") else name.replace("▁", " ").encode()
+    return raw.decode("utf-8", "ignore")
+
+
+def contains_in_order(text: str, part: str) -> bool:
+    rest = iter(text)
+    return all(character in rest for character in part)
+
+
+@given(one=ids(BYTES), other=ids(BYTES))
+def test_streams_do_not_hear_each_other(one: list[int], other: list[int]) -> None:
+    alone = [shown_by(TextStream(BYTES, ("a",)), tokens) for tokens in (one, other)]
+    streams = TextStream(BYTES, ("a",)), TextStream(BYTES, ("a",))
+    pieces: tuple[list[str], list[str]] = ([], [])
+    for place in range(max(len(one), len(other))):
+        for stream, tokens, heard in zip(streams, (one, other), pieces, strict=True):
+            if place < len(tokens) and not stream.stopped:
+                heard.append(stream.push(tokens[place]))
+    for stream, heard in zip(streams, pieces, strict=True):
+        heard.append(stream.finish())
+    assert list(pieces) == alone
+
+
+@given(text=TEXTS, places=st.lists(st.integers(0, 100), max_size=12))
+def test_special_tokens_are_not_shown_and_do_not_part_a_character(text: str, places: list[int]) -> None:
+    tokens = one_byte_each(text)
+    for place in places:
+        tokens.insert(place % (len(tokens) + 1), place % 2)
+    assert "".join(shown_by(TextStream(BYTES), tokens)) == text
+
+
+def test_the_space_at_the_beginning_is_the_tokenizers_own() -> None:
+    tokens = encode(FALLBACK, "the the", special=False)
+    assert [FALLBACK.id_to_token(token) for token in tokens] == ["▁the", "▁the"]
+    assert shown_by(TextStream(FALLBACK), tokens) == ["the", " the", ""]
+
+
+@BOTH
+@given(before=TEXTS, after=TEXTS)
+def test_a_stream_with_a_context_goes_on_where_that_ends(tokenizer: Tokenizer, before: str, after: str) -> None:
+    assume("▁" not in before + after)
+    start = encode(tokenizer, before, special=False)
+    tokens = encode(tokenizer, before + after, special=False)
+    assume(tokens[: len(start)] == start)
+    stream = TextStream(tokenizer, context=context_of(tokenizer, start))
+    assert "".join(shown_by(stream, tokens[len(start) :])) == stream.text == after
+
+
+def test_the_context_is_the_last_token_that_is_text_by_itself() -> None:
+    end, lead = BYTES.get_vocab()["</s>"], one_byte_each("é")[0]
+    a, b = one_byte_each("ab")
+    assert context_of(BYTES, [a, b, lead, end]) == (b,)
+    assert context_of(BYTES, [lead, end]) == context_of(BYTES, []) == ()
+
+
+@settings(max_examples=600)
+@given(
+    text=st.text("ab你😀", max_size=14),
+    stops=st.lists(st.text("ab你😀", min_size=1, max_size=4), min_size=1, max_size=3),
+    by_bytes=st.booleans(),
+)
+@example("ab", ["abc", "b"], False)
+@example("abab", ["abab", "b"], False)  # one token: where it ends is not where the text is cut
+@example("abab", ["bab", "ab"], True)
+@example("aba", ["abab"], False)
+def test_a_text_is_cut_before_the_first_stop_string_wherever_tokens_end(
+    text: str, stops: list[str], by_bytes: bool
+) -> None:
+    tokens = one_byte_each(text) if by_bytes else encode(BYTES, text, special=False)
+    expected, cut = cut_at(text, stops)
+    stream = TextStream(BYTES, tuple(stops))
+    pieces = []
+    fed = 0
+    for token in tokens:
+        fed += 1
+        pieces.append(stream.push(token))
+        assert expected.startswith(stream.text)
+        if stream.stopped:
+            break
+        held = full(BYTES, tokens[:fed]).rstrip(BROKEN)[len(stream.text) :]
+        assert not held or any(stop.startswith(held) for stop in stops)
+    assert stream.stopped == cut
+    assert "".join(pieces) + stream.finish() == stream.text == expected
+    if cut:
+        assert fed <= next(n for n in range(len(tokens) + 1) if cut_at(full(BYTES, tokens[:n]), stops)[1])
+
+
+@given(tokens=ids(BYTES), stops=st.lists(st.text(" ab你the", min_size=1, max_size=3), max_size=3))
+def test_stop_strings_in_any_tokens_are_never_shown(tokens: list[int], stops: list[str]) -> None:
+    stream = TextStream(BYTES, tuple(stops))
+    pieces = shown_by(stream, tokens)
+    expected, cut = cut_at(full(BYTES, tokens), stops)
+    assert ("".join(pieces), stream.stopped) == (expected, cut)
+    assert not any(stop in stream.text for stop in stops)
+
+
+def test_one_token_may_hold_several_stop_strings() -> None:
+    assert [BYTES.id_to_token(token) for token in encode(BYTES, "abab", special=False)] == ["abab"]
+
+
+def test_what_was_held_back_comes_out_at_the_end() -> None:
+    a, b = one_byte_each("ab")
+    lead = one_byte_each("é")[0]
+    stream = TextStream(BYTES, ("aba",))
+    assert [stream.push(a), stream.push(b), stream.push(lead)] == ["", "", ""]
+    assert stream.finish() == "ab" + BROKEN
+    assert stream.text == "ab" + BROKEN
+    assert stream.finish() == ""
+
+
+def test_nothing_comes_out_after_a_stop_string() -> None:
+    a, b = one_byte_each("ab")
+    stream = TextStream(BYTES, ("b",))
+    assert shown_by(stream, [a, b, a]) == ["a", "", ""]
+    assert stream.text == "a"
+    assert stream.fresh == ""
+
+
+def test_a_stop_string_is_found_in_what_the_end_lets_out() -> None:
+    lead = one_byte_each("é")[0]
+    stream = TextStream(BYTES, (BROKEN,))
+    assert shown_by(stream, [*one_byte_each("a"), lead]) == ["a", "", ""]
+    assert stream.stopped
+
+
+def test_what_stands_around_a_text_of_its_own_is_added_only_when_asked_for() -> None:
+    plain = encode(BYTES, "the ship", special=False)
+    assert encode(BYTES, "the ship", special=True) == [BYTES.token_to_id("<s>"), *plain]
+
+
+def test_text_that_no_encoding_can_hold_is_an_error_that_says_where() -> None:
+    with pytest.raises(OptionFault, match=r"character 2 .*half of a surrogate pair.*expected"):
+        encode(BYTES, "ab\ud83d", special=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2", b"\xff\xfe", b'{"version": "1.0"}'])
+def test_a_file_that_is_no_tokenizer_is_an_error_that_names_it(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_FILE).write_bytes(content)
+    manifest = Manifest(Signature(1, 1, 1, 1, "float32", "scatter"), TokenIds(), 0, 1, "llama", 1, 23, "plain")
+    with pytest.raises(BundleError, match="not a tokenizer that can be read"):
+        open_tokenizer(Bundle(tmp_path, manifest))

@@ -1,0 +1,1 @@
+"""Support: fakes, small models and small bundles that several test files share."""

@@ -1,0 +1,226 @@
+"""Arrivals: requests that come to a scheduler over a fake engine, and the trouble that some of them make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Deaf, Request
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.sampling.choice import Choose
+from spaceport.runtime.scheduling.scheduler import Scheduler, Task
+from support.hash_engine import HashEngine, Language, Tree, request_for
+
+Trouble = Literal["wrote", "ended", "choice", "number", "observer", "news"]
+
+
+class Trap(Exception):
+    """What a request fails of in a test."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request to come."""
+
+    prompt: Sequence[int]
+    at: int = 0  # round before which it is handed over
+    max_tokens: int = 20
+    drafting: Drafting = field(default_factory=Drafting)
+    max_threads: int = 1
+    max_depth: int = 0
+    cancelled: int | None = None  # rounds after which nobody wants it any more
+    patience: int | None = None  # rounds after which it is too late
+    trouble: Trouble | None = None
+    when: int = 0  # how often it goes well before it does not
+
+    def alone(self, language: Language) -> Tree:
+        """What each of its threads writes if nothing befalls it."""
+        return language.tree(self.prompt, len(self.prompt) + self.max_tokens, self.max_depth)
+
+
+@dataclass
+class Fuse:
+    """Goes off when it was touched so often."""
+
+    left: int
+
+    def touch(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Trap
+
+
+@dataclass
+class RaisingListener(Deaf):
+    """Hears what is written until it does not."""
+
+    fuse: Fuse
+    at_end: bool
+
+    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
+        if not self.at_end:
+            self.fuse.touch()
+        return False
+
+    def ended(self, thread: Thread) -> None:
+        if self.at_end:
+            self.fuse.touch()
+
+
+@dataclass
+class RaisingChoice:
+    """Chooses until it does not."""
+
+    fuse: Fuse
+    inner: Choose
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        self.fuse.touch()
+        return self.inner.token(logits, thread, ahead)
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return self.inner.guesses(logits, thread, place, most)
+
+
+@dataclass
+class RaisingObserver:
+    """Sees steps until it does not."""
+
+    fuse: Fuse
+
+    def saw(
+        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
+    ) -> None:
+        self.fuse.touch()
+
+
+@dataclass
+class SharedEngine(HashEngine):
+    """A fake engine that knows whose rows it computes, and fails when it is told to."""
+
+    guests: list[Request] = field(default_factory=list)  # all that ever come
+    poisoned: dict[int, int] = field(default_factory=dict)  # id of a request -> calls until its logits are no numbers
+    faulty: int | None = None  # the call that fails
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.owner = lambda index: id(self.tenant(index))
+
+    def tenant(self, index: int) -> Request | None:
+        """Who holds slots of an index; there is never more than one."""
+        found = [guest for guest in self.guests if guest.index == index and guest.slots.held]
+        assert len(found) < 2, "two requests share the buffers of one index"
+        return found[0] if found else None
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        if self.calls == self.faulty:
+            self.calls += 1
+            raise EngineFault("the fake engine failed")
+        logits = super().run(batch)
+        for line in range(batch.requests):
+            tenant = self.tenant(batch.first + line)
+            if tenant is None:
+                continue
+            self._hold_visible(batch, line, tenant)
+            if id(tenant) in self.poisoned:
+                self.poisoned[id(tenant)] -= 1
+                if self.poisoned[id(tenant)] < 0:
+                    logits[line] = np.nan
+        return logits
+
+    def _hold_visible(self, batch: Batch, line: int, tenant: Request) -> None:
+        for row, slot in enumerate(batch.slot_ids[line]):
+            own = int(slot) if self.lowering == "scatter" else int(batch.slot_ids[line, 0]) + row
+            visible = np.flatnonzero(batch.attention_mask[line, 0, row])
+            if own in visible:
+                assert tenant.slots.still_held(visible).size == visible.size, "a row sees a slot that nobody holds"
+
+
+class Scene:
+    """Requests that arrive, and a clock that counts rounds."""
+
+    def __init__(
+        self,
+        language: Language,
+        arrivals: Sequence[Arrival],
+        requests: int = 3,
+        lowering: Lowering = "scatter",
+        prompt_rows: int = 512,
+        queue_limit: int = 10**6,
+        faulty: int | None = None,
+    ) -> None:
+        self.language, self.arrivals = language, arrivals
+        self.alone = [arrival.alone(language) for arrival in arrivals]
+        longest = max(len(a.prompt) + self._total(tree) for a, tree in zip(arrivals, self.alone, strict=True))
+        widest = max(STEP_ROWS, prompt_rows if lowering == "append" else 0) + 8
+        self.engine = SharedEngine(language, longest + widest + 1, requests, lowering, faulty=faulty)
+        self.now = 0
+        self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows, clock=lambda: self.now)
+        self.tasks = [self._task(*numbered) for numbered in enumerate(arrivals)]
+        self.engine.guests.extend(task.request for task in self.tasks)
+        self.told: list[list[bool]] = [[] for _ in self.tasks]  # for each: was it done, whenever it was told of
+
+    def play(self) -> None:
+        """Round after round, until all have come and gone."""
+        while self.now <= max(arrival.at for arrival in self.arrivals) or self.scheduler.busy:
+            self.turn()
+            assert self.now < 2000, "the scheduler does not come to an end"
+
+    def turn(self) -> None:
+        """What happens before a round, and the round."""
+        for arrival, task in zip(self.arrivals, self.tasks, strict=True):
+            if arrival.at == self.now:
+                self.scheduler.submit(task)
+            if arrival.cancelled is not None and arrival.at + arrival.cancelled == self.now:
+                task.cancelled = True
+        self.scheduler.round()
+        self.now += 1
+
+    def text(self, number: int) -> Tree:
+        """What each thread of a request has written."""
+        return {thread.path: thread.written for thread in self.tasks[number].request.threads}
+
+    def _total(self, tree: Tree) -> int:
+        return sum(len(text) for text in tree.values()) + len(tree)
+
+    def _task(self, number: int, arrival: Arrival) -> Task:
+        request = request_for(
+            self.engine,
+            arrival.prompt,
+            arrival.max_tokens,
+            arrival.drafting,
+            max_threads=arrival.max_threads,
+            max_depth=arrival.max_depth,
+            total=self._total(self.alone[number]),
+        )
+        fuse = Fuse(arrival.when)
+        if arrival.trouble in ("wrote", "ended"):
+            request.listener = RaisingListener(fuse, arrival.trouble == "ended")
+        elif arrival.trouble == "choice":
+            request.choose = RaisingChoice(fuse, request.choose)
+        elif arrival.trouble == "observer":
+            request.observers = (RaisingObserver(fuse),)
+        elif arrival.trouble == "number":
+            self.engine.poisoned[id(request)] = arrival.when
+
+        def news(task: Task) -> None:
+            self.told[number].append(task.done)
+            if arrival.trouble == "news":
+                fuse.touch()
+
+        deadline = None if arrival.patience is None else arrival.at + arrival.patience
+        return Task(request, news, deadline)
+
+
+def steps_of(task: Task) -> int:
+    """How many steps a request has taken."""
+    return task.request.statistics.prompt_steps + task.request.statistics.steps

@@ -1,0 +1,34 @@
+"""Exported: bundles of checkpoints, each exported once for a whole run of the suite."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from spaceport.graphs.contract.signature import Lowering, Precision, Weights
+from support.paths import TINY
+
+
+def exported_once(
+    factory: pytest.TempPathFactory,
+    lowering: Lowering,
+    checkpoint: Path = TINY,
+    dtype: Precision = "float32",
+    weights: Weights = "same",
+) -> Path:
+    """The bundle of a checkpoint as these say, exported by the first of the session's processes that asks for it."""
+    # torch and transformers are imported only where a test needs a bundle
+    from spaceport.exporter.export import Options, export
+    from spaceport.exporter.quiet import quiet_libraries
+
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # each worker has a folder of its own within the session's
+    target = folder / f"{checkpoint.name}-{lowering}-{dtype}-{weights}"
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            quiet_libraries()
+            export(checkpoint, target, Options(lowering=lowering, dtype=dtype, weights=weights))
+    return target

@@ -1,0 +1,145 @@
+"""Hash runtime: the public way to text over a fake engine, and the log-probabilities that its network really gives."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models
+
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.contract.signature import Lowering, Signature
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.engine import Batch
+from spaceport.runtime.sampling.logprobs import TokenLogprob
+from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
+from spaceport.runtime.session import Runtime
+from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Cell, HashEngine, Language
+
+WORDS = (
+    "abcdefghij.[]{}"  # a letter for each token; "." ends a text, "[" and "]" are masks, "{" forks and "}" is a child
+)
+
+
+@dataclass
+class CountingEngine(HashEngine):
+    """A fake engine that counts the lines of logits, request by request, of each call."""
+
+    lines: list[tuple[int, int]] = field(default_factory=list)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.lines.append((batch.logit_rows.shape[0], batch.logit_rows.shape[1]))
+        return super().run(batch)
+
+
+@dataclass
+class SlowEngine(HashEngine):
+    """A fake engine whose calls wait for leave."""
+
+    began: Event = field(default_factory=Event)
+    leave: Event = field(default_factory=Event)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.began.set()
+        assert self.leave.wait(60)
+        return super().run(batch)
+
+
+@dataclass
+class BrokenEngine(HashEngine):
+    """A fake engine that gives one number that is none."""
+
+    at: int = 0
+    number: float = math.nan
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        logits = super().run(batch)
+        logits[0, batch.position_ids[0][batch.logit_rows[0]] == self.at, 3] = self.number
+        return logits
+
+
+def hash_runtime(
+    language: Language,
+    max_seq_len: int = 64,
+    max_slots: int | None = None,
+    requests: int = 1,
+    lowering: Lowering = "scatter",
+    prompt_rows: int = PROMPT_ROWS,
+) -> Runtime:
+    """A runtime whose network writes a language."""
+    manifest = Manifest(
+        signature=Signature(1, 1, 1, VOCAB, "float32", lowering, language.window),
+        tokens=TokenIds(mask=(MASKS * 3)[:5], fork=FORK, child=CHILD, end=(END,)),
+        max_mask_slots=5,
+        max_positions=4096,
+        family="llama",
+        parameters=1,
+        opset=23,
+        attention="plain",
+    )
+    bundle = Bundle(_folder(), manifest)
+    engine = HashEngine(language, capacity_for(manifest, max_slots or max_seq_len), requests, lowering)
+    return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows)
+
+
+def counting_runtime(language: Language, vocab_size: int, requests: int) -> tuple[Runtime, CountingEngine]:
+    """A runtime whose engine says that it knows so many tokens."""
+    runtime = hash_runtime(language, max_seq_len=600, requests=requests)
+    engine = CountingEngine(language, runtime.engine.capacity, requests)
+    engine.signature = replace(engine.signature, vocab_size=vocab_size)
+    counted = Runtime(runtime.bundle, engine, 600)
+    return counted, engine
+
+
+def slow_runtime(language: Language) -> tuple[Runtime, SlowEngine]:
+    """A runtime whose steps wait for leave."""
+    runtime = hash_runtime(language, prompt_rows=16)
+    engine = SlowEngine(language, runtime.engine.capacity, 1)
+    return Runtime(runtime.bundle, engine, 64, prompt_rows=16), engine
+
+
+def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top: int) -> list[TokenLogprob]:
+    """Of each token from a place on, worked out plainly from what the network says behind all that is before it."""
+    cells: list[Cell] = []
+    for token in tokens:
+        cells.append(language.follow(cells, token))
+    found = []
+    for place in range(start, len(tokens)):
+        logits = language.logits(cells[place - 1].state).astype(np.float64)
+        logprobs = (logits - np.log(np.exp(logits).sum())).tolist()
+        best = sorted(range(VOCAB), key=lambda token: (-logprobs[token], token))[:top]
+        found.append(TokenLogprob(tokens[place], logprobs[tokens[place]], tuple((t, logprobs[t]) for t in best)))
+    return found
+
+
+def same(found: Sequence[TokenLogprob], expected: Sequence[TokenLogprob], within: float = 1e-6) -> bool:
+    """Whether the tokens are the same, and their log-probabilities all but for the last digits."""
+    return len(found) == len(expected) and all(
+        one.token == other.token
+        and math.isclose(one.logprob, other.logprob, abs_tol=within)
+        and [token for token, _ in one.top] == [token for token, _ in other.top]
+        and np.allclose([p for _, p in one.top], [p for _, p in other.top], rtol=0, atol=within)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@functools.cache
+def _folder() -> Path:
+    """A folder with the tokenizer, the same for all runtimes of a process."""
+    kept = tempfile.TemporaryDirectory(prefix="spaceport-hash-")
+    atexit.register(kept.cleanup)
+    folder = Path(kept.name)
+    tokens = (*WORDS, "x", "ax")  # the last two are beyond what the network knows
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(tokens)}, [("a", "x")]))
+    tokenizer.decoder = decoders.Fuse()
+    (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), "utf-8")
+    return folder

@@ -1,0 +1,158 @@
+"""Scripted steps: a request whose threads write what a table says, over an engine that notes every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.plan import Plan
+from spaceport.runtime.decode.request import Deaf, Request
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Ending, Thread
+from spaceport.runtime.engine import Batch
+from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, request_for
+
+Path = tuple[int, ...]
+Texts = dict[Path, list[int]]  # what each thread writes; behind it stands the end token
+PROMPT = [1, 2]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A row that was fed, and the rows that it saw, in the order of their positions and with itself."""
+
+    step: int
+    path: Path
+    token: int
+    position: int
+    seen: tuple[Row, ...]
+    beside: bool  # it hangs from another thread's row of the same step
+
+    @property
+    def line(self) -> list[int]:
+        """The tokens that it saw."""
+        return [*(row.token for row in self.seen), self.token]
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Says what the table says; mask slots say it too."""
+
+    texts: Texts
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        return self._at(thread, len(thread.tokens) + len(ahead))
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return tuple(Guess((self._at(thread, place + slot),), (1.0,)) for slot in range(len(logits)))
+
+    def _at(self, thread: Thread, place: int) -> int:
+        text = self.texts[thread.path]
+        return text[place - thread.start] if place - thread.start < len(text) else END
+
+
+class NotingEngine(HashEngine):
+    """A fake engine that keeps the last call."""
+
+    last: Batch
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.last = batch
+        return super().run(batch)
+
+
+@dataclass
+class Written(Deaf):
+    """What was written in which step."""
+
+    request: Request
+    in_step: dict[Path, list[int]] = field(default_factory=dict)  # the step, from 1, of each token of a thread
+
+    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
+        self.in_step.setdefault(thread.path, []).append(self.request.statistics.steps)
+        return False
+
+
+class Scene:
+    """A scripted request under way."""
+
+    def __init__(
+        self,
+        texts: Texts,
+        mask_slots: int = 0,
+        max_threads: int = 8,
+        max_tokens: int = 60,
+        total: int = 500,
+    ) -> None:
+        self.engine = NotingEngine(Language(1), 256, 1)
+        self.request = request_for(
+            self.engine, PROMPT, max_tokens, mask_slots, max_threads=max_threads, max_depth=9, total=total
+        )
+        self.request.choose = Scripted(texts)
+        self.request.observers = (self,)
+        self.written = self.request.listener = Written(self.request)
+        self.texts = texts
+        self.rows: list[Row] = []
+        self.steps = 0
+        self._slots: dict[int, Row] = {}  # what was last written to each slot
+
+    @property
+    def held(self) -> set[tuple[Path, int]]:
+        """Thread and position of each row whose slot is held."""
+        slots = self.request.slots.still_held(np.arange(self.engine.capacity)).tolist()
+        return {(self._slots[slot].path, self._slots[slot].position) for slot in slots}
+
+    @property
+    def said(self) -> Texts:
+        """What each thread wrote."""
+        return {thread.path: thread.written for thread in self.request.threads}
+
+    @property
+    def endings(self) -> dict[Path, Ending | None]:
+        return {thread.path: thread.ending for thread in self.request.threads}
+
+    def line(self, path: Path) -> list[int]:
+        """All that a thread holds at its end, by the table."""
+        if not path:
+            return [*PROMPT, *self.texts[()]]
+        parent = self.line(path[:-1])
+        start = len(parent) - len(self.texts[path[:-1]])
+        fork = [place for place in range(start, len(parent)) if parent[place] == FORK][path[-1]]
+        return [*parent[: fork + 1], CHILD, *self.texts[path]]
+
+    def run(self, until: Path | None = None) -> Scene:
+        """Take steps to the end, or to that of a thread."""
+        while self.request.live and self.endings.get(until if until is not None else (-1,)) is None:
+            step(self.engine, [self.request])
+        return self
+
+    def saw(
+        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """Note the rows of a step."""
+        self.steps += 1
+        batch, row = self.engine.last, 0
+        for part in plan.parts:
+            for token, position in zip(part.tokens.tolist(), part.positions.tolist(), strict=True):
+                slot = int(batch.slot_ids[0, row])
+                visible = np.flatnonzero(batch.attention_mask[0, 0, row]).tolist()
+                seen = sorted((self._slots[o] for o in visible if o != slot), key=lambda other: other.position)
+                beside = any(other.step == self.steps and other.path != part.thread.path for other in seen)
+                noted = Row(self.steps, part.thread.path, token, position, tuple(seen), beside)
+                self._slots[slot] = noted
+                self.rows.append(noted)
+                row += 1
+
+    def check_rows(self) -> None:
+        """Hold that every row saw the line before it: the thread's own, and behind a mask slot's anchor the masks."""
+        for row in self.rows:
+            line = self.line(row.path)
+            own = [token for token in row.line if token not in MASKS]
+            assert [seen.position for seen in row.seen] == list(range(row.position))
+            assert own[: len(line)] == line[: len(own)]
+            assert row.line[len(own) :] == [MASKS[0]] * (len(row.line) - len(own))

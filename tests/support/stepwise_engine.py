@@ -1,0 +1,64 @@
+"""Stepwise engine: a fake engine that takes a step when it is told to, for tests of what happens between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Semaphore, Thread
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.session import DEFAULT_QUEUE_LIMIT, Runtime
+from support.hash_engine import HashEngine, Language
+from support.hash_runtime import hash_runtime
+
+_PATIENCE = 60.0  # seconds after which a test has failed
+_ALL = 10**6
+
+
+@dataclass
+class StepwiseEngine(HashEngine):
+    """Waits in each step for leave to take it."""
+
+    asked: Semaphore = field(default_factory=lambda: Semaphore(0))
+    leave: Semaphore = field(default_factory=lambda: Semaphore(0))
+    broken: bool = False  # whether its steps fail
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.asked.release()
+        assert self.leave.acquire(timeout=_PATIENCE)
+        if self.broken:
+            raise EngineFault("the fake engine failed")
+        return super().run(batch)
+
+    def wait(self) -> None:
+        """Until it has been asked for the next step."""
+        assert self.asked.acquire(timeout=_PATIENCE)
+
+    def step(self) -> None:
+        """Take the step that it was asked for, and wait until it is asked for the next one."""
+        self.leave.release()
+        self.wait()
+
+    def go(self) -> None:
+        """Take all steps to come."""
+        self.leave.release(_ALL)
+
+
+def stepwise_runtime(
+    language: Language, requests: int = 1, queue_limit: int = DEFAULT_QUEUE_LIMIT
+) -> tuple[Runtime, StepwiseEngine]:
+    """A runtime over such an engine."""
+    with hash_runtime(language) as like:
+        engine = StepwiseEngine(language, like.engine.capacity, requests)
+        return Runtime(like.bundle, engine, like.max_seq_len, queue_limit=queue_limit), engine
+
+
+def close_between_steps(runtime: Runtime, engine: StepwiseEngine) -> None:
+    """Close a runtime whose engine waits in a step, and take no more steps than it needs for that."""
+    closing = Thread(target=runtime.close)
+    closing.start()
+    while closing.is_alive():
+        engine.leave.release()
+        closing.join(0.1)

@@ -1,0 +1,119 @@
+"""Traced: generations of the fake engine with their traces, and the letters that they write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from spaceport.graphs.contract.signature import STEP_ROWS
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.text.reading import Reading
+from spaceport.runtime.trace.trace import Trace
+from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, request_for
+
+# What the tokens of the fake engine say: bytes of é and of an emoji, so that most texts break characters; a decoder that
+# takes a space at the beginning of a text away.
+LETTERS = (
+    "<0xC3>",
+    "<0xA9>",
+    "<0xF0>",
+    "<0x9F>",
+    "a",
+    "b",
+    " ",
+    "\n",
+    "<",
+    "&",
+    "[End]",
+    "[M1]",
+    "[M2]",
+    "[Fork]",
+    "[Child]",
+)
+
+
+def letters() -> Tokenizer:
+    """A tokenizer for the fake engine's tokens."""
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, [], byte_fallback=True))
+    tokenizer.add_special_tokens([LETTERS[token] for token in (END, *MASKS, FORK, CHILD)])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    assert tokenizer.get_vocab_size() == VOCAB
+    return tokenizer
+
+
+TOKENIZER = letters()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A generation to be traced."""
+
+    seed: int
+    prompt: tuple[int, ...] = (1, 2, 3)
+    quality: int = 80
+    end_every: int = 30
+    fork_every: int = 8
+    max_tokens: int = 40
+    total: int = 10**6
+    drafting: Drafting = field(default_factory=lambda: Drafting(3, "tree", 16, 2, 4))
+    chunk: int = 512
+    max_threads: int = 4
+    max_depth: int = 2
+
+
+CASES = st.builds(
+    Case,
+    seed=st.integers(0, 10**6),
+    prompt=st.lists(st.integers(0, END - 1), min_size=1, max_size=20).map(tuple),
+    quality=st.sampled_from((0, 60, 90, 100)),
+    end_every=st.sampled_from((4, 10, 30)),
+    fork_every=st.sampled_from((4, 8, 10**9)),
+    max_tokens=st.integers(1, 25),
+    total=st.integers(1, 80) | st.just(10**6),
+    drafting=st.builds(
+        Drafting,
+        mask_slots=st.integers(0, 4),
+        shape=st.sampled_from(("chain", "tree")),
+        rows=st.integers(1, 24),
+        siblings=st.integers(1, 3),
+        lookup=st.sampled_from((0, 3, 8)),
+    ),
+    chunk=st.integers(1, 30),
+    max_threads=st.sampled_from((1, 2, 8)),
+    max_depth=st.integers(0, 2),
+)
+
+
+def request_of(case: Case) -> tuple[HashEngine, Request]:
+    """The request of a case, about to begin, on an engine with room for it."""
+    language = Language(case.seed, case.quality, case.end_every, case.fork_every)
+    text = language.tree(case.prompt, len(case.prompt) + case.max_tokens, case.max_depth)
+    most = len(case.prompt) + sum(map(len, text.values())) + len(text)
+    engine = HashEngine(language, most + STEP_ROWS + 1, 1)
+    request = request_for(
+        engine,
+        case.prompt,
+        case.max_tokens,
+        case.drafting,
+        chunk=case.chunk,
+        max_threads=case.max_threads,
+        max_depth=case.max_depth,
+        total=case.total,
+    )
+    request.statistics.prompt_tokens = len(case.prompt)
+    return engine, request
+
+
+def traced(case: Case) -> tuple[Request, Trace, Reading]:
+    """A finished request with its trace and what a reader made of it."""
+    engine, request = request_of(case)
+    trace, reading = Trace(), Reading(TOKENIZER, (), FORK)
+    request.observers, request.listener = (trace,), reading
+    while request.live:
+        step(engine, [request])
+        request.statistics.outside_seconds += 0.001 * (request.statistics.rows % 7)
+    return request, trace, reading

@@ -1,0 +1,299 @@
+"""`spaceport generate`: every option reaches the text, none is dropped, and what is printed is what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+
+import click
+import pytest
+
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import OK, USAGE, run
+from spaceport.tools.cli.generate import command
+from spaceport.tools.cli.generate_options import Generate
+from spaceport.tools.report.files import read_trace
+from support.forking_bundle import forking_copy
+from support.paths import TINY
+
+DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
+PROGRAM = "from spaceport.tools.cli import main; main()"
+TIMES = {"waiting_seconds", "engine_seconds", "outside_seconds"}
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def forking(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return forking_copy(tiny_bundle, tmp_path_factory.mktemp("forking") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def runtime(forking: Path) -> Iterator[Runtime]:
+    with Runtime.open(forking, threads=1, max_seq_len=256, max_slots=512) as opened:
+        yield opened
+
+
+def printed(capfd: Capture, bundle: Path, *arguments: object) -> tuple[str, str]:
+    """What a command prints on stdout and stderr."""
+    words = ["generate", bundle, DECODER, "--max-seq-len", 256, "--max-slots", 512, "--threads", 1, *arguments]
+    assert run([str(word) for word in words]) == OK, capfd.readouterr().err
+    out, err = capfd.readouterr()
+    return out, err
+
+
+def without_times(statistics: dict[str, object]) -> dict[str, object]:
+    assert statistics.keys() >= TIMES
+    return {name: value for name, value in statistics.items() if name not in TIMES}
+
+
+OPTIONS: list[tuple[list[object], Decoding]] = [
+    ([], Decoding()),
+    (["--max-tokens", 40], Decoding(max_tokens=40)),
+    (["--max-total-tokens", 70], Decoding(max_total_tokens=70)),
+    (["--stop", "zz", "--stop", "JSON"], Decoding(stop=("zz", "JSON"))),
+    (["--timeout", 600], Decoding(timeout=600)),
+    (["--mask-slots", 2], Decoding(mask_slots=2)),
+    (["--mask-slots", 0], Decoding(mask_slots=0)),
+    (["--draft", "chain"], Decoding(draft="chain")),
+    (["--draft-rows", 6], Decoding(draft_rows=6)),
+    (["--draft-siblings", 1], Decoding(draft_siblings=1)),
+    (["--lookup", 0], Decoding(lookup=0)),
+    (["--lookup", 3, "--mask-slots", 0, "--draft-rows", 3], Decoding(lookup=3, mask_slots=0, draft_rows=3)),
+    (["--no-fork"], Decoding(fork=False)),
+    (["--fork"], Decoding(fork=True)),
+    (["--max-threads", 1], Decoding(max_threads=1)),
+    (["--max-depth", 2], Decoding(max_depth=2)),
+    (["--temperature", 0.9, "--seed", 3], Decoding(sampling=Sampling(0.9, seed=3))),
+    (["--temperature", 0.9, "--seed", 4], Decoding(sampling=Sampling(0.9, seed=4))),
+    (["--temperature", 0.9, "--seed", 3, "--top-k", 2], Decoding(sampling=Sampling(0.9, top_k=2, seed=3))),
+    (["--temperature", 0.9, "--seed", 3, "--top-p", 0.5], Decoding(sampling=Sampling(0.9, top_p=0.5, seed=3))),
+    (["--temperature", 0.9, "--seed", 3, "--min-p", 0.2], Decoding(sampling=Sampling(0.9, min_p=0.2, seed=3))),
+    (["--repetition-penalty", 1.5], Decoding(sampling=Sampling(repetition_penalty=1.5))),
+    (["--presence-penalty", 1.5], Decoding(sampling=Sampling(presence_penalty=1.5))),
+    (["--frequency-penalty", 2], Decoding(sampling=Sampling(frequency_penalty=2))),
+    (["--logit-bias", "362=-9", "--logit-bias", "5=3"], Decoding(sampling=Sampling(logit_bias={362: -9, 5: 3}))),
+    (["--ban", "362", "--ban", "JSON"], Decoding(sampling=Sampling(banned=(362, 322)))),
+    (["--logprobs", 1], Decoding(logprobs=1)),
+    (["--regex", "[a-z =]+"], Decoding(form=Form(regex="[a-z =]+"))),
+]
+
+
+@pytest.mark.parametrize(("arguments", "decoding"), OPTIONS)
+def test_an_option_does_what_it_does_in_a_program(
+    forking: Path, runtime: Runtime, capfd: Capture, arguments: list[object], decoding: Decoding
+) -> None:
+    if decoding.max_tokens is None:
+        arguments, decoding = [*arguments, "--max-tokens", 60], replace(decoding, max_tokens=60)
+    expected = runtime.generate(DECODER, decoding)
+    found = json.loads(printed(capfd, forking, "--json", *arguments)[0])
+    assert (found["text"], found["ending"]) == (expected.text, expected.ending)
+    assert tuple(found["tokens"]) == expected.tokens
+    assert tuple(found["prompt_tokens"]) == expected.prompt_tokens
+    assert found["seed"] == decoding.sampling.seed
+    assert found["threads"] == json.loads(json.dumps([asdict(thread) for thread in expected.threads]))
+    assert without_times(found["statistics"]) == without_times(asdict(expected.statistics)) | {
+        "tokens_per_step": expected.statistics.tokens_per_step
+    }
+
+
+def test_the_options_above_are_told_apart_by_what_comes_of_them(runtime: Runtime) -> None:
+    """Else a dropped one would go unnoticed: only the deadline and what is the default anyway change nothing."""
+    costs = [cost(runtime, decoding) for _, decoding in OPTIONS]
+    same = [arguments for (arguments, _), found in zip(OPTIONS, costs, strict=True) if costs.count(found) > 1]
+    assert same == [[], ["--timeout", 600], ["--fork"]]
+
+
+def cost(runtime: Runtime, decoding: Decoding) -> object:
+    if decoding.max_tokens is None:
+        decoding = replace(decoding, max_tokens=60)
+    completion = runtime.generate(DECODER, decoding)
+    return completion.threads, without_times(asdict(completion.statistics))
+
+
+def test_a_text_that_forks_is_printed_in_reading_order(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    expected = runtime.generate(DECODER, Decoding(max_tokens=60))
+    assert len(expected.threads) == 3
+    out, err = printed(capfd, forking, "--max-tokens", 60)
+    assert (out, err) == (f"{expected.text}\n", "")
+
+
+def test_marked_drafts_are_the_accepted_ones(tiny_bundle: Path, capfd: Capture) -> None:
+    out, _ = printed(capfd, tiny_bundle, "--max-tokens", 40, "--show-drafts")
+    with Runtime.open(tiny_bundle, threads=1, max_seq_len=256) as runtime:
+        stream = runtime.stream(DECODER, Decoding(max_tokens=40))
+        marked = [(piece.text, piece.drafted) for piece in stream]
+    runs = (("".join(text for text, _ in run), drafted) for drafted, run in groupby(marked, lambda one: one[1]))
+    assert out == "".join(f"[{text}]" if drafted else text for text, drafted in runs) + "\n"
+
+
+def test_marks_change_nothing_else_of_a_text_that_forks(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    arguments = ("--max-tokens", 60, "--stop", "[", "--stop", "]")  # so that every bracket is a mark
+    plain, _ = printed(capfd, forking, *arguments)
+    marked, _ = printed(capfd, forking, *arguments, "--show-drafts")
+    assert len(plain) > 30
+    assert marked.count("[") == marked.count("]") > 3
+    assert marked.replace("[", "").replace("]", "") == plain
+
+
+def test_statistics_say_what_the_text_cost(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    s = runtime.generate(DECODER, Decoding(max_tokens=60)).statistics
+    for arguments in ([], ["--json"]):
+        _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", *arguments)
+        written, threads, drafts, times = err.splitlines()
+        assert written == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} a step), ended by length"
+        assert threads == (
+            f"{s.threads} threads, at most {s.peak_threads} at a time, at most {s.peak_slots} slots, {s.rows} rows"
+        )
+        assert f"{s.accepted_by_source['mask']} of {s.drafted_by_source['mask']} from mask slots" in drafts
+        assert f"by depth {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in drafts
+        assert re.fullmatch(
+            r"[\d.]+ s in the engine, [\d.]+ s outside it \([\d.]+ ms a step\), [\d.]+ s waiting", times
+        )
+    _, err = printed(capfd, forking, "--max-tokens", 9, "--mask-slots", 0, "--no-fork", "--stats")
+    assert "drafts accepted: none, nothing was drafted" in err
+    assert "threads" not in err
+
+
+def test_a_seed_that_was_drawn_draws_the_same_text_again(forking: Path, capfd: Capture) -> None:
+    arguments = ("--temperature", 1, "--max-tokens", 30)
+    first = json.loads(printed(capfd, forking, *arguments, "--json")[0])
+    assert 0 <= first["seed"] < 2**64
+    out, err = printed(capfd, forking, *arguments, "--seed", first["seed"], "--stats")
+    assert out == first["text"] + "\n"
+    assert f"seed {first['seed']}: the same one writes the same text again" in err
+    other = json.loads(printed(capfd, forking, *arguments, "--json")[0])
+    assert other["seed"] != first["seed"]
+    assert other["text"] != first["text"]
+
+
+def test_json_tells_how_likely_the_tokens_were(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    expected = runtime.generate(DECODER, Decoding(max_tokens=60, logprobs=2))
+    found = json.loads(printed(capfd, forking, "--max-tokens", 60, "--json", "--logprobs", 2)[0])
+    assert [one["token"] for one in found["logprobs"]] == found["tokens"]
+    assert [one["logprob"] for one in found["logprobs"]] == [one.logprob for one in expected.logprobs]
+    assert {len(one["top"]) for one in found["logprobs"]} == {2}
+    for thread in found["threads"]:
+        assert [one["token"] for one in thread["logprobs"]] == thread["tokens"]
+    assert json.loads(printed(capfd, forking, "--max-tokens", 9, "--json")[0])["logprobs"] == []
+
+
+def test_everything_at_once_is_one_object(forking: Path, tmp_path: Path, capfd: Capture) -> None:
+    arguments: list[object] = [
+        "--json",
+        "--stats",
+        "--logprobs",
+        3,
+        "--trace",
+        tmp_path / "t",
+        "--report",
+        tmp_path / "r",
+    ]
+    arguments += ["--temperature", 0.8, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01, "--seed", 7, "--ban", 9]
+    arguments += [
+        "--repetition-penalty",
+        1.1,
+        "--presence-penalty",
+        0.1,
+        "--frequency-penalty",
+        0.1,
+        "--logit-bias",
+        "5=-1",
+    ]
+    arguments += ["--mask-slots", 3, "--draft", "tree", "--draft-rows", 12, "--draft-siblings", 2, "--lookup", 4]
+    arguments += ["--fork", "--max-threads", 2, "--max-depth", 2, "--max-tokens", 60, "--max-total-tokens", 90]
+    arguments += ["--stop", "never", "--timeout", 60, "--backend", "onnxruntime"]
+    out, err = printed(capfd, forking, *arguments)
+    found = json.loads(out)
+    assert list(found) == ["text", "ending", "tokens", "prompt_tokens", "logprobs", "threads", "seed", "statistics"]
+    assert found["seed"] == 7
+    assert len(found["threads"]) > 1
+    assert "seed 7" in err
+
+
+def test_what_every_step_did_is_written_to_files(forking: Path, tmp_path: Path, capfd: Capture) -> None:
+    trace, report = tmp_path / "t.json", tmp_path / "r.html"
+    plain, _ = printed(capfd, forking, "--max-tokens", 60, "--json")
+    found, _ = printed(capfd, forking, "--max-tokens", 60, "--json", "--trace", trace, "--report", report)
+    told, statistics = json.loads(found), json.loads(found)["statistics"]
+    assert told["text"] == json.loads(plain)["text"]
+    record = read_trace(trace)
+    assert len(record.steps) == statistics["steps"] + statistics["prompt_steps"]
+    assert [list(line.path) for line in record.threads] == [thread["path"] for thread in told["threads"]]
+    assert report.read_text("utf-8").startswith("<!doctype html>")
+    assert "Text of bundle" in report.read_text("utf-8")
+    report.unlink()
+    printed(capfd, forking, "--max-tokens", 5, "--report", report)
+    assert report.exists()
+    assert read_trace(trace) == record
+
+
+def test_help_lists_every_option_once_under_a_heading(capfd: Capture) -> None:
+    assert run(["generate", "--help"]) == OK
+    out, err = capfd.readouterr()
+    assert err == ""
+    headings = re.findall(r"^(\S.*):$", out, re.MULTILINE)
+    assert headings == [*Generate.headings.values(), "Help"]
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert len(re.findall(rf"^  {option.opts[0]}[ ,\n]", out, re.MULTILINE)) == 1
+            assert option.help
+
+
+def test_on_a_terminal_the_threads_are_drawn_before_the_text(forking: Path, runtime: Runtime) -> None:
+    expected = runtime.generate(DECODER, Decoding(max_tokens=60))
+    out = on_a_terminal(forking, "--max-tokens", 60, "--live")
+    assert out.endswith("\r\n" + expected.text.replace("\n", "\r\n") + "\r\n")
+    assert f"; {expected.statistics.threads} threads; at most {expected.statistics.peak_slots} slots" in out
+    assert "spine" in out
+    erased = "\x1b[2K"
+    assert erased not in out[out.rindex("at most") :]  # the threads stay
+    alone = on_a_terminal(forking, "--max-tokens", 60, "--live", "--no-fork", "--show-drafts")
+    assert erased in alone[alone.rindex("at most") :]  # one thread is the text itself
+    assert "\x1b[32m" in alone[alone.rindex(erased) :]
+
+
+def on_a_terminal(bundle: Path, *arguments: object) -> str:
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-c", PROGRAM, "generate", bundle, DECODER, "--threads", 1, *arguments]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    with subprocess.Popen(
+        [str(word) for word in words], stdout=theirs, stdin=theirs, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        os.close(theirs)
+        found = b""
+        try:
+            while data := os.read(ours, 65536):
+                found += data
+        except OSError:  # so the end is told
+            pass
+        os.close(ours)
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == OK
+    return found.decode()
+
+
+def test_inspect_tells_the_memory_that_so_many_slots_take(tiny_bundle: Path, capfd: Capture) -> None:
+    told = []
+    for arguments in (["--max-seq-len", "256"], ["--max-seq-len", "256", "--max-slots", "512"]):
+        assert run(["inspect", str(tiny_bundle), "--json", *arguments]) == OK
+        told.append(json.loads(capfd.readouterr().out)["memory"])
+    assert [memory["max_slots"] for memory in told] == [256, 512]
+    with Runtime.open(tiny_bundle, threads=1, max_seq_len=256, max_slots=512) as runtime:
+        assert told[1]["slots"] == runtime.engine.capacity
+        assert told[1]["kv"] == runtime.engine.signature.kv_bytes(1, runtime.engine.capacity)
+    assert told[1]["slots"] - told[0]["slots"] == 256
+    assert run(["inspect", str(tiny_bundle), "--max-slots", "9"]) == USAGE
+    assert "max_slots is 9: expected at least max_seq_len, 1024" in capfd.readouterr().err

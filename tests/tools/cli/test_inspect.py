@@ -1,0 +1,59 @@
+"""Inspect: it tells of the engines that a manifest names how they are found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.exporter.tensorrt.engines import store
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER
+from spaceport.runtime.backends import trust
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.cli import OK, run
+from spaceport.tools.cli.inspect import states
+from support.small_bundle import ENGINE, RECORD, fill
+
+PLAN = b"an engine"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle with an engine that nobody here built."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    manifest = fill(folder)
+    record = replace(RECORD, graph=manifest.graph, sha256=hashlib.sha256(PLAN).hexdigest(), size=len(PLAN))
+    store(folder, ENGINE, memoryview(PLAN), record)
+    return folder
+
+
+def test_an_engine_is_from_here_or_from_elsewhere_changed_or_gone(bundle: Path) -> None:
+    opened, file = open_bundle(bundle), bundle / ENGINES_FOLDER / ENGINE
+    assert states(opened) == {ENGINE: "built elsewhere"}
+    trust.remember(hashlib.sha256(PLAN).hexdigest())
+    assert states(opened) == {ENGINE: "built here"}
+    other = replace(opened.manifest.engines[ENGINE], graph=("0" * 64, "1" * 64))
+    assert states(replace(opened, manifest=replace(opened.manifest, engines={ENGINE: other}))) == {
+        ENGINE: "of another graph"
+    }
+    for content in (b"an Engine", PLAN[:-1]):
+        file.write_bytes(content)
+        assert states(opened) == {ENGINE: "changed"}
+    file.unlink()
+    assert states(opened) == {ENGINE: "gone"}
+
+
+def test_the_table_and_the_json_tell_it(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (bundle / ENGINES_FOLDER / ENGINE).write_bytes(b"an Engine")
+    assert run(["inspect", str(bundle)]) == OK
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith(ENGINE)]
+    assert line.endswith("tensorrt-rtx 1.7.1.116  changed")
+    assert run(["inspect", str(bundle), "--json"]) == OK
+    told: dict[str, Any] = json.loads(capfd.readouterr().out)
+    assert told["engine_states"] == {ENGINE: "changed"}

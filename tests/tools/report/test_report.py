@@ -1,0 +1,456 @@
+"""Report: a page that shows what its trace says, whatever the tokens are, and needs nothing beside it."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.trace.record import Line, Record, Rows, Step
+from spaceport.runtime.trace.trace import Trace
+from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
+from spaceport.tools.report.lanes import lanes_of, told
+from spaceport.tools.report.numbers import in_one_line, statistics_of
+from spaceport.tools.report.page import page_of
+from spaceport.tools.report.scale import scale_for_charts, scale_for_lanes
+from spaceport.tools.report.words import quoted, visible
+from support.hash_engine import FORK
+from support.traced import CASES, TOKENIZER, Case, traced
+
+FORKED = Case(44, max_threads=2)
+
+
+def parsed(page: str) -> Element:
+    """The page as a tree: it is well-formed XML, so every drawing and every text in it is."""
+    doctype, _, rest = page.partition("\n")
+    assert doctype == "<!doctype html>"
+    return ElementTree.fromstring(rest)
+
+
+def classes(element: Element) -> list[str]:
+    return element.get("class", "").split()
+
+
+def having(root: Element, kind: str) -> list[Element]:
+    """The elements of a class, in the order of the page."""
+    return [element for element in root.iter() if kind in classes(element)]
+
+
+def lanes_drawing(root: Element) -> Element:
+    (drawing,) = [svg for svg in root.iter("svg") if svg.get("aria-label") == "What each thread wrote in each step"]
+    return drawing
+
+
+def texts_of(element: Element) -> str:
+    return "".join(element.itertext())
+
+
+@settings(max_examples=100)
+@given(case=CASES)
+def test_a_record_counts_what_the_statistics_count(case: Case) -> None:
+    request, trace, _ = traced(case)
+    found, expected = statistics_of(trace.record()), request.statistics
+    seconds = (found.engine_seconds, found.outside_seconds)
+    assert seconds == pytest.approx((expected.engine_seconds, expected.outside_seconds))
+    assert replace(found, engine_seconds=0, outside_seconds=0) == replace(expected, engine_seconds=0, outside_seconds=0)
+
+
+@settings(max_examples=60)
+@given(case=CASES)
+def test_plain_decoding_holds_the_slots_of_one_line(case: Case) -> None:
+    plain = replace(case, drafting=Drafting(0), max_depth=0, total=10**6)
+    record = traced(plain)[1].record()
+    assert in_one_line(record) == [step.held for step in record.steps]
+
+
+@settings(max_examples=60)
+@given(case=CASES)
+def test_a_page_marks_every_token_once(case: Case) -> None:
+    request, trace, reading = traced(case)
+    record, statistics = trace.record(TOKENIZER), request.statistics
+    root = parsed(page_of(record, "title"))
+    drawing, (story,) = lanes_drawing(root), having(root, "story")
+    cells = having(drawing, "cell")
+    accepted = sum(statistics.accepted_by_depth)
+    assert len(having(drawing, "accepted")) == accepted
+    assert len(having(drawing, "own")) == statistics.tokens - accepted
+    assert len(having(drawing, "end")) == statistics.threads
+    assert len(cells) == sum(len(step.rows) for step in record.steps)
+    kept = sum(rows.kept[row] for step in record.steps for rows in step.rows for row in rows.candidates)
+    assert sum(int(count.text or "") for count in having(drawing, "count")) == sum(statistics.drafted_by_depth) - kept
+    assert len(having(drawing, "forks")) == sum(text.count(FORK) for text in record.written)
+    assert (len(list(story.iter("b"))), len(list(story.iter("i")))) == (accepted, statistics.tokens - accepted)
+    shown = "".join(texts_of(mark) for mark in story.iter() if mark.tag in "bi")
+    assert shown == visible(reading.text)
+
+
+@settings(max_examples=60)
+@given(case=CASES)
+def test_a_page_has_a_lane_for_each_thread_in_reading_order(case: Case) -> None:
+    _, trace, _ = traced(case)
+    record = trace.record()
+    root = parsed(page_of(record, "title"))
+    paths = sorted(line.path for line in record.threads)
+    names = [f"thread {'.'.join(map(str, path))}" if path else "spine" for path in paths]
+    assert [name.text for name in having(root, "name")] == names
+    assert len(having(lanes_drawing(root), "way")) == len(names)
+    assert len(having(lanes_drawing(root), "fork")) == len(names) - 1
+    lanes = lanes_of(record)
+    assert [lane.line.path for lane in lanes] == paths
+    for lane in lanes:
+        assert lane.written == len(record.written[lane.thread])
+        steps = [cell.step for cell in lane.cells]
+        first = lane.hangs + lane.waits + 1
+        assert steps == list(range(first, first + len(steps)))
+
+
+@settings(max_examples=30)
+@given(case=CASES)
+def test_every_link_of_a_page_has_its_target(case: Case) -> None:
+    root = parsed(page_of(traced(case)[1].record(), "title"))
+    ids = Counter(element.get("id") for element in root.iter() if element.get("id"))
+    links = [element.get("href", "") for element in root.iter("a")]
+    assert set(ids.values()) == {1}
+    assert {link[0] for link in links} == {"#"}
+    assert {link[1:] for link in links} <= set(ids)
+
+
+def test_a_page_says_what_its_trace_counts() -> None:
+    request, trace, _ = traced(FORKED)
+    statistics = request.statistics
+    root = parsed(page_of(trace.record(), "title"))
+    (numbers,) = having(root, "numbers")
+    found = {texts_of(pair[0]): (pair[1].text or "").strip() for pair in numbers}
+    assert {name: found[name] for name in ("Tokens", "Steps", "Threads", "Rows", "Most slots held")} == {
+        "Tokens": str(statistics.tokens),
+        "Steps": str(statistics.steps),
+        "Threads": str(statistics.threads),
+        "Rows": str(statistics.rows),
+        "Most slots held": str(statistics.peak_slots),
+    }
+    assert found["Tokens per step"] == f"{statistics.tokens_per_step:.2f}"
+    assert found["Accepted drafts"] == str(sum(statistics.accepted_by_depth))
+    by_depth, by_source, by_thread = (
+        [[texts_of(cell) for cell in row] for row in table.iter("tr")][1:] for table in root.iter("table")
+    )
+    pairs = zip(statistics.drafted_by_depth, statistics.accepted_by_depth, strict=True)
+    assert [row[:3] for row in by_depth] == [[str(at), str(a), str(b)] for at, (a, b) in enumerate(pairs, 1)]
+    sources = sorted(statistics.drafted_by_source)
+    assert [row[:3] for row in by_source] == [
+        [name, str(statistics.drafted_by_source[name]), str(statistics.accepted_by_source.get(name, 0))]
+        for name in sources
+    ]
+    assert [int(row[1]) for row in by_thread] == [len(t.written) for t in sorted(request.threads, key=lambda t: t.path)]
+
+
+ODD = (
+    "<b>&amp;",
+    "</script>",
+    "]]>",
+    "\x00",
+    "\x1b[31m",
+    "\u202eabc",
+    "\ud800",
+    "\ufffe",
+    "\n",
+    "\t",
+    "\ufffd",
+    "'\"",
+    "\x85",
+    "é",
+    "",
+)
+
+
+def odd(record: Record) -> Record:
+    """The same generation in a language that is hard to show."""
+    texts = dict(enumerate(ODD))
+    steps = tuple(
+        replace(
+            step, rows=tuple(replace(rows, pieces=tuple(texts[token] for token in rows.text)) for rows in step.rows)
+        )
+        for step in record.steps
+    )
+    return replace(record, texts=texts, prompt_text="".join(ODD), steps=steps)
+
+
+def test_a_page_holds_any_text() -> None:
+    record = odd(traced(FORKED)[1].record())
+    page = page_of(record, "".join(ODD))
+    root = parsed(page)
+    page.encode()
+    assert not set(page) & set("\x00\x1b\x85\u202e\ufffe")
+    assert [element.tag for element in root.iter() if element.tag == "script"] == []
+    (story,) = having(root, "story")
+    own = [token for lane in lanes_of(record) for cell in lane.cells for token in cell.rows.text]
+    assert Counter(texts_of(mark) for mark in story.iter() if mark.tag in "bi") == Counter(visible(ODD[t]) for t in own)
+    (prompt,) = having(root, "prompt-text")
+    assert texts_of(prompt) == visible("".join(ODD)) == texts_of(next(root.iter("h1")))
+    assert "“<b>&amp;”" in "".join(title.text or "" for title in lanes_drawing(root).iter("title"))
+
+
+@given(text=st.text() | st.text(st.characters(categories=["Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl"])))
+def test_a_visible_text_is_one_that_every_page_can_hold(text: str) -> None:
+    shown = visible(text)
+    assert ElementTree.fromstring(f"<a>{shown.replace('&', '&amp;').replace('<', '&lt;')}</a>").text or not text
+    shown.encode()
+    assert visible(shown) == shown
+    assert not set(shown) & set("\u202a\u202b\u202d\u202e\u2066\u2067\u2068\x07\x1b\r")
+
+
+@pytest.mark.parametrize("text", ["", "plain text", "tab\tand\nline", "שלום", "👨‍👩‍👧", "e\u0301", "a\u00a0b"])
+def test_a_text_that_can_be_seen_stays_as_it_is(text: str) -> None:
+    assert visible(text) == text
+
+
+def test_a_quoted_text_is_one_line() -> None:
+    assert quoted(" a\n\tb\x00") == "“ a⏎⇥b⟨00⟩”"
+
+
+def test_a_page_needs_nothing_beside_it() -> None:
+    page = page_of(traced(FORKED)[1].record(TOKENIZER), "title")
+    root = parsed(page)
+    assert not {element.tag for element in root.iter()} & {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "image",
+        "use",
+        "base",
+    }
+    assert not {name for element in root.iter() for name in element.attrib} & {
+        "src",
+        "srcset",
+        "data",
+        "xlink:href",
+        "onload",
+    }
+    assert not re.search(r"https?:|//|url\(|@import|javascript:", page.replace("</", "<"))
+
+
+def test_a_cell_tells_its_tokens() -> None:
+    record = Record(
+        tokens=TokenIds(mask=(9,), fork=7, child=8, end=(6,)),
+        prompt=(1, 2),
+        prompt_text="",
+        threads=(Line((), None, 2, "end"),),
+        steps=(
+            Step(
+                rows=(
+                    Rows(
+                        thread=0,
+                        anchor=None,
+                        tokens=(1, 2, 3, 4, 9),
+                        parents=(None, 0, 1, 1, 2),
+                        positions=(0, 1, 2, 2, 3),
+                        kinds=("known", "known", "candidate", "candidate", "mask"),
+                        sources=(None, None, "both", "lookup", None),
+                        kept=(True, True, True, False, False),
+                        chosen=(3, 6),
+                        written=1,
+                    ),
+                ),
+                queued=(),
+                began=(0,),
+                ended=(0,),
+                held=5,
+                engine_seconds=0.25,
+                outside_seconds=0.5,
+            ),
+        ),
+        texts={3: " x\n"},
+    )
+    (lane,) = lanes_of(record)
+    assert told(record, lane.cells[0]).splitlines() == [
+        "step 1, spine",
+        "feeds 2 tokens of the prompt",
+        "accepted: “ x⏎”",
+        "behind the end: [End]",
+        "rejected: #4 (lookup)",
+        "rows: 2 known, 2 candidate, 1 mask",
+        "ends: end",
+    ]
+    titles = [title.text for title in parsed(page_of(record, "t")).iter("title")]
+    assert "step 1: 1 token, 1 drafted" in titles
+    assert "step 1: 5 slots held, 2 for as much text in one line" in titles
+    assert "step 1: 250 ms in the engine, 500 ms outside" in titles
+
+
+def test_a_page_of_nothing_says_so() -> None:
+    page = page_of(Trace().record(), "title")
+    assert "No step was run." in page
+    assert "Nothing was drafted." in page
+    assert parsed(page) is not None
+
+
+def test_a_text_without_drafts_has_a_page() -> None:
+    case = Case(5, drafting=Drafting(0), max_depth=0, end_every=10**9)
+    root = parsed(page_of(traced(case)[1].record(), "title"))
+    assert len(having(lanes_drawing(root), "own")) == case.max_tokens
+    assert "Nothing was drafted." in texts_of(root)
+
+
+def test_a_step_that_took_far_longer_is_cut_and_says_so() -> None:
+    record = traced(Case(5, drafting=Drafting(0), max_depth=0, end_every=10**9))[1].record()
+    steps = [replace(step, engine_seconds=0.01, outside_seconds=0.001) for step in record.steps]
+    steps[2] = replace(steps[2], engine_seconds=2.0)
+    root = parsed(page_of(replace(record, steps=tuple(steps)), "title"))
+    (chart,) = [svg for svg in root.iter("svg") if svg.get("aria-label") == "Time of each step"]
+    bars = [*having(chart, "engine"), *having(chart, "outside")]
+    assert len(having(chart, "beyond")) == 1
+    assert len(bars) == 2 * len(steps) - 1
+    assert all(float(bar.get("y", "-1")) >= 0 and float(bar.get("height", "-1")) > 0 for bar in bars)
+    assert "▲ 1 beyond the edge, the longest 2001 ms" in texts_of(root)
+    assert "step 3: 2000 ms in the engine, 1 ms outside" in [title.text for title in chart.iter("title")]
+
+
+@pytest.mark.parametrize("steps", [1, 10, 60, 61, 200, 600, 5000])
+def test_columns_fit_a_page_or_stay_wide_enough_to_read(steps: int) -> None:
+    lanes, charts = scale_for_lanes(steps), scale_for_charts(steps)
+    assert lanes.column >= 16
+    assert charts.width <= 1000
+    assert charts == lanes or lanes.width > 980
+    assert all(0 < tick <= steps for tick in lanes.ticks)
+    assert len(charts.ticks) <= 980 / 30
+
+
+def luminance(colour: str) -> float:
+    digits = colour.lstrip("#")
+    digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def colours() -> Iterator[dict[str, str]]:
+    """The colours of the light and the dark page."""
+    page = page_of(Trace().record(), "title")
+    for block in re.findall(r":root \{(.*?)\}", page, re.DOTALL):
+        yield dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]+)", block))
+
+
+def test_texts_and_marks_stand_out_from_the_page_in_both_lights() -> None:
+    both = list(colours())
+    assert [set(one) for one in both] == [set(both[0])] * 2
+    for found in both:
+        for text in ("ink", "quiet", "rejected"):
+            assert min(contrast(found[text], found["paper"]), contrast(found[text], found["band"])) >= 4.5, text
+        for mark in ("c0", "c1", "c2", "c3", "c4", "c5", "drafted", "held", "line", "engine", "outside"):
+            assert min(contrast(found[mark], found["paper"]), contrast(found[mark], found["band"])) >= 3, mark
+
+
+def test_a_page_and_a_trace_are_written_and_replaced(tmp_path: Path) -> None:
+    record = traced(FORKED)[1].record(TOKENIZER)
+    page, stored = tmp_path / "page.html", tmp_path / "trace.json"
+    page.write_text("old")
+    stored.write_text("old")
+    write_report(page, record, "title")
+    write_trace(stored, record)
+    assert page.read_text("utf-8") == page_of(record, "title")
+    assert read_trace(stored) == record
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "trace.json"]
+
+
+def test_a_page_of_a_stored_trace_is_the_same_page(tmp_path: Path) -> None:
+    record = odd(traced(FORKED)[1].record())
+    write_trace(tmp_path / "trace.json", record)
+    assert page_of(read_trace(tmp_path / "trace.json"), "x") == page_of(record, "x")
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real.html").write_text("old")
+    (tmp_path / "page.html").symlink_to("real.html")
+    write_report(tmp_path / "page.html", Trace().record(), "title")
+    assert (tmp_path / "page.html").is_symlink()
+    assert (tmp_path / "real.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_a_page_goes_where_a_file_can_be(tmp_path: Path) -> None:
+    record = Trace().record()
+    for path, message in (
+        (tmp_path, "is no file: expected the name of a file"),
+        (tmp_path / "none" / "page.html", f"there is no folder {tmp_path / 'none'}: expected one, make it first"),
+    ):
+        for write in (check_target, lambda path: write_report(path, record), lambda path: write_trace(path, record)):
+            with pytest.raises(OptionFault, match=re.escape(message)):
+                write(path)
+    check_target(tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionFault, match="File name too long: expected a file that can be written"):
+        write_report(tmp_path / ("x" * 300), Trace().record())
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    page = tmp_path / ("x" * 250)  # its temporary name has to be shorter than it
+    page.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OptionFault, match="File too large: expected a file that can be written"):
+            write_report(page, Trace().record())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert page.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [page]
+    write_report(page, Trace().record())
+    assert page.read_text("utf-8").endswith("</html>")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "expected the JSON of a trace"),
+        (b"{", "expected the JSON of a trace"),
+        (b"\xff", "expected the JSON of a trace"),
+        (b"[" * 10**6, "expected the JSON of a trace"),
+        (b"1" * 5000, "expected the JSON of a trace"),
+        (b"{}", "trace is {}: expected an object with the entry 'schema'"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_by_its_name(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "trace.json"
+    file.write_bytes(content)
+    with pytest.raises(InputFault, match=re.escape(message)) as fault:
+        read_trace(file)
+    assert str(fault.value).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("trace.json", "no such file: expected a trace"), ("x" * 300, "File name too long: expected a file")],
+)
+def test_a_trace_that_is_not_there_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(InputFault, match=message):
+        read_trace(tmp_path / name)
+
+
+def test_forks_take_no_slots_in_one_line() -> None:
+    record = traced(FORKED)[1].record()
+    forks = sum(text.count(FORK) for text in record.written)
+    last = record.steps[-1]
+    before = sum(map(len, record.written)) - sum(rows.written for rows in last.rows)
+    assert forks == len(record.threads) - 1 > 2
+    assert not any(FORK in rows.text for rows in last.rows)
+    assert in_one_line(record)[-1] == len(record.prompt) + before - forks

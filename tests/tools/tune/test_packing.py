@@ -1,0 +1,323 @@
+"""Packing: what a packed row teaches is what the runtime asks for when it decodes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.decoder import decoder_of
+from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.engine import Batch
+from spaceport.tools.tune.packing import IGNORED, Group, anchors, collate, draw_groups, pack, see, successors
+from spaceport.tools.tune.samples import NO_PARENT, Sample
+from spaceport.tools.tune.trainee import LOSS, run, trainee_of
+from support.families import FAMILIES, build
+
+M, FORK, CHILD = 90, 91, 92
+FAMILY = {family.name: family for family in FAMILIES}
+
+
+def chain(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
+    ids = [*prompt, *answer]
+    learned = np.array([False] * len(prompt) + [True] * len(answer))
+    return Sample(1, np.array(ids), np.arange(len(ids)) - 1, learned)
+
+
+def test_a_mask_in_the_place_of_a_token_predicts_the_one_after_it() -> None:
+    # place      0   1 | 2   3   4   5   6
+    # token      50  51 | 10  11  12  13  14      the first two are the prompt
+    sample = chain([50, 51], [10, 11, 12, 13, 14])
+    row = pack(sample, [Group(1, 3), Group(3, 2)], (M, M, M))
+    batch = collate([row])
+    assert row.ids.tolist() == [50, 51, 10, 11, 12, 13, 14, M, M, M, M, M]
+    assert row.parents.tolist() == [-1, 0, 1, 2, 3, 4, 5, 1, 7, 8, 3, 10]
+    assert row.mask_slots.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 1, 2]
+    # the first group stands in the places of 10 11 12 and predicts 11 12 13, the second stands for 12 13: 13 14
+    assert row.targets.tolist() == [IGNORED, 10, 11, 12, 13, 14, IGNORED, 11, 12, 13, 13, 14]
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 4, 5]
+    seen = ["".join(str(int(cell)) for cell in line) for line in batch.visible[0]]
+    assert seen == [
+        "100000000000",
+        "110000000000",
+        "111000000000",
+        "111100000000",
+        "111110000000",
+        "111111000000",
+        "111111100000",
+        "110000010000",  # its anchor's prefix, and no token behind it
+        "110000011000",
+        "110000011100",
+        "111100000010",  # nothing of the other group
+        "111100000011",
+    ]
+
+
+def test_the_paper_s_layout_of_two_mask_slots_is_what_is_packed() -> None:
+    """x m1 m2 | c1 m1 m2 | c2 m1 m2 of one step, as groups of one row."""
+    sample = chain([40], [41, 42, 43, 44, 45])
+    row = pack(sample, [Group(0, 2), Group(1, 2), Group(2, 2)], (M, M))
+    batch = collate([row])
+    assert row.targets[6:].tolist() == [42, 43, 43, 44, 44, 45]
+    assert batch.positions[0, 6:].tolist() == [1, 2, 2, 3, 3, 4]
+    assert batch.visible[0, 6:, :3].int().tolist() == [[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    assert torch.equal(batch.visible[0, 6:, 6:].int(), torch.kron(torch.eye(3), torch.tensor([[1, 0], [1, 1]])).int())
+
+
+def test_a_group_ends_where_the_text_ends() -> None:
+    row = pack(chain([50], [10, 11, 12]), [Group(1, 3)], (M, M, M))
+    assert row.ids.tolist() == [50, 10, 11, 12, M]
+    assert row.targets.tolist()[4:] == [12]
+
+
+def test_distinct_mask_tokens_stand_in_order() -> None:
+    row = pack(chain([50], [10, 11, 12, 13]), [Group(0, 3), Group(1, 2)], (70, 71, 72))
+    assert row.ids.tolist()[5:] == [70, 71, 72, 70, 71]
+
+
+def forked() -> Sample:
+    """`50 | h1 F h2 F t` with the details `a1 a2 e` and `b1 e`; each [Child] hangs from its [Fork]."""
+    #          0   1   2     3      4   5   6   7   8     9      10  11  12
+    ids = [50, 10, FORK, CHILD, 20, 21, 9, 11, FORK, CHILD, 30, 9, 12]
+    parents = [-1, 0, 1, 2, 3, 4, 5, 2, 7, 8, 9, 10, 8]
+    learned = [token not in (50, CHILD) for token in ids]
+    return Sample(1, np.array(ids), np.array(parents), np.array(learned))
+
+
+def test_a_fork_teaches_the_spine_and_child_its_detail() -> None:
+    row = pack(forked(), (), ())
+    #              50  10    F   C   20  21  9        11    F   C   30  9        12
+    assert row.targets.tolist() == [10, FORK, 11, 20, 21, 9, IGNORED, FORK, 12, 30, 9, IGNORED, IGNORED]
+    batch = collate([row])
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7, 5]
+    spine = torch.tensor([0, 1, 2, 7, 8, 12])
+    assert batch.visible[0, 12].nonzero().flatten().tolist() == spine.tolist()
+
+
+def test_mask_groups_hang_on_spine_and_child_alike() -> None:
+    sample = forked()
+    assert anchors(successors(sample)).tolist() == [0, 1, 2, 3, 4, 7, 9]
+    row = pack(sample, [Group(1, 3), Group(3, 2), Group(2, 2)], (M, M, M))
+    assert row.parents[13:].tolist() == [1, 13, 14, 3, 16, 2, 18]
+    # behind 10: F is skipped, then the spine's 11, [Fork], 12; behind [Child]: 21 and the end; behind [Fork]: the spine
+    assert row.targets[13:].tolist() == [11, FORK, 12, 21, 9, FORK, 12]
+
+
+trees = st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), min_size=2, max_size=40)
+
+
+def tree_of(draws: Sequence[tuple[int, bool]]) -> Sample:
+    """A random token tree in which each token has at most one learned successor."""
+    parents, learned, taken = [NO_PARENT], [False], {NO_PARENT}
+    for place, (draw, wants) in enumerate(draws, 1):
+        parent = draw % place
+        parents.append(parent)
+        learned.append(wants and parent not in taken)
+        if learned[-1]:
+            taken.add(parent)
+    ids = np.arange(100, 100 + len(parents))
+    return Sample(1, ids, np.array(parents), np.array(learned))
+
+
+@given(trees, st.integers(1, 6), st.integers(1, 8), st.sampled_from((0.0, 0.5, 1.0)), st.integers(0, 99))
+def test_every_mask_slot_predicts_what_follows_the_token_it_stands_for(
+    draws: list[tuple[int, bool]], mask_slots: int, count: int, drop_rate: float, seed: int
+) -> None:
+    sample = tree_of(draws)
+    following = successors(sample)
+    groups = draw_groups(following, count, mask_slots, drop_rate, np.random.default_rng(seed))
+    assert len(groups) == min(count, anchors(following).size)
+    assert len({group.anchor for group in groups}) == len(groups)
+    assert all(1 <= group.depth <= mask_slots for group in groups)
+    assert drop_rate < 1 or all(group.depth == 1 for group in groups)
+    assert drop_rate > 0 or all(group.depth == mask_slots for group in groups)
+    row = pack(sample, groups, (M,) * mask_slots)
+    positions, visible = see(row.parents[None])
+    own, before = sample.ids.size, [*range(sample.ids.size)]
+    for place in range(own, row.ids.size):
+        slot, above = int(row.mask_slots[place]), int(row.parents[place])
+        before.append(int(following[before[above]]))  # the token that this one stands for
+        assert row.targets[place] == sample.ids[following[before[place]]]
+        assert positions[0, place] == positions[0, before[place]] == positions[0, above] + 1
+        anchor = place - slot + 1
+        masks = visible[0, place, own:].nonzero()[0] + own
+        assert masks.tolist() == list(range(anchor, place + 1))
+        assert np.array_equal(visible[0, place, :own], visible[0, int(row.parents[anchor]), :own])
+
+
+def test_groups_are_drawn_anew_and_come_back_with_their_seed() -> None:
+    following = successors(chain([1], list(range(10, 60))))
+    draw = [draw_groups(following, 8, 5, 0.3, np.random.default_rng(seed)) for seed in (1, 1, 2)]
+    assert draw[0] == draw[1]
+    assert {group.anchor for group in draw[0]} != {group.anchor for group in draw[2]}
+
+
+def test_the_drop_rate_thins_each_deeper_slot() -> None:
+    following = successors(chain([1], list(range(10, 2010))))
+    depths = np.array([group.depth for group in draw_groups(following, 2000, 4, 0.4, np.random.default_rng(0))])
+    for slot, share in ((1, 1.0), (2, 0.6), (3, 0.36), (4, 0.216)):
+        assert (depths >= slot).mean() == pytest.approx(share, abs=0.03)
+
+
+# What the runtime computes when it decodes, against the packed rows.
+
+
+@contextmanager
+def hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """What reaches the output embedding in each call, before rows are chosen: B x T x hidden."""
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        kept.append(arguments[0].detach().clone())
+
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    handle = head.register_forward_pre_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+@dataclass
+class Recording:
+    """An engine that keeps what it was given."""
+
+    engine: TorchEngine
+    batches: list[Batch] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.batches.append(batch)
+        return self.engine.run(batch)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Says the tokens of a text that is known beforehand."""
+
+    text: Sequence[int]
+
+    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+        return self._at(len(thread.tokens) + len(ahead))
+
+    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+        return tuple(Guess((self._at(place + slot),), (1.0,)) for slot in range(len(logits)))
+
+    def _at(self, place: int) -> int:
+        return self.text[place] if place < len(self.text) else 3
+
+
+def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots: int) -> list[Batch]:
+    """Let the runtime write a text that is known beforehand, so that it accepts every draft; the calls it makes."""
+    decoder, _ = decoder_of(model, "scatter", "plain")
+    engine = Recording(TorchEngine(decoder, decoder.signature, 128, 1, "cpu"))
+    request = Request(
+        slots=Slots(128, "scatter"),
+        threads=[new_thread(text[:prompt], 128)],
+        tokens=TokenIds(mask=(M,)),
+        choose=Known(text),
+        limit=len(text),
+        total=len(text),
+        drafting=Drafting(mask_slots, "chain"),
+    )
+    while request.live:
+        step(engine, [request])
+    assert request.statistics.tokens / request.statistics.steps > mask_slots / 2  # drafts were accepted
+    return engine.batches
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
+def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str) -> None:
+    mask_slots, prompt = 3, 9
+    text = np.random.default_rng(5).integers(3, M, 40).tolist()
+    model = build(FAMILY[name])
+    with torch.no_grad():
+        with hidden_states(model) as states:
+            batches = decode(text, prompt, model, mask_slots)
+            stepped = states[-len(batches) :]
+        sample = chain(text[:prompt], text[prompt:])
+        groups = [Group(anchor, mask_slots) for anchor in anchors(successors(sample)).tolist()]
+        row = pack(sample, groups, (M,) * mask_slots)
+        batch = collate([row])
+        trainee = trainee_of(build(FAMILY[name]), mask_slots)
+        with hidden_states(trainee.model) as states:
+            run(trainee, batch)
+            packed = states[-1][0]
+    of_group = {
+        (int(row.parents[place - slot + 1]), slot): place for place, slot in enumerate(row.mask_slots.tolist()) if slot
+    }
+    compared = 0
+    for call, hidden in zip(batches, stepped, strict=True):
+        anchor = slot = 0
+        for line, (token, position) in enumerate(zip(call.input_ids[0], call.position_ids[0], strict=True)):
+            slot = slot + 1 if token == M else 0
+            if not slot:
+                anchor = int(position)
+            place = of_group.get((anchor, slot)) if slot else anchor
+            if place is not None:
+                assert (hidden[0, line] - packed[place]).abs().max() < 1e-5
+                compared += slot > 0
+    assert compared > 2 * len(groups)
+
+
+def unpacked(sample: Sample) -> list[tuple[list[int], list[int]]]:
+    """The N+1 texts that a packed one stands for, each with the places of its tokens: the spine, then each child's."""
+
+    def path(place: int) -> list[int]:
+        return [] if place == NO_PARENT else [*path(int(sample.parents[place])), place]
+
+    leaves = sorted(set(range(sample.size)) - set(sample.parents.tolist()), reverse=True)
+    return [(sample.ids[path(leaf)].tolist(), path(leaf)) for leaf in leaves]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
+def test_a_packed_answer_is_its_unpacked_rows(name: str) -> None:
+    sample = forked()
+    row = pack(sample, (), ())
+    trainee = trainee_of(build(FAMILY[name]), 0)
+    with torch.no_grad():
+        batch = collate([row])
+        whole = run(trainee, batch)[LOSS, 0]
+        logits = trainee.logits(batch.ids, batch.positions, batch.visible, batch.targets != IGNORED)
+        of_place = dict(zip(np.flatnonzero(row.targets != IGNORED).tolist(), logits, strict=True))
+        total, told = torch.zeros(()), 0
+        for text, places in unpacked(sample):
+            single = Sample(1, np.array(text), np.arange(len(text)) - 1, np.zeros(len(text), np.bool_))
+            opening = text.index(CHILD) + 1 if CHILD in text else 1  # a child learns what follows [Child]
+            single.learned[opening:] = True
+            alone = collate([pack(single, (), ())])
+            learned = alone.targets != IGNORED
+            found = trainee.logits(alone.ids, alone.positions, alone.visible, learned)
+            for place, line in zip(np.array(places)[learned[0].numpy()].tolist(), found, strict=True):
+                assert (of_place[place] - line).abs().max() < 1e-5
+            total += run(trainee, alone)[LOSS, 0]
+            told += int(learned.sum())
+    assert told == len(of_place)
+    assert whole.item() == pytest.approx(total.item(), rel=1e-6)
+
+
+def test_padding_changes_nothing() -> None:
+    trainee = trainee_of(build(FAMILY["llama"]), 3)
+    short = pack(chain([50], [10, 11, 12]), [Group(0, 2)], (M, M, M))
+    long = pack(forked(), [Group(1, 3)], (M, M, M))
+    with torch.no_grad():
+        alone = run(trainee, collate([short])) + run(trainee, collate([long]))
+        together = run(trainee, collate([short, long], multiple=16))
+    assert torch.allclose(alone, together, atol=1e-4)

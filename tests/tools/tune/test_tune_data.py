@@ -1,0 +1,299 @@
+"""`spaceport tune data`: what a file teaches about forking is counted, drawn and written as rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click import UsageError
+from click.testing import CliRunner, Result
+from tokenizers import Tokenizer
+
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.tools.cli.tune_data import command
+from spaceport.tools.tune.conversations import read_conversations
+from spaceport.tools.tune.report import find, report
+from support.paths import TINY
+
+FORK, CHILD = 630, 631  # the model has rows for them, and no text can hold them
+LIST = "Three:\n\n1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea\n\nDone."
+PROSE = "\n\n".join(f"This is paragraph number {i}. Here it goes on." for i in range(4))
+ANSWERS = (LIST, "Yes.", PROSE, "a = b", "No.", LIST.replace("Done.", "Done.\x1b[2J"))
+PROGRAM = "import sys; from spaceport.tools.cli.tune_data import command; command.main(sys.argv[1:])"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A file with a blank line, six answers and a plain text."""
+    lines = ["", *(json.dumps({"prompt": "Which?", "response": answer}) for answer in ANSWERS), '{"text": "Plain."}']
+    return written(tmp_path / "data.jsonl", lines)
+
+
+@pytest.fixture
+def forking(tmp_path: Path) -> Path:
+    """A checkpoint that has the tokens for forking."""
+    folder = shutil.copytree(TINY, tmp_path / "checkpoint")
+    told = {"mask_tokens": ["[M]"], "mask_slots": 5, "fork_token": str(FORK), "child_token": str(CHILD)}
+    (folder / "sar_config.json").write_text(json.dumps(told))
+    return folder
+
+
+def written(file: Path, lines: Sequence[str]) -> Path:
+    file.write_text("\n".join(lines), "utf-8")
+    return file
+
+
+def tried(*arguments: object) -> Result:
+    return CliRunner().invoke(command, list(map(str, arguments)), standalone_mode=False)
+
+
+def told(*arguments: object) -> str:
+    result = tried(*arguments)
+    if result.exception:
+        raise result.exception
+    return result.stdout
+
+
+def rows_in(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
+def refused(kind: type[Exception], message: str, *arguments: object) -> None:
+    result = tried(*arguments)
+    assert isinstance(result.exception, kind), result.exception
+    assert re.search(message, str(result.exception))
+    assert result.stdout == ""
+
+
+def test_a_report_counts_what_the_extractors_found(data: Path) -> None:
+    found = report([find(conversation) for conversation in read_conversations(data)])
+    assert (found.conversations, found.answers, found.lists, found.paragraphs) == (7, 6, 2, 1)
+    assert (found.forks, found.most_forks, found.mean_forks) == (10, 4, 10 / 3)
+    assert found.characters == sum(map(len, ANSWERS))
+    details = 2 * len(" the colour of fire the colour of grass the colour of the sea") + 4 * len(" Here it goes on.")
+    assert (found.in_details, found.detail_share) == (details, details / found.characters)
+    assert list(found.refusals.items()) == [("fewer than 3 paragraphs", 2), ("equals sign", 1)]
+
+
+def test_a_report_of_no_tree_has_no_means(tmp_path: Path) -> None:
+    found = report([find(c) for c in read_conversations(written(tmp_path / "a", ['{"text": "Plain."}']))])
+    assert (found.answers, found.trees, found.mean_forks, found.detail_share) == (0, 0, None, None)
+
+
+def test_in_a_pipe_the_numbers_and_a_tree_are_plain_text(data: Path) -> None:
+    blocks = told(data).split("\n\n")
+    table = [re.split(r"  +", line) for line in blocks[0].splitlines()]
+    assert table == [
+        ["what", str(data)],
+        ["conversations", "7"],
+        ["answers", "6"],
+        ["told not to fork", "0"],
+        ["forked as a list", "2"],
+        ["forked as paragraphs", "1"],
+        ["forks per tree, mean", "3.33"],
+        ["forks per tree, most", "4"],
+        ["characters of answers", str(sum(map(len, ANSWERS)))],
+        ["share of them in details", "0.47"],
+    ]
+    assert [re.split(r"  +", line) for line in blocks[1].splitlines()] == [
+        ["Answers without a tree"],
+        ["reason", str(data)],
+        ["fewer than 3 paragraphs", "2"],
+        ["equals sign", "1"],
+    ]
+    assert blocks[2] == (
+        f"{data} line 2: a list, 3 forks\n"
+        "  Three: 1. Red:\n      the colour of fire\n"
+        "  2. Green:\n      the colour of grass\n"
+        "  3. Blue:\n      the colour of the sea\n"
+        "  Done.\n"
+    )
+
+
+def test_an_example_is_chosen_by_its_line(data: Path) -> None:
+    drawn = told(data, "--example", 4).split("\n\n")[-1].splitlines()
+    assert drawn[:3] == [
+        f"{data} line 4: paragraphs, 4 forks",
+        "  This is paragraph number 0.",
+        "      Here it goes on.",
+    ]
+    assert told(data, "--example", 5).endswith(f"\n\n{data} line 5: no tree: equals sign\n")
+    assert told(data, "--example", 8).endswith(f"\n\n{data} line 8: no tree: no answer in it\n")
+
+
+def test_white_space_at_the_end_of_an_answer_is_not_drawn(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", [json.dumps({"prompt": "Which?", "response": PROSE + "\n"})])
+    assert told(file).endswith("  This is paragraph number 3.\n      Here it goes on.\n")
+
+
+def test_what_a_terminal_would_obey_is_not_shown(data: Path) -> None:
+    assert told(data, "--example", 7).endswith("  Done.\ufffd[2J\n")
+
+
+def read_to_the_end(screen: int) -> bytes:
+    """What a program writes on a terminal, which holds a few thousand bytes at a time."""
+    parts = []
+    with suppress(OSError):  # Linux' way to say that nobody writes any more
+        while part := os.read(screen, 65536):
+            parts.append(part)
+    os.close(screen)
+    return b"".join(parts)
+
+
+def test_on_a_terminal_the_tree_is_drawn(data: Path) -> None:
+    screen, terminal = os.openpty()
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
+    arguments = [sys.executable, "-c", PROGRAM, str(data), "--example", "7"]
+    with subprocess.Popen(arguments, stdout=terminal, stderr=subprocess.DEVNULL, env=environment) as process:
+        os.close(terminal)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", read_to_the_end(screen).decode())
+    assert process.returncode == 0
+    assert "├── 2. Green:\r\n│   └── the colour of grass\r\n" in shown
+    assert "└── Done.\ufffd[2J\r\n" in shown
+
+
+def test_without_a_tree_no_example_is_drawn(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", ['{"prompt": "Which?", "response": "Yes."}'])
+    assert told(file).split("\n\n")[1:] == [f"Answers without a tree\nreason{' ' * 19}{file}\n"
+        f"fewer than 3 paragraphs  {'1'.rjust(len(str(file)))}\n"]  # fmt: skip
+
+
+def test_a_line_that_says_that_it_does_not_fork_has_no_tree(forking: Path, tmp_path: Path) -> None:
+    line = {"prompt": "Which?", "response": LIST, "fork": False}
+    file = written(tmp_path / "a.jsonl", [json.dumps(line), json.dumps({**line, "fork": True})])
+    found = report([find(conversation) for conversation in read_conversations(file)])
+    assert (found.answers, found.told_whole, found.lists, found.refusals) == (2, 1, 1, {})
+    assert told(file, "--example", 1).endswith(" line 1: no tree: the line says that it does not fork\n")
+    told(file, "--checkpoint", forking, "--rows", tmp_path / "rows")
+    assert [row["ids"].count(FORK) for row in rows_in(tmp_path / "rows")] == [0, 3]
+
+
+def test_several_files_are_told_apart_and_together(data: Path, tmp_path: Path) -> None:
+    other = written(tmp_path / "b.jsonl", ['{"prompt": "Which?", "response": "https"}'])
+    table = [re.split(r"  +", line) for line in told(data, other).splitlines()]
+    assert table[:3] == [
+        ["what", str(data), str(other), "all"],
+        ["conversations", "7", "1", "8"],
+        ["answers", "6", "1", "7"],
+    ]
+    assert ["forks per tree, mean", "3.33", "-", "3.33"] in table
+    assert ["link", "0", "1", "1"] in table
+
+
+def test_with_json_everything_is_said_and_nothing_else_on_stdout(data: Path) -> None:
+    found = json.loads(told(data, "--json", "--example", 2))
+    assert found["files"] == [{"file": str(data), **found["all"]}]
+    assert found["all"]["forked"] == {"list": 2, "paragraphs": 1}
+    assert found["all"]["forks_per_tree"] == {"mean": 10 / 3, "max": 4}
+    assert found["all"]["refusals"] == {"fewer than 3 paragraphs": 2, "equals sign": 1}
+    joined = "".join(piece["head"] + (piece["detail"] or "") for piece in found["example"]["paragraphs"])
+    assert (found["example"]["line"], found["example"]["kind"], joined) == (2, "list", LIST)
+    assert found["written"] is None
+    assert json.loads(told(data, "--json", "--example", 3))["example"]["reason"] == "fewer than 3 paragraphs"
+
+
+def test_rows_are_written_in_the_files_order_and_forked(data: Path, forking: Path, tmp_path: Path) -> None:
+    target = tmp_path / "rows.jsonl"
+    assert f"\n{target}: 14 rows\n" in told(data, data, "--checkpoint", forking, "--rows", target)
+    rows = rows_in(target)
+    assert [(row["file"], row["line"]) for row in rows] == [(str(data), line) for line in range(2, 9)] * 2
+    assert [row["ids"].count(FORK) for row in rows] == [3, 0, 4, 0, 0, 3, 0] * 2
+    tokenizer = Tokenizer.from_file(str(forking / "tokenizer.json"))
+    for row in rows:
+        ids, parents, learned = row["ids"], row["parents"], row["learned"]
+        assert len(ids) == len(parents) == len(learned)
+        assert parents[0] == -1
+        assert all(-1 < parent < place for place, parent in enumerate(parents) if place)
+        children = [place for place, token in enumerate(ids) if token == CHILD]
+        assert [ids[parents[place]] for place in children] == [FORK] * ids.count(FORK)
+        assert not any(learned[place] for place in children)
+    taught = [token for token, counted in zip(rows[0]["ids"], rows[0]["learned"], strict=True) if counted]
+    parts = tokenizer.decode([token for token in taught if token != FORK])
+    assert parts == LIST
+
+
+def test_rows_of_a_checkpoint_without_a_fork_token_do_not_fork(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "rows.jsonl"
+    result = tried(data, "--checkpoint", TINY, "--rows", target, "--json")
+    assert json.loads(result.stdout)["written"] == {"file": str(target), "rows": 7, "counts": {"unforked": 7}}
+    assert result.stderr.endswith(f"{TINY} has no fork token: no row forks; `spaceport tune` adds one\n")
+    assert all(row["parents"] == list(range(-1, len(row["ids"]) - 1)) for row in rows_in(target))
+
+
+def test_a_row_ends_at_the_cutoff(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "rows.jsonl"
+    told(data, "--checkpoint", TINY, "--rows", target, "--cutoff", 40)
+    assert max(len(row["ids"]) for row in rows_in(target)) == 40
+    refused(OptionFault, "--cutoff is 7: expected at least 8", data, "--cutoff", 7)
+
+
+def test_rows_take_no_files_place_unless_told_to(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "rows.jsonl"
+    target.write_text("mine")
+    order = [data, "--checkpoint", TINY, "--rows"]
+    refused(InputFault, f"{target}: is there already: say --overwrite to replace it", *order, target)
+    assert target.read_text() == "mine"
+    told(*order, target, "--overwrite")
+    assert len(rows_in(target)) == 7
+    kept = data.read_bytes()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    refused(OptionFault, "is one of the files that are read: choose another name", *order, data, "--overwrite")
+    refused(InputFault, "link.jsonl: exists and is not a file: choose another name", *order, link, "--overwrite")
+    refused(InputFault, "exists and is not a file: choose another name", *order, tmp_path, "--overwrite")
+    refused(InputFault, "nowhere: no such folder: make it first", *order, tmp_path / "nowhere" / "rows.jsonl")
+    assert data.read_bytes() == kept
+    assert {file.name for file in tmp_path.iterdir()} == {"data.jsonl", "rows.jsonl", "link.jsonl"}
+
+
+def test_rows_that_cannot_be_prepared_leave_the_old_ones(data: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint")
+    (checkpoint / "chat_template.jinja").unlink()
+    target = tmp_path / "rows.jsonl"
+    target.write_text("old")
+    turns = [{"role": role, "content": "Yes."} for role in ("system", "user", "assistant")]
+    chat = written(tmp_path / "chat.jsonl", ["", json.dumps({"messages": turns})])
+    order = ["--checkpoint", checkpoint, "--rows", target, "--overwrite"]
+    refused(InputFault, rf"{chat} line 2: messages, but the tokenizer has no chat template", data, chat, *order)
+    assert target.read_text() == "old"
+    assert not [file for file in tmp_path.iterdir() if "partial" in file.name]
+
+
+def test_a_disk_that_fills_up_leaves_the_old_rows(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "rows.jsonl"
+    target.write_text("old")
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY)); "
+    arguments = [str(data), "--checkpoint", str(TINY), "--rows", str(target), "--overwrite"]
+    done = subprocess.run([sys.executable, "-c", limit + PROGRAM, *arguments], capture_output=True, check=False)
+    assert done.returncode != 0
+    assert b"File too large" in done.stderr
+    assert target.read_text() == "old"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "rows.jsonl"]
+
+
+def test_options_that_cannot_be_meant_are_refused(data: Path, tmp_path: Path) -> None:
+    refused(OptionFault, "--rows without --checkpoint: .*, give both or neither", data, "--rows", tmp_path / "rows")
+    refused(OptionFault, "--checkpoint without --rows: .*, give both or neither", data, "--checkpoint", TINY)
+    refused(OptionFault, "--example 2 with 2 files: expected one file", data, data, "--example", 2)
+    for line in (1, 9, 0, -1):
+        message = f"--example {line}: no conversation on this line of .*: expected one of its 7 .*, from 2 to 8"
+        refused(OptionFault, message, data, "--example", line)
+    refused(InputFault, "nowhere.jsonl: no such file", tmp_path / "nowhere.jsonl")
+    refused(UsageError, "Missing parameter: files")
+
+
+def test_a_report_needs_neither_torch_nor_transformers(data: Path) -> None:
+    program = f"{PROGRAM.replace('main(sys.argv[1:])', 'main(sys.argv[1:], standalone_mode=False)')}"
+    program += "; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program, str(data)], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")

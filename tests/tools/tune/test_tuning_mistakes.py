@@ -1,0 +1,307 @@
+"""Tuning mistakes: what goes wrong with a tuning is told in one line, early, and nothing that was reached is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
+from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.tuning import Hearer, Job, tune
+from support.families import REFUSED, build
+from support.paths import TESTS, TINY
+
+PROGRAM = "from spaceport.tools.cli import main; main()"
+# Runs a command; once a training has done so many steps no file can grow beyond a size. argv: steps, bytes, arguments.
+FULL = """
+import resource, signal, sys
+from spaceport.tools.cli import run
+from spaceport.tools.tune.training import Training
+steps, size = int(sys.argv[1]), int(sys.argv[2])
+learn = Training.learn
+def limited(self):
+    learn(self)
+    if self.step == steps:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+Training.learn = limited
+sys.exit(run(sys.argv[3:]))
+"""
+QUICK = ["--batch-size", "2", "--max-steps", "4", "--epochs", "9", "--anchors", "2", "--log-every", "1"]
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return written(tmp_path / "data.jsonl", ({"prompt": f"Say {number}.", "response": "Yes."} for number in range(4)))
+
+
+def written(file: Path, lines: Iterable[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return file
+
+
+def tuned(*arguments: object) -> int:
+    return run(["tune", *map(str, arguments)])
+
+
+def told(capfd: Capture, code: int, message: str, *arguments: object) -> None:
+    """Hold that a mistake ends with this code, says this last on stderr and nothing on stdout."""
+    assert tuned(*arguments) == code
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert re.search(message, errors.splitlines()[-1]), errors
+    assert "Traceback" not in errors
+
+
+def kept(target: Path) -> list[str]:
+    return sorted(path.name for path in target.with_name(target.name + ".training").glob("step-*"))
+
+
+def test_data_that_cannot_be_used_are_told_with_their_line(data: Path, tmp_path: Path, capfd: Capture) -> None:
+    target = tmp_path / "tuned"
+    empty = written(tmp_path / "empty.jsonl", [])
+    told(capfd, INPUT, "empty.jsonl: holds no conversation", TINY, target, empty)
+    told(capfd, INPUT, "nowhere.jsonl: no such file", TINY, target, data, tmp_path / "nowhere.jsonl")
+    told(capfd, INPUT, "nowhere.jsonl: no such file", TINY, target, data, "--validation", tmp_path / "nowhere.jsonl")
+    wrong = written(tmp_path / "wrong.jsonl", [{"text": "a"}, {"question": "a"}])
+    told(capfd, INPUT, 'wrong.jsonl line 2: holds "question": expected one of', TINY, target, wrong)
+    mute = written(tmp_path / "mute.jsonl", [{"messages": [{"role": "user", "content": "Hello"}]}])
+    told(capfd, INPUT, "mute.jsonl line 1: no assistant turn in messages", TINY, target, mute)
+    long = written(tmp_path / "long.jsonl", [{"prompt": "Say it. " * 30, "response": "Yes."}, {"text": "[M]"}])
+    told(capfd, INPUT, "nothing to learn: every sample was dropped", TINY, target, long, "--cutoff", 20)
+    told(
+        capfd,
+        INPUT,
+        "no validation: every sample was dropped",
+        TINY,
+        target,
+        data,
+        "--validation",
+        long,
+        "--cutoff",
+        20,
+    )
+    assert not (tmp_path / "tuned").exists()
+    assert not (tmp_path / "tuned.training").exists()
+
+
+def test_messages_need_a_chat_template(tmp_path: Path, capfd: Capture) -> None:
+    checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint")
+    (checkpoint / "chat_template.jinja").unlink()
+    turns = [{"role": role, "content": "Yes."} for role in ("system", "user", "assistant")]
+    chat = written(tmp_path / "chat.jsonl", [{"text": "a"}, {"messages": turns}])
+    told(
+        capfd,
+        INPUT,
+        "chat.jsonl line 2: messages, but the tokenizer has no chat template",
+        checkpoint,
+        tmp_path / "x",
+        chat,
+    )
+
+
+def test_a_target_that_cannot_be_written_is_told_before_anything_is_read(
+    data: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    nowhere = tmp_path / "nowhere.jsonl"
+    mine = shutil.copytree(TINY, tmp_path / "mine")
+    told(capfd, INPUT, "mine: a checkpoint is there already: say --overwrite", TINY, mine, nowhere)
+    told(capfd, USAGE, "mine: is the checkpoint that is tuned", mine, mine, nowhere, "--overwrite")
+    told(capfd, INPUT, "tests: holds files but no checkpoint", TINY, TESTS, nowhere, "--overwrite")
+    told(capfd, INPUT, "no such folder: make it first", TINY, tmp_path / "a" / "b", nowhere)
+
+
+def test_options_that_cannot_be_meant_are_told(data: Path, tmp_path: Path, capfd: Capture) -> None:
+    order = (TINY, tmp_path / "tuned", data)
+    told(capfd, USAGE, "--cutoff is 1025: expected 8 to 1024", *order, "--cutoff", 1025)
+    told(capfd, USAGE, "gated-lora with --objective apar", *order, "--method", "gated-lora", "--objective", "apar")
+    told(capfd, USAGE, "--target w1: .*expected down_proj, gate_proj", *order, "--method", "lora", "--target", "w1")
+    told(capfd, USAGE, "--target with --method full: it would do nothing", *order, "--target", "w1")
+    told(capfd, USAGE, "--rank with --method embeddings: it would", *order, "--method", "embeddings", "--rank", 16)
+    told(capfd, USAGE, "--anchors with --objective apar: it would", *order, "--objective", "apar", "--anchors", 32)
+    told(capfd, INPUT, "adapters on w1: expected", *order, "--method", "gated-lora", "--target", "w1")
+    told(capfd, USAGE, "the tokens '', .*: expected a text for each", *order, "--mask-token", "")
+    told(capfd, USAGE, "--fork-token with --objective sar: it would do nothing", *order, "--fork-token", "<f>")
+    told(capfd, USAGE, "no use for the token <m>", *order, "--mask-token", "<m>")  # the checkpoint has one
+    told(capfd, INPUT, "has 'json' as an ordinary piece", *order, "--objective", "apar", "--fork-token", "json")
+    told(capfd, USAGE, "--save-every is 0: expected at least 1", *order, "--save-every", 0)
+    told(capfd, USAGE, "--alpha is 0.0: expected more than 0", *order, "--method", "lora", "--alpha", 0)
+    assert not (tmp_path / "tuned.training").exists()
+
+
+@pytest.mark.parametrize("refused", [case for case in REFUSED if case.family.name in ("t5", "mamba", "bloom")], ids=str)
+def test_families_that_cannot_be_trained_are_told(refused: Any, data: Path, tmp_path: Path, capfd: Capture) -> None:
+    checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("model*", "*config.json"))
+    build(refused.family).save_pretrained(checkpoint)
+    capfd.readouterr()
+    told(capfd, INPUT, refused.reason, checkpoint, tmp_path / "tuned", data)
+    if refused.family.name == "t5":  # its configuration says so: the data are not read
+        told(capfd, INPUT, refused.reason, checkpoint, tmp_path / "tuned", tmp_path / "nowhere.jsonl")
+
+
+def test_a_training_is_gone_on_with_as_it_was_begun_or_not_at_all(data: Path, tmp_path: Path, capfd: Capture) -> None:
+    order: list[object] = [TINY, tmp_path / "tuned", data, *QUICK]
+    told(capfd, INPUT, "tuned.training: no training to go on with: start it without --resume", *order, "--resume")
+    settings = Settings(batch=2, max_steps=4, epochs=9, anchors=2)  # those of QUICK
+    with pytest.raises(KeyboardInterrupt):
+        tune(Job(TINY, tmp_path / "tuned", (data,), settings, log_every=1), Hearer(stop=lambda: True))
+    assert kept(tmp_path / "tuned") == ["step-00000001"]
+    capfd.readouterr()
+    told(capfd, INPUT, "begun and not finished: go on with --resume, or remove it", *order)
+    told(
+        capfd,
+        INPUT,
+        r"\(batch: 2 before, 3 now; rate: 5e-05 before, 0.1 now\)",
+        *order,
+        "--resume",
+        "--batch-size",
+        3,
+        "--learning-rate",
+        0.1,
+    )
+    told(capfd, INPUT, r"\(bf16: False before, True now\)", *order, "--resume", "--bf16")
+    told(capfd, INPUT, r"\(self-distill: False before, True now\)", *order, "--resume", "--self-distill")
+    data.write_text(data.read_text() + '{"text": "More."}\n')
+    told(capfd, INPUT, r"\(data: data.jsonl \w+ before, data.jsonl \w+ now\)", *order, "--resume")
+    assert kept(tmp_path / "tuned") == ["step-00000001"]
+
+
+def test_a_training_that_diverged_keeps_the_state_before_and_can_be_begun_anew(
+    data: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    order: list[object] = [TINY, tmp_path / "tuned", data, *QUICK, "--max-steps", 40]
+    message = r"is (nan|inf) after \d+ steps: expected a number; lower --learning-rate \(now 1e\+30\)$"
+    told(capfd, INPUT, message, *order, "--learning-rate", 1e30)
+    assert kept(tmp_path / "tuned") == []
+    told(capfd, INPUT, message, *order, "--learning-rate", 1e30, "--save-every", 1, "--log-every", 40)
+    assert len(kept(tmp_path / "tuned")) == 1
+    assert kept(tmp_path / "tuned") < ["step-00000010"]
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_a_disk_that_fills_up_leaves_the_last_state_and_the_training_goes_on(data: Path, tmp_path: Path) -> None:
+    order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK, "--save-every", "1"]
+    for steps, extra in (("2", []), ("1", ["--resume"])):  # a state of the second step; then none that is finished
+        done = subprocess.run(
+            [sys.executable, "-c", FULL, steps, "500000", *order, *extra], capture_output=True, text=True, check=False
+        )
+        if extra:
+            break
+        assert done.returncode == INPUT, done.stderr
+        message = r"the state after step 2 cannot be written \(.+\): the state after step 1 is kept; make room"
+        assert re.search(message, done.stderr.splitlines()[-1]), done.stderr
+        assert kept(tmp_path / "tuned") == ["step-00000001"]
+    assert done.returncode == OK, done.stderr
+    assert not (tmp_path / "tuned.training").exists()
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
+
+
+def test_a_disk_that_fills_up_while_the_checkpoint_is_written_costs_nothing(data: Path, tmp_path: Path) -> None:
+    order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK]
+    program = FULL.replace("Training.learn = limited", "").replace(
+        "sys.exit",
+        """
+import spaceport.tools.tune.tuning as tuning
+write = tuning.write_checkpoint
+def limit(*arguments):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    write(*arguments)
+tuning.write_checkpoint = limit
+sys.exit""",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "0", "300000", *order], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == INPUT, done.stderr
+    assert re.search(
+        "tuned: cannot be written .*: the training is kept; make room .* --resume", done.stderr.splitlines()[-1]
+    )
+    assert not (tmp_path / "tuned").exists()
+    assert kept(tmp_path / "tuned") == ["step-00000004"]
+    assert run([*order, "--resume"]) == OK
+    assert (tmp_path / "tuned" / "config.json").exists()
+
+
+def started(order: list[str], until: Path) -> subprocess.Popen[str]:
+    """A tuning in a process of its own that has kept something."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *order], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    while process.poll() is None and not list(until.glob("step-*[0-9]")):
+        time.sleep(0.02)
+    return process
+
+
+def test_a_killed_and_then_interrupted_training_ends_as_if_it_had_not_been(data: Path, tmp_path: Path) -> None:
+    steps = ["--max-steps", "60", "--epochs", "99", "--save-every", "2"]
+    folder = tmp_path / "tuned.training"
+    order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK, *steps]
+    process = started(order, folder)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    process = started([*order, "--resume"], folder)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    if process.returncode != OK:  # it may have been at its end
+        assert process.returncode == INTERRUPTED, errors
+        assert not (tmp_path / "tuned").exists()
+        assert run([*order, "--resume"]) == OK
+    assert tuned(TINY, tmp_path / "whole", data, *QUICK, *steps) == OK
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("tuned", "whole"))
+    assert all((one[name] == two[name]).all() for name in one)
+    lines = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("tuned", "whole")
+    ]
+    assert [line["losses"] for line in lines[0]] == [line["losses"] for line in lines[1]]
+    assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl", "tuned", "whole"}
+
+
+def test_everything_that_was_reached_is_said_as_json_and_for_tensorboard(
+    data: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    extra = ["--json", "--tensorboard", tmp_path / "events", "--validation", data, "--mask-slots", 2]
+    assert tuned(TINY, tmp_path / "tuned", data, *QUICK, *extra) == OK
+    output, errors = capfd.readouterr()
+    found = json.loads(output)
+    assert found["samples"] == {"unforked": 4}
+    assert found["settings"]["mask_slots"] == 2
+    assert found["settings"]["cutoff"] == 1024
+    assert len(found["training"]["losses"]) == len(found["validation"]["losses"]) == 3
+    assert "[RANK 0]" not in errors
+    assert "Warning" not in errors
+    assert re.search(
+        r"step 4/4  loss \d+\.\d+  right \d+%  mask slots \d+% \d+%  [\d,]+ tokens/s  0:00:00 left", errors
+    )
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    names = {
+        f"{kind}/{what}/{place}"
+        for kind in ("training", "validation")
+        for what in ("loss", "right")
+        for place in ("next_token", "mask_slot_1", "mask_slot_2")
+    }
+    assert set(events.Tags()["scalars"]) == {*names, "training/rate", "training/tokens_per_second"}
+    values = [(event.step, event.value) for event in events.Scalars("training/loss/next_token")]
+    assert [step for step, _ in values] == [1, 2, 3, 4]
+    assert values[-1][1] == pytest.approx(found["training"]["losses"][0])

@@ -1,0 +1,147 @@
+"""Tuning review: what tokenizers, templates and checkpoints of odd kinds must not change in what is learned."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer
+
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.session import Runtime
+from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
+from spaceport.tools.tune.course import hold_to_objective
+from spaceport.tools.tune.curves import draw_curves
+from spaceport.tools.tune.distill import WRITTEN, distill
+from spaceport.tools.tune.methods import apply_method
+from spaceport.tools.tune.names import DEFAULT
+from spaceport.tools.tune.packing import successors
+from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
+from spaceport.tools.tune.saving import _holding
+from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.spelling import Spelling, spelling_with
+from spaceport.tools.tune.subject import open_subject
+from spaceport.tools.tune.tuning import Job, _identity, tune
+from support.paths import TINY
+
+MASK = 4
+
+
+def letters() -> Spelling:
+    """A tokenizer that knows two letters and drops all others, without a template."""
+    backend = Tokenizer(models.BPE(vocab={"h": 0, "i": 1, "</s>": 2, "[M]": 3}, merges=[]))
+    return spelling_with(backend, None, TokenIds(mask=(3,), fork=None, child=None, end=(2,)))
+
+
+def asked(prompt: str, response: str) -> Conversation:
+    return Conversation(1, (Turn("user", prompt), Turn("assistant", response)))
+
+
+def test_an_answer_whose_prompt_has_no_token_begins_with_one_that_nothing_predicts() -> None:
+    (sample,) = prepare([asked("zzz", "hi")], letters(), 64).whole
+    assert sample.ids.tolist() == [0, 1, 2]
+    assert sample.learned.tolist() == [False, True, True]
+    assert successors(sample).tolist() == [1, 2, NO_PARENT]
+
+
+def test_a_text_without_a_token_is_counted() -> None:
+    assert prepare([Conversation(1, (Turn(TEXT, "zzz"),))], letters(), 64).counts[TOO_SHORT] == 1
+
+
+@pytest.mark.parametrize("answer", ["a", "s", "ant", "<", "/s"])
+def test_an_answer_that_stands_in_the_template_too_is_found_in_its_place(answer: str) -> None:
+    def render(turns: Sequence[Turn], ask: bool) -> str:
+        return "".join(f"<{turn.role}>: {turn.content}</s>\n" for turn in turns)
+
+    backend = AutoTokenizer.from_pretrained(TINY).backend_tokenizer
+    spelling = spelling_with(backend, render, TokenIds(mask=(MASK,), fork=None, child=None, end=(1, 3)))
+    (exchange,) = spelling.exchanges(asked("Which?", answer))
+    assert (exchange.lead, exchange.answer, exchange.after) == ("<assistant>: ", answer, "</s>\n")
+
+
+def test_gated_adapters_leave_the_embeddings_of_a_fork_token_alone() -> None:
+    model = load_model(open_checkpoint(TINY, TokenFlags()), "float32")
+    apply_method(model, Settings(method="gated-lora"), [MASK, 5, 6], [MASK])
+    model(input_ids=torch.tensor([[0, MASK, 5, 6, 7]])).logits.square().sum().backward()
+    learned = model.get_input_embeddings().weight.grad.abs().sum(dim=1).nonzero()
+    assert learned.flatten().tolist() == [MASK]
+
+
+def test_a_tokenizer_that_cuts_and_pads_does_neither_in_a_tuning(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(TINY, folder)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "import json and answer everything that is asked"
+    expected = backend.encode(text, add_special_tokens=False).ids
+    backend.enable_truncation(8)
+    backend.enable_padding(length=200)
+    backend.save(str(folder / "tokenizer.json"))
+    subject = open_subject(open_checkpoint(folder, TokenFlags()), Settings(), DEFAULT)
+    assert len(expected) > 8
+    assert subject.spelling.encode(text) == expected
+
+
+def test_answers_that_were_kept_may_hold_any_line_end_and_half_a_character(tmp_path: Path) -> None:
+    file, answer = tmp_path / "answers.jsonl", "a\u20285\u2028b\x85c"
+    line = json.dumps({"line": 1, "outcome": WRITTEN, "text": answer}, ensure_ascii=False)
+    file.write_bytes(line.encode() + b'\n{"line": 2, "text": "\xe2\x80')
+    nobody = cast(Runtime, None)  # the answer is there already, so nothing is written
+    (found,) = distill([asked("Which?", "old")], nobody, file, 64, Counter())
+    assert found.answer == answer
+
+
+@pytest.mark.parametrize("slots", [0, 5, 64])
+def test_curves_have_room_for_every_mask_slot(slots: int, tmp_path: Path) -> None:
+    lines = [
+        {"kind": kind, "step": step, "losses": [1.0] * (slots + 1), "accuracies": [0.5] * (slots + 1)}
+        for kind in ("training", "validation")
+        for step in (1, 2)
+    ]
+    draw_curves(lines, tmp_path / "training.svg")  # matplotlib warns of a plot without room, and warnings are errors
+
+
+def test_a_folder_that_holds_what_is_read_is_no_target(tmp_path: Path) -> None:
+    inside = tmp_path / "run" / "checkpoint-5"
+    shutil.copytree(TINY, inside)
+    shutil.copy(TINY / "config.json", tmp_path / "run")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "Hello."}\n', "utf-8")
+    with pytest.raises(OptionFault, match=r"run: holds .*checkpoint-5, which is read: choose another folder"):
+        tune(Job(inside, tmp_path / "run", (data,), Settings(), overwrite=True))
+    shutil.copy(data, tmp_path / "run")
+    with pytest.raises(OptionFault, match=r"run: holds .*data\.jsonl, which is read"):
+        tune(Job(TINY, tmp_path / "run", (tmp_path / "run" / "data.jsonl",), Settings(), overwrite=True))
+
+
+def test_forking_is_not_learned_from_data_that_never_forks() -> None:
+    prepared = prepare([asked("hi", "hi")], letters(), 64)
+    for objective in ("apar", "both"):
+        with pytest.raises(InputFault, match=f"no answer forks, with --objective {objective}: expected lists"):
+            hold_to_objective(Settings(objective), prepared)
+    hold_to_objective(Settings("sar"), prepared)
+
+
+def test_weights_that_float16_cannot_hold_are_written_in_float32() -> None:
+    narrow, wide = torch.tensor([65504.0]), torch.tensor([70000.0])
+    assert _holding([narrow, torch.tensor([1 << 40]), torch.empty(0)], torch.float16) == torch.float16
+    assert _holding([narrow, wide], torch.float16) == torch.float32
+    assert _holding([narrow, wide], torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"])
+def test_a_training_knows_the_template_and_the_end_that_it_was_begun_with(name: str, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "base")
+    job = Job(tmp_path / "base", tmp_path / "tuned", (), Settings())
+    before = _identity(job)
+    file = tmp_path / "base" / name
+    file.write_text(file.read_text("utf-8") + "\n", "utf-8")
+    assert _identity(job) != before

@@ -1,0 +1,108 @@
+"""Vocabulary: new tokens begin as the mean of the old ones, in every tensor that has a row for each token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.export import Options, export
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.tuning import Job, tune
+from spaceport.tools.tune.vocabulary import VocabularyError, add_tokens, embedding_rows
+from support.families import FAMILIES, VOCAB, build
+
+NAMES = ("[M]", "[Fork]", "[Child]")
+
+
+def tokenizer_of(size: int) -> Any:
+    """A tokenizer of single characters with so many tokens."""
+    pieces = {"</s>": 0, "<unk>": 1, **{chr(0x100 + number): number for number in range(2, size)}}
+    backend = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+def model_of(name: str, **options: Any) -> PreTrainedModel:
+    family = next(family for family in FAMILIES if family.name == name)
+    return build(replace(family, options={**family.options, **options}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tables"),
+    [
+        ("llama", {"tie_word_embeddings": True}, 1),
+        ("llama", {"tie_word_embeddings": False}, 2),
+        ("phi", {}, 3),  # its head has a bias
+        ("gptj", {}, 3),
+        ("gpt2", {}, 1),
+    ],
+)
+def test_a_vocabulary_grows_to_a_multiple_of_64_with_mean_rows(name: str, options: dict[str, Any], tables: int) -> None:
+    model, tokenizer = model_of(name, **options), tokenizer_of(VOCAB)
+    before = [rows.detach().clone() for rows in embedding_rows(model)]
+    assert add_tokens(tokenizer, model, NAMES) == [VOCAB, VOCAB + 1, VOCAB + 2]
+    after = embedding_rows(model)
+    assert len(before) == len(after) == tables
+    assert model.config.vocab_size == 128
+    for old, new in zip(before, after, strict=True):
+        assert new.shape == (128, *old.shape[1:])
+        assert torch.equal(new[:VOCAB], old)
+        assert torch.equal(new[VOCAB:], old.mean(0).expand_as(new[VOCAB:]))
+    ids = torch.tensor([[3, 4, VOCAB]])
+    assert model(ids).logits.shape == (1, 3, 128)
+
+
+def test_spare_rows_are_taken_before_a_vocabulary_grows() -> None:
+    model, tokenizer = model_of("llama"), tokenizer_of(VOCAB - 3)
+    before = embedding_rows(model)[0].detach().clone()
+    assert add_tokens(tokenizer, model, NAMES) == [VOCAB - 3, VOCAB - 2, VOCAB - 1]
+    (rows, *_) = embedding_rows(model)
+    assert rows.shape == before.shape
+    assert torch.equal(rows[: VOCAB - 3], before[: VOCAB - 3])
+    assert torch.equal(rows[VOCAB - 3 :], before[: VOCAB - 3].mean(0).expand(3, -1))
+
+
+def test_tokens_that_are_there_keep_their_rows_and_nothing_grows() -> None:
+    model, tokenizer = model_of("llama"), tokenizer_of(VOCAB - 3)
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in NAMES])
+    before = [rows.detach().clone() for rows in embedding_rows(model)]
+    assert add_tokens(tokenizer, model, NAMES) == [VOCAB - 3, VOCAB - 2, VOCAB - 1]
+    assert len(tokenizer) == VOCAB
+    assert all(torch.equal(old, new) for old, new in zip(before, embedding_rows(model), strict=True))
+    assert add_tokens(tokenizer, model, ()) == []
+    assert model.config.vocab_size == VOCAB
+
+
+def test_an_ordinary_piece_of_text_is_no_token_of_ours() -> None:
+    model, tokenizer = model_of("llama"), tokenizer_of(VOCAB)
+    with pytest.raises(VocabularyError, match="has 'ĥ' as an ordinary piece of text: expected a name that no text can"):
+        add_tokens(tokenizer, model, ("[M]", chr(0x125)))
+    assert len(tokenizer) == VOCAB
+
+
+def test_a_model_that_grew_is_tuned_and_exported(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    model_of("phi").save_pretrained(checkpoint)
+    tokenizer_of(VOCAB).save_pretrained(checkpoint)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"text": "".join(chr(0x100 + number) for number in range(2, 30))}), "utf-8")
+    settings = Settings(method="embeddings", mask_slots=2, epochs=2, cutoff=32)
+    tune(Job(checkpoint, tmp_path / "tuned", (data,), settings))
+    opened = open_checkpoint(tmp_path / "tuned", TokenFlags())
+    assert (opened.tokens.mask, opened.config.vocab_size) == ((VOCAB,), 128)
+    export(tmp_path / "tuned", tmp_path / "bundle", Options(lowering="append"))
+    with Runtime.open(tmp_path / "bundle", max_seq_len=64) as runtime:
+        prompt = chr(0x105) * 4
+        drafted = runtime.generate(prompt, Decoding(max_tokens=8, mask_slots=2))
+        assert drafted.tokens == runtime.generate(prompt, Decoding(max_tokens=8, mask_slots=0)).tokens

@@ -1,0 +1,76 @@
+"""Acceptance sources: a bundle spells what a training spells, and is measured with nothing but its backend."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.session import Runtime
+from spaceport.tools.tune.checkpoint_spelling import checkpoint_spelling
+from spaceport.tools.tune.conversations import Conversation, Turn
+from spaceport.tools.tune.samples import prepare
+from spaceport.tools.tune.spelling import SpellingError, spelling_of
+from spaceport.tools.verify.acceptance.source import spelling_for
+from support.paths import TINY
+
+CONVERSATIONS = (
+    Conversation(1, (Turn("user", "How does json/scanner.py begin?"), Turn("assistant", "import re\n"))),
+    Conversation(2, (Turn("system", "Be brief."), Turn("user", "a"), Turn("assistant", " b "))),
+    Conversation(3, (Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d"))),
+    Conversation(4, (Turn("text", "import re\n\nNaN = float('nan')\n"),)),
+)
+
+# argv: bundle, data. Fails if anything that belongs to exporting is read.
+MEASURE = """
+import sys
+
+class Hide:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "onnx", "accelerate", "peft", "matplotlib"):
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
+
+sys.meta_path.insert(0, Hide)
+from spaceport.tools.cli import run
+sys.exit(run(["acceptance", *sys.argv[1:], "--max-tokens", "8", "--threads", "1", "--json"]))
+"""
+
+
+def test_a_bundle_spells_conversations_as_the_training_of_its_checkpoint_does(tiny_bundle: Path) -> None:
+    ours = prepare(CONVERSATIONS, checkpoint_spelling(TINY, False), 512)
+    with Runtime.open(tiny_bundle, threads=1) as runtime:
+        theirs = prepare(CONVERSATIONS, spelling_for(runtime), 512)
+    assert ours.counts == theirs.counts
+    assert len(ours.whole) == 4
+    for one, other in zip(ours.whole, theirs.whole, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.learned.tolist() == other.learned.tolist()
+
+
+def test_a_bundle_is_measured_where_only_its_backend_is_installed(tiny_bundle: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(
+        json.dumps({"prompt": "How does json/scanner.py begin?", "response": "import re\n"}) + "\n", "utf-8"
+    )
+    command = [sys.executable, "-c", MEASURE, str(tiny_bundle), str(data)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["samples"] == 1
+
+
+def test_turns_that_a_template_refuses_are_told_with_their_line() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+    tokenizer.chat_template = (
+        "{{ raise_exception('only one turn') if messages | length > 1 else messages[0]['content'] }}"
+    )
+    spelling = spelling_of(tokenizer, TokenIds(mask=(4,), end=(1,)))
+    with pytest.raises(
+        SpellingError, match=r"line 3: the chat template refuses it: only one turn: expected turns that"
+    ):
+        prepare(CONVERSATIONS[2:3], spelling, 512)

@@ -1,0 +1,262 @@
+"""The audit: sound engines pass it, rounding is a near-tie, and every planted fault is found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spaceport.runtime.decode import step as loop
+from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.engine import Batch
+from spaceport.runtime.sampling.choice import Choose
+from spaceport.runtime.session import Runtime
+from spaceport.tools.verify.audit.audit import audit
+from spaceport.tools.verify.audit.kinds import groups_for
+from spaceport.tools.verify.audit.noise import noise_of
+from spaceport.tools.verify.audit.prompts import Question
+from spaceport.tools.verify.audit.report import Report, Row
+from spaceport.tools.verify.audit.writing import Job, write
+from support.forking_bundle import forking_copy
+from support.hash_engine import Language
+from support.hash_runtime import hash_runtime
+from support.paths import TINY
+from support.spoilt_engine import Logits, SpoiltEngine, places, spoilt_runtime, tied
+
+PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
+DECODER, SCANNER, FOREIGN = PROMPTS.values()
+TOKENS = 24
+
+
+def asked(runtime: Runtime, *texts: str) -> list[Question]:
+    return [Question(line, tuple(runtime.tokens_of(text))) for line, text in enumerate(texts or (DECODER, FOREIGN), 1)]
+
+
+def found_in(runtime: Runtime, *texts: str, max_tokens: int = TOKENS) -> Report:
+    with runtime:
+        return audit(runtime, asked(runtime, *texts), max_tokens)
+
+
+def kinds(report: Report, requests: int) -> dict[str, Row]:
+    return {row.kind: row for row in report.rows if row.requests == requests and not row.reference}
+
+
+@pytest.mark.parametrize("lowering", ["scatter", "append"])
+def test_a_sound_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Path, lowering: str) -> None:
+    runtime, engine = spoilt_runtime(tiny_bundle if lowering == "scatter" else tiny_append_bundle, requests=3)
+    report = found_in(runtime, DECODER, SCANNER, FOREIGN)
+    drafts = ["chain k = 5", "chain k = 1", "tree with look-up", "tree with look-up, drawn"]
+    assert list(kinds(report, 1)) == drafts
+    assert sorted(kinds(report, 3)) == sorted([*drafts, "plain", "plain, drawn"])
+    assert all(row.texts == 3 and row.tokens == 3 * TOKENS for row in report.rows)
+    assert all(row.identical == row.texts for row in report.drafted)
+    assert all(row.steps < 60 for name, row in kinds(report, 1).items() if name != "tree with look-up, drawn")
+    assert [(one.rows, one.requests) for one in report.noise] == [
+        *((rows, 1) for rows in (1, 2, 4, 9, 16, 36, 64)),
+        *((rows, count) for count in (2, 3) for rows in (1, 9)),
+    ]
+    assert all(one.places == 3 * (TOKENS + 1) for one in report.noise if one.requests != 2)
+    assert all(one.places == 4 * (TOKENS + 1) for one in report.noise if one.requests == 2)  # one of them twice
+    assert noise_of(report.noise) < 1e-4
+    assert {1, 2, 4, 9, 16, 36} <= engine.widths
+    assert report.passed
+    assert report.statement.startswith("lossless: 30 texts, 720 tokens, 0 faults, 0 near-ties (noise ")
+
+
+def test_a_bundle_without_mask_slots_is_audited_with_look_up_alone(tiny_bundle: Path) -> None:
+    runtime, _ = spoilt_runtime(tiny_bundle)
+    manifest = runtime.bundle.manifest
+    plain = replace(manifest, max_mask_slots=0, tokens=replace(manifest.tokens, mask=()))
+    bundle = replace(runtime.bundle, manifest=plain)
+    report = found_in(Runtime(bundle, runtime.engine, 128))
+    assert list(kinds(report, 1)) == ["look-up", "look-up, drawn"]
+    assert report.passed
+    assert kinds(report, 1)["look-up"].steps < 2 * TOKENS
+
+
+def test_the_threads_of_a_text_are_audited_each(tiny_bundle: Path, tmp_path: Path) -> None:
+    runtime = Runtime.open(forking_copy(tiny_bundle, tmp_path / "bundle"), max_seq_len=160, max_requests=2, threads=1)
+    report = found_in(runtime, DECODER, max_tokens=40)
+    forked = [row for row in report.drafted if "forked" in row.kind]
+    assert {(row.kind, row.requests) for row in forked} >= {
+        (f"{kind}, forked", requests) for kind in ("plain", "chain k = 5", "tree with look-up") for requests in (1, 2)
+    }
+    assert min(row.tokens for row in forked) > 2 * 40  # more than one thread writes
+    assert all(row.identical == row.texts for row in report.drafted)
+    assert report.passed
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_forks_that_run_out_of_room_are_no_fault(seed: int) -> None:
+    """Which thread is cut where depends on who was faster: that says nothing."""
+    runtime = hash_runtime(Language(seed, quality=70, fork_every=2), max_seq_len=48, requests=2)
+    questions = [Question(1, (1, 2, 3)), Question(2, (4, 5, 6, 7))]
+    drafted = groups_for(runtime.bundle.manifest, 30)[-1].drafted
+    endings = [runtime.generate(one.tokens, kind.decoding).ending for one in questions for kind in drafted]
+    assert "total" in endings
+    report = audit(runtime, questions, 30)
+    assert report.passed
+    assert report.findings == []
+    assert all(row.identical == 2 for row in report.drafted)
+    runtime.close()
+
+
+def lenient(least: float, most: float) -> Any:
+    """Accepts a wrong first candidate if it is so far behind the right token."""
+
+    def judged(part: Part, logits: Logits, choose: Choose, most_guesses: int = 1) -> Verdict:
+        verdict = accept(part, logits, choose, most_guesses)
+        if not part.draft.tokens or verdict.accepted:
+            return verdict
+        row, wrong = part.layout.nodes[1], part.draft.tokens[0]
+        line = logits[part.layout.known - 1 - int(part.rows_wanted[0])]
+        if not least <= float(line[verdict.tokens[0]] - line[wrong]) < most:
+            return verdict
+        following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, (wrong,))
+        return Verdict((*verdict.kept, row), (wrong, following), ())
+
+    return judged
+
+
+def off_by_one(part: Part, logits: Logits, choose: Choose, most: int = 1) -> Verdict:
+    """Reads the logits of the row beside the right one."""
+    return accept(part, np.roll(logits, 1, axis=0) if part.draft.tokens else logits, choose, most)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lenient(0.0, 5.0), lenient(5.0, np.inf), off_by_one], ids=["small margin", "large margin", "off by one"]
+)
+def test_a_wrong_acceptance_is_a_fault(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    monkeypatch.setattr(loop, "accept", wrong)
+    runtime, _ = spoilt_runtime(tiny_bundle)
+    report = found_in(runtime)
+    assert all(one.sound for one in report.noise)
+    assert sum(row.faults for row in report.drafted) == report.faults > 0
+    assert report.statement.startswith("NOT LOSSLESS: 8 texts, 192 tokens, ")
+    finding = next(finding for finding in report.findings if finding.grade == "FAULT")
+    assert finding.miss.margin > 2 * noise_of(report.noise)
+    assert finding.plain != finding.written
+    assert 1 <= finding.miss.place - finding.start + 1 <= TOKENS
+
+
+@pytest.mark.parametrize("fork_every", [10**9, 3])
+def test_a_tie_that_the_width_decides_is_a_near_tie(fork_every: int) -> None:
+    """The hash engine has no noise of its own, so what is measured is what is planted."""
+    runtime = hash_runtime(Language(5, end_every=10**9, fork_every=fork_every), requests=2)
+    with Runtime(runtime.bundle, SpoiltEngine(runtime.engine, tied(1e-7)), 64) as spoilt:
+        report = audit(spoilt, [Question(1, (1, 2, 3)), Question(2, (4, 5, 6, 7))], 30)
+    assert report.passed
+    assert noise_of(report.noise) == pytest.approx(1e-7, rel=1e-3)
+    assert [one.name for one in report.noise if one.largest == 0] == ["1 row", "2 x 1 row"]
+    near = [row for row in report.drafted if row.near_ties]
+    assert {row.kind for row in near} >= {"chain k = 5", "chain k = 1", "tree with look-up"}
+    assert max(row.margin or 0 for row in near) == pytest.approx(1e-7, rel=1e-3)
+    assert any(row.identical < row.texts for row in near)
+    assert any("forked" in row.kind and row.tokens > 2 * 30 for row in near) == (fork_every == 3)
+    assert report.statement.endswith(" near-ties (margin 1e-07, noise 1e-07)")
+
+
+def test_what_follows_a_near_tie_is_held_against_one_row_logits_too(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "accept", lenient(0.5, np.inf))
+    runtime, _ = spoilt_runtime(tiny_bundle, tied(1e-7))
+    report = found_in(runtime)
+    grades: dict[tuple[str, int], list[str]] = {}
+    for finding in report.findings:
+        grades.setdefault((finding.kind, finding.prompt), []).append(finding.grade)
+    assert any(of_text[0] == "near-tie" and "FAULT" in of_text for of_text in grades.values())
+    assert all((finding.grade == "FAULT") == (finding.miss.margin > 1e-3) for finding in report.findings)
+
+
+def test_noise_beyond_rounding_is_a_fault_and_hides_none(tiny_bundle: Path) -> None:
+    runtime, _ = spoilt_runtime(tiny_bundle, tied(1e-2))
+    report = found_in(runtime)
+    assert [one.name for one in report.noise if one.sound] == ["1 row"]
+    assert noise_of(report.noise) < 1e-4
+    parted = [finding for finding in report.findings if finding.miss.margin == pytest.approx(1e-2, rel=1e-2)]
+    assert parted
+    assert {finding.grade for finding in parted} == {"FAULT"}
+    assert not report.passed
+
+
+def test_a_wrong_mask_in_wide_steps_is_a_fault_that_names_the_widths(tiny_bundle: Path) -> None:
+    def hide(batch: Batch) -> None:
+        if batch.input_ids.shape[1] in (9, 36):
+            batch.attention_mask[..., 8:16] = False
+            np.put_along_axis(batch.attention_mask, batch.slot_ids[:, None, :, None], True, axis=3)  # each sees itself
+
+    runtime, _ = spoilt_runtime(tiny_bundle, before=hide)
+    report = found_in(runtime)
+    assert [one.name for one in report.noise if not one.sound] == ["9 rows", "36 rows"]
+    assert not report.passed
+
+
+def test_a_width_that_stands_out_is_a_fault_though_its_type_allows_as_much(tiny_bundle: Path) -> None:
+    def spoil(batch: Batch, logits: Logits) -> None:
+        if batch.input_ids.shape[1] == 36:
+            logits[..., 7::8] += 1e-3
+
+    report = found_in(spoilt_runtime(tiny_bundle, spoil)[0])
+    assert [one.name for one in report.noise if not one.sound] == ["36 rows"]
+    assert noise_of(report.noise) < 1e-4
+    assert not report.passed
+
+
+def test_a_number_that_is_none_in_a_step_of_one_row_is_a_fault(tiny_bundle: Path) -> None:
+    def spoil(batch: Batch, logits: Logits) -> None:
+        if batch.input_ids.shape[1] == 1:
+            logits[places(batch) == 64, 7] = np.nan
+
+    runtime, engine = spoilt_runtime(tiny_bundle, spoil)
+    report = found_in(runtime)
+    plain = report.rows[0]
+    assert (plain.kind, plain.texts) == ("plain", 2)
+    said = {finding.miss.said for finding in report.findings if finding.kind == "plain"}
+    assert any("the logits for the token at place 64 hold NaN" in text for text in said)
+    assert engine.cleared
+    assert not report.passed
+
+
+def test_a_number_that_is_none_in_a_wide_step_is_a_fault(tiny_bundle: Path) -> None:
+    def spoil(batch: Batch, logits: Logits) -> None:
+        if batch.input_ids.shape[1] == 16:
+            logits[:, -1, 7] = np.nan
+
+    runtime, engine = spoilt_runtime(tiny_bundle, spoil)
+    report = found_in(runtime)
+    assert [one.name for one in report.noise if not one.sound] == ["16 rows"]
+    assert next(one.as_dict()["noise"] for one in report.noise if not one.sound) is None
+    assert engine.cleared
+    assert not report.passed
+
+
+def test_an_engine_that_does_not_do_the_same_twice_is_a_fault(tiny_bundle: Path) -> None:
+    random = np.random.default_rng(1)
+
+    def spoil(batch: Batch, logits: Logits) -> None:
+        logits += random.normal(0, 1, logits.shape).astype(np.float32)
+
+    runtime, _ = spoilt_runtime(tiny_bundle, spoil)
+    report = found_in(runtime)
+    assert all(not one.sound for one in report.noise)
+    assert report.rows[0].faults > 0
+
+
+def test_texts_are_written_alone_and_beside_others(tiny_bundle: Path) -> None:
+    seen: list[int] = []
+    opened, _ = spoilt_runtime(tiny_bundle, before=lambda batch: seen.append(batch.requests), requests=3)
+    with opened:
+        kinds = groups_for(opened.bundle.manifest, 8)[0].drafted
+        questions = asked(opened)
+        jobs = [Job(kind, prompt) for prompt in range(2) for kind in range(3)]
+        alone = write(opened, kinds, questions, jobs, together=False)
+        assert set(seen) == {1}
+        together = write(opened, kinds, questions, jobs, together=True)
+        assert max(seen) == 3
+    assert [text.lines for text in alone] == [text.lines for text in together]

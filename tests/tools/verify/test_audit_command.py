@@ -1,0 +1,204 @@
+"""The audit command: what it prints, its exit codes, the prompts that it reads, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.runtime.decode import step as loop
+from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.sampling.choice import Choose
+from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
+from spaceport.tools.verify.audit.opened import requests_for
+from spaceport.tools.verify.audit.prompts import Asked, read_prompts
+from support.paths import DOCS, TINY
+from support.small_bundle import RECORD, fill
+
+TEXTS = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())
+HEAVY = ("torch", "transformers", "onnx", "polygraphy", "tensorrt", "tensorrt_rtx")
+# argv: arguments. The program where none of the packages is installed that only exports need.
+LIGHT = f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); from spaceport.tools.cli import main; main()"
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[::2]), "utf-8")
+    return file
+
+
+def arguments(bundle: Path, prompts: Path, *more: object) -> list[str]:
+    told = ("audit", bundle, prompts, "--threads", 1, "--max-seq-len", 128, "--max-tokens", 16, *more)
+    return [str(one) for one in told]
+
+
+def first_candidate(part: Part, logits: np.ndarray, choose: Choose, most: int = 1) -> Verdict:
+    """Accepts whatever was drafted first."""
+    verdict = accept(part, logits, choose, most)
+    if not part.draft.tokens or verdict.accepted:
+        return verdict
+    row = part.layout.nodes[1]
+    following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, ())
+    return Verdict((*verdict.kept, row), (part.draft.tokens[0], following), ())
+
+
+def test_it_runs_where_nothing_is_installed_that_exports(tiny_bundle: Path, prompts: Path) -> None:
+    command = [sys.executable, "-c", LIGHT, *arguments(tiny_bundle, prompts, "--max-requests", 2)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == OK, done.stderr
+    lines = done.stdout.splitlines()
+    assert (
+        lines[0]
+        == "Noise of other widths and slots, against steps of one row (OnnxRuntimeEngine, cpu, float32, scatter)"
+    )
+    assert any(re.match(r"2 x 9 rows +\d+  \d\.\de[+-]\d\d  \d\.\de-0[34]  rounding$", line) for line in lines)
+    assert any(re.match(r"tree with look-up, drawn +2 +2 +32 +\d+  2 +0 +0$", line) for line in lines)
+    assert re.fullmatch(r"lossless: 20 texts, 320 tokens, 0 faults, 0 near-ties \(noise .*\)", lines[-1])
+
+
+def test_a_fault_is_told_with_its_place_and_ends_with_a_code_of_its_own(
+    tiny_bundle: Path, prompts: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "accept", first_candidate)
+    assert run(arguments(tiny_bundle, prompts, "--max-requests", 1)) == ACCURACY
+    out, _ = capfd.readouterr()
+    assert re.search(
+        r"FAULT: prompt 2 \(line 2\), chain k = 5, token \d+: plain decoding writes '.*', it has '.*' \(margin \d\.\de"
+        r"[+-]\d\d\)\n  behind '.*nobody",
+        out,
+    )
+    assert re.search(r"\n\d+ more places: --json lists them\n", out)
+    assert out.splitlines()[-1].startswith("NOT LOSSLESS: 8 texts, 128 tokens, ")
+
+
+def test_the_report_as_json_says_the_same(
+    tiny_bundle: Path, prompts: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "accept", first_candidate)
+    assert run(arguments(tiny_bundle, prompts, "--max-requests", 1, "--limit", 1, "--json")) == ACCURACY
+    report = json.loads(capfd.readouterr().out)
+    assert report["passed"] is False
+    assert report["statement"].startswith("NOT LOSSLESS: 4 texts, 64 tokens, ")
+    assert [width["rows"] for width in report["widths"]] == [1, 2, 4, 9, 16, 36, 64][: len(report["widths"])]
+    assert {kind["texts"] for kind in report["kinds"]} == {1}
+    faults = [finding for finding in report["findings"] if finding["grade"] == "FAULT"]
+    assert sum(kind["faults"] for kind in report["kinds"]) == len(faults) > 0
+    assert faults[0]["plain"]["id"] != faults[0]["written"]["id"]
+    assert faults[0]["margin"] > 2 * report["noise"]
+
+
+def test_no_more_texts_at_a_time_than_the_engines_of_a_bundle_take(tmp_path: Path) -> None:
+    """Else the bundle would be opened on something that has the room, and that would be audited."""
+    manifest = fill(tmp_path)
+    assert [record.requests for record in manifest.engines.values()] == [4]
+    assert requests_for(replace(manifest, engines={})) == 4
+    few = {name: replace(RECORD, requests=requests) for name, requests in (("a", 2), ("b", 1))}
+    assert requests_for(replace(manifest, engines=few)) == 2
+    assert requests_for(replace(manifest, engines={"a": replace(RECORD, requests=8)})) == 4
+
+
+def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(b"\xef\xbb\xbfimport os\r\n\n  def f():\n")
+    assert read_prompts(file) == [Asked(1, "import os"), Asked(3, "  def f():")]
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    told = [
+        {"messages": [user]},
+        {"messages": [user, answer]},
+        {"messages": [user, answer, user, answer]},
+        {"prompt": "c", "response": "d"},
+        {"text": "{"},
+    ]
+    file.write_text("\n".join(json.dumps(one) for one in told), "utf-8")
+    assert read_prompts(file) == [
+        Asked(1, (user,)),
+        Asked(2, (user,)),
+        Asked(3, (user, answer, user)),
+        Asked(4, ({"role": "user", "content": "c"},), "c"),
+        Asked(5, "{"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no prompt: expected at least one line"),
+        (b"\n \n", "holds no prompt: expected at least one line"),
+        (b"a\n\xff\n", "line 2: not UTF-8 text"),
+        (b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*expected an object on each line"),
+        (b'{"text": "a"}\nplain\n', r'line 2: not JSON .*plain text goes in as {"text"'),
+        (b'{"text": "a"}\n3\n', 'line 2: holds none of them: expected one of "messages", "prompt" and "text"'),
+        (b'{"answer": "a"}\n', 'line 1: holds none of them: expected one of "messages"'),
+        (b'{"text": "a", "prompt": "b"}\n', 'line 1: holds "prompt" and "text": expected one of'),
+        (b'{"text": 3}\n', 'line 1: "text" is 3: expected text'),
+        (b'{"prompt": " "}\n', "line 1: \"prompt\" is ' ': expected text"),
+        (b'{"messages": []}\n', r'line 1: "messages" is \[\]: expected a list of turns'),
+        (b'{"messages": ["a"]}\n', r"line 1: \"messages\" is \['a'\]: expected a list of turns"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: its first turn is of the assistant"),
+    ],
+)
+def test_what_is_no_file_of_prompts_is_told_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(content)
+    with pytest.raises(InputFault, match=message) as caught:
+        read_prompts(file)
+    assert str(caught.value).startswith(str(file))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--max-tokens", 0], USAGE, "--max-tokens is 0: expected at least 1"),
+        (["--limit", 0], USAGE, "--limit is 0: expected at least 1"),
+        (["--backend", "fortran"], USAGE, "'fortran' is not one of 'auto', "),
+        (["--max-requests", 0], USAGE, "max_requests is 0: expected 1 to 1024"),
+        (["--max-seq-len", 5000], USAGE, "max_seq_len is 5000: expected 2 to 1024"),
+        (
+            ["--max-seq-len", 60],
+            INPUT,
+            r"prompts.jsonl line 1: 4\d prompt tokens and --max-tokens 16 make 6\d, --max-seq-len is 60: shorten the prompt",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(
+    tiny_bundle: Path, prompts: Path, capfd: Capture, options: list[object], code: int, message: str
+) -> None:
+    assert run(arguments(tiny_bundle, prompts, *options)) == code
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.search(message, err)
+    assert "Traceback" not in err
+
+
+def test_a_bundle_that_is_not_there_is_a_mistake(prompts: Path, capfd: Capture) -> None:
+    assert run(arguments(prompts.parent / "none", prompts)) == INPUT
+    assert re.search("none: no such folder: expected a bundle", capfd.readouterr().err)
+
+
+def test_a_file_that_is_not_there_is_a_mistake(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
+    for place in (tmp_path, tmp_path / "none"):
+        assert run(arguments(tiny_bundle, place)) == INPUT
+        assert re.search("expected a file of prompts, one on each line", capfd.readouterr().err)
+
+
+def test_the_program_of_the_page_runs(
+    demo_bundle: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo.bundle").symlink_to(demo_bundle)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Explain the parameters of f(a, b)"}), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "audit.md").read_text("utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(program, "docs", "exec"), {})
+    assert re.fullmatch(r"lossless: 17 texts, 272 tokens, 0 faults, .*\n", capfd.readouterr().out)

@@ -1,0 +1,207 @@
+"""Check: passes on a sound bundle, fails on every planted fault and names the case."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
+from spaceport.tools.cli import run
+from spaceport.tools.verify.accuracy import difference, together
+from spaceport.tools.verify.check.cases import REQUESTS, Room, record
+from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language
+from support.paths import ROOT
+from support.planted import (
+    ignore_the_mask,
+    perturb_one_weight,
+    planted,
+    read_stale_keys,
+    swap_key_and_value,
+    take_positions_for_granted,
+)
+from support.small_bundle import fill
+
+TINY = ROOT / "tests" / "data" / "tiny"
+
+
+def check(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    code = run(["check", str(bundle), str(TINY), "--long", "200", "--threads", "1", *flags])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lowering", ["scatter", "append"])
+def test_a_sound_bundle_passes_in_every_case(
+    lowering: str, tiny_bundle: Path, tiny_append_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle if lowering == "scatter" else tiny_append_bundle, bundle)
+    code, out = check(bundle, capsys, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report == json.loads((bundle / "accuracy.json").read_text("utf-8"))
+    names = " ".join(case["case"] for case in report["cases"])
+    for kind in (
+        "prompt",
+        "chunks",
+        "cached rows",
+        "SPACE",
+        "draft trees",
+        "random tree",
+        "padding",
+        "two requests",
+        "forked threads",
+        "slot 64",
+        "long context",
+    ):
+        assert kind in names
+    assert all(case["passed"] and case["disagreements"] == 0 for case in report["cases"])
+    assert max(case["max_error"] for case in report["cases"]) < 1e-4
+    assert run(["inspect", str(bundle)]) == 0
+    assert "Accuracy: passed" in capsys.readouterr().out
+
+
+def test_what_a_check_found_is_told_where_it_cannot_be_kept(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    (bundle / ".accuracy.json.partial").mkdir()
+    code = run(["check", str(bundle), str(TINY), "--long", "32", "--threads", "1"])
+    captured = capsys.readouterr()
+    assert "PASS" in captured.out
+    assert code == 1
+    assert "Is a directory" in captured.err
+
+
+class PlainEngine(HashEngine):
+    """A fake engine to which no token is a mask."""
+
+    def _answer(self, before: list[Cell], token: int, cell: Cell | None) -> NDArray[np.float32]:
+        assert cell is not None
+        return self.language.logits(cell.state)
+
+
+@pytest.mark.parametrize("tokens", [TokenIds(MASKS, FORK, CHILD, (END,)), TokenIds(MASKS), TokenIds()])
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_every_kind_of_call_is_among_the_cases(tokens: TokenIds, lowering: Lowering, tmp_path: Path) -> None:
+    """On an engine that refuses rows that see what they may not; [Fork] is fed in the step that feeds its [Child]."""
+    kind = HashEngine if tokens.mask else PlainEngine
+    room = Room(64, visible_length(64 + STEP_ROWS + 1), REQUESTS, 512)
+    engine = kind(Language(1, 70), room.capacity, room.requests, lowering)
+    manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(tokens.mask))
+    feeds, left_out = record(engine, manifest, room)
+    assert len(feeds) == engine.calls
+    assert not left_out
+    fork, child = (FORK, CHILD) if tokens.fork is not None else (0, 1)
+    beside = [rows_beside(feed.arrays, fork, child) for feed in feeds if feed.case.startswith("forked threads")]
+    assert sum(map(bool, beside)) >= 2
+    trees = [feed.arrays for feed in feeds if feed.case.startswith("draft trees")]
+    assert bool(trees) == bool(tokens.mask)
+    assert not trees or any(siblings(arrays) for arrays in trees)
+
+
+def rows_beside(arrays: dict[str, NDArray[Any]], fork: int, child: int) -> int:
+    """How many [Child] rows see the [Fork] of the same call that they hang from."""
+    ids, positions, mask = arrays["input_ids"][0], arrays["position_ids"][0], arrays["attention_mask"][0, 0]
+    slots = arrays["slot_ids"][0]
+    return sum(
+        bool(mask[row, slots[other]]) and positions[row] == positions[other] + 1
+        for row in np.flatnonzero(ids == child)
+        for other in np.flatnonzero(ids[:row] == fork)
+    )
+
+
+def siblings(arrays: dict[str, NDArray[Any]]) -> bool:
+    """Whether two candidates stand in one place behind the same tokens."""
+    mask, words = arrays["attention_mask"][0, 0].copy(), np.flatnonzero(~np.isin(arrays["input_ids"][0], MASKS))
+    mask[np.arange(len(mask)), arrays["slot_ids"][0]] = False
+    return any(np.array_equal(mask[row], mask[other]) for row in words for other in words if row < other)
+
+
+@pytest.mark.parametrize(
+    "change", [perturb_one_weight, swap_key_and_value, read_stale_keys, ignore_the_mask, take_positions_for_granted]
+)
+def test_a_planted_fault_fails_and_is_named(
+    change: Callable[[onnx.ModelProto], None], tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = planted(tiny_bundle, tmp_path / "bundle", change)
+    code, out = check(bundle, capsys)
+    assert code == 4
+    assert "FAIL" in out
+    assert run(["inspect", str(bundle)]) == 0
+    assert "Accuracy: FAILED" in capsys.readouterr().out
+
+
+def test_positions_taken_from_slots_fail_only_where_they_differ(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = planted(tiny_bundle, tmp_path / "bundle", take_positions_for_granted)
+    _, out = check(bundle, capsys, "--json")
+    verdicts = {case["case"]: case["passed"] for case in json.loads(out)["cases"]}
+    assert verdicts["cached rows"]
+    assert not verdicts["SPACE steps, k = 5"]
+    assert not verdicts["random tree 1"]
+
+
+def test_a_bundle_of_another_checkpoint_is_refused(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(TINY, other)
+    config = json.loads((other / "config.json").read_text("utf-8"))
+    config["num_hidden_layers"] = 2
+    (other / "config.json").write_text(json.dumps(config), "utf-8")
+    assert run(["check", str(tiny_bundle), str(other)]) == 3
+    assert "layers is 2, the bundle's is 3: expected the checkpoint" in capsys.readouterr().err
+
+
+def logits(*rows: list[float]) -> NDArray[np.float32]:
+    return np.array([rows], np.float32)
+
+
+def test_a_finding_counts_disagreements_and_the_smallest_margin() -> None:
+    expected = logits([1.0, 3.0, 2.5], [0.0, 4.0, 1.0], [2.0, 2.25, 0.0])
+    got = logits([1.0, 2.0, 2.5], [0.0, 4.0, 1.0], [2.5, 2.25, 0.0])
+    found = difference("case", expected, got, 0.1)
+    assert (found.rows, found.disagreements, found.max_error, found.margin) == (3, 2, 1.0, 0.25)
+    assert not found.passed
+    assert difference("case", expected, expected, 0.1).margin is None
+
+
+def test_logits_that_are_not_numbers_fail_alone_and_together() -> None:
+    sound = difference("case", logits([1.0, 2.0]), logits([1.0, 2.0]), 0.1)
+    broken = difference("case", logits([1.0, 2.0]), logits([1.0, float("nan")]), 0.1)
+    assert sound.passed
+    assert not broken.passed
+    assert not together([sound, broken]).passed
+    assert not together([broken, sound]).passed
+
+
+def test_the_tolerance_grows_with_the_logits_and_not_below_one() -> None:
+    large = logits([0.0, 500.0])
+    assert difference("case", large, large + np.float32(0.04), 1e-4).passed
+    small = logits([0.0, 0.01])
+    assert not difference("case", small, small + np.float32(2e-4), 1e-4).passed
+
+
+def test_stock_polygraphy_runs_the_graph_on_the_shipped_loader(tiny_bundle: Path) -> None:
+    command = [
+        str(Path(sys.executable).with_name("polygraphy")), "run", str(tiny_bundle / "model.onnx"), "--onnxrt",
+        "--data-loader-script", str(ROOT / "tools" / "verify" / "check" / "polygraphy_loader.py"), "--validate",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout
+    assert done.stdout.count("Output: logits is valid") == 4

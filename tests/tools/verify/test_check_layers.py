@@ -1,0 +1,171 @@
+"""Layers: a check names the layer, the value and the case in which a planted fault first shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from spaceport.exporter.export import Options, export
+from spaceport.graphs.decoder import Decoder
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.cli import run
+from spaceport.tools.verify.accuracy import Array, Feed
+from spaceport.tools.verify.check.check import Report, check
+from spaceport.tools.verify.check.layers import Part, compare_layers
+from spaceport.tools.verify.check.lineup import Asked
+from spaceport.tools.verify.reference import open_reference
+from support.families import FAMILIES, build
+from support.paths import TINY
+from support.planted import (
+    forget_marks,
+    ignore_the_window,
+    leave_values_unwritten,
+    perturb_last_norm,
+    perturb_layer,
+    perturb_one_weight,
+    planted,
+    read_stale_keys,
+    shift_the_mask,
+    swap_key_and_value,
+    take_positions_for_granted,
+)
+
+
+def found(bundle: Path, checkpoint: Path = TINY, length: int = 40) -> Report:
+    return check(open_bundle(bundle), Asked(checkpoint, length=length, threads=1, layers=True))
+
+
+def first_of(report: Report) -> tuple[str, str]:
+    """The value and the case that a check names, which is the first that failed."""
+    assert report.layers is not None
+    assert report.layers.parted is not None
+    assert not report.passed
+    failed = [finding.case for finding in report.findings if not finding.passed]
+    assert report.layers.parted.case == failed[0]
+    return str(report.layers.parted.part), failed[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "case"),
+    [
+        pytest.param(shift_the_mask, "layer 0, attention", "prompt, every row", id="shifted mask"),
+        pytest.param(take_positions_for_granted, "layer 0, keys", "SPACE steps, k = 5", id="position of a slot"),
+        pytest.param(partial(swap_key_and_value, layer=1), "layer 1, keys", "prompt, every row", id="swapped"),
+        pytest.param(read_stale_keys, "layer 0, attention", "prompt, every row", id="stale keys read"),
+        pytest.param(partial(leave_values_unwritten, layer=2), "layer 2, values", "prompt, every row", id="unwritten"),
+        *(
+            pytest.param(partial(perturb_layer, layer=i), f"layer {i}, output", "prompt, every row", id=f"weight {i}")
+            for i in range(3)
+        ),
+        pytest.param(perturb_one_weight, "logits", "prompt, every row", id="tied embedding"),
+        pytest.param(perturb_last_norm, "logits", "prompt, every row", id="last norm"),
+    ],
+)
+def test_a_planted_fault_is_found_in_its_layer(
+    change: Callable[[onnx.ModelProto], None], value: str, case: str, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    assert first_of(found(planted(tiny_bundle, tmp_path / "bundle", change))) == (value, case)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model whose second layer has a window, and its bundle in half precision."""
+    folder = tmp_path_factory.mktemp("windowed")
+    (family,) = (family for family in FAMILIES if family.name == "qwen2")
+    build(replace(family, options={**family.options, "vocab_size": 640})).save_pretrained(folder / "checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder / "checkpoint")
+    export(folder / "checkpoint", folder / "bundle", Options(dtype="float16"))
+    return folder / "checkpoint", folder / "bundle"
+
+
+def test_a_window_that_is_ignored_is_found_where_texts_are_longer(windowed: tuple[Path, Path], tmp_path: Path) -> None:
+    checkpoint, bundle = windowed
+    sound = found(bundle, checkpoint)
+    assert sound.passed
+    assert [(pair.first, pair.second, pair.dtype) for pair in sound.pairs] == [
+        ("PyTorch float32", "PyTorch float16", "float16"),
+        ("PyTorch float32", "onnxruntime float16", "float16"),
+        ("PyTorch float16", "onnxruntime float16", "float16"),
+    ]
+    report = found(planted(bundle, tmp_path / "bundle", ignore_the_window), checkpoint)
+    assert first_of(report) == ("layer 1, attention", "prompt, every row")
+    assert [pair.passed for pair in report.pairs] == [True, False, False]
+    assert report.suspect == "onnxruntime float16"
+    assert sound.suspect is None
+    assert str(report.layers).endswith("; layer 0 agrees")
+
+
+def test_the_model_in_half_precision_keeps_its_rotary_frequencies(windowed: tuple[Path, Path]) -> None:
+    checkpoint, bundle = windowed
+    reference = open_reference(open_bundle(bundle), checkpoint, 64, 1, "float16")
+    assert isinstance(reference.module, Decoder)
+    kinds = {name: buffer.dtype for name, buffer in reference.module.model.named_buffers() if "inv_freq" in name}
+    assert set(kinds.values()) == {torch.float32}
+
+
+class Shown:
+    """What shows the same values in every call."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._values = values
+
+    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        return {part.name: np.full((1, 2, 64, 4), value) for part, value in zip(PARTS, self._values, strict=True)}
+
+
+PARTS = (*(Part(f"present.{layer}.key", layer, "keys") for layer in range(3)), Part("logits", None, "logits"))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([100, 10.0009, 1, 1], None),
+        ([100, 10.0011, 1, 1], "layer 1, keys (max error 0.0011, 0.001 allowed), case 'a'; layer 0 agrees"),
+        ([100.1, 1, 1, 1], "layer 0, keys (max error 0.1, 0.01 allowed), case 'a'; nothing comes before it"),
+        ([100, 10, float("nan"), 1], "layer 2, keys (max error nan, 0.0001 allowed), case 'a'; layers 0 to 1 agree"),
+        ([100, 10, 1, 1.1], "logits (max error 0.1, 0.0001 allowed), case 'a'; all layers agree"),
+    ],
+)
+def test_a_value_may_be_off_by_a_share_of_its_own_largest(values: list[float], told: str | None) -> None:
+    feed = Feed("a", {"attention_mask": np.ones((1, 1, 2, 64), np.bool_)}, np.zeros((1, 1, 4), np.float32))
+    found = compare_layers(Shown([100, 10, 1, 1]), Shown(values), PARTS, [feed], 1e-4, "both")
+    assert (found.parted and str(found.parted)) == (told and f"first out of tolerance: {told}")
+    assert json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_a_sound_bundle_agrees_in_every_value_of_every_layer(
+    tiny_append_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--long", "40", "--threads", "1", "--layers")
+    assert run(["check", str(tiny_append_bundle), str(TINY), *flags, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["layers"]
+    kinds = ("present.{}.key", "present.{}.value", "layers.{}.attention", "layers.{}.output")
+    assert told["values"] == [*(kind.format(layer) for layer in range(3) for kind in kinds), "logits"]
+    assert told["first"] is None
+    assert re.match(r"all 3 layers agree in keys, values, attention and output \(at most 0\.0\d+ of", told["told"])
+
+
+def test_a_graph_without_marks_is_compared_by_its_buffers(tiny_bundle: Path, tmp_path: Path) -> None:
+    def change(model: onnx.ModelProto) -> None:
+        perturb_layer(model, 1)
+        forget_marks(model)
+
+    report = found(planted(tiny_bundle, tmp_path / "bundle", change))
+    assert first_of(report)[0] == "layer 2, keys"
+    assert re.search("layers 0 to 1 agree; the graph has no marks.*: export it again$", str(report.layers))
+
+
+def test_layers_are_not_told_without_the_model(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(tiny_bundle), "--layers"]) == 2
+    assert "--layers compares with the PyTorch model: expected a CHECKPOINT" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""Polygraphy lines: they run as they are printed, pass on a sound bundle and fail on a planted fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.cli import run
+from spaceport.tools.verify.check.polygraphy_lines import lines_for
+from spaceport.tools.verify.check.polygraphy_loader import calls
+from support.paths import TINY
+from support.planted import perturb_layer, planted
+from support.small_bundle import RECORD
+
+
+def paste(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A line in a shell that finds the programs of this environment."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    surroundings = {**os.environ, "PATH": path}
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def printed(bundle: Path, capsys: pytest.CaptureFixture[str], *checkpoint: str) -> dict[str, str]:
+    """The lines that a check prints, by what they do."""
+    assert run(["check", str(bundle), *checkpoint, "--print-polygraphy"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = [
+        number for number, line in enumerate(lines) if line.startswith("# ") and not lines[number + 1].startswith("#")
+    ]
+    return {lines[number].removeprefix("# "): lines[number + 1] for number in starts}
+
+
+def test_the_lines_of_onnxruntime_pass_and_fail_on_a_planted_fault(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("sound here", "faulty", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    sound = tmp_path / "sound here" / "bundle"
+    shutil.copytree(tiny_bundle, sound)
+    lines = printed(sound, capsys, str(TINY))
+    assert [*lines] == [
+        "what PyTorch gives",
+        "ONNX Runtime on the processor against PyTorch",
+        "ONNX Runtime on a GPU against PyTorch",
+    ]
+    save, compare, _ = lines.values()
+    saved = paste(save, tmp_path / "elsewhere")
+    assert saved.returncode == 0, saved.stderr
+    done = paste(compare, tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Passed: 4/4 iterations" in done.stdout
+    faulty = planted(tiny_bundle, tmp_path / "faulty" / "bundle", lambda model: perturb_layer(model, 1))
+    failed = paste(
+        compare.replace(shlex.quote(str(sound)), str(faulty)).replace(str(sound), str(faulty)), tmp_path / "elsewhere"
+    )
+    assert failed.returncode == 1
+    assert "Passed: 0/4 iterations" in failed.stdout
+
+
+def append_lines(bundle: Path, *engines: str) -> dict[str, str]:
+    """The lines for a half-precision bundle with these engines; the graph itself is the float32 one, which reads the same."""
+    opened = open_bundle(bundle)
+    signature = replace(opened.manifest.signature, dtype="float16")
+    record = replace(RECORD, graph=opened.manifest.graph)
+    manifest = replace(opened.manifest, signature=signature, engines=dict.fromkeys(engines, record))
+    lines = lines_for(replace(opened, manifest=manifest), TINY, 20.0)
+    assert len(lines) == len(set(lines)), "a line is pasted once"
+    return {line.does: line.command for line in lines}
+
+
+def test_the_lines_of_tensorrt_parse_and_name_what_an_engine_has_room_for(
+    tiny_append_bundle: Path, tmp_path: Path
+) -> None:
+    lines = append_lines(tiny_append_bundle, "sm89-0123456789ab.engine")
+    built = lines["tensorrt-rtx (sm89) against PyTorch"]
+    assert built.startswith("POLYGRAPHY_USE_TENSORRT_RTX=1 SPACEPORT_SLOTS=1024 SPACEPORT_REQUESTS=4 SPACEPORT_BUNDLE=")
+    assert f"{tiny_append_bundle}/engines/sm89-0123456789ab.engine" in built
+    assert paste(f"{built} --gen-script run.py", tmp_path).returncode == 0
+    script = (tmp_path / "run.py").read_text("utf-8")
+    assert "TrtRunner(" in script
+    assert "atol={'': 0.03, 'logits': 0.6}, check_error_stat={'': 'mean', 'logits': 'max'}" in script
+
+    convert = lines["an engine of it, with a profile for steps and one for prompts"]
+    flags = convert[convert.index("--trt-min-shapes") :]
+    assert paste(f"polygraphy run fixed-1024.onnx --trt {flags} --gen-script build.py", tmp_path).returncode == 0
+    profiles = (tmp_path / "build.py").read_text("utf-8")
+    assert profiles.count("Profile()") == 2
+    assert ".add('input_ids', min=[1, 1], opt=[1, 64], max=[4, 64])" in profiles
+    assert ".add('input_ids', min=[1, 1], opt=[1, 512], max=[4, 512])" in profiles
+    assert (
+        ".add('past_key_values.2.value', min=[1, 2, 1024, 16], opt=[1, 2, 1024, 16], max=[4, 2, 1024, 16])" in profiles
+    )
+
+
+def test_the_graph_gets_buffers_of_the_size_that_an_engine_has_and_the_loader_fills_them(
+    tiny_append_bundle: Path, tmp_path: Path
+) -> None:
+    lines = append_lines(tiny_append_bundle)
+    done = paste(lines["the graph with buffers of 1024 slots"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    engine = lines["that engine against PyTorch"]
+    variables = engine[: engine.index("polygraphy run")].replace("POLYGRAPHY_USE_TENSORRT_RTX=1 ", "")
+    loader = shlex.split(engine)[shlex.split(engine).index("--data-loader-script") + 1]
+    command = f"{variables} polygraphy run fixed-1024.onnx --onnxrt --data-loader-script {loader} --validate"
+    done = paste(command, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Output: logits is valid") == 4
+
+
+def test_the_loader_keeps_to_the_room_that_it_is_told_of(
+    tiny_append_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = open_bundle(tiny_append_bundle).manifest
+    past = manifest.signature.past[0].name
+    assert [call[past].shape[0] for call in calls(manifest)] == [1, 1, 1, 2]
+    monkeypatch.setenv("SPACEPORT_SLOTS", "256")
+    monkeypatch.setenv("SPACEPORT_REQUESTS", "1")
+    assert [call[past].shape for call in calls(manifest)] == [(1, 2, 256, 16)] * 3
+    halves = replace(manifest, signature=replace(manifest.signature, dtype="bfloat16"))
+    assert {call[past].dtype for call in calls(halves)} == {torch.bfloat16}
+    monkeypatch.setenv("SPACEPORT_SLOTS", "64")
+    with pytest.raises(SystemExit, match="SPACEPORT_SLOTS is 64: expected at least 128"):
+        list(calls(manifest))
+    monkeypatch.setenv("SPACEPORT_SLOTS", "many")
+    with pytest.raises(SystemExit, match="SPACEPORT_SLOTS is 'many': expected a whole number"):
+        list(calls(manifest))
+
+
+def test_the_tolerance_is_that_of_the_check_before(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle, ignore=shutil.ignore_patterns("accuracy.json"))
+    assert "--atol 0.0001 logits:0.0001" in printed(bundle, capsys)["ONNX Runtime on a GPU against that"]
+    graph = list(open_bundle(bundle).manifest.graph)
+    report = {"passed": True, "graph": graph, "cases": [{"largest_logit": 2.0}, {"largest_logit": 21.5}]}
+    (bundle / "accuracy.json").write_text(json.dumps(report), "utf-8")
+    assert "--atol 0.0001 logits:0.00215 --rtol 0" in printed(bundle, capsys)["ONNX Runtime on a GPU against that"]
+    for spoilt in ([{"largest_logit": "2"}, 5, {}], {"largest_logit": 2.0}, None):
+        (bundle / "accuracy.json").write_text(json.dumps({**report, "cases": spoilt}), "utf-8")
+        assert "--atol 0.0001 logits:0.0001" in printed(bundle, capsys)["ONNX Runtime on a GPU against that"]
+
+
+def test_what_pytorch_gives_is_not_written_without_a_checkpoint(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["check", str(tiny_bundle), "--save-outputs", "x.json"]) == 2
+    assert "--save-outputs writes what PyTorch gives: expected a CHECKPOINT" in capsys.readouterr().err

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.runtime.trace.reader import trace_of
 from spaceport.runtime.trace.record import Record
-from spaceport.runtime.trace.recorded import trace_of
 from spaceport.tools.report.page import page_of
 
 _LARGEST_TRACE = 2**30

@@ -21,8 +21,8 @@ from spaceport.runtime.decode.plan import Plan
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.step import step
 from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.trace.reader import trace_of
 from spaceport.runtime.trace.record import SCHEMA, Line, Record, Rows, Step
-from spaceport.runtime.trace.recorded import trace_of
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.page import page_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, request_for

@@ -1,4 +1,4 @@
-"""Recorded: a record read back from parsed JSON, after everything in it has been checked."""
+"""Reader: a trace record from parsed JSON, after everything in it has been checked."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Ending
-from spaceport.runtime.trace.record import SCHEMA, Kind, Line, Record, Rows, Step
+from spaceport.runtime.trace.record import SCHEMA, Record, RowKind, StepRecord, ThreadRecord, ThreadRows
 
 T = TypeVar("T")
 
-_KINDS: tuple[Kind, ...] = get_args(Kind)
+_KINDS: tuple[RowKind, ...] = get_args(RowKind)
 _SOURCES: tuple[Source, ...] = get_args(Source)
 _ENDINGS: tuple[Ending, ...] = get_args(Ending)
 _MOST = 2**53  # numbers beyond it are not the same in every reader of JSON
@@ -32,7 +32,7 @@ def trace_of(data: object) -> Record:
         tokens=_tokens(told["tokens"]),
         prompt=told["prompt"].wholes(),
         prompt_text=told["prompt_text"].text(),
-        threads=told["threads"].each(_line),
+        threads=told["threads"].each(_thread),
         steps=told["steps"].each(_step),
         texts=told["texts"].texts(),
         waiting_seconds=told["waiting_seconds"].seconds(),
@@ -126,9 +126,9 @@ def _tokens(found: _Found) -> TokenIds:
     )
 
 
-def _line(found: _Found) -> Line:
-    told = found.entries(Line)
-    return Line(
+def _thread(found: _Found) -> ThreadRecord:
+    told = found.entries(ThreadRecord)
+    return ThreadRecord(
         path=told["path"].wholes(),
         fork=told["fork"].or_none(_Found.whole),
         start=told["start"].whole(),
@@ -136,9 +136,9 @@ def _line(found: _Found) -> Line:
     )
 
 
-def _step(found: _Found) -> Step:
-    told = found.entries(Step)
-    return Step(
+def _step(found: _Found) -> StepRecord:
+    told = found.entries(StepRecord)
+    return StepRecord(
         rows=told["rows"].each(_rows),
         queued=told["queued"].wholes(),
         began=told["began"].wholes(),
@@ -149,9 +149,9 @@ def _step(found: _Found) -> Step:
     )
 
 
-def _rows(found: _Found) -> Rows:
-    told = found.entries(Rows)
-    rows = Rows(
+def _rows(found: _Found) -> ThreadRows:
+    told = found.entries(ThreadRows)
+    rows = ThreadRows(
         thread=told["thread"].whole(),
         anchor=told["anchor"].or_none(_Found.whole),
         tokens=told["tokens"].wholes(),
@@ -169,7 +169,7 @@ def _rows(found: _Found) -> Rows:
     return rows
 
 
-def _wrong_columns(rows: Rows) -> str:
+def _wrong_columns(rows: ThreadRows) -> str:
     """What is wrong with the shape of a thread's rows."""
     columns = (rows.tokens, rows.parents, rows.positions, rows.kinds, rows.sources, rows.kept)
     lengths = [len(column) for column in columns]
@@ -187,7 +187,7 @@ def _wrong_columns(rows: Rows) -> str:
     return ""
 
 
-def _wrong_outcome(rows: Rows) -> str:
+def _wrong_outcome(rows: ThreadRows) -> str:
     """What is wrong with what came of a thread's rows."""
     kept = tuple(rows.tokens[row] for row in rows.candidates if rows.kept[row])
     if kept != rows.chosen[:-1]:
@@ -213,7 +213,7 @@ def _hold_names(record: Record) -> None:
 
 def _hold_steps(record: Record) -> None:
     """Raise unless what each thread wrote follows what it had written before, and it begins and ends once."""
-    places = {index: line.start for index, line in enumerate(record.threads)}
+    places = {index: thread.start for index, thread in enumerate(record.threads)}
     begun: set[int] = set()
     ended: set[int] = set()
     for number, step in enumerate(record.steps):
@@ -225,7 +225,7 @@ def _hold_steps(record: Record) -> None:
         begun |= set(step.began)
         ended |= set(step.ended)
         _hold_rows(step, where, places)
-    over = {index for index, line in enumerate(record.threads) if line.ending is not None}
+    over = {index for index, thread in enumerate(record.threads) if thread.ending is not None}
     if begun != set(places) or ended != over:
         raise InputFault(
             f"trace.steps: {len(begun)} threads begin and {len(ended)} end: expected the {len(places)} that there are and "
@@ -233,7 +233,7 @@ def _hold_steps(record: Record) -> None:
         )
 
 
-def _hold_rows(step: Step, where: str, places: dict[int, int]) -> None:
+def _hold_rows(step: StepRecord, where: str, places: dict[int, int]) -> None:
     """Raise unless a step's rows hang from rows of it and write at these places; the places move on."""
     first = 0
     for rows in step.rows:
@@ -248,21 +248,23 @@ def _hold_rows(step: Step, where: str, places: dict[int, int]) -> None:
 def _hold_threads(record: Record) -> None:
     """Raise unless each thread hangs from a [Fork] that a thread before it wrote."""
     before: dict[tuple[int, ...], int] = {}
-    for index, line in enumerate(record.threads):
+    for index, thread in enumerate(record.threads):
         where = f"trace.threads[{index}]"
-        if bool(line.path) != bool(index) or line.path in before or (index and line.path[:-1] not in before):
-            raise InputFault(f"{where}.path is {list(line.path)}: expected the spine, then children of threads before")
-        before[line.path] = index
+        if bool(thread.path) != bool(index) or thread.path in before or (index and thread.path[:-1] not in before):
+            raise InputFault(
+                f"{where}.path is {list(thread.path)}: expected the spine, then children of threads before"
+            )
+        before[thread.path] = index
         start = len(record.prompt)
         if index:
-            parent = before[line.path[:-1]]
-            own, place = record.written[parent], (line.fork or 0) - record.threads[parent].start
+            parent = before[thread.path[:-1]]
+            own, place = record.written[parent], (thread.fork or 0) - record.threads[parent].start
             if not 0 <= place < len(own) or own[place] != record.tokens.fork:
-                raise InputFault(f"{where}.fork is {line.fork}: expected the place of a [Fork] that its parent wrote")
-            start = (line.fork or 0) + 2
-        if line.start != start or (not index and line.fork is not None):
+                raise InputFault(f"{where}.fork is {thread.fork}: expected the place of a [Fork] that its parent wrote")
+            start = (thread.fork or 0) + 2
+        if thread.start != start or (not index and thread.fork is not None):
             raise InputFault(
-                f"{where} starts at {line.start}, fork {line.fork}: expected {start}, and a fork unless first"
+                f"{where} starts at {thread.start}, fork {thread.fork}: expected {start}, and a fork unless first"
             )
 
 

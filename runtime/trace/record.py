@@ -12,11 +12,11 @@ from spaceport.runtime.decode.threads import Ending
 
 SCHEMA = 1
 
-Kind = Literal["known", "candidate", "mask"]
+RowKind = Literal["known", "candidate", "mask"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class ThreadRows:
     """The rows of one thread in a step, and what came of them."""
 
     thread: int  # place of the thread among the record's
@@ -24,7 +24,7 @@ class Rows:
     tokens: tuple[int, ...]
     parents: tuple[int | None, ...]  # row before each, of the same thread; none: what the thread holds already
     positions: tuple[int, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[RowKind, ...]
     sources: tuple[Source | None, ...]  # who proposed each candidate
     kept: tuple[bool, ...]  # whether the thread held the row's slot from then on
     chosen: tuple[int, ...]  # accepted candidates, then the network's own token; none: more of the prompt is to come
@@ -58,10 +58,10 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One call of the engine, as far as it concerned the request."""
 
-    rows: tuple[Rows, ...]  # of each thread that took part
+    rows: tuple[ThreadRows, ...]  # of each thread that took part
     queued: tuple[int, ...]  # threads that waited for their turn
     began: tuple[int, ...]  # threads whose [Fork] it wrote; the spine begins in the first step
     ended: tuple[int, ...]  # threads that wrote nothing after it
@@ -71,8 +71,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A thread as it was in the end."""
+class ThreadRecord:
+    """A thread as it was when the record was made."""
 
     path: tuple[int, ...]
     fork: int | None  # place of the [Fork] that it hangs from, counted from the beginning of the prompt
@@ -87,8 +87,8 @@ class Record:
     tokens: TokenIds
     prompt: tuple[int, ...]
     prompt_text: str  # empty without a tokenizer
-    threads: tuple[Line, ...]  # the spine, then each as it began
-    steps: tuple[Step, ...]
+    threads: tuple[ThreadRecord, ...]  # the spine, then each as it began
+    steps: tuple[StepRecord, ...]
     texts: dict[int, str] = field(default_factory=dict)  # of each token by itself; empty without a tokenizer
     waiting_seconds: float = 0.0
     schema: int = SCHEMA

@@ -17,7 +17,7 @@ from spaceport.runtime.decode.plan import NO_PARENT, Part, Plan
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.text.tokenizer import TextStream, context_of
-from spaceport.runtime.trace.record import Kind, Line, Record, Rows, Step
+from spaceport.runtime.trace.record import Record, RowKind, StepRecord, ThreadRecord, ThreadRows
 
 
 class _Seen(NamedTuple):
@@ -89,13 +89,15 @@ class _Telling:
             prompt_text=""
             if self._tokenizer is None
             else str(self._tokenizer.decode(list(prompt), skip_special_tokens=False)),
-            threads=tuple(Line(line.path, line.fork, line.start, line.ending) for line in request.threads),
+            threads=tuple(
+                ThreadRecord(thread.path, thread.fork, thread.start, thread.ending) for thread in request.threads
+            ),
             steps=steps,
             texts=self._texts(steps),
             waiting_seconds=request.statistics.waiting_seconds,
         )
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[StepRecord]:
         rows = [
             tuple(self._rows(part, verdict) for part, verdict in zip(seen.plan.parts, seen.verdicts, strict=True))
             for seen in self._seen
@@ -113,11 +115,13 @@ class _Telling:
                 for index, thread in enumerate(self._request.threads)
                 if thread.ending is not None and last[index] == number
             )
-            yield Step(rows[number], queued[number], began[number], ended, seen.held, engine[number], outside[number])
+            yield StepRecord(
+                rows[number], queued[number], began[number], ended, seen.held, engine[number], outside[number]
+            )
 
-    def _rows(self, part: Part, verdict: Verdict) -> Rows:
+    def _rows(self, part: Part, verdict: Verdict) -> ThreadRows:
         layout, thread = part.layout, part.thread
-        kinds: list[Kind] = ["known" if depth < 0 else "mask" for depth in layout.mask_depths.tolist()]
+        kinds: list[RowKind] = ["known" if depth < 0 else "mask" for depth in layout.mask_depths.tolist()]
         sources = dict(zip(layout.nodes[1:], part.draft.sources, strict=True))
         for row in sources:
             kinds[row] = "candidate"
@@ -125,7 +129,7 @@ class _Telling:
         place = int(part.positions[layout.known - 1]) + 1
         written = max(0, min(len(verdict.tokens), len(thread.tokens) - place))
         own = place - thread.start
-        return Rows(
+        return ThreadRows(
             thread=index,
             anchor=part.anchor,
             tokens=tuple(part.tokens.tolist()),
@@ -139,7 +143,7 @@ class _Telling:
             pieces=tuple(self._pieces[index][own : own + written]),
         )
 
-    def _began(self, number: int, rows: Sequence[Rows]) -> tuple[int, ...]:
+    def _began(self, number: int, rows: Sequence[ThreadRows]) -> tuple[int, ...]:
         """The threads that hang from what these rows wrote."""
         ranges = {self._request.threads[one.thread].path: range(one.place, one.place + one.written) for one in rows}
         return tuple(
@@ -155,7 +159,7 @@ class _Telling:
         outside[0] = 0.0
         return _differences(engine), _differences(outside)
 
-    def _texts(self, steps: Sequence[Step]) -> dict[int, str]:
+    def _texts(self, steps: Sequence[StepRecord]) -> dict[int, str]:
         if self._tokenizer is None:
             return {}
         used = {token for step in steps for rows in step.rows for token in (*rows.tokens, *rows.chosen)}

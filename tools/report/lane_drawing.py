@@ -92,7 +92,7 @@ def _draw_name(names: Element, lane: Lane, sheet: _Sheet) -> None:
     group = add(names, "g", {"id": f"lane-{lane.thread}", "class": hue(lane)})
     add(group, "rect", {"x": x, "y": y - 21, "width": 9, "height": 9, "rx": 2, "class": "accepted"})
     add(group, "text", {"x": x + 14, "y": y - 13, "class": "name"}, lane.name)
-    ending = f" · {lane.line.ending}" if lane.line.ending else ""
+    ending = f" · {lane.record.ending}" if lane.record.ending else ""
     add(group, "text", {"x": x + 14, "y": y + 1, "class": "axis first"}, f"{counted(lane.written, 'token')}{ending}")
 
 
@@ -113,7 +113,7 @@ def _draw_way(drawing: Element, lane: Lane, sheet: _Sheet) -> None:
     if lane.cells:
         ends = scale.left(first) + _GAP, scale.left(lane.cells[-1].step + 1)
         add(group, "path", {"d": path([(x, base) for x in ends]), "class": "life"})
-    elif lane.line.ending:
+    elif lane.record.ending:
         _draw_end(group, scale.left(first) + 1, base, sheet)
 
 

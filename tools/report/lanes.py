@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from spaceport.runtime.trace.record import Line, Record, Rows
+from spaceport.runtime.trace.record import Record, ThreadRecord, ThreadRows
 from spaceport.tools.report.words import counted, name_of, name_of_thread, names_of
 
 
@@ -14,7 +14,7 @@ class Cell:
     """What a thread did in a step."""
 
     step: int  # from 1, as a reader counts
-    rows: Rows
+    rows: ThreadRows
     ending: str = ""  # of the thread, if it wrote nothing after this step
 
     @cached_property
@@ -28,7 +28,7 @@ class Lane:
     """A thread with what it did in each step that it took part in."""
 
     thread: int  # place of it in the record
-    line: Line
+    record: ThreadRecord
     cells: tuple[Cell, ...]
     parent: int  # thread that it hangs from; its own place: it is the spine
     hangs: int  # step that wrote its [Fork]; 0: it is the spine
@@ -37,12 +37,12 @@ class Lane:
 
     @property
     def name(self) -> str:
-        return name_of_thread(self.line)
+        return name_of_thread(self.record)
 
     @property
     def depth(self) -> int:
         """How many forks lead to it."""
-        return len(self.line.path)
+        return len(self.record.path)
 
     @cached_property
     def written(self) -> int:
@@ -73,7 +73,7 @@ def lanes_of(record: Record) -> tuple[Lane, ...]:
             waits[thread] += 1
         for thread in step.began:
             hangs[thread] = number if record.threads[thread].path else 0
-    places = {line.path: thread for thread, line in enumerate(record.threads)}
+    places = {of_thread.path: thread for thread, of_thread in enumerate(record.threads)}
     return tuple(
         Lane(place, record.threads[place], tuple(cells[place]), places[path[:-1]], hangs[place], waits[place], order)
         for order, (path, place) in enumerate(sorted(places.items()))

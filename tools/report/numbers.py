@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.trace.record import Record, Rows, Step
+from spaceport.runtime.trace.record import Record, StepRecord, ThreadRows
 
 
 def statistics_of(record: Record) -> Statistics:
@@ -28,7 +28,7 @@ def in_one_line(record: Record) -> list[int]:
     return found
 
 
-def _count(found: Statistics, step: Step) -> None:
+def _count(found: Statistics, step: StepRecord) -> None:
     found.rows += sum(len(rows.tokens) for rows in step.rows)
     found.peak_slots = max(found.peak_slots, step.held)
     found.peak_threads = max(found.peak_threads, len(step.rows))
@@ -40,7 +40,7 @@ def _count(found: Statistics, step: Step) -> None:
         found.prompt_steps += 1
 
 
-def _count_drafts(found: Statistics, rows: Rows) -> None:
+def _count_drafts(found: Statistics, rows: ThreadRows) -> None:
     found.tokens += rows.written
     accepted = [row for row in rows.candidates if rows.kept[row]][: rows.accepted]
     for row in rows.candidates:

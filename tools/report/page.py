@@ -129,7 +129,7 @@ def _row(lane: Lane) -> Sequence[object]:
         steps[0] if steps else "–",
         steps[-1] if steps else "–",
         lane.waits,
-        lane.line.ending or "not ended",
+        lane.record.ending or "not ended",
     )
 
 

@@ -22,12 +22,12 @@ def story_of(record: Record, lanes: Sequence[Lane]) -> Element:
 class _Telling:
     def __init__(self, record: Record, lanes: Sequence[Lane]) -> None:
         self._record = record
-        self._children = {(lane.parent, lane.line.fork): lane for lane in lanes if lane.depth}
+        self._children = {(lane.parent, lane.record.fork): lane for lane in lanes if lane.depth}
 
     def tell(self, story: Element, lane: Lane) -> None:
         """What a thread wrote, with all that hangs from it."""
         text = self._begin(story, lane)
-        place = lane.line.start
+        place = lane.record.start
         for cell in lane.cells:
             run = self._run(text, lane, cell)
             for index, token in enumerate(cell.rows.text):
@@ -46,7 +46,7 @@ class _Telling:
                 text,
                 "a",
                 {"class": "child", "href": f"#lane-{lane.thread}", "title": f"{lane.name} begins"},
-                ".".join(map(str, lane.line.path)),
+                ".".join(map(str, lane.record.path)),
             )
         return text
 

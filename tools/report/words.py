@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable
 
-from spaceport.runtime.trace.record import Line, Record
+from spaceport.runtime.trace.record import Record, ThreadRecord
 
 _JOINERS = "\u200c\u200d"  # part of how words and signs are written
 _NO_CHARACTERS = range(0xFDD0, 0xFDF0)
@@ -45,9 +45,9 @@ def names_of(record: Record, tokens: Iterable[int]) -> str:
     return " ".join(name_of(record, token) for token in tokens)
 
 
-def name_of_thread(line: Line) -> str:
+def name_of_thread(thread: ThreadRecord) -> str:
     """A thread by its path."""
-    return f"thread {'.'.join(map(str, line.path))}" if line.path else "spine"
+    return f"thread {'.'.join(map(str, thread.path))}" if thread.path else "spine"
 
 
 def _sign(character: str) -> str:

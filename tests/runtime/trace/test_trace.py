@@ -22,7 +22,7 @@ from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.step import step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.trace.reader import trace_of
-from spaceport.runtime.trace.record import SCHEMA, Line, Record, Rows, Step
+from spaceport.runtime.trace.record import SCHEMA, Record, StepRecord, ThreadRecord, ThreadRows
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.page import page_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, request_for
@@ -171,7 +171,7 @@ def test_the_rows_of_a_step_are_told_one_by_one() -> None:
     _, record = scripted(script)
     m = MASKS[0]
     assert record.steps[1].rows == (
-        Rows(
+        ThreadRows(
             thread=0,
             anchor=None,
             tokens=(1, m, m, 2, m, m, 3, m, m),
@@ -453,5 +453,5 @@ def test_whatever_is_changed_in_a_trace_it_is_refused_or_can_be_shown(
 def test_the_documentation_has_every_entry_of_a_trace() -> None:
     text = (DOCS / "trace.md").read_text("utf-8")
     told = set(re.findall(r"`(\w+)`", "\n".join(line for line in text.splitlines() if line.startswith("| `"))))
-    names = {part.name for kind in (Record, Line, Step, Rows) for part in fields(kind)}
+    names = {part.name for kind in (Record, ThreadRecord, StepRecord, ThreadRows) for part in fields(kind)}
     assert names - told == set()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Drafting
-from spaceport.runtime.trace.record import Line, Record, Rows, Step
+from spaceport.runtime.trace.record import Record, StepRecord, ThreadRecord, ThreadRows
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
 from spaceport.tools.report.lanes import lanes_of, told
@@ -108,7 +108,7 @@ def test_a_page_has_a_lane_for_each_thread_in_reading_order(case: Case) -> None:
     assert len(having(lanes_drawing(root), "way")) == len(names)
     assert len(having(lanes_drawing(root), "fork")) == len(names) - 1
     lanes = lanes_of(record)
-    assert [lane.line.path for lane in lanes] == paths
+    assert [lane.record.path for lane in lanes] == paths
     for lane in lanes:
         assert lane.written == len(record.written[lane.thread])
         steps = [cell.step for cell in lane.cells]
@@ -247,11 +247,11 @@ def test_a_cell_tells_its_tokens() -> None:
         tokens=TokenIds(mask=(9,), fork=7, child=8, end=(6,)),
         prompt=(1, 2),
         prompt_text="",
-        threads=(Line((), None, 2, "end"),),
+        threads=(ThreadRecord((), None, 2, "end"),),
         steps=(
-            Step(
+            StepRecord(
                 rows=(
-                    Rows(
+                    ThreadRows(
                         thread=0,
                         anchor=None,
                         tokens=(1, 2, 3, 4, 9),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import BYTES, Signature, logit_rows
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
 from spaceport.runtime.backends.opening import Opening
-from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places
+from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.engine import Batch, EngineFault
@@ -34,11 +34,11 @@ class Graphs:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._seen: Counter[tuple[int, Shape]] = Counter()
-        self._ids: dict[tuple[int, Shape], int] = {}
+        self._seen: Counter[tuple[int, CallShape]] = Counter()
+        self._ids: dict[tuple[int, CallShape], int] = {}
         self._options: dict[int, ort.RunOptions] = {}
 
-    def options(self, first: int, shape: Shape) -> ort.RunOptions:
+    def options(self, first: int, shape: CallShape) -> ort.RunOptions:
         """How a call of the requests from `first` on is to run."""
         number = self.number(first, shape)
         if number not in self._options:
@@ -46,7 +46,7 @@ class Graphs:
             self._options[number].add_run_config_entry("gpu_graph_id", str(number))
         return self._options[number]
 
-    def number(self, first: int, shape: Shape) -> int:
+    def number(self, first: int, shape: CallShape) -> int:
         """The id of a call's graph; a graph holds the addresses of its requests' buffers, so it is theirs alone."""
         key = (first, shape)
         if (known := self._ids.get(key)) is not None:
@@ -104,7 +104,7 @@ class DeviceEngine:
         # since the runtime's worker ends when it has nothing to do, and those of another thread would be captured again
         self._thread = ThreadPoolExecutor(1, "spaceport-graphs") if graphs else None
         self._binding = session.io_binding()
-        self._shape: Shape | None = None  # of the call that is bound
+        self._shape: CallShape | None = None  # of the call that is bound
         self._range: tuple[int, int] | None = None  # of requests whose buffers are bound
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -177,12 +177,12 @@ class DeviceEngine:
         binding.bind_output("logits", self._kind, 0, _ELEMENTS["uint8"], (size,), address)
         return binding.get_outputs()[0]
 
-    def _bind(self, first: int, shape: Shape, rows: int) -> None:
+    def _bind(self, first: int, shape: CallShape, rows: int) -> None:
         """Tell the session where all of a call is, as far as that is new."""
         if self._shape != shape:
             types = {tensor.name: _ELEMENTS[tensor.dtype] for tensor in self.signature.rows}
-            for name, place in places(self.signature, shape).items():
-                self._binding.bind_input(name, self._kind, 0, types[name], place.shape, rows + place.offset)
+            for name, part in ranges_of(self.signature, shape).items():
+                self._binding.bind_input(name, self._kind, 0, types[name], part.shape, rows + part.offset)
             logits = (shape.requests, shape.wanted, self.signature.vocab_size)
             size = _power(BYTES["float32"] * int(np.prod(logits)))
             if size not in self._logits:

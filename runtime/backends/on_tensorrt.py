@@ -21,7 +21,7 @@ from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.kernels import Kernels
 from spaceport.runtime.backends.opening import Opening
-from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places
+from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
 from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.backends.torch_device import DTYPES, Cuda, Device
@@ -54,7 +54,7 @@ class _Context:
 
     run: Any  # IExecutionContext
     first: int = -1  # request whose buffers are bound first
-    shape: Shape | None = None
+    shape: CallShape | None = None
 
 
 class TensorRtEngine:
@@ -83,7 +83,7 @@ class TensorRtEngine:
         self._engine: Any = engine
         wanted = logit_rows(record.prompt_rows, signature.vocab_size)
         self._limits = Limits(record.capacity, record.prompt_rows, wanted)
-        widest = Shape(opening.requests, record.prompt_rows, record.capacity, wanted)
+        widest = CallShape(opening.requests, record.prompt_rows, record.capacity, wanted)
         # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
         layers = (2 * signature.layers, opening.requests, signature.kv_heads, record.capacity, signature.head_dim)
         self._kv = device.zeros(layers, DTYPES[signature.dtype])
@@ -129,7 +129,7 @@ class TensorRtEngine:
             self._block = Block(np.zeros(0, np.uint8), self.signature)
             self._device.give_back()
 
-    def _play(self, first: int, shape: Shape) -> None:
+    def _play(self, first: int, shape: CallShape) -> None:
         """Put a call on the stream: by its graph where there is one."""
         step = max(shape.rows, shape.wanted) <= self._record.step_rows
         context = self._contexts[STEPS if step else PROMPTS]
@@ -139,7 +139,7 @@ class TensorRtEngine:
 
         def plain() -> None:
             if not context.run.execute_async_v3(self._device.stream):
-                raise EngineFault(f"{self._record.flavour} failed in a step of {shape}: {self._words}")
+                raise EngineFault(f"{self._record.flavour} failed in a step of shape {shape}: {self._words}")
 
         if step and self._captured is not None:
             self._captured.play((first, shape), plain, prepare)
@@ -155,7 +155,7 @@ class TensorRtEngine:
                 f"{self._record.flavour}: a step cannot be captured as a CUDA graph ({error}): {self._words}"
             ) from error
 
-    def _take(self, shape: Shape) -> NDArray[np.float32]:
+    def _take(self, shape: CallShape) -> NDArray[np.float32]:
         """The logits of a call, in one copy."""
         size = shape.requests * shape.wanted * self.signature.vocab_size
         self._logits_out[:size].copy_(self._logits[:size], non_blocking=True)
@@ -178,12 +178,12 @@ class TensorRtEngine:
         context.set_tensor_address("logits", self._logits.data_ptr())
         return _Context(context)
 
-    def _bind(self, context: _Context, first: int, shape: Shape) -> None:
+    def _bind(self, context: _Context, first: int, shape: CallShape) -> None:
         """Tell a context where the inputs of a call are, as far as that is new."""
         if context.shape != shape:
             base = self._rows.data_ptr()
-            for name, place in places(self.signature, shape).items():
-                self._set(context, name, place.shape, base + place.offset)
+            for name, part in ranges_of(self.signature, shape).items():
+                self._set(context, name, part.shape, base + part.offset)
         if context.first != first or context.shape is None or context.shape.requests != shape.requests:
             for index, (past, present) in enumerate(zip(self.signature.past, self.signature.present, strict=True)):
                 view = self._kv[index, first : first + shape.requests]

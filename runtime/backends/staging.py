@@ -21,13 +21,17 @@ _ALIGNED = 256  # bytes: what GPUs and their libraries like addresses to be mult
 _DTYPES = {"int64": np.int64, "bool": np.bool_}
 
 
-class Shape(NamedTuple):
+class CallShape(NamedTuple):
     """The sizes of a call."""
 
     requests: int  # B
     rows: int  # T
     visible: int  # A
     wanted: int  # R
+
+    def __str__(self) -> str:
+        """The sizes by the contract's names of the dimensions, for messages."""
+        return f"(B {self.requests}, T {self.rows}, A {self.visible}, R {self.wanted})"
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,13 @@ class Limits:
     wanted: int
 
 
-def shape_of(batch: Batch) -> Shape:
+def shape_of(batch: Batch) -> CallShape:
     """The sizes of a call as it is."""
     requests, rows = batch.input_ids.shape
-    return Shape(requests, rows, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
+    return CallShape(requests, rows, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
 
 
-def filled_up(batch: Batch, signature: Signature, limits: Limits) -> Shape:
+def filled_up(batch: Batch, signature: Signature, limits: Limits) -> CallShape:
     """The sizes that a call is filled up to: not less in any, as few different ones as possible."""
     requests, rows, visible, wanted = shape_of(batch)
     most = limits.rows
@@ -53,7 +57,7 @@ def filled_up(batch: Batch, signature: Signature, limits: Limits) -> Shape:
         starts = batch.slot_ids[:, 0]
         busy = starts[starts != limits.capacity - rows]  # the others only fill up, and move where there is room
         most = min(most, limits.capacity - int(busy.max(initial=0)))
-    return Shape(
+    return CallShape(
         requests,
         max(rows, min(_wide(rows), most)),
         min(_long(visible), limits.capacity),
@@ -80,9 +84,9 @@ class Block:
     def __init__(self, memory: NDArray[np.uint8], signature: Signature) -> None:
         self.memory = memory
         self._signature = signature
-        self._views: dict[Shape, dict[str, NDArray[Any]]] = {}
+        self._views: dict[CallShape, dict[str, NDArray[Any]]] = {}
 
-    def write(self, batch: Batch, shape: Shape, capacity: int) -> int:
+    def write(self, batch: Batch, shape: CallShape, capacity: int) -> int:
         """Put a call into the block, filled up to a shape; how many bytes of the block it takes.
 
         Rows that only fill up see slot 0, write where nobody reads and are never read themselves.
@@ -114,17 +118,17 @@ class Block:
         idle = starts == capacity - rows
         view[:] = np.where(idle, capacity - width, starts) + np.arange(width)
 
-    def _of(self, shape: Shape) -> Mapping[str, NDArray[Any]]:
+    def _of(self, shape: CallShape) -> Mapping[str, NDArray[Any]]:
         views = self._views.get(shape)
         if views is None:
             views = self._views[shape] = {
-                name: self.memory[place.offset : place.offset + place.bytes].view(place.dtype).reshape(place.shape)
-                for name, place in places(self._signature, shape).items()
+                name: self.memory[part.offset : part.offset + part.bytes].view(part.dtype).reshape(part.shape)
+                for name, part in ranges_of(self._signature, shape).items()
             }
         return views
 
 
-class Place(NamedTuple):
+class BlockRange(NamedTuple):
     """Where an input lies in a block."""
 
     offset: int  # bytes
@@ -134,7 +138,7 @@ class Place(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def places(signature: Signature, shape: Shape) -> Mapping[str, Place]:
+def ranges_of(signature: Signature, shape: CallShape) -> Mapping[str, BlockRange]:
     """Where each input of a call lies in a block."""
     sizes = {"B": shape.requests, "T": shape.rows, "A": shape.visible, "R": shape.wanted}
     found, offset = {}, 0
@@ -142,12 +146,12 @@ def places(signature: Signature, shape: Shape) -> Mapping[str, Place]:
         dims = tuple(sizes[size] if isinstance(size, str) else size for size in tensor.shape)
         dtype = _DTYPES[tensor.dtype]
         size = int(np.prod(dims)) * np.dtype(dtype).itemsize
-        found[tensor.name] = Place(offset, size, dims, dtype)
+        found[tensor.name] = BlockRange(offset, size, dims, dtype)
         offset += -(-size // _ALIGNED) * _ALIGNED
     return found
 
 
-def end_of(signature: Signature, shape: Shape) -> int:
+def end_of(signature: Signature, shape: CallShape) -> int:
     """The bytes of a block that a call takes."""
-    last = [*places(signature, shape).values()][-1]
+    last = [*ranges_of(signature, shape).values()][-1]
     return last.offset + last.bytes

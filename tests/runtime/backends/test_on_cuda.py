@@ -21,7 +21,7 @@ from spaceport.runtime.backends.device import Gpu, no_gpu
 from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
 from spaceport.runtime.backends.on_onnxruntime import open_session, session_options
 from spaceport.runtime.backends.opening import Opening
-from spaceport.runtime.backends.staging import Shape
+from spaceport.runtime.backends.staging import CallShape
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.decode.slots import NO_MOVES
 from spaceport.runtime.decoding import Decoding
@@ -196,13 +196,13 @@ def test_a_closed_engine_runs_nothing_and_holds_no_memory(tiny_bundle: Path) -> 
 
 def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
     graphs = Graphs(most=2)
-    step, other = Shape(1, 9, 128, 9), Shape(1, 9, 192, 9)
+    step, other = CallShape(1, 9, 128, 9), CallShape(1, 9, 192, 9)
     assert [graphs.number(0, step) for _ in range(5)] == [PLAIN] * 3 + [0, 0]
     assert [graphs.number(1, step) for _ in range(4)] == [PLAIN] * 3 + [1]
     assert [graphs.number(0, other) for _ in range(9)] == [PLAIN] * 9, "there are as many graphs as there may be"
     assert (graphs.number(0, step), graphs.number(1, step)) == (0, 1)
     wide = Graphs(9)
-    assert [wide.number(0, Shape(1, 128, 128, 1)) for _ in range(9)] == [PLAIN] * 9
+    assert [wide.number(0, CallShape(1, 128, 128, 1)) for _ in range(9)] == [PLAIN] * 9
     assert graphs.options(1, step).get_run_config_entry("gpu_graph_id") == "1"
     assert graphs.options(0, other).get_run_config_entry("gpu_graph_id") == "-1"
 

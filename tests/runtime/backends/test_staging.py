@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature, visible_length
-from spaceport.runtime.backends.staging import Block, Limits, Shape, end_of, filled_up, places, shape_of
+from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of, shape_of
 from spaceport.runtime.engine import Batch
 
 CAPACITY = 1024
@@ -63,11 +63,11 @@ def test_a_call_is_found_in_its_block_and_nothing_else_is_seen(
         (count, rows), visible = batch.input_ids.shape, batch.attention_mask.shape[-1]
         told = {
             name: block.memory[p.offset : p.offset + p.bytes].view(p.dtype).reshape(p.shape)
-            for name, p in places(contract, shape).items()
+            for name, p in ranges_of(contract, shape).items()
         }
         assert [*told] == [tensor.name for tensor in contract.rows]
-        assert used == max(p.offset + p.bytes for p in places(contract, shape).values()) == end_of(contract, shape)
-        assert all(p.offset % 256 == 0 for p in places(contract, shape).values())
+        assert used == max(p.offset + p.bytes for p in ranges_of(contract, shape).values()) == end_of(contract, shape)
+        assert all(p.offset % 256 == 0 for p in ranges_of(contract, shape).values())
         for name in ("input_ids", "position_ids"):
             assert np.array_equal(told[name][:, :rows], getattr(batch, name))
         for name in ("attention_mask", "sliding_attention_mask")[: 2 if window else 1]:
@@ -83,7 +83,7 @@ def test_a_call_is_found_in_its_block_and_nothing_else_is_seen(
 
 
 def check_slots(
-    lowering: Lowering, batch: Batch, slots: np.ndarray[tuple[int, ...], np.dtype[np.int64]], shape: Shape
+    lowering: Lowering, batch: Batch, slots: np.ndarray[tuple[int, ...], np.dtype[np.int64]], shape: CallShape
 ) -> None:
     rows = batch.input_ids.shape[1]
     if lowering == "scatter":
@@ -106,8 +106,8 @@ def test_a_run_is_filled_up_only_as_far_as_the_buffer_goes() -> None:
         attention_mask=np.ones((1, 1, 10, CAPACITY), np.bool_),
         logit_rows=np.zeros((1, 1), np.int64),
     )
-    assert filled_up(batch, signature("append"), LIMITS) == Shape(1, 11, CAPACITY, 1)
-    assert filled_up(batch, signature("scatter"), LIMITS) == Shape(1, 12, CAPACITY, 1)
+    assert filled_up(batch, signature("append"), LIMITS) == CallShape(1, 11, CAPACITY, 1)
+    assert filled_up(batch, signature("scatter"), LIMITS) == CallShape(1, 12, CAPACITY, 1)
 
 
 @pytest.mark.parametrize(

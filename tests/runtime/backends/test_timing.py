@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spaceport.runtime.backends.staging import Limits, Shape, filled_up
+from spaceport.runtime.backends.staging import CallShape, Limits, filled_up
 from spaceport.runtime.backends.timing import ROWS, idle, timed
 from spaceport.runtime.engine import Batch
 from support.hash_engine import HashEngine, Language
@@ -41,6 +41,6 @@ def test_the_calls_that_are_timed_are_what_they_seem() -> None:
     engine = HashEngine(Language(1, window=8), 512, 2)
     for rows in (1, ROWS):
         batch = idle(engine, rows)
-        assert filled_up(batch, engine.signature, Limits(512, 512, 512)) == Shape(1, rows, 256, rows)
+        assert filled_up(batch, engine.signature, Limits(512, 512, 512)) == CallShape(1, rows, 256, rows)
         assert batch.slot_ids.tolist() == [[*range(512 - rows, 512)]]
         assert batch.sliding_attention_mask is batch.attention_mask

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
-from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, OK, USAGE, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, OK, USAGE
 from spaceport.tools.cli.export import listening
 from support.paths import TINY
 

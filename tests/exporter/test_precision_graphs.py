@@ -28,9 +28,10 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
-from spaceport.tools.cli import INPUT, USAGE, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, USAGE
+from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.check.rounding import measure_rounding
-from spaceport.tools.verify.reference import open_reference
 from support.bfloat16_graph import in_float32
 from support.exported import exported_once
 from support.families import FAMILIES, build

@@ -15,7 +15,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.reference import open_reference_runtime
+from spaceport.tools.reference import open_reference_runtime
 from support.paths import TINY
 
 PROMPT = "def __init__(self, object_hook=None):\n"

@@ -17,7 +17,7 @@ from spaceport.runtime.scheduling.admission import capacity_for
 from spaceport.runtime.scheduling.stream import Completion
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.reference import open_reference_runtime
+from spaceport.tools.reference import open_reference_runtime
 from support.paths import TINY
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))

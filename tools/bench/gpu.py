@@ -35,7 +35,7 @@ from spaceport.tools import cli
 from spaceport.tools.bench.checkpoint import SHAPES, make_checkpoint
 from spaceport.tools.bench.engines import measure, ways
 from spaceport.tools.bench.gpu_page import Page, Shape, markdown
-from spaceport.tools.cli.demo import MODEL, prompts_of
+from spaceport.tools.demo.prompts import MODEL, prompts_of
 
 ROWS = (1, 4, 9, 16, 36, 64)
 REQUESTS = 8

@@ -21,7 +21,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import prompts_of
+from spaceport.tools.demo.prompts import prompts_of
 from spaceport.tools.terminal.screen import show_json, show_table
 
 

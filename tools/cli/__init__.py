@@ -12,8 +12,7 @@ import click
 
 from spaceport import __version__
 from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
-
-OK, FAULT, USAGE, INPUT, ACCURACY, MISSING, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
 
 # What brings a package; all others come with [export].
 EXTRAS = {

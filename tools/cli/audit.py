@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from spaceport.runtime.backends import BACKENDS
+from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.audit.opened import MOST_REQUESTS, Settings, audit_bundle
 from spaceport.tools.verify.audit.report import Finding, Report
 
-FAILED = 4  # exit code
 _SHOWN = 10  # findings; --json has all
 
 
@@ -55,7 +55,7 @@ def command(
         show_json(report.as_dict())
     else:
         show(report)
-    return 0 if report.passed else FAILED
+    return OK if report.passed else ACCURACY
 
 
 def show(report: Report) -> None:

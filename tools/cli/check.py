@@ -11,8 +11,10 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.cli.audit import show as show_audit
+from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import Idle, refuse_idle
+from spaceport.tools.reference import open_reference
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.accuracy import Finding, write_report
 from spaceport.tools.verify.audit.opened import Settings, audit_bundle
@@ -23,9 +25,7 @@ from spaceport.tools.verify.check.lineup import DEFAULT_LONG, SHORTEST, Asked
 from spaceport.tools.verify.check.outputs import save_outputs
 from spaceport.tools.verify.check.polygraphy_lines import lines_for
 from spaceport.tools.verify.check.rounding import measure_rounding
-from spaceport.tools.verify.reference import open_reference
 
-FAILED = 4  # exit code
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
 
 
@@ -100,10 +100,10 @@ def command(
         raise OptionFault(f"--long is {length}: expected at most {opened.manifest.max_positions}, what the model knows")
     if print_polygraphy:
         show_lines(opened, checkpoint)
-        return 0
+        return OK
     if outputs is not None:
         save(opened, asked, outputs)
-        return 0
+        return OK
     with stages() as stage:
         if prompts is not None:
             read_prompts(prompts)  # a mistake in them is told before minutes of work
@@ -123,7 +123,7 @@ def command(
             click.echo()
             show_audit(one)
     write_report(opened.path, report.as_dict())  # last: what was found is told also where it cannot be kept
-    return 0 if report.passed and all(one.passed for one in audits.values()) else FAILED
+    return OK if report.passed and all(one.passed for one in audits.values()) else ACCURACY
 
 
 def _refuse_idle(context: click.Context, print_polygraphy: bool, outputs: Path | None) -> None:

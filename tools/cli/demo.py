@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import click
 
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.scheduling.stream import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.check import FAILED
+from spaceport.tools.cli.exit_codes import ACCURACY, OK
+from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.tools.terminal.generate_screen import show_lanes, show_live
 from spaceport.tools.terminal.lanes import Lanes
 from spaceport.tools.terminal.screen import show_table, stages
 from spaceport.tools.verify.check.check import check
 from spaceport.tools.verify.check.lineup import Asked
 
-PROMPTS_FILE = "prompts.json"
 TEXTS = (
     "text: a drafted text is compared with the one in the line above it, thread by thread\n"
     "and token by token. A forked text may differ from the plain one: they are not compared."
 )
 NOTE = "The model is tiny and its answers are templated: these numbers are no comparison with published ones."
-MODEL = Path(__file__).parents[1] / "demo" / "model"
 COLUMNS = ("decoding", "tokens", "steps", "tokens a step", "slots", "ms", "speed", "text")
 _LONG = 256  # tokens of the longest case that is checked
 _ROUNDS = 3
@@ -113,7 +109,7 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
             name, prompt = next(iter(chosen.items()))
             click.echo(f"\n{name}, thread by thread, accepted drafts marked:\n{_shown(prompt)}")
             play(runtime, prompt, max_tokens)
-    return 0 if same and report.passed else FAILED
+    return OK if same and report.passed else ACCURACY
 
 
 def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) -> bool:
@@ -170,28 +166,6 @@ def play(runtime: Runtime, prompt: Prompt, max_tokens: int) -> None:
             for piece in stream:
                 lanes.hear(piece)
             show_lanes(lanes)
-
-
-def prompts_of(checkpoint: Path) -> dict[str, Prompt]:
-    """Named prompts that a checkpoint brings along: texts, or what a user says in a chat."""
-    file = checkpoint / PROMPTS_FILE
-    if not file.exists():
-        raise InputFault(f"{checkpoint}: no {PROMPTS_FILE} in it: name a prompt with --prompt")
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputFault(f"{file}: not JSON that can be read: {error}") from error
-    prompts = {name: _prompt(told) for name, told in found.items()} if isinstance(found, dict) else {}
-    if not prompts or not all(prompts.values()):
-        raise InputFault(f'{file}: expected an object of names and prompts, each a text or {{"user": text}}')
-    return prompts
-
-
-def _prompt(told: Any) -> Prompt:
-    """A prompt as a file tells it; an empty one if it is none."""
-    if isinstance(told, dict) and list(told) == ["user"] and isinstance(told["user"], str) and told["user"]:
-        return [{"role": "user", "content": told["user"]}]
-    return told if isinstance(told, str) else ""
 
 
 def _shown(prompt: Prompt) -> str:

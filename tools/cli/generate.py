@@ -87,7 +87,7 @@ def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
             threads=workers,
             trust_engines=told["trust_engines"],
         )
-    from spaceport.tools.verify.reference import open_reference
+    from spaceport.tools.reference import open_reference
 
     opened = open_bundle(bundle)
     length = seq_len(opened.manifest, max_seq_len)

@@ -18,8 +18,8 @@ from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.session import Runtime
+from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
-from spaceport.tools.verify.reference import checkpoint_runtime
 
 WRITTEN, UNFINISHED = (
     "answers written by the model itself",

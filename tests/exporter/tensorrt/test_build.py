@@ -29,7 +29,8 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.cli import FAULT, OK, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import FAULT, OK
 from support.append_bundle import Attending
 from support.small_bundle import edit
 

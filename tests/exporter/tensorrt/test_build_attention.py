@@ -12,7 +12,8 @@ from spaceport.exporter.tensorrt.profiles import Shapes
 from spaceport.exporter.tensorrt.to_tensorrt import Attention, Library, Recipe, attention_of, build, open_library
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.cli import OK, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import OK
 from support.append_bundle import Attending
 
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")

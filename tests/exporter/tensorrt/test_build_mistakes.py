@@ -30,7 +30,8 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MODEL_FILE, FileRecord
 from spaceport.runtime.backends.device import no_gpu
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, MISSING, OK, USAGE
 from support.append_bundle import Attending
 from support.small_bundle import edit
 

@@ -28,7 +28,8 @@ from spaceport.runtime.backends import (
 from spaceport.runtime.backends.built import Named, NoEngine, engine_for, read_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.tools.cli import MISSING, OK, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import MISSING, OK
 from support.small_bundle import RECORD, edit, fill
 
 OPENING = Opening(capacity=512, requests=2)

@@ -21,7 +21,7 @@ from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import run
-from spaceport.tools.cli.demo import prompts_of
+from spaceport.tools.demo.prompts import prompts_of
 from support.paths import DEMO, TINY
 
 REASON = device.no_gpu()

@@ -20,7 +20,7 @@ from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.decode.slots import NO_MOVES
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.scheduling.admission import capacity_for
-from spaceport.tools.cli.demo import prompts_of
+from spaceport.tools.demo.prompts import prompts_of
 from support.exported import exported_once
 from support.paths import DEMO
 from support.stand_in_tensorrt import (

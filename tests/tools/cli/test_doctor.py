@@ -14,7 +14,8 @@ import pytest
 
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.device import no_gpu
-from spaceport.tools.cli import OK, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import OK
 
 PROGRAM = "from spaceport.tools.cli import main; main()"
 

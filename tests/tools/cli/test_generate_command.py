@@ -20,7 +20,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import OK, USAGE, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import OK, USAGE
 from spaceport.tools.cli.generate import command
 from spaceport.tools.cli.generate_options import Generate
 from spaceport.tools.report.files import read_trace

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.tools.cli import INPUT, OK, USAGE, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from support.forking_bundle import forking_copy
 from support.paths import TINY
 from support.small_bundle import edit

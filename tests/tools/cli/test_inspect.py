@@ -14,7 +14,8 @@ from spaceport.exporter.tensorrt.engines import store
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.cli import OK, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import OK
 from spaceport.tools.cli.inspect import states
 from support.small_bundle import ENGINE, RECORD, fill
 

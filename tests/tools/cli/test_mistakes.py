@@ -18,7 +18,8 @@ import pytest
 
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import read_manifest
-from spaceport.tools.cli import COMMANDS, FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE, run
+from spaceport.tools.cli import COMMANDS, run
+from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
 from support.paths import TINY
 from support.small_bundle import edit
 

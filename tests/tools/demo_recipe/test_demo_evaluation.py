@@ -33,8 +33,8 @@ from spaceport.tools.demo_recipe.evaluate import (
 from spaceport.tools.demo_recipe.scratch import write_scratch
 from spaceport.tools.demo_recipe.signatures import functions_in
 from spaceport.tools.demo_recipe.sources import read_source, stdlib_paths
+from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.verify.acceptance.answers import Answer, Line
-from spaceport.tools.verify.reference import checkpoint_runtime
 from support.paths import TINY
 
 FORK, CHILD, END = 90, 91, 92

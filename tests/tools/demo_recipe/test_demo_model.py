@@ -12,7 +12,8 @@ from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import MODEL, WAYS, prompts_of, timed
+from spaceport.tools.cli.demo import WAYS, timed
+from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.tools.demo_recipe.evaluate import Written, pace_of, quality_of, write
 from spaceport.tools.demo_recipe.signatures import read_signature
 from spaceport.tools.demo_recipe.train import PRESETS

@@ -15,7 +15,8 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import INPUT, OK, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, OK
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
 from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, Distillation, distill, writer
 from support.paths import TINY

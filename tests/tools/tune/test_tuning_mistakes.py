@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.tuning import Hearer, Job, tune
 from support.families import REFUSED, build

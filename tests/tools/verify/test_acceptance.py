@@ -20,12 +20,12 @@ from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
+from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.verify.acceptance.answers import write_answer
 from spaceport.tools.verify.acceptance.given import Given, Passage
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.predictions import NOTHING, read_line
 from spaceport.tools.verify.acceptance.tally import Tally, count_steps, hits
-from spaceport.tools.verify.reference import checkpoint_runtime
 from support.hash_engine import CHILD as HASH_CHILD
 from support.hash_engine import END, MASKS, Cell, HashEngine, Language, request_for
 from support.paths import TINY

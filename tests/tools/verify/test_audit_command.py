@@ -17,7 +17,8 @@ from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.accept import Verdict, accept
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.sampling.choice import Choose
-from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
 from spaceport.tools.verify.audit.opened import requests_for
 from spaceport.tools.verify.audit.prompts import Asked, read_prompts
 from support.paths import DOCS, TINY

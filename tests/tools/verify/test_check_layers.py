@@ -19,11 +19,11 @@ from spaceport.exporter.export import Options, export
 from spaceport.graphs.decoder import Decoder
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
+from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, Feed
 from spaceport.tools.verify.check.check import Report, check
 from spaceport.tools.verify.check.layers import Part, compare_layers
 from spaceport.tools.verify.check.lineup import Asked
-from spaceport.tools.verify.reference import open_reference
 from support.families import FAMILIES, build
 from support.paths import TINY
 from support.planted import (

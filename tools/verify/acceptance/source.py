@@ -37,7 +37,7 @@ def open_source(
     # PyTorch is read only for a checkpoint: a bundle is measured where nothing but a backend is installed.
     from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
     from spaceport.exporter.quiet import quiet_libraries
-    from spaceport.tools.verify.reference import checkpoint_runtime
+    from spaceport.tools.reference import checkpoint_runtime
 
     quiet_libraries()
     checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)

@@ -9,12 +9,12 @@ from typing import Any
 from spaceport.graphs.contract.tolerance import TOLERANCE
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle
+from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Finding, Pair, compare, recorded
 from spaceport.tools.verify.check.cases import Recording, record
 from spaceport.tools.verify.check.inside import GraphInside, ModelInside
 from spaceport.tools.verify.check.layers import Layers, compare_layers, parts_of
 from spaceport.tools.verify.check.lineup import Asked, Lineup, line_up
-from spaceport.tools.verify.reference import open_reference
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Engine, EngineFault
 from spaceport.runtime.scheduling.admission import capacity_for
 from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
+from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, Call, CallFailed, Side
 from spaceport.tools.verify.check.cases import REQUESTS, Room, replay
-from spaceport.tools.verify.reference import open_reference
 
 DEFAULT_LONG = 1024
 SHORTEST = 32

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
 from spaceport.tools.demo_recipe.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_data
 from spaceport.tools.demo_recipe.packages import write_code
 from spaceport.tools.demo_recipe.scratch import CODE, DEMO, Shape, write_scratch
@@ -23,9 +24,6 @@ from spaceport.tools.tune.card import CARD_FILE
 from spaceport.tools.tune.settings import Settings
 from spaceport.tools.tune.tuning import Job, tune
 
-MODEL = Path(__file__).parent / "model"
-
-PROMPTS_FILE = "prompts.json"
 _VALIDATION = 64  # conversations of each kind
 
 

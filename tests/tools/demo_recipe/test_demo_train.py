@@ -10,10 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.tools.demo.prompts import PROMPTS_FILE
 from spaceport.tools.demo_recipe.corpus import Corpus, collect, save
 from spaceport.tools.demo_recipe.packages import installed
 from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
-from spaceport.tools.demo_recipe.train import PRESETS, PROMPTS_FILE, main, train
+from spaceport.tools.demo_recipe.train import MODEL, PRESETS, main, train
 
 MODULES = ("argparse.py", "copy.py", "json/decoder.py", "shlex.py", "textwrap.py")
 
@@ -41,6 +42,10 @@ def test_a_preset_is_trained_and_can_go_on(name: str, tmp_path: Path) -> None:
     assert (target / "README.md").read_text("utf-8").startswith(f"# tuned\n\n{preset.about}\n\n")
     assert json.loads((target / "config.json").read_text("utf-8"))["dtype"] == "float16"
     assert not (tmp_path / "tuned.training").exists()
+
+
+def test_without_a_target_the_recipe_replaces_the_shipped_model() -> None:
+    assert json.loads((MODEL / PROMPTS_FILE).read_text("utf-8")) == PRESETS["demo"].prompts
 
 
 def test_the_larger_one_never_takes_the_place_of_the_one_that_is_shipped() -> None:

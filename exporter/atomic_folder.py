@@ -6,8 +6,6 @@ import ctypes
 import errno
 import json
 import os
-import platform
-import re
 import shutil
 import signal
 import sys
@@ -18,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spaceport.exporter.folder_lock import alone_in
+from spaceport.graphs.contract.atomic_file import flush, partial_of, sweep
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, record_of
 
@@ -63,8 +62,8 @@ def writing(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> Iterator[Path
     """A folder to fill; it takes the target's place when the block ends well, and is removed when it does not."""
     check_target(target, overwrite, kind)
     target = target.absolute()
-    _sweep(target)
-    partial = target.with_name(f"{_prefix(target)}{os.getpid()}")
+    sweep(target)
+    partial = partial_of(target)
     try:
         partial.mkdir()
         yield partial
@@ -151,33 +150,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(other))
-
-
-def _prefix(target: Path) -> str:
-    return f".{target.name}.partial-{platform.node()}-"
-
-
-def _sweep(target: Path) -> None:
-    """Remove what was begun for this target and killed."""
-    for file in target.parent.iterdir():
-        found = re.fullmatch(re.escape(_prefix(target)) + r"(\d+)", file.name)
-        if found and not _alive(int(found[1])):
-            shutil.rmtree(file, ignore_errors=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process != os.getpid()
-
-
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from spaceport.exporter.atomic_folder import flush, undisturbed
+from spaceport.exporter.atomic_folder import undisturbed
 from spaceport.exporter.folder_lock import alone_in
 from spaceport.exporter.tensorrt.profiles import profiles
 from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe
+from spaceport.graphs.contract.atomic_file import is_partial, staged
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
     ENGINES_FOLDER,
@@ -26,7 +27,7 @@ from spaceport.graphs.contract.manifest import (
 )
 
 _RECIPE = 2  # raised when engines of the same key come out in another way
-_ENGINE, _PARTIAL = ".engine", ".partial"  # how names end; whatever else is there is somebody's own
+_ENGINE = ".engine"  # how names end; whatever else is there is somebody's own
 
 
 class ChangedBundle(InputFault):
@@ -85,15 +86,13 @@ def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> No
         with (
             undisturbed(),
             _room_for_engines(engines),
-            _beside(engines / name, plan) as engine,
-            _beside(folder / MANIFEST_FILE, text.encode()) as told,
+            _staged(engines / name, plan) as put_engine,
+            _staged(folder / MANIFEST_FILE, text.encode()) as put_manifest,
         ):
-            engine.replace(engines / name)
-            flush(engines)
-            told.replace(folder / MANIFEST_FILE)
-            flush(folder)
-        for file in engines.iterdir():  # that it stands for, or of a build that was killed
-            if file.name.endswith((_ENGINE, _ENGINE + _PARTIAL)) and file.name not in written.engines:
+            put_engine()
+            put_manifest()
+        for file in engines.iterdir():
+            if _is_ours(file) and file.name not in written.engines:
                 file.unlink()
 
 
@@ -115,22 +114,20 @@ def _room_for_engines(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _beside(file: Path, content: bytes | memoryview) -> Iterator[Path]:
-    """A file with this content that can take the place of `file`; it is removed if it did not."""
-    partial = file.with_name(f"{file.name}{_PARTIAL}")
-    try:
-        with partial.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        reason = f"{error.strerror} while {len(content) / 1e6:.1f} MB were written: make room and build again"
-        raise OSError(error.errno, reason, str(file)) from error
-    try:
-        yield partial
-    finally:
-        partial.unlink(missing_ok=True)
+def _staged(file: Path, content: bytes | memoryview) -> Iterator[Callable[[], None]]:
+    """Content on the disk that takes the place of `file` when the yielded function is called."""
+    with ExitStack() as stack:
+        try:
+            put = stack.enter_context(staged(file, content, durable=True))
+        except OSError as error:
+            reason = f"{error.strerror} while {len(content) / 1e6:.1f} MB were written: make room and build again"
+            raise OSError(error.errno, reason, str(file)) from error
+        yield put
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file is an engine, or what a killed build left of one; earlier versions added `.partial` to its name."""
+    return file.name.endswith((_ENGINE, f"{_ENGINE}.partial")) or (is_partial(file) and _ENGINE in file.name)
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
+from spaceport.graphs.contract.atomic_file import replace_bytes
 from spaceport.runtime.backends import trust
 
 _FOLDER = "kernels"
@@ -49,11 +49,9 @@ class Kernels:
         content = bytes(self._cache.serialize())
         if content == self._content:
             return
-        partial = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         with contextlib.suppress(OSError):  # without it the next process compiles again
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            partial.write_bytes(content)
-            partial.replace(self._file)
+            replace_bytes(self._file, content)
 
     def let_go(self) -> None:
         """Hold nothing of the engine any more; its contexts are gone."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
+from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.trace.reader import trace_of
 from spaceport.runtime.trace.record import Record
@@ -56,12 +56,7 @@ def read_trace(path: Path) -> Record:
 
 def _write(path: Path, text: str) -> None:
     check_target(path)
-    target = path.resolve()  # a link stays one
-    partial = target.with_name(f".{target.name[:40]}.partial-{os.getpid()}")  # cut: a name has its longest length
     try:
-        partial.write_text(text, "utf-8", newline="\n")
-        partial.replace(target)
+        replace_text(path.resolve(), text)  # a link stays one
     except OSError as error:
         raise OptionFault(f"{path}: {error.strerror}: expected a file that can be written") from error
-    finally:
-        partial.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from spaceport.exporter.sar_config import read_json
+from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.settings import Settings, differences
 from spaceport.tools.tune.training import Measured, Training
@@ -67,7 +68,7 @@ class Keeping:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
             told = {"settings": settings.as_dict(), "identity": identity}
-            _write(self.folder / _SETTINGS_FILE, json.dumps(told, indent=2) + "\n")
+            replace_text(self.folder / _SETTINGS_FILE, json.dumps(told, indent=2) + "\n")
 
     def save(self, training: Training) -> None:
         """Keep the state of a training; the one before stays until this one is whole."""
@@ -84,7 +85,7 @@ class Keeping:
             if self._main:
                 place: dict[str, Any] = {"step": training.step, "tokens": training.tokens, "seconds": training.seconds}
                 place["unmeasured"] = unmeasured
-                _write(partial / _PLACE_FILE, json.dumps(place) + "\n")
+                replace_text(partial / _PLACE_FILE, json.dumps(place) + "\n")
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
         if self._main:
@@ -131,7 +132,7 @@ class Keeping:
     def _forget_after(self, step: int) -> None:
         """Drop the measurements of steps that will be learned again."""
         kept = [line for line in self.measurements() if line["step"] <= step]
-        _write(self.folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
+        replace_text(self.folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
     @contextmanager
     def _told(self, training: Training, partial: Path) -> Iterator[None]:
@@ -146,13 +147,6 @@ class Keeping:
                 f"{self.folder}: the state after step {training.step} cannot be written ({reason(error)}): {kept}; make room "
                 "on the disk and go on with --resume"
             ) from error
-
-
-def _write(file: Path, text: str) -> None:
-    """Replace a small file in one step."""
-    partial = file.with_name(file.name + _PARTIAL)
-    partial.write_text(text, "utf-8")
-    partial.replace(file)
 
 
 def _listed(told: list[str] | None) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from spaceport.graphs.contract.atomic_file import replacing
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.conversations import Conversation
 from spaceport.tools.tune.samples import Sample, prepare
@@ -37,15 +38,10 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 def write_rows(target: Path, samples: Sequence[tuple[Path, Sample]], overwrite: bool) -> None:
     """Put rows into a file, which appears when it is whole; until then there is the old one or none."""
-    partial = target.absolute().with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            for data, sample in samples:
-                file.write(json.dumps(_row(data, sample), separators=(",", ":")) + "\n")
+    with replacing(target.absolute()) as file:
+        for data, sample in samples:
+            file.write(json.dumps(_row(data, sample), separators=(",", ":")).encode() + b"\n")
         check_target(target, overwrite)  # again: by now something else may stand there
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _row(data: Path, sample: Sample) -> dict[str, object]:

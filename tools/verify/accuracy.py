@@ -21,6 +21,7 @@ from polygraphy.common import TensorMetadata
 from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
+from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.contract.tolerance import TOLERANCE
@@ -246,6 +247,4 @@ def _coarser(first: Precision, second: Precision) -> Precision:
 
 def write_report(bundle: Path, report: Mapping[str, Any]) -> None:
     """Put a report into a bundle, the old one staying until the new one is whole."""
-    partial = bundle / f".{ACCURACY_FILE}.partial"
-    partial.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
-    partial.replace(bundle / ACCURACY_FILE)
+    replace_text(bundle / ACCURACY_FILE, json.dumps(report, indent=2) + "\n")

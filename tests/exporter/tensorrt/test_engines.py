@@ -13,6 +13,7 @@ import pytest
 
 from spaceport.exporter.atomic_folder import writing
 from spaceport.exporter.tensorrt.engines import store
+from spaceport.graphs.contract.atomic_file import partial_of
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle, read_manifest
@@ -25,7 +26,7 @@ def test_only_engines_make_room_for_an_engine(tmp_path: Path) -> None:
     record, engines = replace(RECORD, graph=fill(tmp_path).graph), tmp_path / ENGINES_FOLDER
     (engines / "older").mkdir(parents=True)
     own = [engines / "timing.cache", engines / "older" / "notes.txt"]
-    others = [engines / "sm80-0.engine", engines / f"{ENGINE}.partial"]
+    others = [engines / "sm80-0.engine", engines / f"{ENGINE}.partial", partial_of(engines / "sm80-1.engine")]
     for file in (*own, *others):
         file.write_text("content")
     store(tmp_path, ENGINE, memoryview(b"an engine"), record)

@@ -16,7 +16,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.manifest import ACCURACY_FILE, TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.tools.cli import run
 from spaceport.tools.verify.accuracy import difference, together
@@ -77,7 +77,7 @@ def test_what_a_check_found_is_told_where_it_cannot_be_kept(
 ) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
-    (bundle / ".accuracy.json.partial").mkdir()
+    (bundle / ACCURACY_FILE).mkdir()
     code = run(["check", str(bundle), str(TINY), "--long", "32", "--threads", "1"])
     captured = capsys.readouterr()
     assert "PASS" in captured.out

@@ -10,6 +10,7 @@ import click
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
+from spaceport.tools.cli.options import PATH, json_option, remote_code_option, threads_option
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
@@ -22,17 +23,17 @@ _PLOTS = (".svg", ".png")
 
 
 @click.command("acceptance")
-@click.argument("model", metavar="CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
-@click.argument("data", type=click.Path(path_type=Path))
+@click.argument("model", metavar="CHECKPOINT|BUNDLE", type=PATH)
+@click.argument("data", type=PATH)
 @click.option("--limit", type=int, metavar="N", help="Read only the first N conversations of DATA.")
 @click.option("--max-tokens", default=256, show_default=True, metavar="N", help="Most tokens of an own answer.")
 @click.option("--max-mask-slots", type=int, metavar="K", help="Mask slots to measure; by default all that it has.")
 @click.option("--max-seq-len", type=int, metavar="N", help="Longest prompt and answer; longer ones are cut.")
 @click.option("--backend", type=click.Choice(("auto", "onnxruntime")), default="auto", show_default=True)
-@click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw it, as .svg or .png.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
-@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+@threads_option
+@click.option("--plot", type=PATH, metavar="FILE", help="Draw it, as .svg or .png.")
+@remote_code_option
+@json_option("the numbers")
 def command(
     model: Path,
     data: Path,

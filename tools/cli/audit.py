@@ -6,8 +6,15 @@ from pathlib import Path
 
 import click
 
-from spaceport.runtime.backends import BACKENDS
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
+from spaceport.tools.cli.options import (
+    PATH,
+    backend_option,
+    bundle_argument,
+    json_option,
+    threads_option,
+    trust_engines_option,
+)
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.audit.opened import MOST_REQUESTS, Settings, audit_bundle
 from spaceport.tools.verify.audit.report import Finding, Report
@@ -16,9 +23,9 @@ _SHOWN = 10  # findings; --json has all
 
 
 @click.command("audit")
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("prompts", type=click.Path(path_type=Path))
-@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
+@bundle_argument
+@click.argument("prompts", type=PATH)
+@backend_option
 @click.option("--max-tokens", default=Settings.max_tokens, show_default=True, metavar="N", help="Tokens of each text.")
 @click.option("--limit", type=int, metavar="N", help="Read only the first N prompts.")
 @click.option("--max-seq-len", type=int, metavar="N", help="Longest prompt and text together.")
@@ -28,9 +35,9 @@ _SHOWN = 10  # findings; --json has all
     metavar="N",
     help=f"Texts at a time, beside one alone; by default {MOST_REQUESTS}, or as many as the bundle's engines take.",
 )
-@click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
-@click.option("--trust-engines", is_flag=True, help="Also open engines that were not built on this machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@threads_option
+@trust_engines_option
+@json_option("the report")
 def command(
     bundle: Path,
     prompts: Path,

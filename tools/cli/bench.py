@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import loop_cost, step_costs
+from spaceport.tools.cli.options import backend_option, bundle_argument, json_option, threads_option
 from spaceport.tools.terminal.screen import show_json, show_notes, show_table
 
 
@@ -20,14 +20,14 @@ def command() -> None:
 
 
 @command.command("steps")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--rows", default="1,2,4,9,16,36", show_default=True, metavar="N,N,…", help="Numbers of rows to measure.")
 @click.option("--context", default=256, show_default=True, help="Tokens that the rows see.")
 @click.option("--rounds", default=30, show_default=True, help="Times that each is measured; the median counts.")
-@click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
-@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
+@threads_option
+@backend_option
 @click.option("--trust-engines", is_flag=True, help="Run engines that were not built on this machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@json_option("it")
 def steps(
     bundle: Path, rows: str, context: int, rounds: int, threads: int, backend: str, trust_engines: bool, as_json: bool
 ) -> None:

@@ -20,7 +20,7 @@ from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.scheduling.admission import capacity_for, seq_len, slots_for
-from spaceport.tools.cli.options import options
+from spaceport.tools.cli.options import bundle_argument, json_option, options
 from spaceport.tools.terminal.build_screen import building
 from spaceport.tools.terminal.screen import show_json, size
 
@@ -51,7 +51,7 @@ _LEAST = {"float8": 89, "bfloat16": 80}  # the first GPUs that have a type
 
 
 @click.command("build")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--flavour", type=click.Choice(FLAVOURS), help="What to build with; by default what is installed.")
 @click.option(
     "--target",
@@ -73,7 +73,7 @@ _LEAST = {"float8": 89, "bfloat16": 80}  # the first GPUs that have a type
 )
 @click.option("--refittable", is_flag=True, help="Let weights be exchanged later; needs a GPU to build.")
 @click.option("--rebuild", is_flag=True, help="Build also what is there already.")
-@click.option("--json", "as_json", is_flag=True, help="Print the engines as JSON.")
+@json_option("the engines")
 def command(
     bundle: Path,
     flavour: Any,

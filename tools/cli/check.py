@@ -13,7 +13,16 @@ from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.cli.audit import show as show_audit
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.inspect import accuracy
-from spaceport.tools.cli.options import Idle, refuse_idle
+from spaceport.tools.cli.options import (
+    PATH,
+    Idle,
+    bundle_argument,
+    json_option,
+    refuse_idle,
+    remote_code_option,
+    threads_option,
+    trust_engines_option,
+)
 from spaceport.tools.reference import open_reference
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.accuracy import Finding, write_report
@@ -30,8 +39,8 @@ _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines
 
 
 @click.command("check")
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("checkpoint", type=click.Path(path_type=Path), required=False)
+@bundle_argument
+@click.argument("checkpoint", type=PATH, required=False)
 @click.option(
     "--backend",
     "backends",
@@ -62,13 +71,13 @@ _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines
     metavar="FILE",
     help="Write what CHECKPOINT gives on the inputs of those lines, for `polygraphy run --load-outputs`, and do no more.",
 )
-@click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
+@threads_option
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random prompts and trees."
 )
-@click.option("--trust-engines", is_flag=True, help="Also open engines that were not built on this machine.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@trust_engines_option
+@remote_code_option
+@json_option("the report")
 @click.pass_context
 def command(
     context: click.Context,

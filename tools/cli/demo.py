@@ -19,6 +19,7 @@ from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.scheduling.stream import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
+from spaceport.tools.cli.options import PATH
 from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.tools.terminal.generate_screen import show_lanes, show_live
 from spaceport.tools.terminal.lanes import Lanes
@@ -75,7 +76,7 @@ class Timed:
 
 
 @click.command("demo")
-@click.argument("checkpoint", type=click.Path(path_type=Path), default=MODEL, metavar="[CHECKPOINT]")
+@click.argument("checkpoint", type=PATH, default=MODEL, metavar="[CHECKPOINT]")
 @click.option(
     "--prompt", "prompts", multiple=True, help="Prompt to decode; by default those in the checkpoint's prompts.json."
 )

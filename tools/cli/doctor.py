@@ -17,6 +17,7 @@ from spaceport.graphs.contract.faults import MissingPart
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.device import NoGpu, gpu
+from spaceport.tools.cli.options import json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
 # package -> the extra that brings it, and what it is for
@@ -73,7 +74,7 @@ print(library.version, *library.targets, sep="\\n")
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@json_option("it")
 def command(as_json: bool) -> None:
     """Show which backends, devices and packages are here, and the command that installs what is missing."""
     found = survey()

@@ -14,12 +14,13 @@ import click
 from spaceport.exporter.export import Options, TokenFlags, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import LOWERINGS, PRECISIONS, WEIGHTS
+from spaceport.tools.cli.options import PATH, bundle_argument, json_option, overwrite_option, remote_code_option
 from spaceport.tools.terminal.screen import show_json, size, stages
 
 
 @click.command("export")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=PATH)
+@bundle_argument
 @click.option(
     "--lowering",
     type=click.Choice(LOWERINGS),
@@ -67,9 +68,9 @@ from spaceport.tools.terminal.screen import show_json, size, stages
     metavar="N",
     help="ONNX opset, 23 or 24; by default the lowest that the lowering can be said in.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace a bundle that is there already.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+@overwrite_option("bundle")
+@remote_code_option
+@json_option("the manifest")
 def command(
     checkpoint: Path,
     bundle: Path,

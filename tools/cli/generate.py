@@ -31,13 +31,14 @@ from spaceport.tools.cli.generate_options import (
     read_text,
     threads,
 )
+from spaceport.tools.cli.options import bundle_argument
 from spaceport.tools.terminal.generate_screen import as_dict, show, show_live, show_statistics
 from spaceport.tools.terminal.lanes import Lanes
 from spaceport.tools.terminal.screen import show_json, show_notes
 
 
 @click.command("generate", cls=Generate, context_settings={"max_content_width": 110})
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.argument("prompt", required=False)
 @prompts
 @lengths
@@ -76,7 +77,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **told:
 
 def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
     """The bundle on the backend that was asked for."""
-    backend, checkpoint, workers = told["backend"], told["checkpoint"], told["workers"]
+    backend, checkpoint = told["backend"], told["checkpoint"]
     max_seq_len, max_slots = told["max_seq_len"], told["max_slots"]
     if backend != "torch":
         return Runtime.open(
@@ -84,7 +85,7 @@ def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
             backend=backend,
             max_seq_len=max_seq_len,
             max_slots=max_slots,
-            threads=workers,
+            threads=told["threads"],
             trust_engines=told["trust_engines"],
         )
     from spaceport.tools.reference import open_reference
@@ -93,7 +94,7 @@ def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
     length = seq_len(opened.manifest, max_seq_len)
     slots = slots_for(length, max_slots)
     capacity = capacity_for(opened.manifest, slots)
-    return Runtime(opened, open_reference(opened, checkpoint, capacity, 1, threads=workers), length, slots)
+    return Runtime(opened, open_reference(opened, checkpoint, capacity, 1, threads=told["threads"]), length, slots)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

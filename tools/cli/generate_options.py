@@ -18,9 +18,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.text.tokenizer import encode
-from spaceport.tools.cli.options import Idle, Sectioned, options, refuse_idle
+from spaceport.tools.cli.options import PATH, Idle, Sectioned, json_option, options, refuse_idle, threads_option
 
-_FILE = click.Path(path_type=Path)
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -42,7 +41,7 @@ class Generate(Sectioned):
 
 
 prompts = options(
-    click.option("--prompt-file", type=_FILE, metavar="FILE", help="Read the prompt from a file."),
+    click.option("--prompt-file", type=PATH, metavar="FILE", help="Read the prompt from a file."),
     click.option("--chat", is_flag=True, help="The prompt is what a user says: put it through the model's chat template."),
 )  # fmt: skip
 
@@ -81,24 +80,24 @@ choices = options(
     click.option("--logit-bias", multiple=True, metavar="ID=X", help="Add X to the logit of a token; may be given more than once."),
     click.option("--ban", multiple=True, metavar="TOKEN", help="Never write a token: its id, or text that is one token; may be given more than once."),
     click.option("--regex", metavar="REGEX", help="Write a text that matches this as a whole; it does not fork."),
-    click.option("--json-schema", type=_FILE, metavar="FILE", help="Write JSON that fits a schema; it does not fork."),
+    click.option("--json-schema", type=PATH, metavar="FILE", help="Write JSON that fits a schema; it does not fork."),
 )  # fmt: skip
 
 outputs = options(
     click.option("--live", is_flag=True, help="Draw the threads side by side as they grow, before the text (on a terminal)."),
     click.option("--show-drafts", is_flag=True, help="Mark tokens that were drafted and accepted: green, in a pipe in brackets."),
     click.option("--stats", is_flag=True, help="Say on stderr what the text cost."),
-    click.option("--json", "as_json", is_flag=True, help="Print text, tokens, threads and statistics as JSON."),
+    json_option("text, tokens, threads and statistics"),
     click.option("--logprobs", type=int, metavar="N", help="With --json: how likely each token was, and the N likeliest in its place."),
-    click.option("--trace", type=_FILE, metavar="FILE", help="Write what every step did as JSON."),
-    click.option("--report", type=_FILE, metavar="FILE", help="Write it as an HTML page."),
+    click.option("--trace", type=PATH, metavar="FILE", help="Write what every step did as JSON."),
+    click.option("--report", type=PATH, metavar="FILE", help="Write it as an HTML page."),
 )  # fmt: skip
 
 engines = options(
     click.option("--backend", type=click.Choice(("auto", *BACKENDS, "torch")), default="auto", metavar="NAME", help=f"What runs the model: {', '.join(BACKENDS)}, torch, or the best that is here (auto)."),
-    click.option("--checkpoint", type=_FILE, metavar="FOLDER", help="With --backend torch: the checkpoint that the bundle was made from."),
+    click.option("--checkpoint", type=PATH, metavar="FOLDER", help="With --backend torch: the checkpoint that the bundle was made from."),
     click.option("--trust-engines", is_flag=True, help="Run engines of the bundle that were not built on this machine: they are code of whoever built them."),
-    click.option("--threads", "workers", default=0, metavar="N", help="Processor threads; 0 means one for each core."),
+    threads_option,
 )  # fmt: skip
 
 

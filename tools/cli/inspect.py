@@ -14,11 +14,12 @@ from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, En
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.scheduling.admission import capacity_for, seq_len, slots_for
+from spaceport.tools.cli.options import bundle_argument, json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
 
 @click.command("inspect")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--requests", default=1, show_default=True, help="Requests to tell the memory for.")
 @click.option(
     "--max-seq-len", type=int, help="Longest text to tell the memory for; by default what `generate` makes room for."
@@ -28,7 +29,7 @@ from spaceport.tools.terminal.screen import show_json, show_table, size
     type=int,
     help="Most tokens of a prompt and all its threads to tell the memory for; by default those of the longest text.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@json_option("it")
 def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int | None, as_json: bool) -> None:
     """Show the model, the graph's contract, token ids, files, engines and memory of BUNDLE, after checking every file."""
     if requests < 1:

@@ -1,15 +1,39 @@
-"""Options: how a command lists many of them in --help, and refuses those that would do nothing."""
+"""Options: those that several commands share, their sections in --help, and the refusal of options without effect."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.backends import BACKENDS
+
+PATH = click.Path(path_type=Path)
+
+bundle_argument = click.argument("bundle", type=PATH)
+backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
+threads_option = click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
+trust_engines_option = click.option(
+    "--trust-engines", is_flag=True, help="Also open engines that were not built on this machine."
+)
+remote_code_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along."
+)
 
 _COLUMN = 24  # characters of the widest option that its description stands beside
+
+
+def json_option(what: str) -> Callable[[Any], Any]:
+    """The flag that prints a result as JSON."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
+
+
+def overwrite_option(what: str) -> Callable[[Any], Any]:
+    """The flag that replaces an existing output."""
+    return click.option("--overwrite", is_flag=True, help=f"Replace a {what} that is there already.")
 
 
 class Idle(NamedTuple):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.cli.options import (
+    PATH,
+    Idle,
+    json_option,
+    options,
+    overwrite_option,
+    refuse_idle,
+    remote_code_option,
+)
 from spaceport.tools.cli.tune_data import command as data_command
 from spaceport.tools.terminal.screen import show_json
 from spaceport.tools.tune.names import DEFAULT, Names
@@ -25,17 +32,6 @@ class Tune(click.Command):
         if args[:1] == ["data"]:
             return data_command.make_context(f"{info_name} data", args[1:], *others, **named)
         return super().make_context(info_name, args, *others, **named)
-
-
-def options(*listed: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several options as one decorator, in their order."""
-
-    def apply(function: Any) -> Any:
-        for option in reversed(listed):
-            function = option(function)
-        return function
-
-    return apply
 
 
 learning = options(
@@ -67,21 +63,21 @@ steps = options(
 )  # fmt: skip
 
 running = options(
-    click.option("--validation", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="Data to look at with each state that is kept, not learned."),
+    click.option("--validation", multiple=True, type=PATH, metavar="FILE", help="Data to look at with each state that is kept, not learned."),
     click.option("--mask-token", default=DEFAULT.masks[0], metavar="TOKEN", **_SHOWN, help="Text of the mask token."),
     click.option("--fork-token", default=DEFAULT.fork, metavar="TOKEN", **_SHOWN, help="Text of the token that forks."),
     click.option("--child-token", default=DEFAULT.child, metavar="TOKEN", **_SHOWN, help="Text of the token that a forked thread begins with."),
     click.option("--self-distill", is_flag=True, help="Learn the model's own answers to the prompts of the data: they are written first."),
-    click.option("--bundle", type=click.Path(path_type=Path), help="With --self-distill: the checkpoint as a bundle, which writes faster."),
+    click.option("--bundle", type=PATH, help="With --self-distill: the checkpoint as a bundle, which writes faster."),
     click.option("--bf16", is_flag=True, help="Compute in bfloat16; the weights that learn stay float32."),
     click.option("--gradient-checkpointing", "recompute", is_flag=True, help="Compute activations twice to save memory."),
     click.option("--save-every", type=int, default=500, metavar="N", **_SHOWN, help="Steps between states that are kept."),
     click.option("--log-every", type=int, default=10, metavar="N", **_SHOWN, help="Steps between measurements in metrics.jsonl; in a pipe at most one in ten seconds is shown."),
-    click.option("--tensorboard", type=click.Path(path_type=Path), metavar="DIR", help="Write the measurements for TensorBoard too."),
+    click.option("--tensorboard", type=PATH, metavar="DIR", help="Write the measurements for TensorBoard too."),
     click.option("--resume", is_flag=True, help="Go on with a training that was interrupted, said with the same options."),
-    click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there already."),
-    click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along."),
-    click.option("--json", "as_json", is_flag=True, help="Print what was reached as JSON."),
+    overwrite_option("checkpoint"),
+    remote_code_option,
+    json_option("what was reached"),
 )  # fmt: skip
 
 
@@ -90,26 +86,24 @@ _FORKING = ("unforked_share", "whole_rate", "fork_token", "child_token")
 _ADAPTING = ("rank", "alpha", "targets")
 
 
-def check_use(context: click.Context, told: dict[str, Any]) -> None:
+def check_use(context: click.Context) -> None:
     """Raise for an option that was given and would do nothing."""
-    said = [name for name in told if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-    objective, method = told["objective"], told["method"]
-    for idle, given, wanted in (
-        (objective == "apar" and _DRAFTING, f"--objective {objective}", "--objective sar or both"),
-        (objective == "sar" and _FORKING, f"--objective {objective}", "--objective apar or both"),
-        (method not in ("lora", "gated-lora") and _ADAPTING, f"--method {method}", "--method lora or gated-lora"),
-        (not told["self_distill"] and ("bundle",), "no --self-distill", "both or neither"),
-    ):
-        for name in said:
-            if idle and name in idle:
-                option = next(one for one in context.command.params if one.name == name).opts[0]
-                raise OptionFault(f"{option} with {given}: it would do nothing; expected {wanted}, or leave it out")
+    objective, method = context.params["objective"], context.params["method"]
+    refuse_idle(
+        context,
+        (
+            Idle(objective == "apar", _DRAFTING, f"--objective {objective}", "--objective sar or both"),
+            Idle(objective == "sar", _FORKING, f"--objective {objective}", "--objective apar or both"),
+            Idle(method not in ("lora", "gated-lora"), _ADAPTING, f"--method {method}", "--method lora or gated-lora"),
+            Idle(not context.params["self_distill"], ("bundle",), "no --self-distill", "both or neither"),
+        ),
+    )
 
 
 @click.command("tune", cls=Tune)
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("tuned", type=click.Path(path_type=Path))
-@click.argument("data", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=PATH)
+@click.argument("tuned", type=PATH)
+@click.argument("data", nargs=-1, required=True, type=PATH)
 @learning
 @steps
 @running
@@ -119,7 +113,7 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     A line of DATA holds "messages" of a chat, "prompt" and "response", or plain "text". What they teach about forking is
     shown by `spaceport tune data FILE`. While it runs, a training keeps its state in TUNED.training.
     """
-    check_use(click.get_current_context(), told)
+    check_use(click.get_current_context())
     settings = Settings(**{field.name: told[field.name] for field in fields(Settings) if field.name in told})
     # torch is read only once the options are known to be right
     from spaceport.tools.terminal.tuning_screen import is_first, shown

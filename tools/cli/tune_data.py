@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.cli.options import PATH, json_option, overwrite_option
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Refusal, Tree
@@ -42,21 +43,21 @@ class Order:
 
 
 @click.command("data")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
 @click.option("--example", type=int, metavar="N", help="Draw the tree of line N; by default the first there is.")
 @click.option(
     "--checkpoint",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DIR",
     help="Checkpoint whose tokens and chat template the rows are written in.",
 )
-@click.option("--rows", type=click.Path(path_type=Path), metavar="OUT", help="Write the prepared rows as JSONL.")
+@click.option("--rows", type=PATH, metavar="OUT", help="Write the prepared rows as JSONL.")
 @click.option(
     "--cutoff", default=Settings().cutoff, show_default=True, metavar="N", help="Longest row: tokens along a path."
 )
-@click.option("--overwrite", is_flag=True, help="Replace a file of rows that is there already.")
+@overwrite_option("file of rows")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings along.")
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@json_option("it")
 def command(
     files: tuple[Path, ...],
     example: int | None,

@@ -36,7 +36,7 @@ def markdown(page: Page) -> str:
     """The page."""
     parts = [
         "# Measured on a GPU",
-        "Written by `python -m spaceport.tools.bench.gpu`, all of it in one run. Models have random weights, which cost what "
+        "Written by `spaceport bench gpu`, all of it in one run. Models have random weights, which cost what "
         "trained ones cost.",
         table(("what", "value"), list(page.machine.items())),
     ]

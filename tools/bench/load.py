@@ -1,7 +1,5 @@
 """Load: how many tokens a second several texts at once get, and how long each of them waits, by places on the engine.
 
-    python -m spaceport.tools.bench.load BUNDLE --threads 1 [--prompts CHECKPOINT]
-
 All texts are asked for at the same moment. With one place they are written one by one.
 """
 
@@ -10,19 +8,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 
-import click
 import numpy as np
 
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.session import Runtime
-from spaceport.tools.demo.prompts import prompts_of
-from spaceport.tools.terminal.screen import show_json, show_table
 
 
 @dataclass(frozen=True)
@@ -140,51 +134,3 @@ def rates(rushes: Sequence[Rush]) -> tuple[float, float]:
         statistics.median(found.tokens / found.seconds for found in rushes),
         statistics.median(found.tokens / found.processor_seconds for found in rushes),
     )
-
-
-@click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--requests", default=16, show_default=True, help="Texts that are asked for at once.")
-@click.option("--places", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Values of max_requests.")
-@click.option("--context", default=64, show_default=True, help="Tokens of a prompt, on average.")
-@click.option("--prompts", type=click.Path(path_type=Path), help="Checkpoint whose prompts.json is asked instead.")
-@click.option("--tokens", default=48, show_default=True, help="Most tokens of a text.")
-@click.option("--mask-slots", type=int, default=None, metavar="K", help="Most tokens to draft; 0: none.")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads.")
-@click.option("--json", "as_json", is_flag=True)
-def command(
-    bundle: Path,
-    requests: int,
-    places: str,
-    context: int,
-    prompts: Path | None,
-    tokens: int,
-    mask_slots: int | None,
-    rounds: int,
-    threads: int,
-    as_json: bool,
-) -> None:
-    """Throughput and latency of BUNDLE under load."""
-    counts = [int(part) if part.isdecimal() else 0 for part in places.split(",")]
-    if min(*counts, requests, context, tokens, rounds) < 1:
-        raise OptionFault(f"--places is {places!r}: expected numbers of at least 1, as of the other options")
-    decoding = Decoding(max_tokens=tokens, mask_slots=mask_slots)
-    if prompts is None:
-        orders = random_orders(requests, context, decoding)
-    else:
-        orders = given_orders(list(prompts_of(prompts).values()), requests, decoding)
-    loads = compare(bundle, counts, orders, threads, context * 2 + tokens, rounds)
-    if as_json:
-        show_json(
-            {"requests": requests, "tokens": tokens, "threads": threads, "loads": [asdict(load) for load in loads]}
-        )
-        return
-    columns = ("places", "tokens/s", "ratio", "tokens/CPU s", "ratio", "first, p50 s", "p95 s", "whole, p50 s", "p95 s")
-    show_table(
-        f"{requests} texts at once, {tokens} tokens each", columns, [tuple(asdict(load).values()) for load in loads]
-    )
-
-
-if __name__ == "__main__":
-    command()

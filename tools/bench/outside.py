@@ -1,7 +1,5 @@
 """Outside: what a round of the scheduler takes beside the engine, with an engine that takes no time or behind a real one.
 
-    python -m spaceport.tools.bench.outside BUNDLE --threads 1 [--profile]
-
 The logits are made up, so that drafts are as wide as they may be: at each position one token is likely and two more are
 possible, and a mask slot is right in four cases of five.
 """
@@ -9,22 +7,17 @@ possible, and a mask slot is right in four cases of five.
 from __future__ import annotations
 
 import cProfile
-import pstats
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from time import perf_counter
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.opening import Opening
-from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import PROCESSOR
 from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.decoding import Decoding
@@ -33,7 +26,6 @@ from spaceport.runtime.scheduling.admission import Admission, capacity_for
 from spaceport.runtime.scheduling.scheduler import Scheduler, Task
 from spaceport.runtime.text.reading import Reading
 from spaceport.runtime.text.tokenizer import open_tokenizer
-from spaceport.tools.terminal.screen import show_json, show_table
 
 CASES = ((1, 1), (1, 9), (1, 36), (8, 1), (8, 9))  # requests, and rows of each in a step
 LENGTH = 512
@@ -165,33 +157,3 @@ def measure(
         statistics.median(times) * 1e3,
         float(np.quantile(times, 0.95)) * 1e3,
     )
-
-
-@click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--real", is_flag=True, help="Run the graph of BUNDLE in every step too.")
-@click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads of the graph.")
-@click.option("--rounds", "least", default=150, show_default=True, help="Rounds to measure of each kind, at least.")
-@click.option("--profile", "profiled", is_flag=True, help="Tell in which functions the time goes; it is more then.")
-@click.option("--json", "as_json", is_flag=True)
-def command(bundle: Path, real: bool, threads: int, least: int, profiled: bool, as_json: bool) -> None:
-    """Time that a round takes beside the engine, by requests and rows, with the sizes and the tokenizer of BUNDLE."""
-    opened = open_bundle(bundle)
-    capacity = capacity_for(opened.manifest, LENGTH)
-    costs = []
-    for requests, rows in CASES:
-        inner = open_engine(opened, "auto", Opening(capacity, requests, threads)) if real else None
-        profile = cProfile.Profile() if profiled else None
-        costs.append(measure(opened, inner, requests, rows, least, profile))
-        if profile is not None:
-            click.echo(f"\n{requests} requests, {rows} rows each:")
-            pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(18)
-    if as_json:
-        show_json({"real": real, "costs": [asdict(cost) for cost in costs]})
-        return
-    columns = ("requests", "rows of each", "rounds", "ms, median", "ms, 95 of 100")
-    show_table("Outside the engine, per round", columns, [tuple(asdict(cost).values()) for cost in costs])
-
-
-if __name__ == "__main__":
-    command()

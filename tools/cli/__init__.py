@@ -1,18 +1,19 @@
-"""Command line: the commands that people run; each lives in a file of its own and is read only when it is called."""
+"""Command line: the commands that people run; each in a module of its own that is imported when it is called."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from importlib import import_module
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
 from spaceport import __version__
 from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
+from spaceport.tools.cli.lazy import LazyGroup
 
 # What brings a package; all others come with [export].
 EXTRAS = {
@@ -25,39 +26,27 @@ EXTRAS = {
     "matplotlib": "[tune]",
 }
 
-COMMANDS = {
-    "tune": "Teach a checkpoint to draft for itself and to fork.",
-    "acceptance": "Measure what a model's drafts are worth.",
-    "export": "Write a checkpoint as a bundle.",
-    "build": "Build a bundle for a GPU with TensorRT.",
-    "check": "Compare all engines of a bundle, pair by pair.",
-    "audit": "Hold a bundle's drafted texts against its plain ones.",
-    "inspect": "Show what a bundle holds.",
-    "generate": "Write text from a prompt.",
-    "bench": "Measure what steps cost.",
-    "demo": "Export, check and decode a small model.",
-    "doctor": "Show which backends are here and what is missing.",
-}
+
+class Commands(LazyGroup):
+    """The commands of `spaceport`."""
+
+    package = "spaceport.tools.cli"
+    summaries: ClassVar = {
+        "tune": "Teach a checkpoint to draft for itself and to fork.",
+        "acceptance": "Measure what a model's drafts are worth.",
+        "export": "Write a checkpoint as a bundle.",
+        "build": "Build a bundle for a GPU with TensorRT.",
+        "check": "Compare all engines of a bundle, pair by pair.",
+        "audit": "Hold a bundle's drafted texts against its plain ones.",
+        "inspect": "Show what a bundle holds.",
+        "generate": "Write text from a prompt.",
+        "bench": "Measure what steps cost.",
+        "demo": "Export, check and decode a small model.",
+        "doctor": "Show which backends are here and what is missing.",
+    }
 
 
-class Lazy(click.Group):
-    """A group whose commands are imported when they are called, so that --help answers at once."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        command: click.Command = import_module(f"spaceport.tools.cli.{name}").command
-        return command
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
-
-
-@click.command(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="spaceport")
 def cli() -> None:
     """Export language models that draft for themselves, and run them: the same text in fewer steps."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from spaceport.runtime.backends import device
 from spaceport.runtime.costs import Costs
@@ -18,6 +16,7 @@ from spaceport.tools.bench.engines import Measured, Way
 from spaceport.tools.bench.gpu_page import Page, Shape, markdown, table
 from spaceport.tools.bench.outside import Cost
 from spaceport.tools.bench.steps import StepCost
+from spaceport.tools.cli.bench.gpu import run_command
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> gpu.Plan:
 
 def test_every_way_that_can_be_run_is_measured_and_the_others_say_why_not(plan: gpu.Plan) -> None:
     said: list[str] = []
-    shape = gpu.measure_shape(plan, plan.work / "tiny", said.append)
+    shape = gpu.measure_shape(plan, plan.work / "tiny", run_command, said.append)
     (found,) = shape.measured
     assert (shape.name, shape.dtype, found.way) == ("tiny", "float16", Way("onnxruntime", False))
     assert [step.rows for step in found.steps] == [1, 4]
@@ -51,7 +50,7 @@ def test_a_way_that_fails_leaves_the_others(plan: gpu.Plan, monkeypatch: pytest.
         raise EngineFault("it has caught fire")
 
     monkeypatch.setattr(gpu, "measure", burnt)
-    shape = gpu.measure_shape(plan, plan.work / "tiny", lambda what: None)
+    shape = gpu.measure_shape(plan, plan.work / "tiny", run_command, lambda what: None)
     assert shape.failed["onnxruntime"] == "it has caught fire"
     assert not shape.measured
 
@@ -61,18 +60,9 @@ def test_a_build_that_fails_tells_its_last_word(plan: gpu.Plan) -> None:
     if device.no_gpu() is None:
         pytest.skip("there is a GPU: the build does not fail")
     bundle = gpu.bundle_of(plan, plan.work / "tiny", "append")
-    told = gpu.build(dataclasses.replace(plan, flavours=("tensorrt-rtx",)), bundle, lambda what: None)
+    told = gpu.build(dataclasses.replace(plan, flavours=("tensorrt-rtx",)), bundle, run_command, lambda what: None)
     assert "exit code" in told["tensorrt-rtx"]
     assert "NVIDIA" in told["tensorrt-rtx"]
-
-
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
-    if (reason := device.no_gpu()) is None:
-        pytest.skip("there is a GPU")
-    found = CliRunner().invoke(gpu.command, [str(tmp_path / "gpu.md"), "--work", str(tmp_path / "work")])
-    assert found.exit_code == 5
-    assert found.stderr == f"skipped: {reason}\n"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_page_has_a_line_for_each_way_and_each_note() -> None:

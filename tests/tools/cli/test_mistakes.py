@@ -18,7 +18,7 @@ import pytest
 
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import read_manifest
-from spaceport.tools.cli import COMMANDS, run
+from spaceport.tools.cli import Commands, run
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
 from support.paths import TINY
 from support.small_bundle import edit
@@ -132,7 +132,7 @@ def test_without_a_command_the_commands_are_told(capfd: Capture) -> None:
     assert run([]) == USAGE
     output, errors = capfd.readouterr()
     assert output == ""
-    assert all(name in errors for name in COMMANDS)
+    assert all(name in errors for name in Commands.summaries)
 
 
 def without_masks(bundle: Path) -> None:

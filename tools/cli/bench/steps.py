@@ -1,4 +1,4 @@
-"""`spaceport bench`: what steps cost on this machine."""
+"""`spaceport bench steps`: what steps cost on this machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from spaceport.tools.cli.options import backend_option, bundle_argument, json_op
 from spaceport.tools.terminal.screen import show_json, show_notes, show_table
 
 
-@click.group("bench")
-def command() -> None:
-    """Measure what steps cost on this machine."""
-
-
-@command.command("steps")
+@click.command("steps")
 @bundle_argument
 @click.option("--rows", default="1,2,4,9,16,36", show_default=True, metavar="N,N,…", help="Numbers of rows to measure.")
 @click.option("--context", default=256, show_default=True, help="Tokens that the rows see.")
@@ -28,7 +23,7 @@ def command() -> None:
 @backend_option
 @click.option("--trust-engines", is_flag=True, help="Run engines that were not built on this machine.")
 @json_option("it")
-def steps(
+def command(
     bundle: Path, rows: str, context: int, rounds: int, threads: int, backend: str, trust_engines: bool, as_json: bool
 ) -> None:
     """Median time of a step of BUNDLE by its number of rows, and the time outside the engine in real decoding."""

@@ -1,9 +1,4 @@
-"""Against onnxruntime-genai: one-row steps of both on one checkpoint, in turn, in one process.
-
-Needs the package onnxruntime-genai; it is no dependency of Spaceport:
-    python -m onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI -p fp32 -e cpu
-    python -m spaceport.tools.bench.against_genai BUNDLE GENAI --threads 1
-"""
+"""Genai: one-row steps of Spaceport and of onnxruntime-genai on one checkpoint, in turn, in one process."""
 
 from __future__ import annotations
 
@@ -13,30 +8,46 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from types import ModuleType
 from typing import Any
 
-import click
 import numpy as np
 
+from spaceport.graphs.contract.faults import MissingPart
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.terminal.screen import show_json, show_table
 
 
-@click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("genai", type=click.Path(path_type=Path))
-@click.option("--threads", default=1, show_default=True, help="Processor threads of each.")
-@click.option("--context", default=256, show_default=True, help="Tokens of the prompt.")
-@click.option("--tokens", default=64, show_default=True, help="Tokens that each writes in a round.")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
-def command(bundle: Path, genai: Path, threads: int, context: int, tokens: int, rounds: int, as_json: bool) -> None:
-    """Median time of a token from BUNDLE, decoded plainly, and from GENAI, the same checkpoint in its own format."""
-    import onnxruntime_genai as og
+@dataclass(frozen=True)
+class PairedSteps:
+    """Median times of steps that both runtimes took in turn."""
 
+    context: int  # tokens of the prompt
+    threads: int  # CPU threads of each
+    steps: int  # of each
+    spaceport_ms: float
+    genai_ms: float
+    ratio: float  # median of spaceport / genai over the pairs
+
+
+def genai_library() -> ModuleType:
+    """The package onnxruntime-genai, which is no dependency of Spaceport."""
+    try:
+        import onnxruntime_genai
+    except ModuleNotFoundError as error:
+        raise MissingPart(
+            "`spaceport bench genai` needs the package onnxruntime-genai: pip install onnxruntime-genai"
+        ) from error
+    library: ModuleType = onnxruntime_genai
+    return library
+
+
+def compare(bundle: Path, genai: Path, threads: int, context: int, tokens: int, rounds: int) -> PairedSteps:
+    """Steps of the bundle, decoded plainly, beside steps of the same checkpoint in the format of onnxruntime-genai."""
+    og = genai_library()
     prompt = np.random.default_rng(0).integers(0, 200, context).tolist()
     ours: list[float] = []
     theirs: list[float] = []
@@ -56,24 +67,14 @@ def command(bundle: Path, genai: Path, threads: int, context: int, tokens: int, 
                         ours.append(between - before)
                         theirs.append(perf_counter() - between)
             del generator
-    report = {
-        "context": context,
-        "threads": threads,
-        "steps": len(ours),
-        "spaceport_ms": statistics.median(ours) * 1e3,
-        "genai_ms": statistics.median(theirs) * 1e3,
-        "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
-    }
-    if as_json:
-        show_json(report)
-        return
-    rows = [("spaceport", report["spaceport_ms"]), (f"onnxruntime-genai {og.__version__}", report["genai_ms"])]
-    show_table(
-        f"One-row steps behind {context} tokens, {threads} thread(s), {len(ours)} pairs",
-        ("runtime", "ms a token"),
-        rows,
+    return PairedSteps(
+        context,
+        threads,
+        len(ours),
+        statistics.median(ours) * 1e3,
+        statistics.median(theirs) * 1e3,
+        statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
     )
-    click.echo(f"median of the paired ratios: {report['ratio']:.3f}")
 
 
 def started(og: Any, model: Any, prompt: list[int], length: int) -> Any:
@@ -99,7 +100,3 @@ def with_threads(genai: Path, threads: int) -> Iterator[Path]:
         (folder / "genai_config.json").write_text(json.dumps(config), "utf-8")
         yield folder
         shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    command()

@@ -1,0 +1,15 @@
+"""The load benchmark: the requests that it sends."""
+
+from __future__ import annotations
+
+from spaceport.runtime.decoding import Decoding
+from spaceport.tools.bench import load
+
+
+def test_load_asks_the_prompts_of_a_checkpoint_in_turn() -> None:
+    orders = load.given_orders(["a", "b"], 3, Decoding(max_tokens=5))
+    assert [order.prompt for order in orders] == ["a", "b", "a"]
+    lengths = [len(order.prompt) for order in load.random_orders(50, 10, Decoding())]
+    assert min(lengths) >= 5
+    assert max(lengths) <= 15
+    assert len(set(lengths)) > 3

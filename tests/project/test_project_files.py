@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from spaceport.graphs.contract.manifest import SCHEMA
-from spaceport.tools import cli
+from spaceport.tools.cli import exit_codes
 from support.paths import DOCS, ROOT
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
@@ -50,6 +50,6 @@ def test_an_issue_form_is_one_that_can_be_shown(form: Path) -> None:
 
 def test_the_policies_name_every_exit_code_and_every_schema() -> None:
     page = (DOCS / "policies.md").read_text("utf-8")
-    codes = {getattr(cli, name) for name in ("OK", "FAULT", "USAGE", "INPUT", "ACCURACY", "MISSING", "INTERRUPTED")}
+    codes = {code for name, code in vars(exit_codes).items() if name.isupper()}
     assert {int(code) for code in column(page, "## Exit codes")} == codes
     assert [int(schema) for schema in column(page, "## The manifest schema")] == list(range(1, SCHEMA + 1))

@@ -21,12 +21,28 @@ from support.paths import ROOT
 
 PARTS = ("exporter", "graphs", "runtime", "tools")
 
-# What each part may import of the project.
-ARROWS = {
-    "graphs": ("spaceport.graphs",),
-    "exporter": ("spaceport.exporter", "spaceport.graphs"),
-    "runtime": ("spaceport.runtime", "spaceport.graphs.contract"),
-    "tools": tuple(f"spaceport.{part}" for part in PARTS),
+# Package -> what it may import of the project beside itself, lowest first: a row names earlier rows only. The longest
+# row that a module is in counts.
+_MODEL = ("graphs", "exporter", "runtime")
+LAYERS = {
+    "graphs.contract": (),
+    "graphs": (),
+    "exporter": ("graphs",),
+    "runtime": ("graphs.contract",),
+    "tools.reference": _MODEL,
+    "tools.demo": _MODEL,
+    "tools.report": _MODEL,
+    "tools.tune": (*_MODEL, "tools.reference"),
+    "tools.terminal": (*_MODEL, "tools.tune"),
+    "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
+    "tools.bench": (*_MODEL, "tools.demo", "tools.verify"),
+    # Not in the wheel: nothing imports it.
+    "tools.demo_recipe": (*_MODEL, "tools.demo", "tools.reference", "tools.terminal", "tools.tune", "tools.verify"),
+    "tools.cli": (
+        *_MODEL,
+        *("tools.bench", "tools.demo", "tools.reference", "tools.report"),
+        *("tools.terminal", "tools.tune", "tools.verify"),
+    ),
 }
 
 # Which libraries these modules may import. The longest entry counts; None = any.
@@ -136,11 +152,19 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def against_the_arrows(found: Import) -> bool:
-    """Whether a part imports what stands beside or above it; the version in spaceport itself is everybody's."""
-    part = found.importer.split(".")[1] if "." in found.importer else ""
-    allowed = ("spaceport",) if found.target == "spaceport" else ARROWS.get(part, ())
-    return found.library == "spaceport" and not within(found.target, allowed)
+def layer_of(module: str) -> str | None:
+    """The row of LAYERS that a module is in, such as runtime for spaceport.runtime.decode.slots."""
+    rows = [row for row in LAYERS if within(module, (f"spaceport.{row}",))]
+    return max(rows, key=len, default=None)
+
+
+def upward(found: Import) -> bool:
+    """Whether a module imports what stands beside or above its layer; spaceport itself, the version, is everybody's."""
+    if found.library != "spaceport" or found.target == "spaceport":
+        return False
+    layer = layer_of(found.importer)
+    allowed = () if layer is None else (layer, *LAYERS[layer])
+    return not within(found.target, tuple(f"spaceport.{package}" for package in allowed))
 
 
 def foreign(found: Import) -> bool:
@@ -173,7 +197,7 @@ def cycle(sources: Sources) -> list[str]:
 
 def faults(sources: Sources) -> list[str]:
     """Every import of the package that breaks a rule."""
-    rules = (against_the_arrows, foreign, second_copy)
+    rules = (upward, foreign, second_copy)
     return [f"{found} ({rule.__name__})" for found in imports(sources, sources) for rule in rules if rule(found)]
 
 
@@ -184,20 +208,29 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize(
     ("importer", "line", "rule"),
     [
-        ("graphs.x", "from spaceport.exporter import bundle", "against_the_arrows"),
-        ("graphs.contract.signature", "import spaceport.runtime.decode.slots", "against_the_arrows"),
-        ("exporter.x", "from spaceport import runtime", "against_the_arrows"),
-        ("exporter.x", "def f():\n    from spaceport.tools import cli", "against_the_arrows"),
-        ("runtime.x", "from spaceport.graphs import attention", "against_the_arrows"),
-        ("runtime.x", "from spaceport.graphs.contract_of import y", "against_the_arrows"),
-        ("runtime.backends.x", "from spaceport.exporter.atomic_folder import y", "against_the_arrows"),
+        ("graphs.x", "from spaceport.exporter import bundle", "upward"),
+        ("graphs.contract.signature", "import spaceport.runtime.decode.slots", "upward"),
+        ("exporter.x", "from spaceport import runtime", "upward"),
+        ("exporter.x", "def f():\n    from spaceport.tools import cli", "upward"),
+        ("runtime.x", "from spaceport.graphs import attention", "upward"),
+        ("runtime.x", "from spaceport.graphs.contract_of import y", "upward"),
+        ("runtime.backends.x", "from spaceport.exporter.atomic_folder import y", "upward"),
+        ("graphs.contract.x", "from spaceport.graphs.attention import y", "upward"),
+        ("tools.bench.load", "from spaceport.tools.cli.demo import prompts_of", "upward"),
+        ("tools.bench.x", "def f():\n    from spaceport.tools import cli", "upward"),
+        ("tools.terminal.x", "from spaceport.tools.cli.exit_codes import OK", "upward"),
+        ("tools.tune.x", "from spaceport.tools.verify.accuracy import compare", "upward"),
+        ("tools.report.x", "from spaceport.tools.terminal.screen import show_json", "upward"),
+        ("tools.cli.x", "from spaceport.tools.demo_recipe.train import MODEL", "upward"),
+        ("tools.reference", "from spaceport.tools.demo.prompts import MODEL", "upward"),
+        ("tools.x", "from spaceport.exporter import bundle", "upward"),
         ("runtime.x", "import torch.nn", "foreign"),
         ("runtime.x", "import click", "foreign"),
         ("runtime.x", "def f():\n    from onnxruntime import InferenceSession", "foreign"),
         ("graphs.contract.signature", "import torch", "foreign"),
         ("graphs.contract.manifest", "from jinja2 import Template", "foreign"),
-        ("tools.x", "from runtime.slots import Slots", "second_copy"),
-        ("tools.x", "import graphs", "second_copy"),
+        ("tools.cli.x", "from runtime.slots import Slots", "second_copy"),
+        ("tools.cli.x", "import graphs", "second_copy"),
         ("runtime.x", "from . import slots", "second_copy"),
         ("runtime.x", "from .slots import Slots", "second_copy"),
     ],
@@ -219,7 +252,9 @@ def test_a_wrong_import_is_found(importer: str, line: str, rule: str) -> None:
             "from spaceport.graphs.contract import signature\nfrom spaceport.graphs.contract.manifest import y\nimport numpy.typing",
         ),
         ("runtime.backends.x", "import torch, onnxruntime\nfrom spaceport.runtime import slots"),
-        ("tools.x", "from spaceport.exporter import bundle\nimport spaceport.runtime, click, torch"),
+        ("tools.tune.x", "from spaceport.exporter import bundle\nimport spaceport.runtime, click, torch"),
+        ("tools.bench.x", "from spaceport.tools.demo.prompts import MODEL\nimport spaceport.tools.verify"),
+        ("tools.cli.x", "from spaceport.tools.cli import run\nfrom spaceport.tools.bench import gpu"),
         ("runtime.x", "from spaceport import __version__\nimport json"),
     ],
 )
@@ -231,6 +266,16 @@ def test_a_right_import_is_no_fault(importer: str, line: str) -> None:
         "spaceport.graphs.contract.manifest": "",
     }
     assert [fault for fault in faults(sources) if fault.startswith(f"{planted}:")] == []
+
+
+def test_every_module_is_in_a_layer() -> None:
+    bare = {"spaceport", "spaceport.tools"}  # packages that hold the others and import nothing
+    assert [module for module in project() if module not in bare and layer_of(module) is None] == []
+
+
+def test_a_layer_imports_lower_layers_only() -> None:
+    rows = list(LAYERS)
+    assert [(row, package) for row in rows for package in LAYERS[row] if package not in rows[: rows.index(row)]] == []
 
 
 def test_the_tests_import_no_second_copy() -> None:

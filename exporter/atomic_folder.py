@@ -1,10 +1,9 @@
-"""Bundle writing: a folder made beside its target and put in its place when it is whole; checkpoints are written so too."""
+"""Atomic folder: a folder that is written beside its target and put in its place in one step when it is complete."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import shutil
 import signal
@@ -12,13 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from spaceport.exporter.folder_lock import alone_in
 from spaceport.graphs.contract.atomic_file import flush, partial_of, sweep
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, record_of
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
 _HERE = -100  # AT_FDCWD
@@ -26,21 +25,21 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a folder is: its name, and the file by which it is known."""
+class FolderKind:
+    """A kind of folder that may be replaced: its name for messages, and the file that every such folder has."""
 
     noun: str
     mark: str
 
 
-BUNDLE = Kind("bundle", MANIFEST_FILE)
+BUNDLE = FolderKind("bundle", MANIFEST_FILE)
 
 
 class TargetError(InputFault):
     """A folder cannot be written where it was asked for; nothing there was changed."""
 
 
-def check_target(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> None:
+def check_target(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> None:
     """Raise if a folder could not be put at `target`, before any work is done for it."""
     parent = target.absolute().parent
     if not parent.is_dir():
@@ -58,7 +57,7 @@ def check_target(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> None:
 
 
 @contextmanager
-def writing(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> Iterator[Path]:
+def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterator[Path]:
     """A folder to fill; it takes the target's place when the block ends well, and is removed when it does not."""
     check_target(target, overwrite, kind)
     target = target.absolute()
@@ -75,22 +74,7 @@ def writing(target: Path, overwrite: bool, kind: Kind = BUNDLE) -> Iterator[Path
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def seal(folder: Path, manifest: Manifest) -> Manifest:
-    """Record every file of a folder in its manifest and write that last, so that no unfinished folder opens."""
-    files = {}
-    for file in sorted(folder.iterdir()):
-        with file.open("rb") as stream:
-            files[file.name] = record_of(stream)
-        flush(file)
-    sealed = replace(manifest, files=files)
-    path = folder / MANIFEST_FILE
-    path.write_text(json.dumps(sealed.as_dict(), indent=2, ensure_ascii=False) + "\n", "utf-8")
-    flush(path)
-    flush(folder)
-    return sealed
-
-
-def require_space(folder: Path, size: int, kind: Kind = BUNDLE) -> None:
+def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:
     """Raise if the disk has no room for `size` bytes more."""
     free = shutil.disk_usage(folder).free
     if free < size:

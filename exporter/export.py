@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from spaceport import __version__
-from spaceport.exporter.atomic_folder import check_target, require_space, seal, writing
+from spaceport.exporter.atomic_folder import check_target, require_space, writing
+from spaceport.exporter.bundle_files import seal
 from spaceport.exporter.checkpoint import DTYPES, Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx

@@ -1,4 +1,4 @@
-"""Alone: one process at a time changes a bundle; the lock is the folder itself and leaves nothing behind."""
+"""Folder lock: an exclusive lock on a folder, held by the one process that changes it; it leaves no file behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP)  # what file systems of n
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder which nobody else who asks for the same has meanwhile, where the file system can tell."""
+    """The descriptor of a folder that is locked for the block; without effect on file systems that lock no folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from spaceport.exporter.projections import join_projections
 from spaceport.exporter.rounded_weights import LostWeights, store_rounded
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.marks import Marked
@@ -25,7 +25,6 @@ from spaceport.graphs.marks import Marked
 OPSETS = (23, 24)
 # The lowest that says it: more versions of ONNX Runtime load it. The append lowering writes with TensorScatter.
 DEFAULT_OPSET: dict[Lowering, int] = {"scatter": 23, "append": 24}
-DATA_FILE = "model.onnx.data"
 
 _IR_VERSION = {23: 11, 24: 11}
 # types of the contract: as torch and as ONNX have them

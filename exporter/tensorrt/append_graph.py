@@ -10,7 +10,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Signature, Tensor
 
 _TYPES: dict[int, str] = {
@@ -20,9 +20,6 @@ _TYPES: dict[int, str] = {
     onnx.TensorProto.INT64: "int64",
     onnx.TensorProto.BOOL: "bool",
 }
-
-
-_DATA_FILE = f"{MODEL_FILE}.data"  # the one that a manifest tells of, and an engine's key
 
 
 class UnbuildableGraph(InputFault):
@@ -76,9 +73,9 @@ def _hold_together(graph: onnx.GraphProto, path: Path) -> None:
     constants = (attribute.t for node in graph.node for attribute in node.attribute if attribute.HasField("t"))
     for tensor in (*graph.initializer, *constants):
         for told in tensor.external_data:
-            if told.key == "location" and told.value != _DATA_FILE:
+            if told.key == "location" and told.value != DATA_FILE:
                 raise UnbuildableGraph(
-                    f"{path}: {tensor.name} lies in {told.value!r}, expected {_DATA_FILE}, whose digest the manifest tells: "
+                    f"{path}: {tensor.name} lies in {told.value!r}, expected {DATA_FILE}, whose digest the manifest tells: "
                     "export it again"
                 )
 

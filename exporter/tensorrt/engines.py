@@ -64,8 +64,7 @@ def found(folder: Path, manifest: Manifest, name: str) -> EngineRecord | None:
     if record is None or not file.is_file():
         return None
     with file.open("rb") as stream:
-        told = record_of(stream)
-    return record if (told.sha256, told.size) == (record.sha256, record.size) else None
+        return record if record_of(stream) == record.file else None
 
 
 def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> None:
@@ -81,13 +80,12 @@ def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> No
             if other != name and not _stands_for(record, told) and (engines / other).is_file()
         }
         written = replace(manifest, engines={**kept, name: record}, schema=SCHEMA)
-        text = json.dumps(written.as_dict(), indent=2, ensure_ascii=False) + "\n"
         # An interrupt waits. What may fail is done first: then two files take their places.
         with (
             undisturbed(),
             _room_for_engines(engines),
             _staged(engines / name, plan) as put_engine,
-            _staged(folder / MANIFEST_FILE, text.encode()) as put_manifest,
+            _staged(folder / MANIFEST_FILE, written.as_json().encode()) as put_manifest,
         ):
             put_engine()
             put_manifest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, BinaryIO, Literal, cast, get_args
@@ -16,6 +17,7 @@ ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 MODEL_FILE = "model.onnx"
+DATA_FILE = f"{MODEL_FILE}.data"  # its weights
 ENGINES_FOLDER = "engines"
 
 MOST_MASK_SLOTS = 64
@@ -80,6 +82,11 @@ class EngineRecord:
     refittable: bool = False
     decomposed: int = 0  # attention layers that run as matrix products, since the library has no kernel for them
 
+    @property
+    def file(self) -> FileRecord:
+        """The engine's file as it was when it was built."""
+        return FileRecord(self.sha256, self.size)
+
 
 def record_of(stream: BinaryIO) -> FileRecord:
     """What is recorded of a file, read to its end."""
@@ -113,10 +120,23 @@ class Manifest:
     @property
     def graph(self) -> tuple[str, ...]:
         """The digests of the files that hold the graph: what an engine is built from."""
-        return tuple(self.files[name].sha256 for name in sorted(self.files) if name.startswith(MODEL_FILE))
+        return tuple(record.sha256 for record in self._graph_files)
+
+    @property
+    def graph_bytes(self) -> int:
+        """The size of the graph, nearly all of it weights."""
+        return sum(record.size for record in self._graph_files)
+
+    @property
+    def _graph_files(self) -> tuple[FileRecord, ...]:
+        return tuple(self.files[name] for name in sorted(self.files) if name.startswith(MODEL_FILE))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def as_json(self) -> str:
+        """The content of the manifest's file."""
+        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n"
 
 
 def manifest_of(data: object) -> Manifest:

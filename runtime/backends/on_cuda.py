@@ -11,7 +11,6 @@ from typing import Any
 import onnxruntime as ort
 
 from spaceport.graphs.contract.faults import MissingPart, OptionFault
-from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.on_device import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_session, session_options, unloadable
@@ -116,7 +115,7 @@ def no_room(bundle: Bundle, opening: Opening) -> str:
     """What to say where the GPU's memory ends."""
     manifest = bundle.manifest
     buffers = manifest.signature.kv_bytes(opening.requests, opening.capacity) / 1e9
-    weights = sum(record.size for name, record in manifest.files.items() if name.startswith(MODEL_FILE)) / 1e9
+    weights = manifest.graph_bytes / 1e9
     return (
         f"{weights:.1f} GB of weights and {buffers:.1f} GB of KV buffers ({opening.requests} requests of {opening.capacity} "
         f"slots) do not fit into the {gpu().memory / 1e9:.1f} GB of the {gpu().name}: lower max_seq_len (--max-seq-len) or "

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
+from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import open_bundle
-from support.small_bundle import DATA_FILE, edit, fill, refused
+from support.small_bundle import edit, fill, refused
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ import onnx
 from onnx import helper, numpy_helper
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.atomic_folder import seal
-from spaceport.graphs.contract.manifest import MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.exporter.bundle_files import seal
+from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Precision, Signature, Tensor
 
-DATA_FILE = "model.onnx.data"
 VOCAB = 50
 POSITIONS = 1024
 TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from spaceport.exporter.atomic_folder import seal
+from spaceport.exporter.bundle_files import seal
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import read_manifest
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.atomic_folder import seal
+from spaceport.exporter.bundle_files import seal
 from spaceport.graphs.contract.manifest import (
+    DATA_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
     TOKENIZER_FILE,
@@ -23,7 +24,6 @@ from spaceport.graphs.contract.manifest import (
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import BundleError, open_bundle
 
-DATA_FILE = "model.onnx.data"
 ENGINE = "sm89-0123456789ab.engine"
 RECORD = EngineRecord("a" * 64, 7, ("b" * 64, "c" * 64), "tensorrt-rtx", "1.7.1.116", "sm89", 1024, 4, 64, 512)
 

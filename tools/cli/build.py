@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from spaceport.exporter.tensorrt.append_graph import refuse_scatter
-from spaceport.exporter.tensorrt.build import Outcome, build_engine, host_memory, weights_of
+from spaceport.exporter.tensorrt.build import Outcome, build_engine, host_memory
 from spaceport.exporter.tensorrt.profiles import Shapes
 from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, open_library, target_of
 from spaceport.graphs.contract.faults import OptionFault
@@ -182,7 +182,7 @@ def _memory(manifest: Manifest, shapes: Shapes) -> str:
     logits = shapes.requests * rows * signature.vocab_size * 4  # float32
     requests = f"{shapes.requests} request{'s' if shapes.requests > 1 else ''}"
     return (
-        f"{size(weights_of(manifest))} of weights, {size(kv)} of KV buffers for {requests} of "
+        f"{size(manifest.graph_bytes)} of weights, {size(kv)} of KV buffers for {requests} of "
         f"{shapes.capacity} slots, up to {size(logits)} of logits; building takes about {size(host_memory(manifest))} of memory here"
     )
 

@@ -135,9 +135,8 @@ def _state(bundle: Bundle, name: str, record: EngineRecord) -> str:
     if not file.is_file():
         return "gone"
     with file.open("rb") as stream:
-        told = record_of(stream)
-    if (told.sha256, told.size) != (record.sha256, record.size):
-        return "changed"
+        if record_of(stream) != record.file:
+            return "changed"
     if record.graph != bundle.manifest.graph:
         return "of another graph"
     return "built here" if trust.built_here(record.sha256) else "built elsewhere"
@@ -146,14 +145,13 @@ def _state(bundle: Bundle, name: str, record: EngineRecord) -> str:
 def memory_of(manifest: Manifest, requests: int, length: int, max_slots: int) -> dict[str, int]:
     """Bytes that weights and KV buffers take."""
     slots = capacity_for(manifest, max_slots)
-    weights = sum(record.size for name, record in manifest.files.items() if name.startswith("model.onnx"))
     kv = manifest.signature.kv_bytes(requests, slots)
     return {
         "requests": requests,
         "max_seq_len": length,
         "max_slots": max_slots,
         "slots": slots,
-        "weights": weights,
+        "weights": manifest.graph_bytes,
         "kv": kv,
     }
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from spaceport.exporter.adapter import write_adapter
-from spaceport.exporter.atomic_folder import Kind
+from spaceport.exporter.atomic_folder import FolderKind
 from spaceport.exporter.sar_config import write_sar_config
 from spaceport.graphs.gated import base_state
 from spaceport.tools.tune.methods import Tuned
 from spaceport.tools.tune.subject import Subject
 
-CHECKPOINT = Kind("checkpoint", "config.json")
+CHECKPOINT = FolderKind("checkpoint", "config.json")
 
 _GENERATION_FILE = "generation_config.json"
 

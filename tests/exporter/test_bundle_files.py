@@ -1,0 +1,36 @@
+"""Bundle files: a sealed folder is a bundle whose manifest holds every file as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from spaceport.exporter.bundle_files import seal
+from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, FileRecord, manifest_of
+from support.small_bundle import fill
+
+
+def test_every_file_is_recorded_as_it_is(tmp_path: Path) -> None:
+    fill(tmp_path)
+    told = manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8")))
+    contents = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != MANIFEST_FILE}
+    assert len(contents) == 3
+    assert told.files == {
+        name: FileRecord(hashlib.sha256(content).hexdigest(), len(content)) for name, content in contents.items()
+    }
+
+
+def test_what_is_returned_is_what_is_read_back(tmp_path: Path) -> None:
+    manifest = fill(tmp_path)
+    (tmp_path / MANIFEST_FILE).unlink()
+    sealed = seal(tmp_path, manifest)
+    assert manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8"))) == sealed == manifest
+
+
+def test_the_graph_is_its_file_and_its_weights(tmp_path: Path) -> None:
+    manifest = fill(tmp_path, b"a graph")
+    weights = (tmp_path / DATA_FILE).read_bytes()
+    assert manifest.graph == (hashlib.sha256(b"a graph").hexdigest(), hashlib.sha256(weights).hexdigest())
+    assert manifest.graph_bytes == len(b"a graph") + len(weights)
+    assert set(manifest.files) > {MODEL_FILE, DATA_FILE}

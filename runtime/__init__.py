@@ -6,8 +6,9 @@ from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.sampling.scoring import Score
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.scheduler import QueueFull
-from spaceport.runtime.scheduling.stream import AsyncStream, Completion, Stream
+from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.reading import Piece, ThreadText

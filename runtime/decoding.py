@@ -8,8 +8,8 @@ from types import NoneType
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.decode.draft import Drafting, Shape
+from spaceport.runtime.engine import PROCESSOR, Costs
 from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.sampler import Sampling
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from queue import SimpleQueue
-from time import monotonic
 from types import TracebackType
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends import best, open_engine, passed_over
+from spaceport.runtime.backends import resolve
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.sampling.scoring import Score, Scoring
-from spaceport.runtime.scheduling.admission import Admission, Admitted, Prompt, capacity_for, seq_len, slots_for
-from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS, Scheduler, Task
-from spaceport.runtime.scheduling.stream import AsyncStream, Completion, Stream, news_for_loop
+from spaceport.runtime.sampling.scoring import Score
+from spaceport.runtime.scheduling.admission import Admission
+from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
+from spaceport.runtime.scheduling.generation import Completion, ScoringTask
+from spaceport.runtime.scheduling.scheduler import Scheduler
+from spaceport.runtime.scheduling.stream import AsyncStream, Stream, deliver_to_loop
 from spaceport.runtime.scheduling.worker import Worker
+from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.reading import Piece
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
@@ -40,7 +42,7 @@ class Runtime:
         max_seq_len: int,
         max_slots: int | None = None,
         queue_limit: int = DEFAULT_QUEUE_LIMIT,
-        prompt_rows: int = PROMPT_ROWS,
+        prompt_rows: int = PREFILL_ROWS,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.bundle = bundle
@@ -78,10 +80,8 @@ class Runtime:
         if queue_limit < 0:
             raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
         opening = Opening(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
-        name = best(opened, opening) if backend == "auto" else backend
-        engine = open_engine(opened, name, opening)
-        notes = passed_over(opened, name, opening) if backend == "auto" else ()
-        return cls(opened, engine, length, slots, queue_limit, notes=notes)
+        resolved = resolve(opened, backend, opening)
+        return cls(opened, resolved.engine, length, slots, queue_limit, notes=resolved.notes)
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The text that follows a prompt."""
@@ -90,9 +90,10 @@ class Runtime:
 
     def stream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Stream:
         """The text that follows a prompt, piece by piece; a prompt is text, token ids, or chat messages."""
-        admitted = self._admission.text(prompt, decoding)
-        news: SimpleQueue[list[Piece] | None] = SimpleQueue()
-        return Stream(admitted, self._submit(admitted, decoding, news.put), news)
+        deliveries: SimpleQueue[list[Piece] | None] = SimpleQueue()
+        generation = self._admission.generation(prompt, decoding, deliveries.put)
+        self._worker.submit(generation)
+        return Stream(generation, deliveries)
 
     async def agenerate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The same for asyncio; a cancelled call ends its text."""
@@ -101,32 +102,33 @@ class Runtime:
 
     def astream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> AsyncStream:
         """The same for asyncio, piece by piece: `async for piece in runtime.astream(prompt)`."""
-        admitted = self._admission.text(prompt, decoding)
-        news: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
-        put = news_for_loop(news, asyncio.get_running_loop())
-        return AsyncStream(admitted, self._submit(admitted, decoding, put), news)
+        deliveries: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
+        put = deliver_to_loop(deliveries, asyncio.get_running_loop())
+        generation = self._admission.generation(prompt, decoding, put)
+        self._worker.submit(generation)
+        return AsyncStream(generation, deliveries)
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
         """How likely each token of a continuation is behind a prompt, or of the prompt itself; `top` likeliest with each."""
-        scoring, task, fed = self._score(prompt, continuation, top)
+        task = self._submit_scoring(prompt, continuation, top)
         try:
-            fed.result()
+            task.fed.result()
         finally:
             task.cancelled = True  # of use only if nobody waits any more
-        return scoring.score()
+        return task.scoring.score()
 
     async def ascore(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
         """The same for asyncio."""
-        scoring, task, fed = self._score(prompt, continuation, top)
+        task = self._submit_scoring(prompt, continuation, top)
         try:
-            await asyncio.wrap_future(fed)
+            await asyncio.wrap_future(task.fed)
         finally:
             task.cancelled = True
-        return scoring.score()
+        return task.scoring.score()
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt: text, token ids, or chat messages."""
-        return self._admission.tokens_of(prompt)
+        return self._admission.prompts.tokens_of(prompt)
 
     def close(self) -> None:
         """End what is under way and free the engine."""
@@ -141,33 +143,7 @@ class Runtime:
     ) -> None:
         self.close()
 
-    def _score(
-        self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int
-    ) -> tuple[Scoring, Task, Future[None]]:
-        request, scoring = self._admission.scoring(prompt, continuation, top)
-        fed: Future[None] = Future()
-        fed.set_running_or_notify_cancel()  # so that nobody but the task sets it
-
-        def news(task: Task) -> None:
-            if not task.done or fed.done():
-                return
-            if task.fault is not None:
-                fed.set_exception(task.fault)
-            else:
-                fed.set_result(None)
-
-        task = Task(request, news)
-        self._worker.submit(task)
-        return scoring, task, fed
-
-    def _submit(self, admitted: Admitted, decoding: Decoding, put: Callable[[list[Piece] | None], None]) -> Task:
-        def news(task: Task) -> None:
-            if pieces := admitted.reading.take():
-                put(pieces)
-            if task.done:
-                put(None)
-
-        deadline = None if decoding.timeout is None else monotonic() + decoding.timeout
-        task = Task(admitted.request, news, deadline)
+    def _submit_scoring(self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int) -> ScoringTask:
+        task = self._admission.scoring(prompt, continuation, top)
         self._worker.submit(task)
         return task

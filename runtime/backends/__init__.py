@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -37,18 +38,63 @@ BACKENDS = {
 }
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """The backend that runs a bundle here."""
+
+    name: str
+    engine: Engine
+    notes: tuple[str, ...]  # why better backends were passed over, one sentence each
+
+
 class MissingBackend(MissingPart):
     """No backend is installed, or no device here, that could run the bundle; the message says what to do."""
 
 
-def open_engine(bundle: Bundle, backend: str, opening: Opening) -> Engine:
-    """The bundle as an engine with buffers for as many requests and slots as are asked for."""
+_REASONS = (MissingPart, InputFault, OptionFault)  # why a backend cannot run a bundle
+
+
+def resolve(bundle: Bundle, backend: str, opening: Opening) -> Resolved:
+    """The backend of this name, or with `auto` the best one that can run the bundle here, opened."""
     if backend not in ("auto", *BACKENDS):
         raise OptionFault(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
     check_threads(opening.threads)
-    name = best(bundle, opening) if backend == "auto" else backend
-    require(bundle, name, opening)
-    chosen = BACKENDS[name]
+    notes: tuple[str, ...] = ()
+    if backend == "auto":
+        backend, notes = choose(bundle, opening)
+    else:
+        require(bundle, backend, opening)
+    return Resolved(backend, _open(bundle, backend, opening), notes)
+
+
+def open_engine(bundle: Bundle, backend: str, opening: Opening) -> Engine:
+    """The engine of `resolve`, for callers that need no more."""
+    return resolve(bundle, backend, opening).engine
+
+
+def choose(bundle: Bundle, opening: Opening) -> tuple[str, tuple[str, ...]]:
+    """The best backend that can run the bundle here, and why the better ones cannot.
+
+    The reasons are left out where nobody would expect a better one: without a GPU, for a bundle without engines.
+    Raises the reason of the last backend if none of them can.
+    """
+    reasons: dict[str, str] = {}
+    last = [*BACKENDS][-1]
+    for name in BACKENDS:
+        try:
+            require(bundle, name, opening)
+        except _REASONS as reason:
+            if name == last:
+                raise
+            reasons[name] = str(reason)
+        else:
+            expected = no_gpu() is None or bundle.manifest.engines
+            return name, tuple(f"not {line}" for line in by_reason(reasons)) if expected else ()
+    raise AssertionError("there is a last backend")
+
+
+def _open(bundle: Bundle, backend: str, opening: Opening) -> Engine:
+    chosen = BACKENDS[backend]
     opener = import_module(f"spaceport.runtime.backends.{chosen.opener}")
     try:
         opened: Engine = opener.open_engine(bundle, opening, *((chosen.flavour,) if chosen.flavour else ()))
@@ -59,20 +105,6 @@ def open_engine(bundle: Bundle, backend: str, opening: Opening) -> Engine:
             "(--max-seq-len)"
         ) from error
     return opened
-
-
-def best(bundle: Bundle, opening: Opening) -> str:
-    """The first backend that could run the bundle here."""
-    return next((name for name in BACKENDS if why_not(bundle, name, opening) is None), [*BACKENDS][-1])
-
-
-def passed_over(bundle: Bundle, backend: str, opening: Opening) -> tuple[str, ...]:
-    """Why `auto` took this backend and none of the better ones; nothing where nobody would expect one of those."""
-    better = [*BACKENDS][: [*BACKENDS].index(backend)]
-    if no_gpu() is not None and not bundle.manifest.engines:
-        return ()
-    reasons = {name: reason for name in better if (reason := why_not(bundle, name, opening)) is not None}
-    return tuple(f"not {line}" for line in by_reason(reasons))
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[str]:
@@ -87,7 +119,7 @@ def why_not(bundle: Bundle, backend: str, opening: Opening) -> str | None:
     """Why a backend cannot run the bundle here; nothing if it can."""
     try:
         require(bundle, backend, opening)
-    except (MissingPart, InputFault, OptionFault) as error:
+    except _REASONS as error:
         return str(error)
     return None
 

@@ -15,9 +15,7 @@ from spaceport.graphs.contract.signature import BYTES, Signature, logit_rows
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
-from spaceport.runtime.costs import PROCESSOR, Costs
-from spaceport.runtime.decode.slots import Moves
-from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.engine import PROCESSOR, Batch, Costs, EngineFault, Moves
 
 # onnx.TensorProto.DataType: numpy has no bfloat16, so types are told by their numbers
 _ELEMENTS = {"float32": 1, "uint8": 2, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}

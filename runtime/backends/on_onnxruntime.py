@@ -16,9 +16,7 @@ from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature, Weights
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.costs import PROCESSOR
-from spaceport.runtime.decode.slots import Moves
-from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.engine import PROCESSOR, Batch, EngineFault, Moves
 
 # onnxruntime's exceptions share no base of their own; on broken files it lets Python's slip through as well.
 FAULTS: tuple[type[Exception], ...] = (

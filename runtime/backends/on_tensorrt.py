@@ -26,9 +26,7 @@ from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
 from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.backends.torch_device import DTYPES, Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.costs import PROCESSOR, Costs
-from spaceport.runtime.decode.slots import Moves
-from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.engine import PROCESSOR, Batch, Costs, EngineFault, Moves
 
 STEPS, PROMPTS = 0, 1  # profiles of an engine
 

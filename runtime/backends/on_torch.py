@@ -9,9 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Signature
-from spaceport.runtime.costs import PROCESSOR
-from spaceport.runtime.decode.slots import Moves
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.engine import PROCESSOR, Batch, Moves
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -8,12 +8,14 @@ from time import perf_counter
 
 import numpy as np
 
-from spaceport.runtime.costs import Costs, measured
-from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.engine import Batch, Costs, Engine
 
 ROWS = 36  # of the wide call: a usual draft, and a width that no engine fills up
 _WARM, _ROUNDS = 4, 9  # calls before and while a call is timed; the first ones load, compile and capture
 _VISIBLE = 256
+
+_LEAST_ROW = 0.0005  # a lower cost cannot be told from noise
+_MOST_CALL_ROWS = 1024
 
 
 def timed(engine: Engine, clock: Callable[[], float] = perf_counter) -> Costs:
@@ -28,6 +30,13 @@ def timed(engine: Engine, clock: Callable[[], float] = perf_counter) -> Costs:
         return median(times[_WARM:])
 
     return measured(seconds, min(ROWS, engine.rows))
+
+
+def measured(seconds: Callable[[int], float], rows: int = 32) -> Costs:
+    """The costs of an engine, from the seconds that its calls take by their number of rows."""
+    one, many = seconds(1), seconds(rows)
+    row = max(_LEAST_ROW, (many / one - 1) / (rows - 1))
+    return Costs(row, min(_MOST_CALL_ROWS, max(1, round(1 / row))))
 
 
 def idle(engine: Engine, rows: int) -> Batch:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Guess
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.sampling.choice import Choose, NotANumber
+from spaceport.runtime.decode.selector import NotANumber, TokenSelector
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Verdict:
         return max(0, len(self.tokens) - 1)
 
 
-def accept(part: Part, logits: NDArray[np.float32], choose: Choose, most: int = 1) -> Verdict:
+def accept(part: Part, logits: NDArray[np.float32], selector: TokenSelector, most: int = 1) -> Verdict:
     """Walk the draft along the tokens that the network itself chooses: the text is what it would be with no draft.
 
     `logits` holds one line for each wanted row of the part; `most` is how many tokens of each mask slot are of use.
@@ -37,11 +37,11 @@ def accept(part: Part, logits: NDArray[np.float32], choose: Choose, most: int = 
         return Verdict(tuple(range(known)), (), ())
     first = int(part.rows_wanted[0])
     node, kept = 0, list(range(known))
-    tokens = [choose.token(logits[known - 1 - first], thread, ())]
+    tokens = [selector.token(logits[known - 1 - first], thread, ())]
     while (follower := _child(part, node, tokens[-1])) is not None:
         row = layout.nodes[follower]
         try:
-            following = choose.token(logits[row - first], thread, tokens)
+            following = selector.token(logits[row - first], thread, tokens)
         except (NotANumber, OptionFault):
             break  # the text may end before it comes to that; if it does not, the next step does
         node = follower
@@ -50,7 +50,7 @@ def accept(part: Part, logits: NDArray[np.float32], choose: Choose, most: int = 
     guesses: tuple[Guess, ...] = ()
     if group := layout.groups[node]:
         lines = logits[group[0] - first : group[-1] + 1 - first]
-        guesses = choose.guesses(lines, thread, len(thread.tokens) + len(tokens), most)
+        guesses = selector.guesses(lines, thread, len(thread.tokens) + len(tokens), most)
     return Verdict(tuple(kept), tuple(tokens), guesses)
 
 

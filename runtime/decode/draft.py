@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Literal
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.costs import PROCESSOR
+from spaceport.runtime.engine import PROCESSOR
 
 Shape = Literal["chain", "tree"]
 Source = Literal["mask", "lookup", "both"]  # who proposed a candidate

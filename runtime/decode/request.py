@@ -1,132 +1,141 @@
-"""Request: one prompt under way, with its threads, its slots and what was asked for."""
+"""Request: one generation under way: its threads, the KV slots that they hold, and what its steps cost."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.signature import STEP_ROWS
+from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import Draft, Drafting, Rates, chain, tree
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.drafter import Drafter, drafter_for
+from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.plan import Part, Plan, plan_thread
-from spaceport.runtime.decode.slots import NO_MOVES, Moves, Slots
+from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.threads import Ending, Thread
-from spaceport.runtime.sampling.choice import Choose
+from spaceport.runtime.decode.threads import Ending, Thread, new_thread
+from spaceport.runtime.engine import NO_MOVES, Moves
 
 
-class Listener(Protocol):
-    """Hears what the threads of a request write."""
+@dataclass(frozen=True)
+class RequestConfig:
+    """What a request may write and how it drafts; fixed when it is admitted."""
 
-    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
-        """A thread has a token more; answers whether its text ends with it."""
+    tokens: TokenIds
+    selector: TokenSelector
+    max_length: int  # tokens of a thread, the prompt and everything before its forks included
+    max_total: int  # new tokens of all threads together; 0: the request ends when its prompt is in the KV cache
+    drafting: Drafting = field(default_factory=Drafting)
+    max_rows: int | None = None  # rows of a step that the engine takes; None: any number
+    max_threads: int = 1  # threads that write at the same time; the others are queued
+    echo: int | None = None  # index of the first prompt token whose logits observers see too
+    end: frozenset[int] = frozenset()
 
-    def forked(self, parent: Thread, child: Thread) -> None:
-        """A thread has begun that hangs from the [Fork] which its parent just wrote."""
 
-    def ended(self, thread: Thread) -> None:
-        """A thread has ended."""
+class ScheduledStep(NamedTuple):
+    """What one request takes to a step: its rows, and the KV slots that they are written to."""
 
-    def beyond(self, thread: Thread) -> bool:
-        """Whether whatever a thread still writes is cut off by a stop string that stands before it."""
+    request: Request
+    engine_index: int  # of the request in the engine
+    plan: Plan
+    slots: NDArray[np.int64]  # one for each row
+
+
+class VerifiedStep(NamedTuple):
+    """A step of one request after verification, before any row of it is kept or released."""
+
+    request: Request
+    engine_index: int
+    plan: Plan
+    slots: NDArray[np.int64]
+    verdicts: list[Verdict]  # one for each part of the plan
+    logits: list[NDArray[np.float32]]  # of the wanted rows of each part; valid until the next engine call
+    held: int  # KV slots held during the step
+    queued: tuple[Thread, ...]  # threads that waited during the step
+    engine_seconds: float  # of the call that the step was part of
+    outside_seconds: float  # spent on earlier steps of the request outside the engine
 
 
 class Observer(Protocol):
-    """Sees every step of a request, after it was judged and before anything of it is kept."""
+    """Sees every step of a request with its verdicts and logits."""
 
-    def saw(
-        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
-    ) -> None:
-        """One verdict and the logits of the wanted rows for each part of the plan."""
+    def on_step(self, step: VerifiedStep) -> None:
+        """Called once per step, in any order among the observers and the listener of a request."""
 
 
-class Deaf:
-    """A listener that nothing is of interest to."""
-
-    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
-        return False
-
-    def forked(self, parent: Thread, child: Thread) -> None:
-        pass
-
-    def ended(self, thread: Thread) -> None:
-        pass
-
-    def beyond(self, thread: Thread) -> bool:
-        return False
-
-
-@dataclass
 class Request:
-    """One prompt under way."""
+    """One generation under way."""
 
-    slots: Slots
-    threads: list[Thread]  # all that there were
-    tokens: TokenIds
-    choose: Choose
-    limit: int  # longest a thread's tokens may become, prompt and all before its forks included
-    total: int  # most tokens that all threads together may add; 0: it ends when its prompt is fed
-    drafting: Drafting = field(default_factory=Drafting)
-    chunk: int = 512  # most known tokens of a thread that one step feeds
-    widest: int | None = None  # most rows of a step: an engine may take no more; nothing: it takes any number
-    max_threads: int = 1  # threads that write at the same time; the others wait for their turn
-    listener: Listener = field(default_factory=Deaf)
-    observers: tuple[Observer, ...] = ()
-    echo: int | None = None  # place from which on observers see the logits of the prompt's rows too
-    end: Collection[int] = ()
-    statistics: Statistics = field(default_factory=Statistics)
-    index: int = 0  # which of the engine's requests this is
-
-    def __post_init__(self) -> None:
-        self.live = list(self.threads)  # those that take part in the next step
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        config: RequestConfig,
+        capacity: int,
+        lowering: Lowering,
+        *,
+        drafter: Drafter | None = None,
+        listener: Listener | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        root = new_thread(prompt, capacity, lookup=config.drafting.lookup > 0)
+        self.config = config
+        self.slots = Slots(capacity, lowering)
+        self.threads = [root]  # all that there were
+        self.live = [root]  # those that take part in the next step
         self.queue: list[Thread] = []  # those that wait for one of these to end
-        self.rates = Rates()
+        self.observers = tuple(observers)
+        self.statistics = Statistics(prompt_tokens=len(prompt))
+        self._listener = listener or NullListener()
+        self._drafter = drafter or drafter_for(config.drafting)
+        self._written = 0  # tokens, of all threads
+        self._prefilled = False
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether it has written nothing yet: its next step feeds a chunk of the prompt."""
+        return not self._prefilled
 
     @property
     def added(self) -> int:
-        """Tokens behind the prompt, in all threads."""
-        return self.statistics.tokens + len(self.threads) - 1
+        """Tokens behind the prompt, in all threads, each [Child] included."""
+        return self._written + len(self.threads) - 1
 
     @property
-    def prompting(self) -> bool:
-        """Whether it has written nothing yet: its next step feeds a part of the prompt."""
-        return not self.statistics.steps
+    def silent_rows(self) -> int:
+        """Prompt rows to feed before the first one whose logits are wanted."""
+        root, echo = self.threads[0], self.config.echo
+        return max(0, (len(root.tokens) if echo is None else echo) - root.fed)
 
-    @property
-    def silent(self) -> int:
-        """How many rows of the prompt are still to be fed before those whose logits are wanted."""
-        spine = self.threads[0]
-        return max(0, (len(spine.tokens) if self.echo is None else self.echo) - spine.fed)
-
-    def plan(self) -> Plan:
-        """The rows of the next step: those of every live thread."""
+    def plan(self, prefill_rows: int) -> Plan:
+        """The rows of the next step, those of every live thread; none of them feeds more known tokens than this."""
         rows = max(1, STEP_ROWS // len(self.live))
         if len(self.live) == 1 and not self.live[0].waits_for_fork:
-            return Plan((self._part(self.live[0], rows, None),))
+            return Plan((self._part(self.live[0], rows, prefill_rows, None),))
         parts: list[Part] = []
         first = 0
         feeding: dict[tuple[int, ...], int] = {}  # thread that feeds nothing but its last token -> that row
         for thread in self.live:
             anchor = feeding.get(thread.path[:-1]) if thread.waits_for_fork else None
-            part = self._part(thread, rows, anchor)
+            part = self._part(thread, rows, prefill_rows, anchor)
             if len(thread.tokens) - thread.fed == 1:
                 feeding[thread.path] = first
             first += part.layout.rows
             parts.append(part)
         return Plan(tuple(parts))
 
-    def keep(self, plan: Plan, taken: NDArray[np.int64], verdicts: Sequence[Verdict]) -> Moves:
-        """Hold the slots of kept rows, release the others, write the tokens; what the engine has to move for it."""
-        self.statistics.count(plan, verdicts, self.slots.held)
+    def keep(self, step: VerifiedStep) -> Moves:
+        """Hold the slots of kept rows, release those of rejected rows, write the tokens; what the engine has to move."""
         kept: list[NDArray[np.int64]] = []
+        written: list[int] = []
         first = 0
-        for part, verdict in zip(plan.parts, verdicts, strict=True):
-            slots = taken[first : first + part.layout.rows]
+        for part, verdict in zip(step.plan.parts, step.verdicts, strict=True):
+            slots = step.slots[first : first + part.layout.rows]
             first += part.layout.rows
             own = slots
             if len(verdict.kept) < slots.size:
@@ -135,40 +144,36 @@ class Request:
                 rejected[list(verdict.kept)] = False
                 self.slots.release(slots[rejected])
             self._feed(part, own)
-            self._write(part, verdict, own)
+            written.append(self._write(part, verdict, own))
             kept.append(own)
-        self._turn()
+            self._prefilled = self._prefilled or bool(verdict.tokens)
+        self.statistics.add_step(step.plan, step.verdicts, written, step.held)
+        self.statistics.engine_seconds += step.engine_seconds
+        self._advance_queue()
         return self._settle(kept)
 
     def finish(self, ending: Ending) -> None:
         """End every thread where it is."""
         for thread in (*self.live, *self.queue):
             self._end(thread, ending)
-        self._turn()
+        self._advance_queue()
 
     def abandon(self) -> None:
-        """Let go of everything and tell nobody: the request failed."""
+        """Release everything without reporting it: the request failed."""
         self.live, self.queue = [], []
         self.slots.clear()
 
-    def _part(self, thread: Thread, rows: int, anchor: int | None) -> Part:
-        if self.widest is not None:  # the end of a prompt takes rows that its draft then cannot have
-            known = min(len(thread.tokens) - thread.fed - (anchor is not None), self.chunk)
-            rows = max(1, min(rows, self.widest // len(self.live) - known + 1))
-        return plan_thread(thread, self._draft(thread, rows), self.tokens, self.chunk, anchor, self.echo)
-
-    def _draft(self, thread: Thread, rows: int) -> Draft:
-        drafting, room = self.drafting, min(self.limit - len(thread.tokens), self.total - self.added)
-        if drafting.shape == "chain":
-            rows = min(rows, (drafting.mask_slots + 1) ** 2)
-            return chain([guess.tokens[0] for guess in thread.guesses], drafting.mask_slots, room, rows)
-        looked_up: Sequence[int] = ()
-        if thread.lookup is not None:
-            looked_up = thread.lookup.following(thread.tokens, drafting.lookup)
-        return tree(thread.guesses, looked_up, drafting, room, min(rows, drafting.rows), self.rates)
+    def _part(self, thread: Thread, rows: int, prefill_rows: int, anchor: int | None) -> Part:
+        config = self.config
+        if config.max_rows is not None:  # the end of a prompt takes rows that its draft then cannot have
+            known = min(len(thread.tokens) - thread.fed - (anchor is not None), prefill_rows)
+            rows = max(1, min(rows, config.max_rows // len(self.live) - known + 1))
+        remaining = min(config.max_length - len(thread.tokens), config.max_total - self.added)
+        draft = self._drafter.draft(thread, remaining, rows)
+        return plan_thread(thread, draft, config.tokens, prefill_rows, anchor, config.echo)
 
     def _feed(self, part: Part, own: NDArray[np.int64]) -> None:
-        """Note what a thread's kept rows have put into the KV buffer, for the threads too that hang from them."""
+        """Note which of a thread's tokens its kept rows have put into the KV cache, also for the threads that share them."""
         thread = part.thread
         thread.sees[own] = True
         begin = int(part.positions[0])
@@ -182,55 +187,55 @@ class Request:
                 child.sees[slot] = True
                 child.fed += 1
 
-    def _write(self, part: Part, verdict: Verdict, own: NDArray[np.int64]) -> None:
-        """Add tokens one by one, as plain decoding would, so that the text ends where it would."""
-        thread = part.thread
-        if self.drafting.shape == "tree":
-            nodes = [part.layout.nodes.index(row) for row in verdict.kept[part.layout.known :]]
-            self.rates.heard(part.draft, len(thread.guesses), nodes)
+    def _write(self, part: Part, verdict: Verdict, own: NDArray[np.int64]) -> int:
+        """Add tokens one by one, as plain decoding would, so that the text ends where it would; the number added."""
+        thread, config = part.thread, self.config
+        self._drafter.learn(part, verdict)
         thread.guesses = verdict.guesses
+        before = self._written
         for place, token in enumerate(verdict.tokens):
-            if thread.ending is not None or self.added >= self.total:
+            if thread.ending is not None or self.added >= config.max_total:
                 break
-            if token in self.end:
+            if token in config.end:
                 self._end(thread, "end")
                 break
             accepted = place < verdict.accepted
             thread.tokens.append(token)
             thread.drafted.append(accepted)
-            self.statistics.wrote(part, verdict, place)
-            stops = self.listener.wrote(thread, token, accepted)
-            if token == self.tokens.fork and not stops and self.added < self.total:
+            self._written += 1
+            stops = self._listener.on_token(thread, token, accepted)
+            if token == config.tokens.fork and not stops and self.added < config.max_total:
                 self._fork(thread, own[part.layout.known + place + 1 :])
             if stops:
                 self._end(thread, "stop")
-            elif len(thread.tokens) >= self.limit:
+            elif len(thread.tokens) >= config.max_length:
                 self._end(thread, "length")
+        return self._written - before
 
     def _fork(self, parent: Thread, unseen: NDArray[np.int64]) -> None:
-        """Begin the thread that hangs from a thread's last token; it does not see the parent's rows behind that."""
-        assert self.tokens.child is not None
-        child = parent.child(len(parent.tokens) - 1, self.tokens.child, unseen)
+        """Begin the child thread behind a thread's last token; it does not see the parent's rows behind that."""
+        assert self.config.tokens.child is not None
+        child = parent.child(len(parent.tokens) - 1, self.config.tokens.child, unseen)
         self.slots.share(child.held)
         self.threads.append(child)
         self.queue.append(child)
-        self.statistics.threads += 1
-        self.listener.forked(parent, child)
-        if len(child.tokens) >= self.limit:
+        self.statistics.threads = len(self.threads)
+        self._listener.on_fork(parent, child)
+        if len(child.tokens) >= self.config.max_length:
             self._end(child, "length")
 
-    def _turn(self) -> None:
-        """Let go of the threads that ended, and let those begin whose turn it is."""
-        if self.added >= self.total and not self.prompting:
+    def _advance_queue(self) -> None:
+        """Drop the threads that have ended, and start queued ones in their place."""
+        if self._prefilled and self.added >= self.config.max_total:
             for thread in (*self.live, *self.queue):
                 self._end(thread, "total")
         if len(self.threads) > 1:
             for thread in (*self.live, *self.queue):
-                if thread.ending is None and self.listener.beyond(thread):
+                if thread.ending is None and self._listener.is_cut_off(thread):
                     self._end(thread, "stop")
             self.queue = [thread for thread in self.queue if thread.ending is None]
         self.live = [thread for thread in self.live if thread.ending is None]
-        while self.queue and len(self.live) < self.max_threads:
+        while self.queue and len(self.live) < self.config.max_threads:
             self.live.append(self.queue.pop(0))
 
     def _end(self, thread: Thread, ending: Ending) -> None:
@@ -238,10 +243,10 @@ class Request:
             thread.ending = ending
             self.slots.release(thread.held)
             thread.sees[:] = False
-            self.listener.ended(thread)
+            self._listener.on_end(thread)
 
     def _settle(self, kept: Sequence[NDArray[np.int64]]) -> Moves:
-        """What an append engine has to move so that the rows kept stand as low as they can."""
+        """What an append engine has to move so that the kept rows take the lowest slots."""
         if self.slots.lowering == "scatter" or not self.live:
             return NO_MOVES
         moves = self.slots.settle(self.slots.still_held(np.concatenate(kept)))

@@ -6,10 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Lowering
-
-# Slots whose content an engine has to copy, and where to: all are read before any is written.
-Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
-NO_MOVES: Moves = (np.empty(0, np.int64), np.empty(0, np.int64))
+from spaceport.runtime.engine import NO_MOVES, Moves
 
 
 class SlotsExhausted(RuntimeError):

@@ -1,4 +1,4 @@
-"""Statistics: what a request cost."""
+"""Statistics: what a request cost; nothing is decided by them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Statistics:
     def tokens_per_step(self) -> float:
         return self.tokens / self.steps if self.steps else 0.0
 
-    def count(self, plan: Plan, verdicts: Sequence[Verdict], held: int) -> None:
-        """A step of so many rows, for which so many slots were held."""
+    def add_step(self, plan: Plan, verdicts: Sequence[Verdict], written: Sequence[int], held: int) -> None:
+        """Count a step that held `held` KV slots and of which each part wrote so many of its verdict's tokens."""
         self.rows += plan.rows
         self.peak_slots = max(self.peak_slots, held)
         self.peak_threads = max(self.peak_threads, len(plan.parts))
@@ -42,22 +42,23 @@ class Statistics:
             self.steps += 1
         else:
             self.prompt_steps += 1
-        for part in plan.parts:
-            drafted = part.layout.drafted
-            while len(self.drafted_by_depth) < len(drafted):
-                self.drafted_by_depth.append(0)
-                self.accepted_by_depth.append(0)
-            for depth, count in enumerate(drafted):
-                self.drafted_by_depth[depth] += count
-            for source in part.draft.sources:
-                self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + 1
+        for part, verdict, count in zip(plan.parts, verdicts, written, strict=True):
+            self.tokens += count
+            if part.layout.drafted:
+                self._add_drafts(part, verdict, min(count, verdict.accepted))
 
-    def wrote(self, part: Part, verdict: Verdict, place: int) -> None:
-        """The token of a verdict at this place was written."""
-        self.tokens += 1
-        if place < verdict.accepted:
-            self.accepted_by_depth[place] += 1
-            if part.draft.sources:
-                row = verdict.kept[part.layout.known + place]
-                source = part.draft.sources[part.layout.nodes.index(row) - 1]
+    def _add_drafts(self, part: Part, verdict: Verdict, accepted: int) -> None:
+        drafted, sources, layout = part.layout.drafted, part.draft.sources, part.layout
+        missing = len(drafted) - len(self.drafted_by_depth)
+        if missing > 0:
+            self.drafted_by_depth += [0] * missing
+            self.accepted_by_depth += [0] * missing
+        for depth, count in enumerate(drafted):
+            self.drafted_by_depth[depth] += count
+        for source in sources:
+            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + 1
+        for depth in range(accepted):
+            self.accepted_by_depth[depth] += 1
+            if sources:
+                source = sources[layout.nodes.index(verdict.kept[layout.known + depth]) - 1]
                 self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1

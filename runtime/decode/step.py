@@ -1,93 +1,134 @@
-"""Loop: one step of every request: plan, run, accept, keep."""
+"""Step: the decode loop's one step: plan, run, verify, keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from time import perf_counter
+from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.decode.accept import Verdict, accept
-from spaceport.runtime.decode.plan import Plan
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.slots import NO_MOVES
-from spaceport.runtime.engine import Batch, Engine, pack, split
+from spaceport.runtime.decode.accept import accept
+from spaceport.runtime.decode.pack import pack, split
+from spaceport.runtime.decode.request import Request, ScheduledStep, VerifiedStep
+from spaceport.runtime.engine import NO_MOVES, Engine
 
-# Hears which request failed, and of what; the others of the step go on.
-Fault = Callable[[Request, Exception], None]
+PREFILL_ROWS = 512  # prompt rows of a call: keeps matrix products busy, and a call short enough to be interrupted
+
+Call = Sequence[ScheduledStep]
+Grouping = Callable[[Sequence[ScheduledStep]], Sequence[Call]]
+# Called with the index of a request that failed, and why; the other requests of the step go on.
+OnFailure = Callable[[int, Exception], None]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What a request takes to a step."""
+class StepInput(NamedTuple):
+    """A request that takes part in a step."""
 
     request: Request
-    plan: Plan
-    slots: NDArray[np.int64]  # that its rows are written to
+    engine_index: int = 0  # of its KV buffers
+    prefill_rows: int = PREFILL_ROWS  # most known tokens of a thread that this step feeds
 
 
-def step(engine: Engine, requests: Sequence[Request], fault: Fault | None = None) -> None:
-    """Every live thread of every request feeds a part of its prompt or writes one token or more.
+class Ran(NamedTuple):
+    """One engine call that has run."""
 
-    `requests` are in the order of their indices. Without `fault`, what goes wrong with one of them is raised.
+    first: int  # index of the first request of the call
+    requests: int  # from the first to the last one, with those between that took no part
+    logits: NDArray[np.float32]  # requests x wanted rows x vocabulary
+    seconds: float
+
+
+def one_call(steps: Sequence[ScheduledStep]) -> Sequence[Call]:
+    """All requests in one call of the engine."""
+    return [steps] if steps else []
+
+
+def step(
+    engine: Engine, inputs: Sequence[StepInput], group: Grouping = one_call, on_failure: OnFailure | None = None
+) -> float:
+    """Feed a prompt chunk or write at least one token in every live thread; the seconds spent in the engine.
+
+    `inputs` are in the order of their indices. Without `on_failure`, the error of a request is raised.
     """
-    if turns := plan(requests, fault):
-        play(engine, turns, fault)
+    seconds = 0.0
+    for call in group(plan(inputs, on_failure)):
+        with _Isolated([each.engine_index for each in call], on_failure):
+            ran = run(engine, call)
+            seconds += ran.seconds
+            verified = verify(call, ran, on_failure)
+            keep(engine, ran, verified, on_failure)
+    return seconds
 
 
-def plan(requests: Sequence[Request], fault: Fault | None = None) -> list[Turn]:
-    """What each request takes to its next step; nothing of those that fail."""
-    turns = []
-    for request in requests:
-        with apart(request, fault):
-            rows = request.plan()
-            turns.append(Turn(request, rows, request.slots.take(rows.positions)))
-    return turns
+def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> list[ScheduledStep]:
+    """The rows of each request, and a KV slot for each row."""
+    steps = []
+    for request, index, prefill_rows in inputs:
+        with _Isolated((index,), on_failure):
+            rows = request.plan(prefill_rows)
+            steps.append(ScheduledStep(request, index, rows, request.slots.take(rows.positions)))
+    return steps
 
 
-def play(engine: Engine, turns: Sequence[Turn], fault: Fault | None = None) -> None:
-    """One call of the engine: run, accept, keep."""
-    batch = pack(
-        engine, [turn.request for turn in turns], [turn.plan for turn in turns], [turn.slots for turn in turns]
-    )
-    logits = run(engine, batch, turns)
-    moves = [NO_MOVES] * batch.requests
-    for turn in turns:
-        with apart(turn.request, fault):
-            line = turn.request.index - batch.first
-            moves[line] = turn.request.keep(turn.plan, turn.slots, judge(turn, logits[line]))
-    engine.move(batch.first, moves)
-
-
-def run(engine: Engine, batch: Batch, turns: Sequence[Turn]) -> NDArray[np.float32]:
-    """The engine's logits; its time is put down to every request of the step."""
+def run(engine: Engine, call: Call) -> Ran:
+    """The logits of a call."""
+    batch = pack(engine, call)
     started = perf_counter()
     logits = engine.run(batch)
-    seconds = perf_counter() - started
-    for turn in turns:
-        turn.request.statistics.engine_seconds += seconds
-    return logits
+    return Ran(batch.first, batch.requests, logits, perf_counter() - started)
 
 
-def judge(turn: Turn, logits: NDArray[np.float32]) -> list[Verdict]:
-    """The verdict on each thread's rows."""
-    request, lines = turn.request, split(turn.plan, logits)
-    most = request.drafting.guesses
-    verdicts = [accept(part, own, request.choose, most) for part, own in zip(turn.plan.parts, lines, strict=True)]
-    for observer in request.observers:
-        observer.saw(request, turn.plan, verdicts, lines)
-    return verdicts
+def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:
+    """Which rows of each request are accepted, by the tokens that the network itself chooses."""
+    verified = []
+    for each in call:
+        with _Isolated((each.engine_index,), on_failure):
+            outcome = _verified(each, ran)
+            for observer in each.request.observers:
+                observer.on_step(outcome)
+            verified.append(outcome)
+    return verified
 
 
-@contextmanager
-def apart(request: Request, fault: Fault | None) -> Iterator[None]:
-    """What goes wrong within concerns this request alone, if there is somebody to tell."""
-    try:
-        yield
-    except Exception as error:
-        if fault is None:
-            raise
-        fault(request, error)
+def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure: OnFailure | None = None) -> None:
+    """Hold the slots of accepted rows, release those of rejected rows, and write the accepted tokens."""
+    moves = [NO_MOVES] * ran.requests
+    for each in verified:
+        with _Isolated((each.engine_index,), on_failure):
+            moves[each.engine_index - ran.first] = each.request.keep(each)
+    engine.move(ran.first, moves)
+
+
+def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
+    request, index, rows, slots = each
+    config = request.config
+    logits = split(rows, ran.logits[index - ran.first])
+    verdicts = [
+        accept(part, own, config.selector, config.drafting.guesses)
+        for part, own in zip(rows.parts, logits, strict=True)
+    ]
+    held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds
+    return VerifiedStep(request, index, rows, slots, verdicts, logits, held, queued, ran.seconds, outside)
+
+
+class _Isolated:
+    """Reports an error of its block as that of these requests, and goes on; raises it if nobody takes reports."""
+
+    __slots__ = ("_indices", "_on_failure")
+
+    def __init__(self, indices: Sequence[int], on_failure: OnFailure | None) -> None:
+        self._indices, self._on_failure = indices, on_failure
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if self._on_failure is None or not isinstance(error, Exception):
+            return False
+        for index in self._indices:
+            self._on_failure(index, error)
+        return True

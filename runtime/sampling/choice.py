@@ -6,32 +6,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.selector import not_a_number
 from spaceport.runtime.decode.threads import Thread
 
 _LEAST = -7.0  # a candidate whose logit is so far below the best is not worth a row in any tree
 _LEAST_ODDS = 2e-3  # nor one with such odds
 _MANY = 512  # tokens near the best: a line with more says little, and is held to odds instead
 _SAMPLE = 32  # one token in so many is looked at to tell what the unlikely ones weigh
-
-
-class NotANumber(RuntimeError):
-    """An engine gave logits that are not numbers."""
-
-
-class Choose(Protocol):
-    """Says which tokens logits mean: for the same line of text and the same logits always the same."""
-
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        """The token that follows a thread's tokens and those `ahead` of them, which this step has chosen already."""
-
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        """At most so many tokens for each line of logits, the first of which is for this place of the thread."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +74,6 @@ class Greedy:
 def greedy(banned: Collection[int] = ()) -> Greedy:
     """The likeliest token but for these."""
     return Greedy(Bans(frozenset(banned)))
-
-
-def not_a_number(place: int) -> NotANumber:
-    """The error for logits that hold NaN."""
-    return NotANumber(
-        f"the logits for the token at place {place} hold NaN: `spaceport check` on the bundle tells whether the "
-        "export or the engine is at fault; a float16 model that overflows needs --dtype float32 at its export"
-    )
 
 
 def without(logits: NDArray[np.float32], banned: Collection[int]) -> NDArray[np.float32]:

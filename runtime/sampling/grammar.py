@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.sampling.choice import Choose
 from spaceport.runtime.sampling.vocabulary import Matcher, Vocabulary
 
 # Between the parts of a JSON text: nothing, a space, or a new line and its indentation. A weak model that may write any
@@ -123,7 +123,7 @@ class Constrained:
     It serves one request. A thread's own text is a whole text: do not let a text fork that is meant as one.
     """
 
-    inner: Choose
+    inner: TokenSelector
     form: Form
     vocabulary: Vocabulary
     start: Matcher  # before the first token of any thread
@@ -187,7 +187,7 @@ class Constrained:
         )
 
 
-def constrained(inner: Choose, form: Form, vocabulary: Vocabulary) -> Constrained:
+def constrained(inner: TokenSelector, form: Form, vocabulary: Vocabulary) -> Constrained:
     """A choice for one request, whose text will have this form."""
     start = vocabulary.matcher(form.grammar)
     if start.is_error():

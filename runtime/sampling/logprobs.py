@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.plan import Plan
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.sampling.choice import not_a_number
+from spaceport.runtime.decode.request import VerifiedStep
+from spaceport.runtime.decode.selector import not_a_number
 
 _BLOCK = 128  # of a line of logits; the likeliest tokens are looked for in the blocks with the highest maxima
 
@@ -32,25 +29,23 @@ class Logprobs:
     """The log-probabilities of what each thread of a request writes, with so many of the likeliest tokens."""
 
     top: int
-    _heard: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
+    _found: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
 
-    def saw(
-        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
-    ) -> None:
+    def on_step(self, step: VerifiedStep) -> None:
         """Note the tokens of a step; an end or a limit may yet keep the last of them from being written."""
-        for part, verdict, own in zip(plan.parts, verdicts, lines, strict=True):
+        for part, verdict, logits in zip(step.plan.parts, step.verdicts, step.logits, strict=True):
             if not verdict.tokens:
                 continue
-            thread = part.thread
-            heard = self._heard.setdefault(thread.path, [])
+            found = self._found.setdefault(part.thread.path, [])
             first = int(part.rows_wanted[0])
             rows = verdict.kept[part.layout.known - 1 :]
-            for place, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), len(thread.tokens)):
-                heard.append(logprob_in(own[row - first], token, self.top, place))
+            start = int(part.positions[part.layout.known - 1]) + 1
+            for place, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), start):
+                found.append(logprob_in(logits[row - first], token, self.top, place))
 
     def at(self, path: tuple[int, ...], place: int) -> TokenLogprob:
         """That of one of the tokens that a thread wrote itself."""
-        return self._heard[path][place]
+        return self._found[path][place]
 
 
 def logprob_in(line: NDArray[np.float32], token: int, top: int, place: int) -> TokenLogprob:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.selector import TokenSelector, not_a_number
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.sampling.choice import Bans, Choose, Greedy, not_a_number
+from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.filters import best, survivors
 from spaceport.runtime.sampling.noise import gumbels, noise_key
 
@@ -81,7 +82,7 @@ def seeded(sampling: Sampling) -> Sampling:
     return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(64))
 
 
-def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> Choose:
+def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> TokenSelector:
     """What chooses the tokens of one request, whose prompt is so long."""
     bans = replace(bans, never=bans.never | frozenset(sampling.banned))
     if sampling.temperature == 0 and not sampling.penalises and not sampling.logit_bias:

@@ -6,15 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-from tokenizers import Tokenizer
-
-from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.plan import Plan
-from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.sampling.logprobs import TokenLogprob, logprob_in
-from spaceport.runtime.text.tokenizer import encode
 
 
 @dataclass(frozen=True)
@@ -45,11 +38,9 @@ class Scoring:
         self._found: list[TokenLogprob] = []
         self._greedy = True
 
-    def saw(
-        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
-    ) -> None:
+    def on_step(self, step: VerifiedStep) -> None:
         """Note what the rows of a chunk say of the tokens behind them."""
-        (part,), (verdict,), (own,) = plan.parts, verdicts, lines
+        (part,), (verdict,), (own,) = step.plan.parts, step.verdicts, step.logits
         for row, line in zip(part.rows_wanted.tolist(), own, strict=True):
             place = int(part.positions[row]) + 1
             if place < len(self._tokens):
@@ -63,10 +54,3 @@ class Scoring:
         """The score, when all is fed."""
         *found, following = self._found
         return Score(self._tokens, self._start, tuple(found), bool(self._greedy), following)
-
-
-def encode_parts(tokenizer: Tokenizer, prompt: str, continuation: str, special: bool) -> tuple[list[int], int]:
-    """The tokens of a text, and which of them is the first that reaches into the continuation."""
-    tokens = encode(tokenizer, prompt + continuation, special)
-    ends = [end for _, end in tokenizer.encode(prompt + continuation, add_special_tokens=special).offsets]
-    return tokens, next((place for place, end in enumerate(ends) if end > len(prompt)), len(tokens))

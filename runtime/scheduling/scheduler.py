@@ -1,49 +1,35 @@
-"""Scheduler: many requests on one engine: who is admitted, who takes part in which call, who has to go."""
+"""Scheduler: many requests on one engine: which are admitted, which take part in a step, which have to end."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from threading import Lock
 from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.step import Turn, plan, play
+from spaceport.runtime.decode.request import ScheduledStep
+from spaceport.runtime.decode.step import PREFILL_ROWS, Call, StepInput, step
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.scheduling.calls import group_by_width
+from spaceport.runtime.scheduling.task import Task
 
-PROMPT_ROWS = 512  # of a round that only feeds prompts: keeps the matrix products full, and the round interruptible
-BESIDE_ROWS = 128  # of prompts in a round in which others write: these wait for it
-_REACH = 64  # turns of different widths among which a call is sought; more would take longer than they save
+BESIDE_ROWS = 128  # prompt rows in a round in which other requests decode: these wait for the prompt
 
 
 class QueueFull(RuntimeError):
     """More requests wait than are allowed to."""
 
 
-@dataclass
-class Task:
-    """A request on its way from the queue to its end."""
-
-    request: Request
-    news: Callable[[Task], None]  # called when it has taken a step, and when it is done
-    deadline: float | None = None  # in seconds of the scheduler's clock
-    cancelled: bool = False  # by anybody, at any time
-    fault: BaseException | None = None  # what it failed of
-    done: bool = False
-    submitted: float = field(default_factory=perf_counter)
-
-
 class Scheduler:
-    """Requests in, rounds of steps out; `submit` may be called from anywhere, everything else by one OS thread."""
+    """Requests in, rounds of steps out; `submit` may be called from any OS thread, everything else from one."""
 
     def __init__(
         self,
         engine: Engine,
         queue_limit: int,
-        prompt_rows: int = PROMPT_ROWS,
+        prompt_rows: int = PREFILL_ROWS,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.engine = engine
@@ -51,10 +37,10 @@ class Scheduler:
         self._prompt_rows = min(prompt_rows, engine.rows)
         self._clock = clock  # what deadlines are measured with
         self._waiting: deque[Task] = deque()
-        self._lock = Lock()  # over those that wait
-        self._running: dict[int, Task] = {}  # by index in the engine; the first to be served with a prompt is first
+        self._lock = Lock()  # over the waiting tasks
+        self._running: dict[int, Task] = {}  # by index in the engine; the first one is next to have its prompt fed
         self._free = list(range(engine.requests))  # a heap
-        self._spoilt: set[int] = set()  # of these: whose buffers a request that failed has left behind
+        self._spoilt: set[int] = set()  # of these: indices whose buffers a failed request has left behind
 
     @property
     def busy(self) -> bool:
@@ -62,7 +48,7 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def submit(self, task: Task) -> None:
-        """Let a request wait for its turn."""
+        """Queue a request."""
         with self._lock:
             if len(self._waiting) >= self.queue_limit + len(self._free):
                 raise QueueFull(
@@ -72,33 +58,27 @@ class Scheduler:
             self._waiting.append(task)
 
     def round(self) -> None:
-        """One step of everybody who writes, and some rows of the prompts of those who do not yet."""
+        """One step of every decoding request, and a chunk of the prompts of those that do not decode yet."""
         started = perf_counter()
         self._dismiss()
         self._admit()
-        writing = [task.request for task in self._running.values() if not task.request.prompting]
-        chosen = sorted((*writing, *self._prompts(bool(writing))), key=lambda request: request.index)
-        turns = plan(chosen, self._failed)
-        inside = 0.0
-        for call in calls(turns, self.engine.costs.call_rows):
-            before = call[0].request.statistics.engine_seconds
-            self._play(call)
-            inside += call[0].request.statistics.engine_seconds - before
+        inputs = self._inputs()
+        inside = step(self.engine, inputs, self._group, self._failed)
         outside = perf_counter() - started - inside
-        for request in chosen:
+        for request, index, _ in inputs:
             request.statistics.outside_seconds += outside
-            self._tell(self._running[request.index])
+            self._report(self._running[index])
 
     def fail(self, error: BaseException) -> None:
-        """Give up on everything: what waits and what runs fails of this."""
+        """Let everything that waits or runs fail with this error."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         for task in (*waiting, *self._running.values()):
             self._give_up(task, error)
-            self._tell(task)
+            self._report(task)
 
     def _dismiss(self) -> None:
-        """End what nobody wants any more or what is too late."""
+        """End what was cancelled and what is past its deadline."""
         now = self._clock()
         with self._lock:
             tasks = [*self._waiting, *self._running.values()]
@@ -106,128 +86,90 @@ class Scheduler:
         for task in gone:
             try:
                 task.request.finish("cancelled" if task.cancelled else "deadline")
-            except Exception as error:  # noqa: BLE001  (of what listens to it, told to whom it concerns)
+            except Exception as error:  # noqa: BLE001  (an error of its listener: the request fails with it)
                 self._give_up(task, error)
-            self._tell(task)
+            self._report(task)
         if gone:
             with self._lock:
                 self._waiting = deque(task for task in self._waiting if not task.done)
 
     def _admit(self) -> None:
-        """Give each free index to the one that waits longest."""
-        while task := self._next():
-            self._running[task.request.index] = task
+        """Give each free index to the request that waits longest."""
+        while (admitted := self._next()) is not None:
+            index, task = admitted
+            self._running[index] = task
             task.request.statistics.waiting_seconds = perf_counter() - task.submitted
-            if task.request.index in self._spoilt:
+            if index in self._spoilt:
                 try:
-                    self.engine.clear(task.request.index)
-                except Exception as error:  # noqa: BLE001  (whose buffers they would have been is told)
+                    self.engine.clear(index)
+                except Exception as error:  # noqa: BLE001  (the request that would have had these buffers fails)
                     self._give_up(task, error)
-                    self._tell(task)
+                    self._report(task)
                 else:
-                    self._spoilt.remove(task.request.index)
+                    self._spoilt.remove(index)
 
-    def _next(self) -> Task | None:
+    def _next(self) -> tuple[int, Task] | None:
         with self._lock:
             if not self._free or not self._waiting:
                 return None
             task = self._waiting.popleft()
-            task.request.index = heappop(self._free)  # the lowest: calls stay narrow
-            return task
+            task.index = heappop(self._free)  # the lowest: calls stay narrow
+            return task.index, task
 
-    def _prompts(self, beside: bool) -> list[Request]:
-        """Whose prompts are fed in this round: as many as there are rows for, those that waited longest first."""
+    def _inputs(self) -> list[StepInput]:
+        """The requests that take part in this round, in the order of their indices."""
+        decoding = [
+            StepInput(task.request, index, self._prompt_rows)
+            for index, task in self._running.items()
+            if not task.request.prefilling
+        ]
+        return sorted((*decoding, *self._prefilling(bool(decoding))), key=lambda each: each.engine_index)
+
+    def _prefilling(self, beside: bool) -> list[StepInput]:
+        """The requests whose prompts are fed in this round: as many as there are rows for, the longest waiting first."""
         rows = min(BESIDE_ROWS, self._prompt_rows) if beside else self._prompt_rows
-        lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.vocab_size))  # of logits
-        chosen: list[Request] = []
+        lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.vocab_size))  # rows of logits
+        chosen: list[StepInput] = []
         for index, task in list(self._running.items()):
             request = task.request
-            room = rows if request.echo is None else min(rows, request.silent + lines)
-            if request.prompting and (room >= self.engine.costs.call_rows or not chosen):
-                request.chunk = room
-                feeds = min(room, len(request.threads[0].tokens) - request.threads[0].fed)
+            echoes = request.config.echo is not None
+            budget = min(rows, request.silent_rows + lines) if echoes else rows
+            if request.prefilling and (budget >= self.engine.costs.call_rows or not chosen):
+                feeds = min(budget, len(request.threads[0].tokens) - request.threads[0].fed)
                 rows -= feeds
-                if request.echo is not None:
-                    lines -= max(0, feeds - request.silent)
-                chosen.append(request)
+                if echoes:
+                    lines -= max(0, feeds - request.silent_rows)
+                chosen.append(StepInput(request, index, budget))
                 self._running[index] = self._running.pop(index)  # behind the others: no prompt keeps others waiting
         return chosen
 
-    def _play(self, call: Sequence[Turn]) -> None:
-        """One call of the engine; where it fails, everybody in it does who has not just ended."""
-        try:
-            play(self.engine, call, self._failed)
-        except Exception as error:  # noqa: BLE001  (those whose call it is are told)
-            for turn in call:
-                self._failed(turn.request, error)
+    def _group(self, steps: Sequence[ScheduledStep]) -> Sequence[Call]:
+        return group_by_width(steps, self.engine.costs.call_rows)
 
-    def _failed(self, request: Request, error: Exception) -> None:
-        self._give_up(self._running[request.index], error)
+    def _failed(self, index: int, error: Exception) -> None:
+        self._give_up(self._running[index], error)
 
     def _give_up(self, task: Task, error: BaseException) -> None:
-        """Let a request that is under way fail of this."""
+        """Let a request that has not ended yet fail with this error."""
         if task.request.live:
             task.fault = error
             task.request.abandon()
 
-    def _tell(self, task: Task) -> None:
-        """Pass on what there is of a request, and let go of it when there will be no more."""
+    def _report(self, task: Task) -> None:
+        """Pass on the progress of a request, and release its index if it has ended."""
         if not task.request.live:
-            self._let_go(task)
+            self._release(task)
         try:
-            task.news(task)
-        except Exception as error:  # noqa: BLE001  (its reader is told, if it can be told anything)
+            task.on_progress()
+        except Exception as error:  # noqa: BLE001  (the request fails with it; its reader is told if it can be told)
             if not task.done:
                 self._give_up(task, error)
-                self._tell(task)
+                self._report(task)
 
-    def _let_go(self, task: Task) -> None:
+    def _release(self, task: Task) -> None:
         task.done = True
-        index = task.request.index
-        if self._running.get(index) is task:
-            del self._running[index]
+        if task.index is not None and self._running.get(task.index) is task:
+            del self._running[task.index]
             if task.fault is not None:
-                self._spoilt.add(index)
-            heappush(self._free, index)
-
-
-def calls(turns: Sequence[Turn], call_rows: int) -> list[list[Turn]]:
-    """Which turns, given in the order of their requests, share a call of the engine.
-
-    A call computes as many rows for each of its requests as its widest plan has, also for requests between them that
-    take no part. So turns of like width go together: in the order of their widths they are cut where it costs least,
-    if a call takes as long as so many rows.
-    """
-    if not turns:
-        return []
-    span = turns[-1].request.index - turns[0].request.index + 1
-    rows = [turn.plan.rows for turn in turns]
-    if span * max(rows) <= sum(rows) + call_rows:  # the usual case: no second call could save its own cost
-        return [list(turns)]
-    ordered = sorted(turns, key=lambda turn: (turn.plan.rows, turn.request.index))
-    places = [(turn.request.index, turn.plan.rows) for turn in ordered]
-    found, end = [], len(ordered)
-    begins = _cuts(places, call_rows)
-    while end:
-        call = ordered[begins[end] : end]
-        found.append(sorted(call, key=lambda turn: turn.request.index))
-        end = begins[end]
-    return found[::-1]
-
-
-def _cuts(places: Sequence[tuple[int, int]], call_rows: int) -> list[int]:
-    """Where the last call of the first so many turns begins; each is told by its index and its rows."""
-    best, begins = [0], [0]  # the least cost of the first so many turns
-    lowest = highest = places[0][0]
-    for end, (index, rows) in enumerate(places, 1):
-        low = high = index
-        lowest, highest = min(lowest, index), max(highest, index)
-        costs = [((highest - lowest + 1) * rows + call_rows, 0)]  # all in one
-        for begin in range(end - 1, max(0, end - _REACH), -1):
-            index = places[begin][0]
-            low, high = min(low, index), max(high, index)
-            costs.append((best[begin] + (high - low + 1) * rows + call_rows, begin))
-        cost, begin = min(costs)  # of equals the one with the fewest calls
-        best.append(cost)
-        begins.append(begin)
-    return begins
+                self._spoilt.add(task.index)
+            heappush(self._free, task.index)

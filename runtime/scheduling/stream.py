@@ -4,86 +4,50 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
 from queue import SimpleQueue
 from types import TracebackType
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.threads import Ending
-from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.scheduling.admission import Admitted
-from spaceport.runtime.scheduling.scheduler import Task
-from spaceport.runtime.text.reading import Piece, ThreadText
-from spaceport.runtime.trace.trace import Trace
-
-_REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
+from spaceport.runtime.scheduling.generation import Completion, Deliver, Generation
+from spaceport.runtime.text.reading import Piece
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A finished text."""
+class _Reader:
+    """A generation with the pieces that were delivered and not read yet."""
 
-    text: str
-    tokens: tuple[int, ...]  # in the order in which the text is read
-    # "end": end of text; "stop": a stop string; "length": max_tokens or max_seq_len; "total": max_total_tokens, which
-    # ends all threads where they are, as "deadline" and "cancelled" do. Each thread has its own; here is the spine's.
-    ending: Ending
-    statistics: Statistics
-    prompt_tokens: tuple[int, ...] = ()
-    threads: tuple[ThreadText, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if that was asked for
-    seed: int | None = None  # of what was drawn: the same seed, the same text; none: nothing was
-    trace: Trace | None = field(default=None, repr=False)  # if one was asked for
-
-
-class _Text:
-    """A task with what it has written."""
-
-    def __init__(self, admitted: Admitted, task: Task) -> None:
-        self._admitted = admitted
-        self._task = task
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._pieces: deque[Piece] = deque()
+        self._over = False
 
     @property
     def statistics(self) -> Statistics:
         """What the text has cost so far."""
-        return self._admitted.request.statistics
+        return self._generation.request.statistics
 
     def close(self) -> None:
         """End the text where it is, if it has not ended; its slots are free after the step that is under way."""
-        self._task.cancelled = True
+        self._generation.cancelled = True
 
     def __del__(self) -> None:
-        self._task.cancelled = True
+        self._generation.cancelled = True
 
-    def _completion(self) -> Completion:
-        if self._task.fault is not None:
-            raise self._task.fault
-        request, reading = self._admitted.request, self._admitted.reading
-        spine = request.threads[0]
-        threads = reading.finished()
-        wide = next((thread.ending for thread in threads if thread.ending in _REQUEST_WIDE), None)
-        return Completion(
-            reading.text,
-            reading.tokens(),
-            wide or threads[0].ending,
-            request.statistics,
-            tuple(spine.tokens[: spine.start]),
-            threads,
-            reading.logprobs(),
-            self._admitted.seed,
-            self._admitted.trace,
-        )
+    def _receive(self, delivered: list[Piece] | None) -> bool:
+        """Take a delivery; whether it was the last one."""
+        if delivered is not None:
+            self._pieces.extend(delivered)
+            return False
+        self._over = True
+        return True
 
 
-class Stream(_Text):
+class Stream(_Reader):
     """A text under way: iterate for its pieces, then ask for the completion; closing it early ends it."""
 
-    def __init__(self, admitted: Admitted, task: Task, news: SimpleQueue[list[Piece] | None]) -> None:
-        super().__init__(admitted, task)
-        self._news = news
-        self._pieces: deque[Piece] = deque()
-        self._over = False
+    def __init__(self, generation: Generation, deliveries: SimpleQueue[list[Piece] | None]) -> None:
+        super().__init__(generation)
+        self._deliveries = deliveries
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -92,14 +56,10 @@ class Stream(_Text):
         while not self._pieces:
             if self._over:
                 raise StopIteration
-            news = self._news.get()
-            if news is None:
-                self._over = True
-                self._news.put(None)  # for other readers of the same stream
-                if self._task.fault is not None:
-                    raise self._task.fault
-            else:
-                self._pieces.extend(news)
+            if self._receive(self._deliveries.get()):
+                self._deliveries.put(None)  # for other readers of the same stream
+                if self._generation.fault is not None:
+                    raise self._generation.fault
         return self._pieces.popleft()
 
     def __enter__(self) -> Stream:
@@ -114,17 +74,15 @@ class Stream(_Text):
         """The whole text, run to its end."""
         for _ in self:
             pass
-        return self._completion()
+        return self._generation.completion()
 
 
-class AsyncStream(_Text):
+class AsyncStream(_Reader):
     """The same for asyncio: what is written meanwhile waits in order; leaving the `async with` early ends the text."""
 
-    def __init__(self, admitted: Admitted, task: Task, news: asyncio.Queue[list[Piece] | None]) -> None:
-        super().__init__(admitted, task)
-        self._news = news
-        self._pieces: deque[Piece] = deque()
-        self._over = False
+    def __init__(self, generation: Generation, deliveries: asyncio.Queue[list[Piece] | None]) -> None:
+        super().__init__(generation)
+        self._deliveries = deliveries
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
@@ -134,17 +92,14 @@ class AsyncStream(_Text):
             if self._over:
                 raise StopAsyncIteration
             try:
-                news = await self._news.get()
+                delivered = await self._deliveries.get()
             except asyncio.CancelledError:
                 self.close()
                 raise
-            if news is None:
-                self._over = True
-                self._news.put_nowait(None)  # for other readers of the same stream
-                if self._task.fault is not None:
-                    raise self._task.fault
-            else:
-                self._pieces.extend(news)
+            if self._receive(delivered):
+                self._deliveries.put_nowait(None)  # for other readers of the same stream
+                if self._generation.fault is not None:
+                    raise self._generation.fault
         return self._pieces.popleft()
 
     async def __aenter__(self) -> AsyncStream:
@@ -159,15 +114,13 @@ class AsyncStream(_Text):
         """The whole text, when it has ended."""
         async for _ in self:
             pass
-        return self._completion()
+        return self._generation.completion()
 
 
-def news_for_loop(
-    queue: asyncio.Queue[list[Piece] | None], loop: asyncio.AbstractEventLoop
-) -> Callable[[list[Piece] | None], None]:
-    """Puts news into a queue of an event loop, from any OS thread."""
+def deliver_to_loop(queue: asyncio.Queue[list[Piece] | None], loop: asyncio.AbstractEventLoop) -> Deliver:
+    """Puts deliveries into a queue of an event loop, from any OS thread."""
 
-    def put(news: list[Piece] | None) -> None:
-        loop.call_soon_threadsafe(queue.put_nowait, news)  # raises once the loop is closed: that ends the text
+    def put(delivered: list[Piece] | None) -> None:
+        loop.call_soon_threadsafe(queue.put_nowait, delivered)  # raises once the loop is closed: that ends the text
 
     return put

@@ -6,7 +6,8 @@ import atexit
 import os
 from threading import Condition, Thread
 
-from spaceport.runtime.scheduling.scheduler import Scheduler, Task
+from spaceport.runtime.scheduling.scheduler import Scheduler
+from spaceport.runtime.scheduling.task import Task
 
 PATIENCE = 5.0  # seconds without work after which the OS thread ends; the next request begins another
 

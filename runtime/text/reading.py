@@ -63,7 +63,6 @@ class _Line:
     parent: _Line | None = None
     fork: int = -1  # place of the [Fork] among the parent's tokens
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each of them, if that was asked for
     children: list[_Line | None] = field(default_factory=list)  # what stands between two segments, if anything does
     read: int = 0  # segments that the reading has left behind
     ending: Ending | None = None
@@ -83,7 +82,7 @@ class Reading:
         tokenizer: Tokenizer,
         stops: tuple[str, ...] = (),
         fork: int | None = None,
-        logprobs: Logprobs | None = None,  # that sees what is heard here
+        logprobs: Logprobs | None = None,  # that observes the same request
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
@@ -95,6 +94,7 @@ class Reading:
         self._search = StopSearch(stops)
         self._shown: list[str] = []
         self._pieces: list[Piece] = []
+        self._own: list[int] = []  # of each piece: index of its token among those of its thread, or -1
         self._bound: tuple[float, ...] | None = None  # threads that end behind it are of no interest any more
         self._cut: tuple[_Line, int] | None = None  # who completed the first stop string, with which of its tokens
 
@@ -103,9 +103,9 @@ class Reading:
         """What can be read so far."""
         return "".join(self._shown)
 
-    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
         """Hear a thread's next token; whether its text ends with it."""
-        if self.beyond(thread):
+        if self.is_cut_off(thread):
             return True
         line = self._lines[thread.path]
         segment = line.segments[-1]
@@ -118,14 +118,11 @@ class Reading:
             text = segment.stream.push(token)
             segment.parts.append(segment.stream.fresh)
             reading = self._follow(line)
-        logprob = None
-        if self._logprobs is not None:
-            logprob = self._logprobs.at(line.path, len(line.tokens) - 1)
-            line.logprobs.append(logprob)
-        self._pieces.append(Piece(text, token, drafted, line.path, reading, logprob))
+        self._pieces.append(Piece(text, token, drafted, line.path, reading))
+        self._own.append(len(line.tokens) - 1)
         return segment.stream.stopped or self._search.stopped
 
-    def forked(self, parent: Thread, child: Thread) -> None:
+    def on_fork(self, parent: Thread, child: Thread) -> None:
         """A thread hangs from the last token of its parent."""
         line = self._lines[parent.path]
         stream = TextStream(self._tokenizer, self._stops, line.segments[-1].stream.context)
@@ -134,11 +131,11 @@ class Reading:
         if self._front is line:
             self._front = new
 
-    def ended(self, thread: Thread) -> None:
+    def on_end(self, thread: Thread) -> None:
         """A thread writes no more."""
         line = self._lines[thread.path]
         line.ending = thread.ending
-        if self.beyond(thread):
+        if self.is_cut_off(thread):
             return
         text = line.segments[-1].stream.finish()
         reading = self._close(line)
@@ -147,13 +144,18 @@ class Reading:
         if text or reading:
             self._lengthen(thread, text, reading)
 
-    def beyond(self, thread: Thread) -> bool:
+    def is_cut_off(self, thread: Thread) -> bool:
         """Whether all that a thread may still write stands behind a stop string."""
         return self._bound is not None and _end(thread.path) > self._bound
 
     def take(self) -> list[Piece]:
         """The pieces since the last call."""
-        pieces, self._pieces = self._pieces, []
+        pieces, own = self._pieces, self._own
+        self._pieces, self._own = [], []
+        if self._logprobs is not None:
+            for number, (piece, index) in enumerate(zip(pieces, own, strict=True)):
+                if index >= 0:
+                    pieces[number] = replace(piece, logprob=self._logprobs.at(piece.thread, index))
         return pieces
 
     def finished(self) -> tuple[ThreadText, ...]:
@@ -177,7 +179,7 @@ class Reading:
 
     def logprobs(self) -> tuple[TokenLogprob, ...]:
         """The log-probabilities of these tokens, if that was asked for."""
-        return tuple(one for line, part in self._parts() for one in line.logprobs[part])
+        return tuple(one for line, part in self._parts() for one in self._logprobs_of(line, part))
 
     def _split(self, line: _Line, thread: Thread) -> None:
         """Begin the segment behind a [Fork]."""
@@ -249,12 +251,19 @@ class Reading:
             if reading and piece.reading:
                 break  # what is read later has to come later
         self._pieces.append(Piece(text, None, False, thread.path, reading))
+        self._own.append(-1)
 
     def _parts(self) -> Iterator[tuple[_Line, slice]]:
         """Which tokens of which lines are the finished text, in reading order, without any [Fork]."""
         kept = self._kept()
         for line, segment in _in_order(self._spine, kept):
             yield line, slice(segment.start, min(segment.end, kept.get(line.path, segment.end)))
+
+    def _logprobs_of(self, line: _Line, part: slice) -> list[TokenLogprob]:
+        """The log-probabilities of some tokens of a line; none if they were not asked for."""
+        if self._logprobs is None:
+            return []
+        return [self._logprobs.at(line.path, index) for index in range(*part.indices(len(line.tokens)))]
 
     def _kept(self) -> dict[Path, int]:
         """How many of their tokens are left to the threads that the first stop string cuts off."""
@@ -268,7 +277,8 @@ class Reading:
         return kept
 
     def _thread_text(self, line: _Line, text: str, kept: Mapping[Path, int]) -> ThreadText:
-        tokens, logprobs = line.tokens[: kept.get(line.path)], line.logprobs[: kept.get(line.path)]
+        part = slice(0, kept.get(line.path))
+        tokens, logprobs = line.tokens[part], self._logprobs_of(line, part)
         ending = "stop" if line.path in kept else line.ending
         assert ending is not None
         fork = None if line.parent is None else line.fork

@@ -139,3 +139,10 @@ def encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
             f"character {error.start} is {text[error.start]!r}, half of a surrogate pair: expected text that UTF-8 can hold"
         ) from error
     return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+
+def encode_parts(tokenizer: Tokenizer, prompt: str, continuation: str, special: bool) -> tuple[list[int], int]:
+    """The tokens of a text, and which of them is the first that reaches into the continuation."""
+    tokens = encode(tokenizer, prompt + continuation, special)
+    ends = [end for _, end in tokenizer.encode(prompt + continuation, add_special_tokens=special).offsets]
+    return tokens, next((place for place, end in enumerate(ends) if end > len(prompt)), len(tokens))

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.plan import NO_PARENT, Part, Plan
-from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.text.tokenizer import TextStream, context_of
 from spaceport.runtime.trace.record import Record, RowKind, StepRecord, ThreadRecord, ThreadRows
@@ -24,11 +22,11 @@ class _Seen(NamedTuple):
     """What is noted of a step: only what is gone, or has changed, when the text is finished."""
 
     plan: Plan
-    verdicts: tuple[Verdict, ...]
+    verdicts: list[Verdict]
     queue: tuple[Thread, ...]
     held: int
-    engine_seconds: float  # of the request so far, this step's included
-    outside_seconds: float  # so far, without this step's
+    engine_seconds: float
+    outside_seconds: float  # of the steps before
 
 
 @dataclass
@@ -38,24 +36,14 @@ class Trace:
     _seen: list[_Seen] = field(default_factory=list)
     _request: Request | None = None
 
-    def saw(
-        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
-    ) -> None:
-        """Note a step that was judged and of which nothing is kept yet."""
-        statistics = request.statistics
-        if self._request is not request:
-            if self._request is not None or statistics.rows:
+    def on_step(self, step: VerifiedStep) -> None:
+        """Note a step."""
+        if self._request is not step.request:
+            if self._request is not None or step.request.statistics.rows:
                 raise ValueError("a trace is of one request, from its first step on: make a new one for each request")
-            self._request = request
+            self._request = step.request
         self._seen.append(
-            _Seen(
-                plan,
-                tuple(verdicts),
-                tuple(request.queue),
-                request.slots.held,
-                statistics.engine_seconds,
-                statistics.outside_seconds,
-            )
+            _Seen(step.plan, step.verdicts, step.queued, step.held, step.engine_seconds, step.outside_seconds)
         )
 
     def record(self, tokenizer: Tokenizer | None = None) -> Record:
@@ -76,7 +64,8 @@ class _Telling:
         self._request, self._seen, self._tokenizer = request, seen, tokenizer
         self._index = {thread.path: index for index, thread in enumerate(request.threads)}
         self._pieces = [
-            [] if tokenizer is None else _pieces(tokenizer, thread, request.tokens.fork) for thread in request.threads
+            [] if tokenizer is None else _pieces(tokenizer, thread, request.config.tokens.fork)
+            for thread in request.threads
         ]
 
     def record(self) -> Record:
@@ -84,7 +73,7 @@ class _Telling:
         prompt = tuple(spine.tokens[: spine.start])
         steps = tuple(self._steps())
         return Record(
-            tokens=request.tokens,
+            tokens=request.config.tokens,
             prompt=prompt,
             prompt_text=""
             if self._tokenizer is None
@@ -154,10 +143,9 @@ class _Telling:
 
     def _seconds(self) -> tuple[list[float], list[float]]:
         """Of each step: in the engine, and outside of it."""
-        engine = [0.0, *(seen.engine_seconds for seen in self._seen)]
         outside = [*(seen.outside_seconds for seen in self._seen), self._request.statistics.outside_seconds]
         outside[0] = 0.0
-        return _differences(engine), _differences(outside)
+        return [seen.engine_seconds for seen in self._seen], [after - before for before, after in pairwise(outside)]
 
     def _texts(self, steps: Sequence[StepRecord]) -> dict[int, str]:
         if self._tokenizer is None:
@@ -190,7 +178,3 @@ def _finish(stream: TextStream, found: list[str]) -> None:
 
 def _context(tokenizer: Tokenizer, thread: Thread, fork: int | None) -> tuple[int, ...]:
     return () if fork is None else context_of(tokenizer, thread.tokens[: fork + 1])
-
-
-def _differences(totals: Sequence[float]) -> list[float]:
-    return [after - before for before, after in pairwise(totals)]

@@ -13,8 +13,9 @@ import pytest
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.scheduler import QueueFull
-from spaceport.runtime.scheduling.stream import AsyncStream, Completion
+from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from support.hash_engine import Language

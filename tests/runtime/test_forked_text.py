@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.admission import Prompt
-from spaceport.runtime.scheduling.stream import Completion
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt
 from support.paths import DEMO as MODEL
 
 ASKED: dict[str, Any] = json.loads((MODEL / "prompts.json").read_text("utf-8"))

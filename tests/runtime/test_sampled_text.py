@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.decode.draft import Drafting, Guess
 from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.sampling.choice import Bans, Choose
+from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
 from support.g_test import excess
-from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language, Tree, request_for
+from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language, Tree, advance, request_for
 from support.slow_sampling import odds_slowly, scores_slowly
 from support.table_engine import Table
 
@@ -64,7 +65,9 @@ LANGUAGES = st.one_of(
 )
 
 
-def write(language: Language, prompt: Sequence[int], choose: Choose, limit: int, path: tuple[int, ...] = ()) -> Tree:
+def write(
+    language: Language, prompt: Sequence[int], choose: TokenSelector, limit: int, path: tuple[int, ...] = ()
+) -> Tree:
     """The text of every thread, with no engine, no slots and no drafts; none is longer than `limit`."""
     thread = Thread(path, list(prompt), len(prompt), np.zeros(1, np.bool_))
     cells: list[Cell] = []
@@ -81,9 +84,9 @@ def write(language: Language, prompt: Sequence[int], choose: Choose, limit: int,
     return found
 
 
-def run(engine: HashEngine, request: Request) -> Request:
+def run(engine: HashEngine, request: Request, chunk: int = PREFILL_ROWS) -> Request:
     while request.live:
-        step(engine, [request])
+        advance(engine, request, chunk=chunk)
     return request
 
 
@@ -114,9 +117,11 @@ def test_a_seed_writes_the_same_with_any_drafts_or_none(
     expected = write(language, prompt, choose, len(prompt) + max_tokens)
     most = len(prompt) + sum(len(text) + 1 for text in expected.values())
     engine = HashEngine(language, most + STEP_ROWS + 1, 1, lowering)
-    request = request_for(engine, prompt, max_tokens, drafting, 0, chunk, MASKS[:1], max_threads, max_depth, 10**6)
-    request.choose = choose  # also: what it counted for other threads on the same paths does not matter
-    assert {thread.path: thread.written for thread in run(engine, request).threads} == expected
+    # the same selector: what it counted for other threads on the same paths does not matter
+    request = request_for(
+        engine, prompt, max_tokens, drafting, MASKS[:1], max_threads, max_depth, 10**6, selector=choose
+    )
+    assert {thread.path: thread.written for thread in run(engine, request, chunk).threads} == expected
 
 
 @dataclass
@@ -155,8 +160,8 @@ def texts(kind: type[Sampled], table: Table, sampling: Sampling, count: int) -> 
     engine = HashEngine(table, 200, 1)
     bans = replace(UNFORKED, never=UNFORKED.never | frozenset(sampling.banned))
     for seed in range(count):
-        request = request_for(engine, [0], 12, Drafting(2, "chain"))
-        request.choose = kind(sampling, seed, bans, 1)
+        selector = kind(sampling, seed, bans, 1)
+        request = request_for(engine, [0], 12, Drafting(2, "chain"), selector=selector)
         found.append(run(engine, request).threads[0].tokens)
         steps += request.statistics.steps
     return found, sum(len(text) - 1 for text in found) / steps

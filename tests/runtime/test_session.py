@@ -13,8 +13,8 @@ from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.admission import capacity_for
-from spaceport.runtime.scheduling.stream import Completion
+from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import open_reference_runtime

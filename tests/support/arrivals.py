@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Drafting, Guess
-from spaceport.runtime.decode.plan import Plan
-from spaceport.runtime.decode.request import Deaf, Request
+from spaceport.runtime.decode.events import Listener, NullListener
+from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
+from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.sampling.choice import Choose
-from spaceport.runtime.scheduling.scheduler import Scheduler, Task
+from spaceport.runtime.scheduling.scheduler import Scheduler
+from spaceport.runtime.scheduling.task import Task
 from support.hash_engine import HashEngine, Language, Tree, request_for
 
-Trouble = Literal["wrote", "ended", "choice", "number", "observer", "news"]
+Trouble = Literal["on_token", "on_end", "choice", "number", "observer", "progress"]
 
 
 class Trap(Exception):
@@ -60,18 +60,18 @@ class Fuse:
 
 
 @dataclass
-class RaisingListener(Deaf):
-    """Hears what is written until it does not."""
+class RaisingListener(NullListener):
+    """Listens to what is written until it raises."""
 
     fuse: Fuse
     at_end: bool
 
-    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
         if not self.at_end:
             self.fuse.touch()
         return False
 
-    def ended(self, thread: Thread) -> None:
+    def on_end(self, thread: Thread) -> None:
         if self.at_end:
             self.fuse.touch()
 
@@ -81,7 +81,7 @@ class RaisingChoice:
     """Chooses until it does not."""
 
     fuse: Fuse
-    inner: Choose
+    inner: TokenSelector
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         self.fuse.touch()
@@ -97,9 +97,7 @@ class RaisingObserver:
 
     fuse: Fuse
 
-    def saw(
-        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
-    ) -> None:
+    def on_step(self, step: VerifiedStep) -> None:
         self.fuse.touch()
 
 
@@ -107,7 +105,7 @@ class RaisingObserver:
 class SharedEngine(HashEngine):
     """A fake engine that knows whose rows it computes, and fails when it is told to."""
 
-    guests: list[Request] = field(default_factory=list)  # all that ever come
+    guests: list[Task] = field(default_factory=list)  # all that ever come
     poisoned: dict[int, int] = field(default_factory=dict)  # id of a request -> calls until its logits are no numbers
     faulty: int | None = None  # the call that fails
 
@@ -117,7 +115,7 @@ class SharedEngine(HashEngine):
 
     def tenant(self, index: int) -> Request | None:
         """Who holds slots of an index; there is never more than one."""
-        found = [guest for guest in self.guests if guest.index == index and guest.slots.held]
+        found = [guest.request for guest in self.guests if guest.index == index and guest.request.slots.held]
         assert len(found) < 2, "two requests share the buffers of one index"
         return found[0] if found else None
 
@@ -145,6 +143,16 @@ class SharedEngine(HashEngine):
                 assert tenant.slots.still_held(visible).size == visible.size, "a row sees a slot that nobody holds"
 
 
+@dataclass(eq=False, kw_only=True)
+class CalledTask(Task):
+    """A task whose progress is a call."""
+
+    call: Callable[[bool], None] = lambda done: None  # whether the task is done
+
+    def on_progress(self) -> None:
+        self.call(self.done)
+
+
 class Scene:
     """Requests that arrive, and a clock that counts rounds."""
 
@@ -166,7 +174,7 @@ class Scene:
         self.now = 0
         self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows, clock=lambda: self.now)
         self.tasks = [self._task(*numbered) for numbered in enumerate(arrivals)]
-        self.engine.guests.extend(task.request for task in self.tasks)
+        self.engine.guests.extend(self.tasks)
         self.told: list[list[bool]] = [[] for _ in self.tasks]  # for each: was it done, whenever it was told of
 
     def play(self) -> None:
@@ -193,6 +201,13 @@ class Scene:
         return sum(len(text) for text in tree.values()) + len(tree)
 
     def _task(self, number: int, arrival: Arrival) -> Task:
+        fuse = Fuse(arrival.when)
+        listener: Listener | None = None
+        observers: list[Observer] = []
+        if arrival.trouble in ("on_token", "on_end"):
+            listener = RaisingListener(fuse, arrival.trouble == "on_end")
+        elif arrival.trouble == "observer":
+            observers = [RaisingObserver(fuse)]
         request = request_for(
             self.engine,
             arrival.prompt,
@@ -201,24 +216,21 @@ class Scene:
             max_threads=arrival.max_threads,
             max_depth=arrival.max_depth,
             total=self._total(self.alone[number]),
+            listener=listener,
+            observers=observers,
         )
-        fuse = Fuse(arrival.when)
-        if arrival.trouble in ("wrote", "ended"):
-            request.listener = RaisingListener(fuse, arrival.trouble == "ended")
-        elif arrival.trouble == "choice":
-            request.choose = RaisingChoice(fuse, request.choose)
-        elif arrival.trouble == "observer":
-            request.observers = (RaisingObserver(fuse),)
+        if arrival.trouble == "choice":
+            request.config = replace(request.config, selector=RaisingChoice(fuse, request.config.selector))
         elif arrival.trouble == "number":
             self.engine.poisoned[id(request)] = arrival.when
 
-        def news(task: Task) -> None:
-            self.told[number].append(task.done)
-            if arrival.trouble == "news":
+        def on_progress(done: bool) -> None:
+            self.told[number].append(done)
+            if arrival.trouble == "progress":
                 fuse.touch()
 
         deadline = None if arrival.patience is None else arrival.at + arrival.patience
-        return Task(request, news, deadline)
+        return CalledTask(request=request, call=on_progress, deadline=deadline)
 
 
 def steps_of(task: Task) -> int:

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
-from spaceport.runtime.costs import PROCESSOR, Costs
 from spaceport.runtime.decode.draft import Drafting
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.slots import Moves, Slots
-from spaceport.runtime.decode.threads import new_thread
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.decode.events import Listener
+from spaceport.runtime.decode.request import Observer, Request, RequestConfig
+from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
+from spaceport.runtime.engine import PROCESSOR, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 
 VOCAB = 15
@@ -201,27 +201,30 @@ def request_for(
     prompt: Sequence[int],
     max_tokens: int,
     drafting: Drafting | int,
-    index: int = 0,
-    chunk: int = 512,
     masks: tuple[int, ...] = MASKS[:1],
     max_threads: int = 1,
     max_depth: int = 0,
     total: int | None = None,
+    selector: TokenSelector | None = None,
+    listener: Listener | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Request:
     """A request as the session would make it; a number of mask slots stands for chains of so many."""
     drafting = drafting if isinstance(drafting, Drafting) else Drafting(drafting, "chain")
     tokens = TokenIds(mask=masks, fork=FORK, child=CHILD, end=(END,))
     bans = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, max_depth)
-    return Request(
-        index=index,
-        slots=Slots(engine.capacity, engine.lowering),
-        threads=[new_thread(prompt, engine.capacity, drafting.lookup > 0)],
+    config = RequestConfig(
         tokens=tokens,
-        choose=Greedy(bans),
-        limit=len(prompt) + max_tokens,
-        total=max_tokens if total is None else total,
+        selector=selector or Greedy(bans),
+        max_length=len(prompt) + max_tokens,
+        max_total=max_tokens if total is None else total,
         drafting=drafting,
-        chunk=chunk,
         max_threads=max_threads,
         end=frozenset(tokens.end),
     )
+    return Request(prompt, config, engine.capacity, engine.lowering, listener=listener, observers=observers)
+
+
+def advance(engine: Engine, *requests: Request, chunk: int = PREFILL_ROWS) -> None:
+    """One step of requests that have the first indices of an engine."""
+    step(engine, [StepInput(request, index, chunk) for index, request in enumerate(requests)])

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, decoders, models
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.scheduling.admission import capacity_for
-from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
+from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Cell, HashEngine, Language
 
@@ -73,7 +73,7 @@ def hash_runtime(
     max_slots: int | None = None,
     requests: int = 1,
     lowering: Lowering = "scatter",
-    prompt_rows: int = PROMPT_ROWS,
+    prompt_rows: int = PREFILL_ROWS,
 ) -> Runtime:
     """A runtime whose network writes a language."""
     manifest = Manifest(

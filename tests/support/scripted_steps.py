@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Guess
-from spaceport.runtime.decode.plan import Plan
-from spaceport.runtime.decode.request import Deaf, Request
-from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.events import NullListener
+from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.threads import Ending, Thread
 from spaceport.runtime.engine import Batch
-from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, request_for
+from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
 
 Path = tuple[int, ...]
 Texts = dict[Path, list[int]]  # what each thread writes; behind it stands the end token
@@ -67,14 +65,14 @@ class NotingEngine(HashEngine):
 
 
 @dataclass
-class Written(Deaf):
+class Written(NullListener):
     """What was written in which step."""
 
-    request: Request
+    scene: Scene
     in_step: dict[Path, list[int]] = field(default_factory=dict)  # the step, from 1, of each token of a thread
 
-    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
-        self.in_step.setdefault(thread.path, []).append(self.request.statistics.steps)
+    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
+        self.in_step.setdefault(thread.path, []).append(self.scene.steps)
         return False
 
 
@@ -90,12 +88,19 @@ class Scene:
         total: int = 500,
     ) -> None:
         self.engine = NotingEngine(Language(1), 256, 1)
+        self.written = Written(self)
         self.request = request_for(
-            self.engine, PROMPT, max_tokens, mask_slots, max_threads=max_threads, max_depth=9, total=total
+            self.engine,
+            PROMPT,
+            max_tokens,
+            mask_slots,
+            max_threads=max_threads,
+            max_depth=9,
+            total=total,
+            selector=Scripted(texts),
+            listener=self.written,
+            observers=[self],
         )
-        self.request.choose = Scripted(texts)
-        self.request.observers = (self,)
-        self.written = self.request.listener = Written(self.request)
         self.texts = texts
         self.rows: list[Row] = []
         self.steps = 0
@@ -128,16 +133,14 @@ class Scene:
     def run(self, until: Path | None = None) -> Scene:
         """Take steps to the end, or to that of a thread."""
         while self.request.live and self.endings.get(until if until is not None else (-1,)) is None:
-            step(self.engine, [self.request])
+            advance(self.engine, self.request)
         return self
 
-    def saw(
-        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
-    ) -> None:
+    def on_step(self, step: VerifiedStep) -> None:
         """Note the rows of a step."""
         self.steps += 1
         batch, row = self.engine.last, 0
-        for part in plan.parts:
+        for part in step.plan.parts:
             for token, position in zip(part.tokens.tolist(), part.positions.tolist(), strict=True):
                 slot = int(batch.slot_ids[0, row])
                 visible = np.flatnonzero(batch.attention_mask[0, 0, row]).tolist()

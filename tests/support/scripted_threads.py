@@ -184,14 +184,14 @@ class Writing:
                 if thread.ending is None:
                     self._write(thread)
         for thread in self.live:
-            if self.reading.beyond(thread):
+            if self.reading.is_cut_off(thread):
                 self.end(thread.path, "stop")
         return bool(live)
 
     def end(self, path: Path, ending: Ending) -> None:
         """A thread ends where it is."""
         self.threads[path].ending = ending
-        self.reading.ended(self.threads[path])
+        self.reading.on_end(self.threads[path])
 
     def _begin(self, thread: Thread, script: Script) -> None:
         self.threads[thread.path] = thread
@@ -205,9 +205,9 @@ class Writing:
             return
         token = FORK if isinstance(item, Script) else item
         thread.tokens.append(token)
-        if self.reading.wrote(thread, token, drafted=len(thread.written) % 2 == 0):
+        if self.reading.on_token(thread, token, drafted=len(thread.written) % 2 == 0):
             self.end(thread.path, "stop")
         elif isinstance(item, Script):
             child = thread.child(len(thread.tokens) - 1, CHILD, np.empty(0, np.int64))
             self._begin(child, item)
-            self.reading.forked(thread, child)
+            self.reading.on_fork(thread, child)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.decode.slots import Moves
-from spaceport.runtime.engine import Batch, Engine
-from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.engine import Batch, Engine, Moves
+from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 
 Logits = NDArray[np.float32]

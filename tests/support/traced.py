@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -9,11 +10,11 @@ from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.events import Listener
+from spaceport.runtime.decode.request import Observer, Request
 from spaceport.runtime.text.reading import Reading
 from spaceport.runtime.trace.trace import Trace
-from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, request_for
+from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
 
 # What the tokens of the fake engine say: bytes of é and of an emoji, so that most texts break characters; a decoder that
 # takes a space at the beginning of a text away.
@@ -88,7 +89,9 @@ CASES = st.builds(
 )
 
 
-def request_of(case: Case) -> tuple[HashEngine, Request]:
+def request_of(
+    case: Case, observers: Sequence[Observer] = (), listener: Listener | None = None
+) -> tuple[HashEngine, Request]:
     """The request of a case, about to begin, on an engine with room for it."""
     language = Language(case.seed, case.quality, case.end_every, case.fork_every)
     text = language.tree(case.prompt, len(case.prompt) + case.max_tokens, case.max_depth)
@@ -99,21 +102,20 @@ def request_of(case: Case) -> tuple[HashEngine, Request]:
         case.prompt,
         case.max_tokens,
         case.drafting,
-        chunk=case.chunk,
         max_threads=case.max_threads,
         max_depth=case.max_depth,
         total=case.total,
+        listener=listener,
+        observers=observers,
     )
-    request.statistics.prompt_tokens = len(case.prompt)
     return engine, request
 
 
 def traced(case: Case) -> tuple[Request, Trace, Reading]:
     """A finished request with its trace and what a reader made of it."""
-    engine, request = request_of(case)
     trace, reading = Trace(), Reading(TOKENIZER, (), FORK)
-    request.observers, request.listener = (trace,), reading
+    engine, request = request_of(case, [trace], reading)
     while request.live:
-        step(engine, [request])
+        advance(engine, request, chunk=case.chunk)
         request.statistics.outside_seconds += 0.001 * (request.statistics.rows % 7)
     return request, trace, reading

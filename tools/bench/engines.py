@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from spaceport.runtime.backends import BACKENDS, open_engine, why_not
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.costs import Costs
+from spaceport.runtime.engine import Costs
 from spaceport.tools.bench import outside
 from spaceport.tools.bench.steps import StepCost, step_costs
 

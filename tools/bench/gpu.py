@@ -23,7 +23,7 @@ from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.bench.engines import measure, ways
 from spaceport.tools.bench.gpu_page import Shape
 from spaceport.tools.demo.prompts import prompts_of

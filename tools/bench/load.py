@@ -15,8 +15,8 @@ from time import perf_counter, process_time
 import numpy as np
 
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt
 
 
 @dataclass(frozen=True)

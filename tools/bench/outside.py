@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.costs import PROCESSOR
-from spaceport.runtime.decode.slots import Moves
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Batch, Engine
-from spaceport.runtime.scheduling.admission import Admission, capacity_for
-from spaceport.runtime.scheduling.scheduler import Scheduler, Task
-from spaceport.runtime.text.reading import Reading
+from spaceport.runtime.engine import PROCESSOR, Batch, Engine, Moves
+from spaceport.runtime.scheduling.admission import Admission
+from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.scheduling.generation import Generation
+from spaceport.runtime.scheduling.scheduler import Scheduler
+from spaceport.runtime.scheduling.task import Task
+from spaceport.runtime.text.reading import Piece
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
 CASES = ((1, 1), (1, 9), (1, 36), (8, 1), (8, 9))  # requests, and rows of each in a step
@@ -40,7 +41,7 @@ class MadeUpEngine:
     """An engine whose logits follow from positions; the engine behind it, if there is one, computes in vain."""
 
     device = "none"
-    costs = PROCESSOR
+    costs = replace(PROCESSOR, row=0.0)  # the tree is as wide as it may be, whatever its rows promise
     notes: tuple[str, ...] = ()
 
     def __init__(self, manifest: Manifest, requests: int, inner: Engine | None):
@@ -99,24 +100,22 @@ class Cost:
     slow_milliseconds: float  # 95 of 100 were faster
 
 
-def texts(bundle: Bundle, engine: MadeUpEngine, rows: int) -> list[Task]:
+def texts(bundle: Bundle, engine: MadeUpEngine, rows: int) -> list[Generation]:
     """A text for each of the engine's places."""
-    admission = Admission(bundle, open_tokenizer(bundle), engine, LENGTH, LENGTH)
+    manifest = bundle.manifest
+    endless = replace(manifest, tokens=replace(manifest.tokens, end=()))  # made-up logits know no end
+    admission = Admission(replace(bundle, manifest=endless), open_tokenizer(bundle), engine, LENGTH, LENGTH)
     random = np.random.default_rng(0)
-    mask_slots = 0 if rows == 1 else bundle.manifest.max_mask_slots
+    mask_slots = 0 if rows == 1 else manifest.max_mask_slots
     decoding = Decoding(mask_slots=mask_slots, draft_rows=rows, fork=False)
-    found = []
-    for _ in range(engine.requests):
-        admitted = admission.text(random.integers(0, _LETTERS, _PROMPT).tolist(), decoding)
-        # rows that cost nothing: the tree is as wide as it may be, whatever it promises
-        admitted.request.drafting = replace(admitted.request.drafting, row_cost=0.0)
-        admitted.request.end = ()  # made-up logits know no end: a text that ended at once would be measured for ever
+    return [
+        admission.generation(random.integers(0, _LETTERS, _PROMPT).tolist(), decoding, _nobody)
+        for _ in range(engine.requests)
+    ]
 
-        def news(task: Task, reading: Reading = admitted.reading) -> None:
-            reading.take()
 
-        found.append(Task(admitted.request, news))
-    return found
+def _nobody(pieces: list[Piece] | None) -> None:
+    """Nobody reads what is written."""
 
 
 def rounds(

@@ -19,7 +19,7 @@ from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
 from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.runtime.scheduling.admission import capacity_for, seq_len, slots_for
+from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.options import bundle_argument, json_option, options
 from spaceport.tools.terminal.build_screen import building
 from spaceport.tools.terminal.screen import show_json, size

@@ -15,9 +15,9 @@ from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.admission import Prompt
-from spaceport.runtime.scheduling.stream import Completion
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import PATH
 from spaceport.tools.demo.prompts import MODEL, prompts_of

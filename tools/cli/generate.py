@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.scheduling.admission import Prompt, capacity_for, seq_len, slots_for
+from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.cli.generate_options import (
     Generate,

@@ -13,7 +13,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.scheduling.admission import capacity_for, seq_len, slots_for
+from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.options import bundle_argument, json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.runtime.scheduling.admission import Prompt
+from spaceport.runtime.text.prompt import Prompt
 
 MODEL = Path(__file__).parent / "model"
 PROMPTS_FILE = "prompts.json"

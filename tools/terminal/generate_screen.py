@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.scheduling.stream import Completion, Stream
+from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.stream import Stream
 from spaceport.tools.terminal.lanes import Lanes, marked
 
 

@@ -16,8 +16,8 @@ from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.admission import Prompt
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 

@@ -15,12 +15,11 @@ from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.graphs.contract.signature import Lowering, Precision
 from spaceport.runtime import backends
 from spaceport.runtime.backends import (
-    best,
     check_threads,
+    choose,
     clashing,
     device,
     open_engine,
-    passed_over,
     require,
     trust,
     why_not,
@@ -198,25 +197,23 @@ def test_the_note_is_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_the_best_backend_is_the_first_that_runs_the_bundle(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "require_module", lambda backend: None)  # everything is installed
     both = with_engines(bundle, a={}, b={"flavour": "tensorrt"})
-    assert best(both, OPENING) == "tensorrt"
-    assert passed_over(both, "tensorrt", OPENING) == ()
-    assert best(bundle, OPENING) == "tensorrt-rtx"
-    (note,) = passed_over(bundle, "tensorrt-rtx", OPENING)
+    assert choose(both, OPENING) == ("tensorrt", ())
+    name, (note,) = choose(bundle, OPENING)
+    assert name == "tensorrt-rtx"
     assert note.startswith(f"not tensorrt: {bundle.path}: it holds no tensorrt engine")
-    assert best(scattered(bundle), OPENING) == "onnxruntime-cuda"
-    assert len(passed_over(scattered(bundle), "onnxruntime-cuda", OPENING)) == 2
-    old = with_engines(bundle, a={"target": "sm75"})
-    assert best(old, OPENING) == "onnxruntime"
-    notes = passed_over(old, "onnxruntime", OPENING)
+    name, notes = choose(scattered(bundle), OPENING)
+    assert (name, len(notes)) == ("onnxruntime-cuda", 2)
+    name, notes = choose(with_engines(bundle, a={"target": "sm75"}), OPENING)
+    assert name == "onnxruntime"
     assert [note.split(":")[0] for note in notes] == ["not tensorrt", "not tensorrt-rtx", "not onnxruntime-cuda"]
     assert "sm75, this GPU is sm89" in notes[1]
 
 
 @pytest.mark.usefixtures("without_gpu")
 def test_without_a_gpu_only_engines_are_missed(bundle: Bundle) -> None:
-    assert best(bundle, OPENING) == best(scattered(bundle), OPENING) == "onnxruntime"
-    assert passed_over(scattered(bundle), "onnxruntime", OPENING) == ()
-    (note,) = passed_over(bundle, "onnxruntime", OPENING)
+    assert choose(scattered(bundle), OPENING) == ("onnxruntime", ())
+    name, (note,) = choose(bundle, OPENING)
+    assert name == "onnxruntime"
     assert note == "not tensorrt, tensorrt-rtx, onnxruntime-cuda: needs an NVIDIA GPU: no NVIDIA driver here"
 
 
@@ -288,8 +285,9 @@ def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(bundl
     with pytest.raises(MissingPart, match=message):
         require(scattered(bundle), "onnxruntime-cuda", OPENING)
     require(scattered(bundle), "onnxruntime", OPENING)  # on the processor either of them runs
-    assert best(scattered(bundle), OPENING) == "onnxruntime"
-    assert any("both installed" in note for note in passed_over(scattered(bundle), "onnxruntime", OPENING))
+    name, notes = choose(scattered(bundle), OPENING)
+    assert name == "onnxruntime"
+    assert any("both installed" in note for note in notes)
 
 
 def test_one_package_of_onnxruntime_clashes_with_nothing() -> None:

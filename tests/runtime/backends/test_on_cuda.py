@@ -23,10 +23,9 @@ from spaceport.runtime.backends.on_onnxruntime import open_session, session_opti
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import CallShape
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.decode.slots import NO_MOVES
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Batch, Engine, EngineFault
-from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineFault
+from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 from support.forking_bundle import forking_copy
 from support.paths import TINY

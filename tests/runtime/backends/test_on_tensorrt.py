@@ -17,9 +17,8 @@ from spaceport.runtime.backends.on_tensorrt import PROMPTS, STEPS
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.bundle import BundleError
-from spaceport.runtime.decode.slots import NO_MOVES
-from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault
+from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.demo.prompts import prompts_of
 from support.exported import exported_once
 from support.paths import DEMO

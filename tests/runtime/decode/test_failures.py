@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spaceport.runtime.decode.draft import Drafting
-from spaceport.runtime.decode.slots import Moves
-from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.sampling.choice import NotANumber
+from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.engine import EngineFault, Moves
 from support.arrivals import Arrival, Scene, Trap, steps_of
 from support.hash_engine import Language
 
@@ -60,7 +59,7 @@ def test_when_buffers_cannot_be_cleared_those_who_would_have_had_them_are_told()
 
 
 def test_giving_up_tells_everybody_even_if_somebody_does_not_want_to_hear_it() -> None:
-    arrivals = [Arrival([1], trouble="news", when=1), *(Arrival([2]) for _ in range(4))]
+    arrivals = [Arrival([1], trouble="progress", when=1), *(Arrival([2]) for _ in range(4))]
     scene = Scene(Language(8, end_every=10**9), arrivals, 2)
     scene.turn()
     scene.scheduler.fail(EngineFault("gone"))
@@ -70,7 +69,7 @@ def test_giving_up_tells_everybody_even_if_somebody_does_not_want_to_hear_it() -
 
 
 def test_who_raises_when_it_is_told_of_a_step_takes_no_other() -> None:
-    scene = Scene(Language(8, end_every=10**9), [Arrival([1], trouble="news", when=2), Arrival([2])], 2)
+    scene = Scene(Language(8, end_every=10**9), [Arrival([1], trouble="progress", when=2), Arrival([2])], 2)
     scene.play()
     assert isinstance(scene.tasks[0].fault, Trap)
     assert scene.told[0] == [False, False, False, True]

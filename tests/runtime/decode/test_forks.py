@@ -11,8 +11,8 @@ from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, 
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.slots import Slots
-from spaceport.runtime.decode.step import step
-from support.hash_engine import END, FORK, HashEngine, Language, Tree, request_for
+from spaceport.runtime.decode.step import PREFILL_ROWS
+from support.hash_engine import END, FORK, HashEngine, Language, Tree, advance, request_for
 
 DRAFTINGS = st.builds(
     Drafting,
@@ -42,13 +42,13 @@ def text_of(request: Request) -> Tree:
     return {thread.path: thread.written for thread in request.threads}
 
 
-def run(engine: HashEngine, request: Request, most: int | None = None) -> Request:
+def run(engine: HashEngine, request: Request, most: int | None = None, chunk: int = PREFILL_ROWS) -> Request:
     """Run to the end, with slots for so many tokens and one step beside them, and not one more."""
     if most is not None:
         request.slots = Slots(most + STEP_ROWS + 1, engine.lowering)
         request.slots.positions = np.zeros(engine.capacity, np.int64)  # masks are as wide as the engine's buffers allow
     while request.live:
-        step(engine, [request])
+        advance(engine, request, chunk=chunk)
     return request
 
 
@@ -89,12 +89,12 @@ def test_every_thread_writes_what_it_would_alone(examples: int) -> None:
                 prompt,
                 max_tokens,
                 drafting,
-                chunk=chunk,
                 max_threads=max_threads,
                 max_depth=max_depth,
                 total=total,
             ),
             len(prompt) + total,
+            chunk,
         )
         assert text_of(request) == expected
         assert request.slots.held == 0
@@ -149,7 +149,7 @@ def test_a_request_that_is_ended_from_outside_holds_nothing(
     engine = engine_for(language, len(prompt) + size(expected) + 1, lowering)
     request = request_for(engine, prompt, 30, drafting, max_threads=max_threads, max_depth=2, total=10**6)
     while request.live and steps:
-        step(engine, [request])
+        advance(engine, request)
         steps -= 1
     request.finish("cancelled")
     assert not request.live

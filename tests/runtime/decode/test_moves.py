@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.runtime.backends.on_tensorrt import move_slots
-from spaceport.runtime.decode.slots import NO_MOVES, Moves, Slots
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.engine import NO_MOVES, Moves
 
 pytest.importorskip("torch")
 CAPACITY = 96

@@ -9,8 +9,9 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.accept import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Draft, Guess, chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
+from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.sampling.choice import NotANumber, greedy
+from spaceport.runtime.sampling.choice import greedy
 
 M = 90
 IDS = TokenIds(mask=(M,), end=(99,))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.step import step
-from spaceport.runtime.engine import pack_many, pack_one
-from support.hash_engine import END, MASKS, HashEngine, Language, request_for
+from spaceport.runtime.decode.pack import pack_many, pack_one
+from spaceport.runtime.decode.request import Request, ScheduledStep
+from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
+from support.hash_engine import END, MASKS, HashEngine, Language, advance, request_for
 
 PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=40)
 
 
-def run(engine: HashEngine, request: Request) -> list[int]:
+def run(engine: HashEngine, request: Request, chunk: int = PREFILL_ROWS) -> list[int]:
     while request.live:
-        step(engine, [request])
+        advance(engine, request, chunk=chunk)
     return request.threads[0].written
 
 
@@ -54,8 +52,8 @@ def test_drafted_text_is_plain_text(
     language = Language(seed, quality, window=window)
     expected = language.write(prompt, max_tokens)
     engine = engine_for(language, len(prompt) + max_tokens, mask_slots, lowering)
-    request = request_for(engine, prompt, max_tokens, mask_slots, chunk=chunk)
-    assert run(engine, request) == expected
+    request = request_for(engine, prompt, max_tokens, mask_slots)
+    assert run(engine, request, chunk) == expected
     assert request.threads[0].ending == ("length" if len(expected) == max_tokens else "end")
     assert request.slots.held == 0
     assert not request.threads[0].sees.any()
@@ -82,14 +80,14 @@ def test_requests_that_share_steps_write_what_each_would_alone(
 ) -> None:
     language = Language(seed, 70)
     engine = engine_for(language, 40 + 30, 4, lowering, requests=5)
-    requests = [
-        request_for(engine, prompt, 30, mask_slots[i], index=i + (i > 1), chunk=chunk)  # request 2 stays idle
-        for i, prompt in enumerate(prompts)
-    ]
+    requests = [request_for(engine, prompt, 30, mask_slots[i]) for i, prompt in enumerate(prompts)]
     for now in range(500):
-        active = [request for request, join in zip(requests, joins, strict=False) if join <= now and request.live]
-        if active:
-            step(engine, active)
+        active = [
+            StepInput(request, i + (i > 1), chunk)  # index 2 stays idle
+            for i, (request, join) in enumerate(zip(requests, joins, strict=False))
+            if join <= now and request.live
+        ]
+        step(engine, active)
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.threads[0].written == language.write(prompt, 30)
         assert request.slots.held == 0
@@ -103,9 +101,9 @@ def test_distinct_mask_tokens_are_fed_in_their_order(lowering: Lowering, masks: 
     request = request_for(engine, [1, 2, 3], 40, 2, masks=masks)
     fed: list[list[int]] = []
     while request.live:
-        plan = request.plan()
+        plan = request.plan(PREFILL_ROWS)
         fed.extend([int(plan.parts[0].tokens[row]) for row in group] for group in plan.parts[0].layout.groups)
-        step(engine, [request])
+        advance(engine, request)
     assert request.threads[0].written == language.write([1, 2, 3], 40)
     assert [masks[0], masks[-1]] in fed
     assert all(group == [masks[0], masks[-1]][: len(group)] for group in fed)
@@ -140,12 +138,13 @@ def test_no_rows_are_fed_for_tokens_beyond_the_limit() -> None:
 def test_a_step_costs_no_call_for_a_finished_request() -> None:
     language = Language(9, 100)
     engine = engine_for(language, 70, 2, "scatter", requests=2)
-    short = request_for(engine, [1], 1, 2, index=0)
-    long = request_for(engine, [2], 20, 2, index=1)
-    step(engine, [short, long])
+    short = request_for(engine, [1], 1, 2)
+    long = request_for(engine, [2], 20, 2)
+    advance(engine, short, long)
     calls = engine.calls
     assert not short.live
-    run_all(engine, [long])
+    while long.live:
+        step(engine, [StepInput(long, 1)])
     assert engine.calls - calls == long.statistics.steps - 1
 
 
@@ -157,21 +156,15 @@ def test_the_short_way_of_packing_one_request_makes_the_same_arrays(
 ) -> None:
     language = Language(4, 60, window=window)
     engine = engine_for(language, 80, 3, lowering)
-    request = request_for(engine, list(range(9)), 40, 3, chunk=chunk)
+    request = request_for(engine, list(range(9)), 40, 3)
     while request.live:
-        plan = request.plan()
-        probe = deepcopy(request.slots)
-        slots = probe.take(plan.positions)
-        arguments = replace(request, slots=probe)
-        one = pack_one(engine.signature, arguments, plan, slots).arrays(engine.signature)
-        many = pack_many(engine, [arguments], [plan], [slots]).arrays(engine.signature)
+        probe = deepcopy(request)
+        plan = probe.plan(chunk)
+        planned = ScheduledStep(probe, 0, plan, probe.slots.take(plan.positions))
+        one = pack_one(engine.signature, planned).arrays(engine.signature)
+        many = pack_many(engine, [planned]).arrays(engine.signature)
         for (name, array), (other, expected) in zip(one, many, strict=True):
             assert name == other
             assert array.dtype == expected.dtype
             np.testing.assert_array_equal(array, expected, err_msg=name)
-        step(engine, [request])
-
-
-def run_all(engine: HashEngine, requests: Sequence[Request]) -> None:
-    while live := [request for request in requests if request.live]:
-        step(engine, live)
+        advance(engine, request, chunk=chunk)

@@ -22,15 +22,14 @@ from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import Drafting, Guess
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.slots import Slots
-from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.request import Request, RequestConfig
+from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread, new_thread
-from spaceport.runtime.sampling.choice import NotANumber, greedy
+from spaceport.runtime.sampling.choice import greedy
 from spaceport.runtime.sampling.grammar import Constrained, DeadEnd, Form, constrained
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.text.tokenizer import open_tokenizer
-from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, request_for
+from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
 from support.small_tokenizers import BYTES, FALLBACK, full
 
 
@@ -306,10 +305,11 @@ SMALL_REGEXES = ["(?:abc|cab| ){1,40}", "a{3,}b*c?", "(?:[ab]{2}c ){1,9}", "(?s)
 def run(language: Language, regex: str, drafting: Drafting, most: int, chunk: int) -> tuple[list[int], str | None, int]:
     """What a constrained request writes, how it ends, and its steps."""
     engine = HashEngine(language, visible_length(8 + most + 160), 1)
-    request = request_for(engine, [1, 2, 3], most, drafting, chunk=chunk)
-    request.choose = constrained(request.choose, Form(regex=regex), SMALL_VOCABULARY)
+    plain = request_for(engine, [1, 2, 3], most, drafting).config.selector
+    selector = constrained(plain, Form(regex=regex), SMALL_VOCABULARY)
+    request = request_for(engine, [1, 2, 3], most, drafting, selector=selector)
     while request.live:
-        step(engine, [request])
+        advance(engine, request, chunk=chunk)
     thread = request.threads[0]
     return thread.written, thread.ending, request.statistics.steps
 
@@ -545,18 +545,17 @@ def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(tiny_bu
     for form in (Form(json_schema=schema), Form(regex=call)):
         found, steps = [], []
         for drafting in (Drafting(), Drafting(5), Drafting(5, "chain"), Drafting(3, lookup=4)):
-            request = Request(
-                slots=Slots(engine.capacity, "scatter"),
-                threads=[new_thread(prompt, engine.capacity, drafting.lookup > 0)],
+            config = RequestConfig(
                 tokens=manifest.tokens,
-                choose=constrained(greedy(manifest.tokens.unwritable), form, vocabulary),
-                limit=len(prompt) + 150,
-                total=150,
+                selector=constrained(greedy(manifest.tokens.unwritable), form, vocabulary),
+                max_length=len(prompt) + 150,
+                max_total=150,
                 drafting=drafting,
-                end=manifest.tokens.end,
+                end=frozenset(manifest.tokens.end),
             )
+            request = Request(prompt, config, engine.capacity, "scatter")
             while request.live:
-                step(engine, [request])
+                advance(engine, request)
             assert request.threads[0].ending == "end"
             found.append(full(tokenizer, request.threads[0].written))
             steps.append(request.statistics.steps)

@@ -18,10 +18,10 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob, likeliest_in, logprob_in
-from spaceport.runtime.scheduling.stream import Completion
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, request_for
 from support.hash_runtime import expected_logprobs, hash_runtime, same
@@ -49,13 +49,11 @@ PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=20)
 Noted = dict[tuple[int, ...], list[TokenLogprob]]
 
 
-def noted(engine: HashEngine, requests: list[Request], top: int) -> list[Noted]:
-    """Run requests side by side; what is noted of each of their threads."""
-    observers = [Logprobs(top) for _ in requests]
-    for request, observer in zip(requests, observers, strict=True):
-        request.observers = (observer,)
-    while live := [request for request in requests if request.live]:
+def noted(engine: HashEngine, requests: list[Request], chunk: int = PREFILL_ROWS) -> list[Noted]:
+    """Run requests side by side; what the observer of each of them noted of its threads."""
+    while live := [StepInput(request, index, chunk) for index, request in enumerate(requests) if request.live]:
         step(engine, live)
+    observers = [one for request in requests for one in request.observers if isinstance(one, Logprobs)]
     return [
         {thread.path: [observer.at(thread.path, i) for i in range(len(thread.written))] for thread in request.threads}
         for request, observer in zip(requests, observers, strict=True)
@@ -88,19 +86,35 @@ def test_each_token_is_as_likely_as_the_network_says(
     engine = HashEngine(language, 20 + total + 2 * STEP_ROWS, len(prompts), lowering)
     requests = [
         request_for(
-            engine, prompt, 25, drafting, number, chunk, max_threads=max_threads, max_depth=max_depth, total=total
+            engine,
+            prompt,
+            25,
+            drafting,
+            max_threads=max_threads,
+            max_depth=max_depth,
+            total=total,
+            observers=[Logprobs(top)],
         )
-        for number, prompt in enumerate(prompts)
+        for prompt in prompts
     ]
-    for request, found in zip(requests, noted(engine, requests, top), strict=True):
+    for request, found in zip(requests, noted(engine, requests, chunk), strict=True):
         for thread in request.threads:
             assert same(found[thread.path], expected_logprobs(language, thread.tokens, thread.start, top))
         plain_engine = HashEngine(language, engine.capacity, 1)
         prompt = request.threads[0].tokens[: request.threads[0].start]
-        plain = request_for(plain_engine, prompt, 25, 0, max_threads=STEP_ROWS, max_depth=max_depth, total=2000)
+        plain = request_for(
+            plain_engine,
+            prompt,
+            25,
+            0,
+            max_threads=STEP_ROWS,
+            max_depth=max_depth,
+            total=2000,
+            observers=[Logprobs(top)],
+        )
         if any(thread.ending == "total" for thread in request.threads):
             continue  # which threads come how far depends on their order
-        assert noted(plain_engine, [plain], top) == [found]
+        assert noted(plain_engine, [plain]) == [found]
 
 
 @settings(max_examples=100)

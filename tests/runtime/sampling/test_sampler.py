@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.sampling.choice import Bans, Greedy, NotANumber
+from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.filters import survivors
 from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
 from support.slow_sampling import noise_slowly, odds_slowly, scores_slowly, survivors_slowly

@@ -21,13 +21,13 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS, Lowering
 from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.plan import plan_thread
+from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.choice import NotANumber
-from spaceport.runtime.sampling.scoring import Score, encode_parts
+from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.tokenizer import encode
+from spaceport.runtime.text.tokenizer import encode, encode_parts
 from support.hash_engine import END, MASKS, VOCAB, Language
 from support.hash_runtime import (
     WORDS,

@@ -1,4 +1,4 @@
-"""Which turns share a call of the engine: the fewest rows, those that only fill up and the calls themselves counted."""
+"""Which steps share a call of the engine: the fewest rows, those that only fill up and the calls themselves counted."""
 
 from __future__ import annotations
 
@@ -8,28 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.runtime.costs import PROCESSOR, Costs, measured
-from spaceport.runtime.decode.step import Turn
+from spaceport.runtime.backends.timing import measured
+from spaceport.runtime.decode.request import ScheduledStep
+from spaceport.runtime.decode.step import StepInput, plan
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.scheduler import calls
+from spaceport.runtime.engine import PROCESSOR, Costs
+from spaceport.runtime.scheduling.calls import group_by_width
 from support.hash_engine import HashEngine, Language, request_for
 
 CALL = 16  # rows that a call costs before it has any
 Widths = dict[int, int]  # index of a request in the engine -> rows that it takes to a step
 
 
-def turns_of(widths: Widths) -> list[Turn]:
+def steps_of(widths: Widths) -> list[ScheduledStep]:
     engine = HashEngine(Language(1), 300, 0)
-    turns = []
-    for index, rows in sorted(widths.items()):
-        request = request_for(engine, [1] * rows, 1, 0, index=index)
-        plan = request.plan()
-        turns.append(Turn(request, plan, request.slots.take(plan.positions)))
-    return turns
+    return plan([StepInput(request_for(engine, [1] * rows, 1, 0), index) for index, rows in sorted(widths.items())])
 
 
 def shared(widths: Widths) -> list[list[int]]:
-    return [[turn.request.index for turn in call] for call in calls(turns_of(widths), CALL)]
+    return [[step.engine_index for step in call] for call in group_by_width(steps_of(widths), CALL)]
 
 
 def cost(call: Sequence[int], widths: Widths) -> int:
@@ -66,15 +63,15 @@ def test_calls_cost_no_more_than_all_in_one_or_each_on_its_own(widths: Widths) -
         ({0: 1, 1: 1, 2: 1, 3: 60, 4: 60, 5: 90}, [[0, 1, 2], [3, 4], [5]]),
     ],
 )
-def test_turns_of_like_width_go_together(widths: Widths, expected: list[list[int]]) -> None:
+def test_steps_of_like_width_share_a_call(widths: Widths, expected: list[list[int]]) -> None:
     assert shared(widths) == expected
 
 
 def test_where_calls_are_dear_they_are_shared() -> None:
     """On a GPU one more call takes as long as hundreds of rows."""
-    turns = turns_of({0: 1, 1: 1, 2: 40, 3: 40})
-    assert len(calls(turns, CALL)) == 2
-    assert len(calls(turns, 200)) == 1
+    steps = steps_of({0: 1, 1: 1, 2: 40, 3: 40})
+    assert len(group_by_width(steps, CALL)) == 2
+    assert len(group_by_width(steps, 200)) == 1
 
 
 def test_costs_are_measured_between_one_row_and_many() -> None:

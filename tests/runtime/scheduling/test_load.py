@@ -19,7 +19,7 @@ from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.scheduling.stream import Completion
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import END, FORK, Language
 from support.hash_runtime import CountingEngine, hash_runtime

@@ -17,11 +17,14 @@ from typing import Any
 
 import pytest
 
+from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.scheduler import QueueFull, Scheduler, Task
+from spaceport.runtime.scheduling.scheduler import QueueFull, Scheduler
 from spaceport.runtime.scheduling.stream import Stream
+from spaceport.runtime.scheduling.task import Task
 from spaceport.runtime.scheduling.worker import RuntimeClosed, Worker
 from spaceport.runtime.session import Runtime
+from support.arrivals import CalledTask
 from support.hash_engine import HashEngine, Language, request_for
 from support.paths import DEMO as MODEL
 from support.stepwise_engine import close_between_steps, stepwise_runtime
@@ -57,14 +60,16 @@ def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "spaceport"]
 
 
-def setting(done: threading.Event) -> Callable[[Task], None]:
-    """News that set an event at the end."""
+def task_of(request: Request, done: threading.Event, error: Exception | None = None) -> Task:
+    """A task that sets an event at its end, and raises an error each time that it has made progress."""
 
-    def news(task: Task) -> None:
-        if task.done:
+    def on_progress(over: bool) -> None:
+        if over:
             done.set()
+        if error is not None:
+            raise error
 
-    return news
+    return CalledTask(request=request, call=on_progress)
 
 
 def test_texts_that_sixteen_threads_ask_for_at_once_are_what_each_is_alone(
@@ -191,7 +196,7 @@ def test_the_os_thread_ends_when_there_is_nothing_to_do_and_another_begins_with_
     worker = Worker(Scheduler(engine, 8), patience=0.01)
     for prompt in ([1, 2], [3]):
         done = threading.Event()
-        task = Task(request_for(engine, prompt, 9, 0), setting(done))
+        task = task_of(request_for(engine, prompt, 9, 0), done)
         worker.submit(task)
         assert done.wait(60)
         assert task.request.threads[0].written == ENDLESS.write(prompt, 9)
@@ -205,7 +210,7 @@ def test_a_worker_that_waits_is_woken_by_the_next_text() -> None:
     worker = Worker(Scheduler(HashEngine(ENDLESS, 300, 1), 8), patience=1000)
     for prompt in ([1, 2], [3]):
         done = threading.Event()
-        worker.submit(Task(request_for(HashEngine(ENDLESS, 300, 1), prompt, 9, 0), setting(done)))
+        worker.submit(task_of(request_for(HashEngine(ENDLESS, 300, 1), prompt, 9, 0), done))
         assert done.wait(60)
         time.sleep(0.1)  # by now it waits
     worker.close()
@@ -215,16 +220,9 @@ def test_a_worker_that_waits_is_woken_by_the_next_text() -> None:
 def test_who_raises_when_it_is_told_hurts_nobody_else() -> None:
     engine = HashEngine(ENDLESS, 300, 2)
     worker = Worker(Scheduler(engine, 8))
-    ended = threading.Event()
-
-    def refuse(task: Task) -> None:
-        if task.done:
-            ended.set()
-        raise ValueError("no news, please")
-
-    bad = Task(request_for(engine, [1], 40, 0), refuse)
-    done = threading.Event()
-    good = Task(request_for(engine, [2], 40, 0), setting(done))
+    ended, done = threading.Event(), threading.Event()
+    bad = task_of(request_for(engine, [1], 40, 0), ended, ValueError("no progress, please"))
+    good = task_of(request_for(engine, [2], 40, 0), done)
     worker.submit(bad)
     worker.submit(good)
     assert ended.wait(60)

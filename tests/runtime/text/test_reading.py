@@ -11,12 +11,11 @@ from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting
-from spaceport.runtime.decode.step import step
 from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.text.reading import Piece, Reading
 from spaceport.runtime.text.tokenizer import TextStream, encode
 from support.hash_engine import FORK as HASH_FORK
-from support.hash_engine import HashEngine, Language, request_for
+from support.hash_engine import HashEngine, Language, advance, request_for
 from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, line, outcome, prompt, told
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, one_byte_each
 
@@ -211,8 +210,8 @@ def test_a_stop_string_ends_its_thread_at_once_and_all_that_stands_behind() -> N
     for path in ((), (1,)):
         writing.write(path, 7)
     assert writing.threads[1,].ending == "stop"
-    assert {path for path in writing.threads if writing.reading.beyond(writing.threads[path])} == {(), (2,)}
-    assert writing.reading.wrote(writing.threads[()], one_byte_each("t")[0], False)
+    assert {path for path in writing.threads if writing.reading.is_cut_off(writing.threads[path])} == {(), (2,)}
+    assert writing.reading.on_token(writing.threads[()], one_byte_each("t")[0], False)
     writing.end((), "stop")
     assert writing.reading.take() == []  # not even the "t" that was held back
     writing.write((0,))
@@ -224,11 +223,11 @@ def test_an_earlier_stop_string_moves_the_cut_forward() -> None:
     writing = Writing(BYTES, line("x", line("a#"), line("b#"), line("c#"), "z"), ["#"])
     writing.write((), 4)
     for path in ((2,), (1,), (0,)):
-        assert not writing.reading.beyond(writing.threads[path])
+        assert not writing.reading.is_cut_off(writing.threads[path])
         writing.write(path)
         assert writing.threads[path].ending == "stop"
-        assert writing.reading.beyond(writing.threads[()])
-        assert all(writing.reading.beyond(writing.threads[later,]) for later in range(path[0] + 1, 3))
+        assert writing.reading.is_cut_off(writing.threads[()])
+        assert all(writing.reading.is_cut_off(writing.threads[later,]) for later in range(path[0] + 1, 3))
     assert writing.reading.text == "xa"
 
 
@@ -236,10 +235,10 @@ def test_a_stop_string_across_threads_is_found_once_all_before_it_can_be_read() 
     writing = Writing(BYTES, line("x", line("y"), "za", line("bc", line("d"))), ["ab"])
     writing.write(())
     writing.write((1,))
-    assert not writing.reading.beyond(writing.threads[1, 0])
+    assert not writing.reading.is_cut_off(writing.threads[1, 0])
     (piece,) = writing.write((0,))
     assert (piece.text, piece.reading) == ("y", "yz")
-    assert writing.reading.beyond(writing.threads[1, 0])
+    assert writing.reading.is_cut_off(writing.threads[1, 0])
     assert [(part.path, spelled(part.tokens)) for part in writing.reading.finished()] == [
         ((), "x|za|"),
         ((0,), "y"),
@@ -261,9 +260,9 @@ def test_a_fork_is_not_shown_where_the_tokenizer_thinks_it_is_a_word() -> None:
     reading = Reading(BYTES, (), fork)
     for token in one_byte_each("a|b"):
         thread.tokens.append(token)
-        assert not reading.wrote(thread, token, False)
+        assert not reading.on_token(thread, token, False)
     thread.ending = "length"
-    reading.ended(thread)
+    reading.on_end(thread)
     assert reading.text == "ab"
     assert reading.tokens() == tuple(one_byte_each("ab"))
     assert spelled(reading.finished()[0].tokens) == "a|b"
@@ -289,10 +288,12 @@ def test_a_request_has_one_text_however_its_threads_are_drafted_and_take_turns(
 ) -> None:
     def run(drafting: Drafting, max_threads: int) -> Outcome:
         engine = HashEngine(Language(seed, 60, end_every=15, fork_every=6), 2 + 2000 + STEP_ROWS + 1, 1)
-        request = request_for(engine, [0, 1], 20, drafting, max_threads=max_threads, max_depth=2, total=2000)
-        request.listener = reading = Reading(TEN_BYTES, stops, HASH_FORK)
+        reading = Reading(TEN_BYTES, stops, HASH_FORK)
+        request = request_for(
+            engine, [0, 1], 20, drafting, max_threads=max_threads, max_depth=2, total=2000, listener=reading
+        )
         while request.live:
-            step(engine, [request])
+            advance(engine, request)
         assert "".join(piece.reading for piece in reading.take()) == reading.text
         return reading.text, reading.tokens(), reading.finished()
 

@@ -15,17 +15,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Guess
-from spaceport.runtime.decode.plan import Plan
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.step import step
+from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.trace.reader import trace_of
 from spaceport.runtime.trace.record import SCHEMA, Record, StepRecord, ThreadRecord, ThreadRows
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.page import page_of
-from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, request_for
+from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
 from support.paths import DOCS
 from support.traced import CASES, TOKENIZER, Case, request_of, traced
 
@@ -50,23 +47,22 @@ class Diary:
 
     days: list[Day] = field(default_factory=list)
 
-    def saw(
-        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
-    ) -> None:
-        fed = [(part.thread.path, part.tokens.tolist()) for part in plan.parts]
-        self.days.append(Day(fed, [thread.path for thread in request.queue], request.slots.held))
+    def on_step(self, step: VerifiedStep) -> None:
+        fed = [(part.thread.path, part.tokens.tolist()) for part in step.plan.parts]
+        queued, slots = step.request.queue, step.request.slots
+        self.days.append(Day(fed, [thread.path for thread in queued], slots.held))
 
-    def wrote(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
         self.days[-1].wrote.append((thread.path, token, drafted))
         return False
 
-    def forked(self, parent: Thread, child: Thread) -> None:
+    def on_fork(self, parent: Thread, child: Thread) -> None:
         self.days[-1].began.append(child.path)
 
-    def ended(self, thread: Thread) -> None:
+    def on_end(self, thread: Thread) -> None:
         self.days[-1].ended.append(thread.path)
 
-    def beyond(self, thread: Thread) -> bool:
+    def is_cut_off(self, thread: Thread) -> bool:
         return False
 
 
@@ -101,11 +97,10 @@ def in_order(days: list[Day]) -> list[Day]:
 @settings(max_examples=150)
 @given(case=CASES)
 def test_a_trace_tells_what_happened_in_each_step(case: Case) -> None:
-    engine, request = request_of(case)
     trace, diary = Trace(), Diary()
-    request.observers, request.listener = (trace, diary), diary
+    engine, request = request_of(case, [trace, diary], diary)
     while request.live:
-        step(engine, [request])
+        advance(engine, request, chunk=case.chunk)
     record = trace.record()
     assert in_order(days_of(record)) == in_order(diary.days)
     assert record.prompt == case.prompt
@@ -157,11 +152,12 @@ class Script:
 
 def scripted(script: Script, mask_slots: int = 2, total: int = 20) -> tuple[Request, Record]:
     engine = HashEngine(Language(1), 200, 1)
-    request = request_for(engine, [7, 8], 20, mask_slots, max_depth=1, max_threads=4, total=total)
     trace = Trace()
-    request.choose, request.observers = script, (trace,)
+    request = request_for(
+        engine, [7, 8], 20, mask_slots, max_depth=1, max_threads=4, total=total, selector=script, observers=[trace]
+    )
     while request.live:
-        step(engine, [request])
+        advance(engine, request)
     return request, trace.record(TOKENIZER)
 
 
@@ -228,11 +224,12 @@ def test_a_character_is_a_piece_of_the_token_that_completes_it() -> None:
 
 def test_a_queued_thread_that_never_got_its_turn_ends_where_the_request_does() -> None:
     engine = HashEngine(Language(1), 200, 1)
-    request = request_for(engine, [7, 8], 20, 0, max_depth=1, max_threads=1, total=6)
-    trace = Trace()
-    request.choose, request.observers = Script({(): (1, FORK, 2, FORK, 3)}), (trace,)
+    trace, script = Trace(), Script({(): (1, FORK, 2, FORK, 3)})
+    request = request_for(
+        engine, [7, 8], 20, 0, max_depth=1, max_threads=1, total=6, selector=script, observers=[trace]
+    )
     while request.live:
-        step(engine, [request])
+        advance(engine, request)
     record = trace.record()
     assert [step.queued for step in record.steps] == [(), (), (1,), (1,)]
     assert [step.ended for step in record.steps] == [(), (), (), (0, 1, 2)]
@@ -241,13 +238,12 @@ def test_a_queued_thread_that_never_got_its_turn_ends_where_the_request_does() -
 
 
 def test_the_time_of_a_step_is_what_the_statistics_grew_by() -> None:
-    engine, request = request_of(Case(3))
     trace = Trace()
-    request.observers = (trace,)
+    engine, request = request_of(Case(3), [trace])
     outside: list[float] = []
     engine_seconds = [0.0]
     while request.live:
-        step(engine, [request])
+        advance(engine, request)
         outside.append(0.001 * (1 + len(outside) % 5))
         request.statistics.outside_seconds += outside[-1]
         engine_seconds.append(request.statistics.engine_seconds)
@@ -260,26 +256,24 @@ def test_the_time_of_a_step_is_what_the_statistics_grew_by() -> None:
 
 
 def test_a_text_that_is_under_way_has_a_record() -> None:
-    engine, request = request_of(Case(3))
     trace = Trace()
-    request.observers = (trace,)
+    engine, request = request_of(Case(3), [trace])
     seen = 0
     while request.live:
         record = trace.record(TOKENIZER)
         assert len(record.steps) == seen
         assert record.written == tuple(tuple(thread.written) for thread in request.threads)[: len(record.threads)]
         assert trace_of(json.loads(json.dumps(record.as_dict()))) == record
-        step(engine, [request])
+        advance(engine, request)
         seen += 1
     assert seen > 5
 
 
 def test_a_text_that_nobody_wants_ends_in_its_last_step() -> None:
-    engine, request = request_of(Case(3, end_every=10**9))
     trace = Trace()
-    request.observers = (trace,)
+    engine, request = request_of(Case(3, end_every=10**9), [trace])
     for _ in range(4):
-        step(engine, [request])
+        advance(engine, request)
     request.finish("cancelled")
     record = trace.record()
     assert record.steps[-1].ended == tuple(range(len(record.threads)))
@@ -287,17 +281,15 @@ def test_a_text_that_nobody_wants_ends_in_its_last_step() -> None:
 
 
 def test_a_trace_is_of_one_request_from_its_first_step() -> None:
-    engine, request = request_of(Case(3))
     trace = Trace()
-    request.observers = (trace,)
-    step(engine, [request])
-    _, other = request_of(Case(4))
-    other.observers = (trace,)
+    engine, request = request_of(Case(3), [trace])
+    advance(engine, request)
+    _, other = request_of(Case(4), [trace])
     with pytest.raises(ValueError, match="a trace is of one request, from its first step on"):
-        step(HashEngine(Language(4), 400, 1), [other])
-    request.observers = (Trace(),)
+        advance(HashEngine(Language(4), 400, 1), other)
+    request.observers = (Trace(),)  # one that has missed the first step
     with pytest.raises(ValueError, match="a trace is of one request, from its first step on"):
-        step(engine, [request])
+        advance(engine, request)
 
 
 def test_the_record_of_nothing_is_empty() -> None:

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from spaceport.runtime.backends import device
-from spaceport.runtime.costs import Costs
-from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.engine import Costs, EngineFault
 from spaceport.tools.bench import gpu
 from spaceport.tools.bench.checkpoint import make_checkpoint
 from spaceport.tools.bench.engines import Measured, Way

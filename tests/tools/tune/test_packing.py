@@ -18,10 +18,9 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.decode.draft import Drafting, Guess
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.slots import Slots
-from spaceport.runtime.decode.step import step
-from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.decode.request import Request, RequestConfig
+from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch
 from spaceport.tools.tune.packing import IGNORED, Group, anchors, collate, draw_groups, pack, see, successors
 from spaceport.tools.tune.samples import NO_PARENT, Sample
@@ -228,17 +227,16 @@ def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots:
     """Let the runtime write a text that is known beforehand, so that it accepts every draft; the calls it makes."""
     decoder, _ = decoder_of(model, "scatter", "plain")
     engine = Recording(TorchEngine(decoder, decoder.signature, 128, 1, "cpu"))
-    request = Request(
-        slots=Slots(128, "scatter"),
-        threads=[new_thread(text[:prompt], 128)],
+    config = RequestConfig(
         tokens=TokenIds(mask=(M,)),
-        choose=Known(text),
-        limit=len(text),
-        total=len(text),
+        selector=Known(text),
+        max_length=len(text),
+        max_total=len(text),
         drafting=Drafting(mask_slots, "chain"),
     )
+    request = Request(text[:prompt], config, 128, "scatter")
     while request.live:
-        step(engine, [request])
+        step(engine, [StepInput(request)])
     assert request.statistics.tokens / request.statistics.steps > mask_slots / 2  # drafts were accepted
     return engine.batches
 

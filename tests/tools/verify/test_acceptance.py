@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
-from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
@@ -24,10 +23,10 @@ from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.verify.acceptance.answers import write_answer
 from spaceport.tools.verify.acceptance.given import Given, Passage
 from spaceport.tools.verify.acceptance.measure import measure
-from spaceport.tools.verify.acceptance.predictions import NOTHING, read_line
+from spaceport.tools.verify.acceptance.predictions import NOTHING, predict_line
 from spaceport.tools.verify.acceptance.tally import Tally, count_steps, hits
 from support.hash_engine import CHILD as HASH_CHILD
-from support.hash_engine import END, MASKS, Cell, HashEngine, Language, request_for
+from support.hash_engine import END, MASKS, Cell, HashEngine, Language, advance, request_for
 from support.paths import TINY
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
@@ -50,7 +49,7 @@ def test_steps_along_the_own_answer_are_those_that_the_runtime_takes(runtime: Ru
     tokens = runtime.bundle.manifest.tokens
     prompt = runtime.tokens_of(PROMPTS[name])
     line = write_answer(runtime, prompt, 96, 5).spine
-    found = read_line(runtime.engine, tokens, Passage(line.prompt, line.tokens), 5)
+    found = predict_line(runtime.engine, tokens, Passage(line.prompt, line.tokens), 5)
     tally = Tally(5)
     tally.add(found, line.tokens, line.ending == "end")
     assert tuple(found[:, 0]) == line.tokens
@@ -90,7 +89,7 @@ def test_every_mask_slot_is_asked_behind_every_place(
     engine = HashEngine(language, visible_length(len(prompt) + len(answer) + 7), 1, lowering)
     engine.rows = rows
     tokens = TokenIds(masks, fork, None if fork is None else HASH_CHILD, (END,))
-    found = read_line(engine, tokens, Passage(tuple(prompt), tuple(answer), child), mask_slots)
+    found = predict_line(engine, tokens, Passage(tuple(prompt), tuple(answer), child), mask_slots)
     cells: list[Cell] = []
     for token in prompt:
         cells.append(language.follow(cells, token))
@@ -120,7 +119,7 @@ class Recorder(HashEngine):
 
 def test_several_mask_tokens_are_fed_in_their_order() -> None:
     engine = Recorder(Language(1), 64, 1)
-    read_line(engine, TokenIds(MASKS, end=(END,)), Passage((1, 2), (3, 4, 5)), 2)
+    predict_line(engine, TokenIds(MASKS, end=(END,)), Passage((1, 2), (3, 4, 5)), 2)
     assert [batch.input_ids.tolist() for batch in engine.batches] == [[[1, 2, 3, 4]], [[*MASKS, MASKS[0]]]]
     assert [batch.position_ids.tolist() for batch in engine.batches] == [[[0, 1, 2, 3]], [[2, 3, 3]]]
 
@@ -140,10 +139,10 @@ def test_counted_steps_are_those_of_the_loop_for_any_quality_of_drafts(
     engine = HashEngine(language, visible_length(70 + 49), 1, lowering)
     request = request_for(engine, [1, 2, 3], max_tokens, mask_slots, masks=MASKS * 3)
     while request.live:
-        step(engine, [request])
+        advance(engine, request)
     (thread,) = request.threads
     answer = (*thread.written, *((END,) if thread.ending == "end" else ()))
-    found = read_line(engine, request.tokens, Passage((1, 2, 3), answer), mask_slots)
+    found = predict_line(engine, request.config.tokens, Passage((1, 2, 3), answer), mask_slots)
     assert count_steps(hits(found, answer), mask_slots) == request.statistics.steps
 
 
@@ -194,7 +193,7 @@ def test_threads_side_by_side_write_the_same_in_fewer_steps(runtime: Runtime, fo
     for line in one_by_one.lines:
         if line.tokens:
             passage = Passage(line.prompt, line.tokens, line.fork is not None)
-            found = read_line(runtime.engine, forked.bundle.manifest.tokens, passage, mask_slots)
+            found = predict_line(runtime.engine, forked.bundle.manifest.tokens, passage, mask_slots)
             assert tuple(found[:, 0]) == line.tokens
             counted += count_steps(hits(found, line.tokens), mask_slots)
     assert one_by_one.statistics.steps == counted

@@ -13,8 +13,8 @@ import pytest
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.accept import Verdict, accept
 from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.sampling.choice import Choose
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.kinds import groups_for
@@ -109,7 +109,7 @@ def test_forks_that_run_out_of_room_are_no_fault(seed: int) -> None:
 def lenient(least: float, most: float) -> Any:
     """Accepts a wrong first candidate if it is so far behind the right token."""
 
-    def judged(part: Part, logits: Logits, choose: Choose, most_guesses: int = 1) -> Verdict:
+    def judged(part: Part, logits: Logits, choose: TokenSelector, most_guesses: int = 1) -> Verdict:
         verdict = accept(part, logits, choose, most_guesses)
         if not part.draft.tokens or verdict.accepted:
             return verdict
@@ -123,7 +123,7 @@ def lenient(least: float, most: float) -> Any:
     return judged
 
 
-def off_by_one(part: Part, logits: Logits, choose: Choose, most: int = 1) -> Verdict:
+def off_by_one(part: Part, logits: Logits, choose: TokenSelector, most: int = 1) -> Verdict:
     """Reads the logits of the row beside the right one."""
     return accept(part, np.roll(logits, 1, axis=0) if part.draft.tokens else logits, choose, most)
 

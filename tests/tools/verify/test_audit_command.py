@@ -16,7 +16,7 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.accept import Verdict, accept
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.sampling.choice import Choose
+from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
 from spaceport.tools.verify.audit.opened import requests_for
@@ -44,7 +44,7 @@ def arguments(bundle: Path, prompts: Path, *more: object) -> list[str]:
     return [str(one) for one in told]
 
 
-def first_candidate(part: Part, logits: np.ndarray, choose: Choose, most: int = 1) -> Verdict:
+def first_candidate(part: Part, logits: np.ndarray, choose: TokenSelector, most: int = 1) -> Verdict:
     """Accepts whatever was drafted first."""
     verdict = accept(part, logits, choose, most)
     if not part.draft.tokens or verdict.accepted:

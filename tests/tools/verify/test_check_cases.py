@@ -11,14 +11,14 @@ import pytest
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
-from spaceport.runtime.decode.slots import Moves
-from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
+from spaceport.runtime.decode.step import PREFILL_ROWS
+from spaceport.runtime.engine import Moves
 from spaceport.tools.verify.check.cases import REQUESTS, Recording, Room, record, replay
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from support.small_bundle import fill
 
 LENGTH = 647  # the longest prompt ends a row before a call of 128 is full
-CAPACITY = visible_length(LENGTH + 64 + STEP_ROWS + PROMPT_ROWS + 1)
+CAPACITY = visible_length(LENGTH + 64 + STEP_ROWS + PREFILL_ROWS + 1)
 
 
 @dataclass
@@ -33,7 +33,7 @@ class MovedEngine(HashEngine):
             self.moved.append(busy)
 
 
-def recorded_on(engine: HashEngine, tmp_path: Path, rows: int = PROMPT_ROWS) -> Recording:
+def recorded_on(engine: HashEngine, tmp_path: Path, rows: int = PREFILL_ROWS) -> Recording:
     tokens = TokenIds(MASKS, FORK, CHILD, (END,))
     manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(MASKS))
     return record(engine, manifest, Room(LENGTH, CAPACITY, REQUESTS, rows))
@@ -45,7 +45,7 @@ def test_calls_are_as_wide_and_begin_as_late_as_those_of_a_runtime(lowering: Low
     engine = MovedEngine(Language(1, 70), CAPACITY, REQUESTS, lowering)
     feeds, left_out = recorded_on(engine, tmp_path)
     assert not left_out
-    assert max(engine.widths) == PROMPT_ROWS
+    assert max(engine.widths) == PREFILL_ROWS
     assert {int(feed.arrays["first"][0]) for feed in feeds} == {0, REQUESTS - 1}
     assert ([0, 1] in engine.moved) == (lowering == "append")
 

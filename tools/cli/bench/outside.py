@@ -12,7 +12,7 @@ import click
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.bench.outside import CASES, LENGTH, measure
 from spaceport.tools.cli.options import bundle_argument, json_option
 from spaceport.tools.terminal.screen import show_json, show_table

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Drafting
-from spaceport.runtime.decode.plan import Plan
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.request import Request, RequestConfig, VerifiedStep
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.step import step
-from spaceport.runtime.decode.threads import Ending, Thread, new_thread
-from spaceport.runtime.engine import Engine
+from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
+from spaceport.runtime.decode.threads import Ending, Thread
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.session import Runtime
 
 SIDE_BY_SIDE = 64  # threads at the same time: more than an answer has
 DEPTH = 1  # a child does not fork again, as in the answers that models are tuned on
-_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -71,15 +63,14 @@ class Answer:
 class _Ends:
     """The end token of each thread that has come to one; what a thread writes does not hold it."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: frozenset[int]) -> None:
         self.of: dict[tuple[int, ...], int] = {}
+        self._end = end
 
-    def saw(
-        self, request: Request, plan: Plan, verdicts: Sequence[Verdict], lines: Sequence[NDArray[np.float32]]
-    ) -> None:
-        for part, verdict in zip(plan.parts, verdicts, strict=True):
+    def on_step(self, step: VerifiedStep) -> None:
+        for part, verdict in zip(step.plan.parts, step.verdicts, strict=True):
             for token in verdict.tokens:
-                if token in request.end:
+                if token in self._end:
                     self.of.setdefault(part.thread.path, token)
 
 
@@ -99,43 +90,31 @@ def write_answer(
     limit = min(len(prompt) + max_tokens, runtime.max_seq_len)
     if len(prompt) >= limit:
         return Answer((Line(tuple(prompt), (), None, "length"),), Statistics(prompt_tokens=len(prompt)))
-    request = request_for(engine, tokens, prompt, limit, Drafting(mask_slots, "chain"), max_threads, max_depth)
-    ends = _Ends()
-    request.observers = (ends,)
+    ends = _Ends(frozenset(tokens.end))
+    config = RequestConfig(
+        tokens=tokens,
+        selector=greedy_for(tokens, max_depth),
+        max_length=limit,
+        max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
+        drafting=Drafting(mask_slots, "chain"),
+        max_rows=engine.rows,
+        max_threads=max_threads,
+        end=frozenset(tokens.end),
+    )
+    request = Request(prompt, config, engine.capacity, engine.signature.lowering, observers=(ends,))
     while request.live:
-        step(engine, [request])
+        step(engine, [StepInput(request, 0, min(PREFILL_ROWS, engine.rows))])
     if any(thread.ending == "total" for thread in request.threads):
         raise OptionFault(
-            f"the threads of an answer have room for {request.total} tokens behind a prompt of {len(prompt)} and need "
+            f"the threads of an answer have room for {config.max_total} tokens behind a prompt of {len(prompt)} and need "
             f"more: raise --max-seq-len (now {runtime.max_seq_len}) or lower --max-tokens (now {max_tokens})"
         )
     return Answer(tuple(_line(thread, len(prompt), ends.of) for thread in request.threads), request.statistics)
 
 
-def request_for(
-    engine: Engine,
-    tokens: TokenIds,
-    prompt: Sequence[int],
-    limit: int,
-    drafting: Drafting,
-    max_threads: int = 1,
-    max_depth: int = DEPTH,
-) -> Request:
-    """A request that is alone on its engine, and may fill it."""
-    return Request(
-        slots=Slots(engine.capacity, engine.signature.lowering),
-        threads=[new_thread(prompt, engine.capacity)],
-        tokens=tokens,
-        choose=Greedy(Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, max_depth)),
-        limit=limit,
-        total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
-        drafting=drafting,
-        chunk=min(_CHUNK, engine.rows),
-        widest=engine.rows,
-        max_threads=max_threads,
-        end=frozenset(tokens.end),
-        statistics=Statistics(prompt_tokens=len(prompt)),
-    )
+def greedy_for(tokens: TokenIds, max_depth: int = DEPTH) -> Greedy:
+    """Greedy decoding of a model that may fork this deep."""
+    return Greedy(Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, max_depth))
 
 
 def _line(thread: Thread, prompt: int, ends: dict[tuple[int, ...], int]) -> Line:

@@ -9,7 +9,7 @@ from typing import Any
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.acceptance.answers import write_answer
 from spaceport.tools.verify.acceptance.given import Given, Passage
-from spaceport.tools.verify.acceptance.predictions import read_line
+from spaceport.tools.verify.acceptance.predictions import predict_line
 from spaceport.tools.verify.acceptance.tally import Forks, Tally
 
 
@@ -48,7 +48,7 @@ def _read(runtime: Runtime, passage: Passage, tally: Tally, forks: Forks | None)
     if not passage.tokens:
         return
     tokens = runtime.bundle.manifest.tokens
-    found = read_line(runtime.engine, tokens, passage, tally.mask_slots)
+    found = predict_line(runtime.engine, tokens, passage, tally.mask_slots)
     tally.add(found, passage.tokens, passage.tokens[-1] in tokens.end)
     if forks is not None and tokens.fork is not None and not passage.child:
         forks.add(found[:, 0], passage.tokens, tokens.fork)

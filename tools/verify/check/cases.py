@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
-from spaceport.runtime.decode.draft import Draft, Drafting, Guess, chain
-from spaceport.runtime.decode.plan import Plan, plan_thread
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.slots import Moves, Slots
-from spaceport.runtime.decode.step import step
-from spaceport.runtime.decode.threads import Thread, new_thread
-from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, Guess, chain
+from spaceport.runtime.decode.drafter import Drafter
+from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.request import Request, RequestConfig
+from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.engine import Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Greedy, greedy
-from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
 from spaceport.tools.verify.accuracy import Feed
 
 REQUESTS = 3
@@ -118,7 +119,7 @@ def record(engine: Engine, manifest: Manifest, room: Room, seed: int = 0) -> Rec
     for edge in (VISIBLE_STEP, 2 * VISIBLE_STEP):
         if edge + 4 < length:
             builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5)
-    builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=PROMPT_ROWS)
+    builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=PREFILL_ROWS)
     window = manifest.signature.window
     if window is not None and length - 8 <= window < manifest.max_positions:
         builder.left_out.append(f"texts beyond the window of {window} positions: raise --long to see them")
@@ -160,6 +161,19 @@ class _Certain:
         return int(self.words[place % self.words.size])
 
 
+@dataclass
+class _Scripted:
+    """A drafter whose drafts are given, one for each step."""
+
+    left: list[Draft]
+
+    def draft(self, thread: Thread, remaining: int, rows: int) -> Draft:
+        return self.left.pop(0)
+
+    def learn(self, part: Part, verdict: Verdict) -> None:
+        """The drafts are given."""
+
+
 class _Builder:
     def __init__(self, recorder: Recorder, manifest: Manifest, random: np.random.Generator) -> None:
         self._recorder = recorder
@@ -179,7 +193,7 @@ class _Builder:
         lengths: Sequence[int],
         drafting: Drafting,
         steps: int,
-        chunk: int = 512,
+        chunk: int = PREFILL_ROWS,
         forks: Sequence[int] = (),
         certain: bool = False,
         leaves: int | None = None,
@@ -193,27 +207,34 @@ class _Builder:
             self.left_out.append(f"{case}: an engine takes fewer requests in a call")
             return
         self._recorder.case = case
-        requests = [self._request(i, n, drafting, chunk) for i, n in enumerate(lengths) if n]
-        if forks:
-            requests[0].choose = self._forks_at(lengths[0] + place for place in forks)
-        for request in requests if certain else ():
-            request.choose = _Certain(self._words)
-        while any(request.statistics.steps < steps and request.live for request in requests):
-            if requests[0].statistics.steps == leaves:
-                requests[0].finish("cancelled")
-            step(self._recorder, [request for request in requests if request.live])
+        forking = self._forks_at(lengths[0] + place for place in forks)
+        requests = {
+            index: self._request(
+                length,
+                drafting,
+                forking if forks and not index else _Certain(self._words) if certain else self._greedy(),
+            )
+            for index, length in enumerate(lengths)
+            if length
+        }
+        rows, first = min(chunk, self._recorder.rows), requests[0]
+        written = dict.fromkeys(requests, 0)  # steps of each in which it wrote
+        while any(request.live and written[index] < steps for index, request in requests.items()):
+            if written[0] == leaves and first.live:
+                first.finish("cancelled")
+            live = [StepInput(request, index, rows) for index, request in requests.items() if request.live]
+            step(self._recorder, live)
+            for request, index, _ in live:
+                written[index] += not request.prefilling
 
     def tree(self, case: str, length: int, draft: Draft) -> None:
         """A prompt, then one step over a draft of any shape."""
         self._recorder.case = case
-        request = self._request(0, length, _PLAIN, 512)
-        (thread,) = request.threads
-        if length > 1:
-            step(self._recorder, [request])
-        tokens = self._tokens if self._tokens.mask else TokenIds(mask=(0,))
-        plan = Plan((plan_thread(thread, draft, tokens, 512),))
-        request.plan = lambda: plan  # type: ignore[method-assign]
-        step(self._recorder, [request])
+        tokens = self._tokens if self._tokens.mask else replace(self._tokens, mask=(0,))
+        drafts = _Scripted([PLAIN, draft] if length > 1 else [draft])
+        request = self._request(length, _PLAIN, self._greedy(), tokens, drafts)
+        for _ in range(len(drafts.left)):
+            step(self._recorder, [StepInput(request, 0, min(PREFILL_ROWS, self._recorder.rows))])
 
     def line(self, count: int) -> Draft:
         """A chain of candidates: the logits of each are asked for."""
@@ -237,18 +258,23 @@ class _Builder:
     def _greedy(self) -> Greedy:
         return greedy((*self._tokens.unwritable, *self._tokens.forking))
 
-    def _request(self, index: int, length: int, drafting: Drafting, chunk: int) -> Request:
+    def _request(
+        self,
+        length: int,
+        drafting: Drafting,
+        selector: TokenSelector,
+        tokens: TokenIds | None = None,
+        drafter: Drafter | None = None,
+    ) -> Request:
         capacity = self._recorder.capacity
-        return Request(
-            index=index,
-            slots=Slots(capacity, self._recorder.signature.lowering),
-            threads=[new_thread(self._some(length).tolist(), capacity)],
-            tokens=self._tokens,
-            choose=self._greedy(),
-            limit=length + 64,
-            total=capacity,
+        config = RequestConfig(
+            tokens=tokens or self._tokens,
+            selector=selector,
+            max_length=length + 64,
+            max_total=capacity,
             drafting=drafting,
-            chunk=min(chunk, self._recorder.rows),
-            widest=self._recorder.rows,
+            max_rows=self._recorder.rows,
             max_threads=3,
         )
+        prompt = self._some(length).tolist()
+        return Request(prompt, config, capacity, self._recorder.signature.lowering, drafter=drafter)

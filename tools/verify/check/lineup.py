@@ -17,9 +17,9 @@ from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.engine import Engine, EngineFault
-from spaceport.runtime.scheduling.admission import capacity_for
-from spaceport.runtime.scheduling.scheduler import PROMPT_ROWS
+from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, Call, CallFailed, Side
 from spaceport.tools.verify.check.cases import REQUESTS, Room, replay
@@ -109,7 +109,7 @@ def room_of(manifest: Manifest, asked_length: int | None, engines: Sequence[Engi
     """The longest text, requests and rows of a call that all of these engines have room for."""
     length = min(asked_length or DEFAULT_LONG, manifest.max_positions)
     requests = min((REQUESTS, *(engine.requests for engine in engines)))
-    rows = min((PROMPT_ROWS, *(engine.prompt_rows for engine in engines)))
+    rows = min((PREFILL_ROWS, *(engine.prompt_rows for engine in engines)))
     for engine in engines if asked_length is None else ():
         while length > SHORTEST and capacity_for(manifest, length + _BEYOND) > engine.capacity:
             length -= 1

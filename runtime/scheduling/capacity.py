@@ -1,0 +1,40 @@
+"""Capacity: how long the texts of a runtime may become, and how many KV slots they need."""
+
+from __future__ import annotations
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.graphs.contract.signature import STEP_ROWS, visible_length
+from spaceport.runtime.decode.step import PREFILL_ROWS
+
+DEFAULT_SEQ_LEN = 4096
+
+
+def seq_len(manifest: Manifest, max_seq_len: int | None) -> int:
+    """The longest text that a runtime makes room for."""
+    if max_seq_len is None:
+        return min(manifest.max_positions, DEFAULT_SEQ_LEN)
+    if not 2 <= max_seq_len <= manifest.max_positions:
+        raise OptionFault(
+            f"max_seq_len is {max_seq_len}: expected 2 to {manifest.max_positions}, the positions that the model knows"
+        )
+    return max_seq_len
+
+
+def slots_for(max_seq_len: int, max_slots: int | None) -> int:
+    """The most tokens that a prompt and all its threads may have."""
+    if max_slots is None:
+        return max_seq_len
+    if max_slots < max_seq_len:
+        raise OptionFault(
+            f"max_slots is {max_slots}: expected at least max_seq_len, {max_seq_len}, so that one thread can be as long as that"
+        )
+    return max_slots
+
+
+def capacity_for(manifest: Manifest, max_slots: int) -> int:
+    """KV slots of a request: all its tokens, the rows of its widest step, and one that padding rows write to."""
+    widest = STEP_ROWS
+    if manifest.signature.lowering == "append":
+        widest += PREFILL_ROWS  # all requests of a call write runs of one length: a prompt's last rows and a draft's
+    return visible_length(max_slots + widest + 1)

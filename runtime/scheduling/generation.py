@@ -1,0 +1,94 @@
+"""Generation: a request whose text somebody reads, and one that only scores a given text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.threads import Ending
+from spaceport.runtime.sampling.logprobs import TokenLogprob
+from spaceport.runtime.sampling.scoring import Scoring
+from spaceport.runtime.scheduling.task import Task
+from spaceport.runtime.text.reading import Piece, Reading, ThreadText
+from spaceport.runtime.trace.trace import Trace
+
+_REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
+
+# Takes the new pieces of a text after each step, and None when there will be no more; from the worker's OS thread.
+Deliver = Callable[[list[Piece] | None], None]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished text."""
+
+    text: str
+    tokens: tuple[int, ...]  # in the order in which the text is read
+    # "end": end of text; "stop": a stop string; "length": max_tokens or max_seq_len; "total": max_total_tokens, which
+    # ends all threads where they are, as "deadline" and "cancelled" do. Each thread has its own; here is the spine's.
+    ending: Ending
+    statistics: Statistics
+    prompt_tokens: tuple[int, ...] = ()
+    threads: tuple[ThreadText, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if that was asked for
+    seed: int | None = None  # of what was drawn: the same seed, the same text; none: nothing was
+    trace: Trace | None = field(default=None, repr=False)  # if one was asked for
+
+
+@dataclass(eq=False, kw_only=True)
+class Generation(Task):
+    """A request that writes a text, with the text so far."""
+
+    reading: Reading
+    deliver: Deliver
+    seed: int | None  # None: nothing is sampled
+    trace: Trace | None
+
+    def on_progress(self) -> None:
+        if pieces := self.reading.take():
+            self.deliver(pieces)
+        if self.done:
+            self.deliver(None)
+
+    def completion(self) -> Completion:
+        """The finished text; raises the error that the request failed with."""
+        if self.fault is not None:
+            raise self.fault
+        root = self.request.threads[0]
+        threads = self.reading.finished()
+        wide = next((thread.ending for thread in threads if thread.ending in _REQUEST_WIDE), None)
+        return Completion(
+            self.reading.text,
+            self.reading.tokens(),
+            wide or threads[0].ending,
+            self.request.statistics,
+            tuple(root.tokens[: root.start]),
+            threads,
+            self.reading.logprobs(),
+            self.seed,
+            self.trace,
+        )
+
+
+def _fed() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # so that only the worker sets it
+    return future
+
+
+@dataclass(eq=False, kw_only=True)
+class ScoringTask(Task):
+    """A request that writes nothing, with the log-probabilities of its tokens so far."""
+
+    scoring: Scoring
+    fed: Future[None] = field(default_factory=_fed)  # done when the whole text has been fed
+
+    def on_progress(self) -> None:
+        if not self.done or self.fed.done():
+            return
+        if self.fault is not None:
+            self.fed.set_exception(self.fault)
+        else:
+            self.fed.set_result(None)

@@ -1,0 +1,25 @@
+"""Task: a request on its way through the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from spaceport.runtime.decode.request import Request
+
+
+@dataclass(eq=False, kw_only=True)
+class Task:
+    """A request from its submission to its end; what is done with its progress is for subclasses to say."""
+
+    request: Request
+    deadline: float | None = None  # seconds of the scheduler's clock
+    cancelled: bool = False  # set from any OS thread
+    # Written by the scheduler alone:
+    index: int | None = None  # of the KV buffers in the engine that the request has or had; None: it still waits
+    fault: BaseException | None = None  # why it failed
+    done: bool = False
+    submitted: float = field(default_factory=perf_counter)
+
+    def on_progress(self) -> None:
+        """Called by the scheduler after each step of the request, and once more when it is done."""

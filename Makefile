@@ -1,8 +1,9 @@
-# make demo   a first look, from a bare checkout      make venv    the environment only
-# make test   everything that must pass               make clean   leaves the sources and the environment
-# make check  format, lint and types
+# make demo   a first look, from a bare checkout      make venv     the environment only
+# make fast   format, lint, quick tests without torch  make check    format, lint and types
+# make test   everything that must pass               make nightly  the tests that make test leaves out
+# make clean  leaves the sources and the environment
 #
-# PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four processors (2 by default),
+# PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four CPUs (2 by default),
 # TESTS="tests/runtime/decode/test_plan.py -k tree" runs some of them.
 
 VENV := .venv
@@ -18,22 +19,36 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; 
 JOBS ?= 2
 TESTS ?=
 
-.PHONY: demo test check venv clean
+# Whole files go to the processes, the longest first: what a file shares is made once.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo fast test nightly check format venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
 
-test: check
-	@echo "test: pytest"
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+fast: format
+	@echo "fast: pytest"
+	@$(PYTEST) --fast $(TESTS)
 
-check: venv
+# Types are checked by one of the tests, beside the others.
+test: format
+	@echo "test: pytest"
+	@$(PYTEST) $(TESTS)
+
+nightly: venv
+	@echo "nightly: pytest"
+	@$(PYTEST) -m nightly $(TESTS)
+
+check: format
+	@echo "check: mypy"
+	@$(BIN)/python -m mypy
+
+format: venv
 	@echo "check: ruff format"
 	@$(BIN)/python -m ruff format --check .
 	@echo "check: ruff"
 	@$(BIN)/python -m ruff check .
-	@echo "check: mypy"
-	@$(BIN)/python -m mypy
 
 venv: $(STAMP)
 

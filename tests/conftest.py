@@ -1,4 +1,4 @@
-"""The suite's surroundings: offline, repeatable, one thread for each process; bundles that many tests need."""
+"""The suite's surroundings: tiers, offline, repeatable, one thread for each process; bundles that many tests need."""
 
 import os
 import tempfile
@@ -9,6 +9,7 @@ from hypothesis import settings
 
 from support.exported import exported_once
 from support.paths import DEMO
+from support.tiers import forbid_torch, imports_torch, needs_torch
 
 # Read by torch, tokenizers and huggingface_hub when they are imported, hence here and not in a fixture.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,6 +22,33 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast", action="store_true", help="Run only quick tests that need neither torch nor an exported bundle."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("fast"):
+        forbid_torch()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave a file that imports torch out of the fast tier without importing it."""
+    is_test = collection_path.match("test_*.py")
+    return True if config.getoption("fast") and is_test and imports_torch(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let files with slow tests begin first; leave out of the fast tier what it does not run."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+    if config.getoption("fast"):
+        left_out = {item for item in items if needs_torch(item) or item.get_closest_marker("slow")}
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[*left_out])
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -137,14 +138,20 @@ def project() -> Sources:
     return found
 
 
+@cache
+def import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a file, also inside functions."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(sources: Sources, known: Sources) -> Iterator[Import]:
     """Every import of the sources, also inside functions; `from a import b` is a.b where that is a known module."""
     for importer, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in import_statements(source):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield Import(importer, node.lineno, alias.name)
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 origin = "." * node.level + (node.module or "")
                 for alias in node.names:
                     full = f"{origin}.{alias.name}"
@@ -368,6 +375,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(wheel, sdist, packaged(names))
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
     names = {name for name in zipfile.ZipFile(built.wheel).namelist() if ".dist-info/" not in name}
     assert built.wheel_files - names == set(), "ignored by git, or needs an __init__.py or an entry in package-data"
@@ -376,6 +384,7 @@ def test_the_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
     assert "spaceport/tools/demo/model/model.safetensors" in names
 
 
+@pytest.mark.slow
 def test_the_wheel_says_what_it_is(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         info = f"spaceport-{spaceport.__version__}.dist-info"
@@ -386,6 +395,7 @@ def test_the_wheel_says_what_it_is(built: Built) -> None:
     assert "spaceport = spaceport.tools.cli:main" in scripts
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_every_file(built: Built) -> None:
     with tarfile.open(built.sdist) as sdist:
         names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
@@ -395,6 +405,7 @@ def test_the_sdist_holds_every_file(built: Built) -> None:
     assert [name for name in names if name.startswith("tests/")] == []
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_runs_from_its_own_files(built: Built, tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
     run([*install, str(built.wheel)], tmp_path)

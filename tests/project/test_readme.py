@@ -13,6 +13,8 @@ import pytest
 from spaceport.tools.cli import run
 from support.paths import ROOT
 
+pytestmark = pytest.mark.torch
+
 README = (ROOT / "README.md").read_text("utf-8")
 
 

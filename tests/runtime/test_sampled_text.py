@@ -204,6 +204,7 @@ def drawn(sampling: Sampling, path: tuple[int, ...], logits: NDArray[np.float32]
     return thread.written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -251,6 +252,7 @@ def test_a_seed_writes_the_same_in_every_process() -> None:
     assert len(texts.pop()) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_p=0.9, banned=[3])])
 def test_drafted_tokens_and_pairs_are_written_as_often_as_they_are_likely(sampling: Sampling) -> None:
     table = Table(4, tokens=LIKELY)
@@ -259,6 +261,7 @@ def test_drafted_tokens_and_pairs_are_written_as_often_as_they_are_likely(sampli
     assert max(how_far_off(found, table, sampling)) < 4
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_wrong_is_seen_in_the_odds() -> None:
     table = Table(4, tokens=LIKELY)
     found, _ = texts(Resampled, table, Sampling(1.0), 600)

@@ -118,6 +118,7 @@ def test_the_token_is_the_best_by_slow_rules(
     assert token == max(noised, key=lambda j: noised[j])
 
 
+@pytest.mark.torch
 def test_filters_and_penalties_mean_what_they_mean_in_transformers() -> None:
     import torch
     from transformers import (

@@ -17,6 +17,8 @@ from spaceport.runtime.backends.device import no_gpu
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
 
+pytestmark = pytest.mark.torch  # every backend is tried, each in a process of its own
+
 PROGRAM = "from spaceport.tools.cli import main; main()"
 
 

@@ -167,6 +167,7 @@ def test_without_a_tree_no_example_is_drawn(tmp_path: Path) -> None:
         f"fewer than 3 paragraphs  {'1'.rjust(len(str(file)))}\n"]  # fmt: skip
 
 
+@pytest.mark.torch
 def test_a_line_that_says_that_it_does_not_fork_has_no_tree(forking: Path, tmp_path: Path) -> None:
     line = {"prompt": "Which?", "response": LIST, "fork": False}
     file = written(tmp_path / "a.jsonl", [json.dumps(line), json.dumps({**line, "fork": True})])
@@ -201,6 +202,7 @@ def test_with_json_everything_is_said_and_nothing_else_on_stdout(data: Path) -> 
     assert json.loads(told(data, "--json", "--example", 3))["example"]["reason"] == "fewer than 3 paragraphs"
 
 
+@pytest.mark.torch
 def test_rows_are_written_in_the_files_order_and_forked(data: Path, forking: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     assert f"\n{target}: 14 rows\n" in told(data, data, "--checkpoint", forking, "--rows", target)
@@ -221,6 +223,7 @@ def test_rows_are_written_in_the_files_order_and_forked(data: Path, forking: Pat
     assert parts == LIST
 
 
+@pytest.mark.torch
 def test_rows_of_a_checkpoint_without_a_fork_token_do_not_fork(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     result = tried(data, "--checkpoint", TINY, "--rows", target, "--json")
@@ -229,6 +232,7 @@ def test_rows_of_a_checkpoint_without_a_fork_token_do_not_fork(data: Path, tmp_p
     assert all(row["parents"] == list(range(-1, len(row["ids"]) - 1)) for row in rows_in(target))
 
 
+@pytest.mark.torch
 def test_a_row_ends_at_the_cutoff(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     told(data, "--checkpoint", TINY, "--rows", target, "--cutoff", 40)
@@ -236,6 +240,7 @@ def test_a_row_ends_at_the_cutoff(data: Path, tmp_path: Path) -> None:
     refused(OptionFault, "--cutoff is 7: expected at least 8", data, "--cutoff", 7)
 
 
+@pytest.mark.torch
 def test_rows_take_no_files_place_unless_told_to(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     target.write_text("mine")
@@ -255,6 +260,7 @@ def test_rows_take_no_files_place_unless_told_to(data: Path, tmp_path: Path) -> 
     assert {file.name for file in tmp_path.iterdir()} == {"data.jsonl", "rows.jsonl", "link.jsonl"}
 
 
+@pytest.mark.torch
 def test_rows_that_cannot_be_prepared_leave_the_old_ones(data: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint")
     (checkpoint / "chat_template.jinja").unlink()
@@ -268,6 +274,7 @@ def test_rows_that_cannot_be_prepared_leave_the_old_ones(data: Path, tmp_path: P
     assert not [file for file in tmp_path.iterdir() if "partial" in file.name]
 
 
+@pytest.mark.torch
 def test_a_disk_that_fills_up_leaves_the_old_rows(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     target.write_text("old")

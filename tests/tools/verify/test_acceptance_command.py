@@ -60,6 +60,7 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
     assert ours["own"]["tokens_per_step"][5] > 1.5
 
 
+@pytest.mark.torch
 def test_forks_are_counted_along_given_trees_and_answers_without_one(tmp_path: Path) -> None:
     checkpoint = tmp_path / "forking"
     shutil.copytree(TINY, checkpoint, ignore=shutil.ignore_patterns("__pycache__"))
@@ -121,6 +122,7 @@ def test_a_checkpoint_takes_no_backend(tmp_path: Path) -> None:
     assert "is a checkpoint and runs in PyTorch: leave --backend out" in str(result.exception)
 
 
+@pytest.mark.torch
 def test_a_model_without_mask_slots_is_refused_with_what_to_do(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     shutil.copytree(TINY, plain, ignore=shutil.ignore_patterns("__pycache__", "sar_config.json"))

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spaceport.runtime.bundle import open_bundle
 from support.paths import TESTS, TINY
 
-TRIES = (12, pytest.param(60, marks=pytest.mark.nightly))
+TRIES = (4, pytest.param(60, marks=pytest.mark.nightly))
 
 
 class Victim:
@@ -105,9 +105,7 @@ def test_an_export_interrupted_at_any_time_leaves_the_old_bundle_or_a_new_one(
         found = open_bundle(folder / "bundle").manifest
         assert found.signature == old.signature
         rubbish = [file.name for file in folder.iterdir() if file.name != "bundle"]
-        assert len(rubbish) <= (ending == -signal.SIGKILL), (
-            "only a kill may leave a folder, and the next export sweeps it"
-        )
+        assert len(rubbish) <= (ending < 0), "only a killed process may leave a folder, and the next export sweeps it"
     assert 130 in endings
     assert -signal.SIGKILL in endings
     victim.start()

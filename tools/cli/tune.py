@@ -20,7 +20,7 @@ from spaceport.tools.cli.options import (
 from spaceport.tools.cli.tune_data import command as data_command
 from spaceport.tools.terminal.screen import show_json
 from spaceport.tools.tune.names import DEFAULT, Names
-from spaceport.tools.tune.settings import DEFAULT_CUTOFF, Method, Objective, Settings
+from spaceport.tools.tune.settings import DEFAULT_CUTOFF, Method, Objective, TrainingSettings
 
 _SHOWN: dict[str, Any] = {"show_default": True}
 
@@ -43,7 +43,7 @@ learning = options(
     click.option("--drop-rate", type=float, default=0.0, metavar="P", **_SHOWN, help="How often a group of mask slots ends before its next one: deep ones cost as much as shallow ones and matter less."),
     click.option("--mask-weight", type=float, default=1.0, metavar="W", **_SHOWN, help="Weight of the mask slots' mean loss beside that of the text."),
     click.option("--unforked-share", type=float, metavar="P", help="Share of the samples that do not fork; by default as the data are."),
-    click.option("--whole-rate", type=float, default=Settings.whole_rate, metavar="P", **_SHOWN, help="How often an answer that could fork is learned in one line, so that the model can write it so too."),
+    click.option("--whole-rate", type=float, default=TrainingSettings.whole_rate, metavar="P", **_SHOWN, help="How often an answer that could fork is learned in one line, so that the model can write it so too."),
 )  # fmt: skip
 
 steps = options(
@@ -114,13 +114,15 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     shown by `spaceport tune data FILE`. While it runs, a training keeps its state in TUNED.training.
     """
     check_use(click.get_current_context())
-    settings = Settings(**{field.name: told[field.name] for field in fields(Settings) if field.name in told})
+    settings = TrainingSettings(
+        **{field.name: told[field.name] for field in fields(TrainingSettings) if field.name in told}
+    )
     # torch is read only once the options are known to be right
     from spaceport.tools.terminal.tuning_screen import is_first, shown
     from spaceport.tools.tune.distill import Distillation
-    from spaceport.tools.tune.tuning import Job, tune
+    from spaceport.tools.tune.tuning import TuningJob, tune
 
-    job = Job(
+    job = TuningJob(
         checkpoint=checkpoint,
         target=tuned,
         data=data,
@@ -136,7 +138,7 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
         remote_code=told["trust_remote_code"],
         distillation=Distillation(told["bundle"]) if told["self_distill"] else None,
     )
-    with shown(told["tensorboard"]) as hearer:
-        outcome = tune(job, hearer)
+    with shown(told["tensorboard"]) as callbacks:
+        outcome = tune(job, callbacks)
     if as_json and is_first():
         show_json(outcome.as_dict())

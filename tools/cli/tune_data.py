@@ -17,10 +17,10 @@ from spaceport.tools.cli.options import PATH, json_option, overwrite_option
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Refusal, Tree
-from spaceport.tools.tune.report import Finding, Report, find, report
+from spaceport.tools.tune.extraction_counts import Extraction, ExtractionCounts, count_extractions, extraction_of
 from spaceport.tools.tune.rows import check_target, rows_of, write_rows
 from spaceport.tools.tune.samples import Sample
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reading:
     """A data file, read."""
 
     file: Path
-    findings: list[Finding]
+    extractions: list[Extraction]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,11 @@ class Order:
 )
 @click.option("--rows", type=PATH, metavar="OUT", help="Write the prepared rows as JSONL.")
 @click.option(
-    "--cutoff", default=Settings().cutoff, show_default=True, metavar="N", help="Longest row: tokens along a path."
+    "--cutoff",
+    default=TrainingSettings().cutoff,
+    show_default=True,
+    metavar="N",
+    help="Longest row: tokens along a path.",
 )
 @overwrite_option("file of rows")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings along.")
@@ -74,7 +78,7 @@ def command(
     too: one row a line, with its token ids, the place of the token before each (-1 for the first) and which are learned.
     """
     check_options(files, example)
-    order = order_of(files, checkpoint, rows, Settings(cutoff=cutoff).cutoff, overwrite, trust_remote_code)
+    order = order_of(files, checkpoint, rows, TrainingSettings(cutoff=cutoff).cutoff, overwrite, trust_remote_code)
     with stages() as stage:
         readings = [_read(file, stage) for file in files]
         drawn = chosen(readings, example)
@@ -112,29 +116,29 @@ def order_of(
     return Order(checkpoint, rows, cutoff, overwrite, remote_code)
 
 
-def chosen(readings: Sequence[Reading], example: int | None) -> tuple[Path, Finding] | None:
-    """The finding to draw: that of the asked line, or the first tree of all."""
-    findings = [(reading.file, finding) for reading in readings for finding in reading.findings]
+def chosen(readings: Sequence[Reading], example: int | None) -> tuple[Path, Extraction] | None:
+    """The extraction to draw: that of the asked line, or the first tree of all."""
+    extractions = [(reading.file, extraction) for reading in readings for extraction in reading.extractions]
     if example is None:
-        return next((found for found in findings if isinstance(found[1].found, Tree)), None)
-    for file, finding in findings:
-        if finding.conversation.line == example:
-            return file, finding
+        return next((found for found in extractions if isinstance(found[1].found, Tree)), None)
+    for file, extraction in extractions:
+        if extraction.conversation.line == example:
+            return file, extraction
     raise OptionFault(
         f"--example {example}: no conversation on this line of {readings[0].file}: expected one of its "
-        f"{len(findings)} lines that are not blank, from {findings[0][1].conversation.line} to "
-        f"{findings[-1][1].conversation.line}"
+        f"{len(extractions)} lines that are not blank, from {extractions[0][1].conversation.line} to "
+        f"{extractions[-1][1].conversation.line}"
     )
 
 
 def show(readings: Sequence[Reading]) -> None:
     """The numbers of every file and of all together, and the refusals."""
-    reports = [report(reading.findings) for reading in readings]
+    counts = [count_extractions(reading.extractions) for reading in readings]
     names = [str(reading.file) for reading in readings]
     total = _total(readings)
     if len(readings) > 1:
-        reports, names = [*reports, total], [*names, "all"]
-    lines: list[tuple[str, Callable[[Report], object]]] = [
+        counts, names = [*counts, total], [*names, "all"]
+    lines: list[tuple[str, Callable[[ExtractionCounts], object]]] = [
         ("conversations", lambda found: found.conversations),
         ("answers", lambda found: found.answers),
         ("told not to fork", lambda found: found.told_whole),
@@ -145,19 +149,19 @@ def show(readings: Sequence[Reading]) -> None:
         ("characters of answers", lambda found: found.characters),
         ("share of them in details", lambda found: found.detail_share),
     ]
-    show_table("", ("what", *names), [(label, *map(number, reports)) for label, number in lines])
+    show_table("", ("what", *names), [(label, *map(number, counts)) for label, number in lines])
     if total.refusals:
-        refused = [(reason, *(found.refusals.get(reason, 0) for found in reports)) for reason in total.refusals]
+        refused = [(reason, *(found.refusals.get(reason, 0) for found in counts)) for reason in total.refusals]
         show_table("\nAnswers without a tree", ("reason", *names), refused)
 
 
-def show_example(file: Path, finding: Finding) -> None:
+def show_example(file: Path, extraction: Extraction) -> None:
     """One tree: heads, and below each the detail that a child thread may write."""
-    label = f"{file} line {finding.conversation.line}: "
-    if not isinstance(finding.found, Tree):
-        click.echo(f"\n{label}no tree: {_refused(finding)}")
+    label = f"{file} line {extraction.conversation.line}: "
+    if not isinstance(extraction.found, Tree):
+        click.echo(f"\n{label}no tree: {_refused(extraction)}")
         return
-    tree = finding.found
+    tree = extraction.found
     label += f"{'a list' if tree.kind == 'list' else 'paragraphs'}, {tree.forks} forks"
     pieces = [(_line(paragraph.head), paragraph.detail) for paragraph in tree.paragraphs if paragraph.head.strip()]
     click.echo()
@@ -172,11 +176,13 @@ def show_example(file: Path, finding: Finding) -> None:
 
 
 def as_dict(
-    readings: Sequence[Reading], drawn: tuple[Path, Finding] | None, written: dict[str, Any] | None
+    readings: Sequence[Reading], drawn: tuple[Path, Extraction] | None, written: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Everything that is shown, for machines."""
     return {
-        "files": [{"file": str(reading.file), **report(reading.findings).as_dict()} for reading in readings],
+        "files": [
+            {"file": str(reading.file), **count_extractions(reading.extractions).as_dict()} for reading in readings
+        ],
         "all": _total(readings).as_dict(),
         "example": None if drawn is None else _example(*drawn),
         "written": written,
@@ -185,7 +191,7 @@ def as_dict(
 
 def _read(file: Path, stage: Callable[[str], None]) -> Reading:
     stage(f"reading {file}")
-    return Reading(file, [find(conversation) for conversation in read_conversations(file)])
+    return Reading(file, [extraction_of(conversation) for conversation in read_conversations(file)])
 
 
 def _write(readings: Sequence[Reading], order: Order, stage: Callable[[str], None]) -> dict[str, Any]:
@@ -200,7 +206,7 @@ def _write(readings: Sequence[Reading], order: Order, stage: Callable[[str], Non
     samples: list[tuple[Path, Sample]] = []
     counts: Counter[str] = Counter()
     for reading in readings:
-        conversations = [finding.conversation for finding in reading.findings]
+        conversations = [extraction.conversation for extraction in reading.extractions]
         found, counted = rows_of(reading.file, conversations, spelling, order.cutoff)
         samples += [(reading.file, sample) for sample in found]
         counts += counted
@@ -210,22 +216,22 @@ def _write(readings: Sequence[Reading], order: Order, stage: Callable[[str], Non
     return {"file": str(order.file), "rows": len(samples), "counts": dict(counts)}
 
 
-def _total(readings: Sequence[Reading]) -> Report:
-    return report([finding for reading in readings for finding in reading.findings])
+def _total(readings: Sequence[Reading]) -> ExtractionCounts:
+    return count_extractions([extraction for reading in readings for extraction in reading.extractions])
 
 
-def _refused(finding: Finding) -> str:
-    if isinstance(finding.found, Refusal):
-        return finding.found.reason
-    return "no answer in it" if finding.conversation.answer is None else "the line says that it does not fork"
+def _refused(extraction: Extraction) -> str:
+    if isinstance(extraction.found, Refusal):
+        return extraction.found.reason
+    return "no answer in it" if extraction.conversation.answer is None else "the line says that it does not fork"
 
 
-def _example(file: Path, finding: Finding) -> dict[str, Any]:
-    told: dict[str, Any] = {"file": str(file), "line": finding.conversation.line}
-    if not isinstance(finding.found, Tree):
-        return {**told, "kind": None, "reason": _refused(finding)}
-    paragraphs = [{"head": piece.head, "detail": piece.detail} for piece in finding.found.paragraphs]
-    return {**told, "kind": finding.found.kind, "paragraphs": paragraphs}
+def _example(file: Path, extraction: Extraction) -> dict[str, Any]:
+    told: dict[str, Any] = {"file": str(file), "line": extraction.conversation.line}
+    if not isinstance(extraction.found, Tree):
+        return {**told, "kind": None, "reason": _refused(extraction)}
+    paragraphs = [{"head": piece.head, "detail": piece.detail} for piece in extraction.found.paragraphs]
+    return {**told, "kind": extraction.found.kind, "paragraphs": paragraphs}
 
 
 def _line(text: str) -> str:

@@ -21,8 +21,8 @@ from spaceport.tools.demo_recipe.packages import write_code
 from spaceport.tools.demo_recipe.scratch import CODE, DEMO, Shape, write_scratch
 from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.card import CARD_FILE
-from spaceport.tools.tune.settings import Settings
-from spaceport.tools.tune.tuning import Job, tune
+from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tuning import TuningJob, tune
 
 _VALIDATION = 64  # conversations of each kind
 
@@ -33,7 +33,7 @@ class Preset:
 
     write: Callable[[Path], Corpus]
     shape: Shape
-    settings: Settings
+    settings: TrainingSettings
     prompts: dict[str, Any]
     about: str  # for its card
     bf16: bool = False
@@ -45,7 +45,7 @@ PRESETS = {
     "demo": Preset(
         write_data,
         DEMO,
-        Settings(
+        TrainingSettings(
             objective="both",
             mask_slots=5,
             anchors=16,
@@ -72,7 +72,7 @@ PRESETS = {
     "code": Preset(
         write_code,
         CODE,
-        Settings(
+        TrainingSettings(
             objective="sar",
             mask_slots=5,
             anchors=24,
@@ -126,7 +126,7 @@ def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = No
         shutil.rmtree(scratch, ignore_errors=True)
         write_scratch(scratch, preset.write(folder), shape=preset.shape)
         looked_at.write_text("".join(_first(folder / name) for name in (HELD_OUT_FILE, HELD_OUT_TEXT_FILE)), "utf-8")
-    job = Job(
+    job = TuningJob(
         checkpoint=scratch,
         target=target,
         data=(folder / TRAIN_FILE,),
@@ -137,8 +137,8 @@ def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = No
         resume=resume,
         overwrite=True,
     )
-    with shown(None) as hearer:
-        tune(job, hearer)
+    with shown(None) as callbacks:
+        tune(job, callbacks)
     sign(target, preset.about)
     (target / PROMPTS_FILE).write_text(json.dumps(preset.prompts, indent=2) + "\n", "utf-8")
 

@@ -14,15 +14,15 @@ from types import FrameType
 from typing import Any
 
 from spaceport.graphs.contract.faults import MissingPart
-from spaceport.tools.tune.training import Measured, Training
-from spaceport.tools.tune.tuning import Hearer
+from spaceport.tools.tune.training import Training, TrainingMeasurement
+from spaceport.tools.tune.tuning import TrainingCallbacks
 
 _SECONDS = 10.0  # between lines in a pipe
 
 
 @contextmanager
-def shown(events: Path | None) -> Iterator[Hearer]:
-    """A hearer that shows a tuning on stderr; an interrupt lets it end a step and keep its state, a second one does not.
+def shown(events: Path | None) -> Iterator[TrainingCallbacks]:
+    """Callbacks that show a tuning on stderr; an interrupt lets it end a step and keep its state, a second one does not.
 
     Of several processes only the first one shows anything.
     """
@@ -42,7 +42,7 @@ def shown(events: Path | None) -> Iterator[Hearer]:
             if first:
                 view.begun(training)
 
-        def measured(found: Measured, kind: str) -> None:
+        def measured(found: TrainingMeasurement, kind: str) -> None:
             if first:
                 view.measured(found, kind)
             if scalars:
@@ -52,7 +52,7 @@ def shown(events: Path | None) -> Iterator[Hearer]:
             if first:
                 view.stepped(training)
 
-        yield Hearer(stage, _counted if first else _nothing, begun, measured, stepped, interrupts.came)
+        yield TrainingCallbacks(stage, _counted if first else _nothing, begun, measured, stepped, interrupts.came)
 
 
 def is_first() -> bool:
@@ -73,7 +73,7 @@ class _Lines:
     def begun(self, training: Training) -> None:
         _say(_beginning(training))
 
-    def measured(self, found: Measured, kind: str) -> None:
+    def measured(self, found: TrainingMeasurement, kind: str) -> None:
         now = time.perf_counter()
         if kind == "validation" or found.step == found.steps or now - self._last >= _SECONDS:
             self._last = now
@@ -105,7 +105,7 @@ class _Terminal:
         self._progress.console.print(_beginning(training), highlight=False)
         self._task = self._progress.add_task("", total=training.course.steps, completed=training.step)
 
-    def measured(self, found: Measured, kind: str) -> None:
+    def measured(self, found: TrainingMeasurement, kind: str) -> None:
         if kind == "validation":
             line = f"step {found.step}  {told(found, kind)}"
             self._progress.console.print(line, highlight=False, markup=False)
@@ -130,7 +130,7 @@ class _Terminal:
                 self._progress.update(task.id, total=1, completed=1)
 
 
-def told(found: Measured, kind: str) -> str:
+def told(found: TrainingMeasurement, kind: str) -> str:
     """A measurement in one line."""
     masks = " ".join(f"{accuracy:.0%}" for accuracy in found.mask_accuracies)
     loss = f"loss {found.losses[0]:.3f}  right {found.accuracies[0]:.0%}" + (f"  mask slots {masks}" if masks else "")
@@ -143,7 +143,7 @@ def _beginning(training: Training) -> str:
     return f"{course.samples} samples, {course.steps} steps, {course.steps / course.epoch_steps:.2f} epochs{after}"
 
 
-def _left(found: Measured) -> str:
+def _left(found: TrainingMeasurement) -> str:
     seconds = round(found.seconds / max(1, found.step) * (found.steps - found.step))
     return f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02} left"
 
@@ -190,14 +190,14 @@ def _interrupts() -> Iterator[_Interrupts]:
 
 
 @contextmanager
-def _events(folder: Path) -> Iterator[Callable[[Measured, str], None]]:
+def _events(folder: Path) -> Iterator[Callable[[TrainingMeasurement, str], None]]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
         raise MissingPart("--tensorboard needs the package tensorboard: pip install tensorboard") from error
     with SummaryWriter(str(folder)) as writer:
 
-        def write(found: Measured, kind: str) -> None:
+        def write(found: TrainingMeasurement, kind: str) -> None:
             for index, (loss, right) in enumerate(zip(found.losses, found.accuracies, strict=True)):
                 name = f"mask_slot_{index}" if index else "next_token"
                 writer.add_scalar(f"{kind}/loss/{name}", loss, found.step)

@@ -12,41 +12,41 @@ from typing import Any
 from spaceport import __version__
 from spaceport.tools.tune.course import Course
 from spaceport.tools.tune.curves import draw_curves
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.settings import TrainingSettings
 
 CARD_FILE, CURVES_FILE = "README.md", "training.svg"
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a card tells."""
+class CardFacts:
+    """The facts on a card."""
 
     checkpoint: Path
     data: Sequence[Path]
     course: Course
     counts: Counter[str]
-    settings: Settings
+    settings: TrainingSettings
     measurements: Sequence[dict[str, Any]]
 
 
-def write_card(folder: Path, told: Told) -> None:
+def write_card(folder: Path, facts: CardFacts) -> None:
     """Put the card and its curves into a checkpoint folder."""
-    draw_curves(told.measurements, folder / CURVES_FILE)
-    (folder / CARD_FILE).write_text(card(told), "utf-8")
+    draw_curves(facts.measurements, folder / CURVES_FILE)
+    (folder / CARD_FILE).write_text(card(facts), "utf-8")
 
 
-def card(told: Told) -> str:
+def card(facts: CardFacts) -> str:
     """The card as Markdown."""
-    settings = told.settings
+    settings = facts.settings
     teaches = {
         "sar": f"to draft {settings.slots} tokens ahead with mask slots",
         "apar": "to fork its text into threads",
         "both": f"to draft {settings.slots} tokens ahead with mask slots and to fork its text into threads",
     }
-    last = {line["kind"]: line for line in told.measurements}
+    last = {line["kind"]: line for line in facts.measurements}
     parts = [
-        f"# {told.checkpoint.name}, tuned with spaceport",
+        f"# {facts.checkpoint.name}, tuned with spaceport",
         f"A tuning that taught the model {teaches[settings.objective]}. `spaceport export` takes this folder as it is; "
         "`spaceport acceptance` measures what the drafts are worth.",
         "## Reached",
@@ -54,10 +54,10 @@ def card(told: Told) -> str:
         "Loss is the mean cross entropy; right is how often the likeliest token is the target, with the true text before it.",
         f"![curves]({CURVES_FILE})",
         "## Data",
-        _table(("file",), [(path.name,) for path in told.data]),
-        _table(("samples", "count"), [(name, count) for name, count in told.counts.items() if count]),
+        _table(("file",), [(path.name,) for path in facts.data]),
+        _table(("samples", "count"), [(name, count) for name, count in facts.counts.items() if count]),
         "## Training",
-        _table(("", ""), _training(told, last)),
+        _table(("", ""), _training(facts, last)),
         "## Settings",
         _table(("setting", "value"), [(name, value) for name, value in settings.as_dict().items()]),
         "## Versions",
@@ -74,12 +74,12 @@ def _reached(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     return rows
 
 
-def _training(told: Told, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
+def _training(facts: CardFacts, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     final = last.get("training", {})
     return [
-        ("samples of an epoch", told.course.samples),
-        ("steps", told.course.steps),
-        ("epochs", f"{told.course.steps / told.course.epoch_steps:.2f}"),
+        ("samples of an epoch", facts.course.samples),
+        ("steps", facts.course.steps),
+        ("epochs", f"{facts.course.steps / facts.course.epoch_steps:.2f}"),
         ("tokens, mask slots included", f"{final.get('tokens', 0):,}"),
         ("hours", f"{final.get('seconds', 0) / 3600:.2f}"),
     ]

@@ -10,9 +10,9 @@ from functools import lru_cache
 import numpy as np
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.tune.packing import Row, draw_groups, pack, successors
+from spaceport.tools.tune.packing import PackedRow, draw_groups, pack, successors
 from spaceport.tools.tune.samples import Prepared, Sample
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.settings import TrainingSettings
 
 _SORTED_STEPS = 16  # samples of so many steps are sorted by length, so that little of a batch is padding
 
@@ -28,7 +28,7 @@ class Place:
 class Course:
     """The steps of a training."""
 
-    def __init__(self, prepared: Prepared, settings: Settings, masks: Sequence[int]) -> None:
+    def __init__(self, prepared: Prepared, settings: TrainingSettings, masks: Sequence[int]) -> None:
         self._settings = settings
         self._masks = tuple(masks) if len(masks) != 1 else tuple(masks) * settings.slots
         self._forked, self._unforked = prepared.forked, prepared.unforked
@@ -47,13 +47,13 @@ class Course:
     def place(self, step: int) -> Place:
         return Place(*divmod(step, self.epoch_steps))
 
-    def rows(self, step: int) -> list[Row]:
+    def rows(self, step: int) -> list[PackedRow]:
         """The rows of a step, the longest first."""
         place = self.place(step)
         chosen = self._epoch(place.epoch)[place.index]
         return sorted((self._row(sample, place.epoch) for sample in chosen), key=lambda row: -row.ids.size)
 
-    def _row(self, sample: Sample, epoch: int) -> Row:
+    def _row(self, sample: Sample, epoch: int) -> PackedRow:
         settings = self._settings
         if not settings.slots:
             return pack(sample, (), ())
@@ -83,7 +83,7 @@ class Course:
         return [steps[place] for place in dice.permutation(len(steps))]
 
 
-def hold_to_objective(settings: Settings, prepared: Prepared) -> None:
+def hold_to_objective(settings: TrainingSettings, prepared: Prepared) -> None:
     """Raise if nothing in the data teaches how to fork, though that is asked for."""
     if settings.forks and not prepared.forked:
         raise InputFault(

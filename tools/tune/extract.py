@@ -24,7 +24,7 @@ Reason = Literal[
     "fewer than 3 forks",
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-Kind = Literal["list", "paragraphs"]
+ExtractorName = Literal["list", "paragraphs"]
 
 FEWEST = 3  # items, paragraphs and forks
 SHORTEST_DETAIL = 10  # characters of an item's detail
@@ -63,7 +63,7 @@ class Paragraph:
 class Tree:
     """An answer cut in paragraphs, in reading order."""
 
-    kind: Kind
+    kind: ExtractorName
     paragraphs: tuple[Paragraph, ...]
 
     @property

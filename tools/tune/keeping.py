@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from spaceport.exporter.sar_config import read_json
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.tune.settings import Settings, differences
-from spaceport.tools.tune.training import Measured, Training
+from spaceport.tools.tune.settings import TrainingSettings, differences
+from spaceport.tools.tune.training import Training, TrainingMeasurement
 
 METRICS_FILE = "metrics.jsonl"
 _SETTINGS_FILE = "settings.json"
@@ -51,7 +51,7 @@ class Keeping:
             ]
         )
 
-    def hold_to_settings(self, settings: Settings) -> None:
+    def hold_to_settings(self, settings: TrainingSettings) -> None:
         """Raise if the training to go on with has other settings."""
         self._refuse(differences(read_json(self.folder / _SETTINGS_FILE)["settings"], settings))
 
@@ -62,7 +62,7 @@ class Keeping:
                 "or remove the folder"
             )
 
-    def begin(self, settings: Settings, identity: dict[str, list[str]]) -> None:
+    def begin(self, settings: TrainingSettings, identity: dict[str, list[str]]) -> None:
         """Make the folder, if it holds nothing to go on with."""
         if self._main and not self._holds_work():
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -105,7 +105,7 @@ class Keeping:
                 shutil.rmtree(partial, ignore_errors=True)
             self._forget_after(training.step)
 
-    def note(self, measured: Measured, kind: str) -> None:
+    def note(self, measured: TrainingMeasurement, kind: str) -> None:
         """Add a measurement to the file of all of them."""
         if self._main:
             with (self.folder / METRICS_FILE).open("a", encoding="utf-8") as file:

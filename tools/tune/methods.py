@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.vocabulary import embedding_rows
 
 
@@ -30,7 +30,7 @@ class Tuned:
 Merge = Callable[[], Tuned]
 
 
-def apply_method(model: PreTrainedModel, settings: Settings, new: Sequence[int], masks: Sequence[int]) -> Merge:
+def apply_method(model: PreTrainedModel, settings: TrainingSettings, new: Sequence[int], masks: Sequence[int]) -> Merge:
     """Let a model's weights learn as a method says; `new` are the ids of the mask, fork and child tokens."""
     if settings.method == "full":
         model.requires_grad_(True)
@@ -53,7 +53,7 @@ def apply_method(model: PreTrainedModel, settings: Settings, new: Sequence[int],
     return lambda: Tuned(model, None)
 
 
-def _lora(settings: Settings) -> LoraConfig:
+def _lora(settings: TrainingSettings) -> LoraConfig:
     targets: Any = list(settings.targets) or "all-linear"
     alpha: Any = settings.alpha  # peft says int and computes with any number
     return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")

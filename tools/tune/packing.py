@@ -16,7 +16,7 @@ IGNORED = -100  # a row without a loss, as torch's cross entropy has it
 
 
 @dataclass(frozen=True)
-class Group:
+class MaskGroup:
     """Mask slots behind one token of a sample."""
 
     anchor: int  # place of the last token that they see
@@ -24,7 +24,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """A sample's tokens and, behind them, its mask groups."""
 
     ids: NDArray[np.int64]
@@ -34,7 +34,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Rows side by side, filled up to one length."""
 
     ids: Tensor  # B x T, int64
@@ -47,8 +47,8 @@ class Batch:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.ids, self.positions, self.visible, self.targets, self.mask_slots)
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
+    def to(self, device: torch.device) -> PackedBatch:
+        return PackedBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
 
 def successors(sample: Sample) -> NDArray[np.int64]:
@@ -68,17 +68,17 @@ def anchors(following: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def draw_groups(
     following: NDArray[np.int64], count: int, mask_slots: int, drop_rate: float, dice: np.random.Generator
-) -> list[Group]:
+) -> list[MaskGroup]:
     """Groups at different places; a mask slot beyond the first is left out, with all that follow, at the drop rate."""
     places = anchors(following)
     chosen = np.sort(dice.choice(places, min(count, places.size), replace=False))
     kept = dice.random((chosen.size, mask_slots)) >= drop_rate
     kept[:, 0] = True
     depths = np.where(kept.all(axis=1), mask_slots, kept.argmin(axis=1))
-    return [Group(int(anchor), int(depth)) for anchor, depth in zip(chosen, depths, strict=True)]
+    return [MaskGroup(int(anchor), int(depth)) for anchor, depth in zip(chosen, depths, strict=True)]
 
 
-def pack(sample: Sample, groups: Sequence[Group], masks: Sequence[int]) -> Row:
+def pack(sample: Sample, groups: Sequence[MaskGroup], masks: Sequence[int]) -> PackedRow:
     """The row of a sample: if y1 y2 y3 ... follow a group's anchor, mask slot i stands in the place of y(i) and predicts y(i+1).
 
     `masks` is the mask token of each mask slot.
@@ -98,7 +98,7 @@ def pack(sample: Sample, groups: Sequence[Group], masks: Sequence[int]) -> Row:
             slots.append(slot + 1)
             above = sample.ids.size + len(ids) - 1
     own = np.where(following == NO_PARENT, IGNORED, sample.ids[following])
-    return Row(
+    return PackedRow(
         np.concatenate((sample.ids, np.array(ids, np.int64))),
         np.concatenate((sample.parents, np.array(parents, np.int64))),
         np.concatenate((own, np.array(targets, np.int64))),
@@ -121,7 +121,7 @@ def see(parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_
     return positions, visible
 
 
-def collate(rows: Sequence[Row], multiple: int = 1) -> Batch:
+def collate(rows: Sequence[PackedRow], multiple: int = 1) -> PackedBatch:
     """Rows as one batch; what fills a row up sees itself alone and has no loss."""
     longest = max(row.ids.size for row in rows)
     length = -(-longest // multiple) * multiple
@@ -134,4 +134,4 @@ def collate(rows: Sequence[Row], multiple: int = 1) -> Batch:
         ids[line, :size], parents[line, :size] = row.ids, row.parents
         targets[line, :size], slots[line, :size] = row.targets, row.mask_slots
     positions, visible = see(parents)
-    return Batch(*(torch.from_numpy(array) for array in (ids, positions, visible, targets, slots)))
+    return PackedBatch(*(torch.from_numpy(array) for array in (ids, positions, visible, targets, slots)))

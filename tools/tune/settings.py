@@ -15,7 +15,7 @@ Method = Literal["full", "lora", "gated-lora", "embeddings"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """How a checkpoint is tuned."""
 
     objective: Objective = "sar"
@@ -102,7 +102,7 @@ class Settings:
         return asdict(self)
 
 
-def differences(old: dict[str, Any], new: Settings) -> list[str]:
+def differences(old: dict[str, Any], new: TrainingSettings) -> list[str]:
     """What a training that goes on was told otherwise than before, as `name: before, now`."""
     now = new.as_dict()
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in now.items()}

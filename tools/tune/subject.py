@@ -14,7 +14,7 @@ from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.tools.tune.names import Names, names_for
-from spaceport.tools.tune.settings import DEFAULT_CUTOFF, Settings
+from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TrainingSettings
 from spaceport.tools.tune.spelling import Spelling, spelling_of
 from spaceport.tools.tune.vocabulary import add_tokens
 
@@ -47,7 +47,7 @@ class Subject:
         return [*self.tokens.mask, *(token for token in more if token is not None)]
 
 
-def open_subject(checkpoint: Checkpoint, settings: Settings, asked: Names) -> Subject:
+def open_subject(checkpoint: Checkpoint, settings: TrainingSettings, asked: Names) -> Subject:
     """A checkpoint's model and tokenizer, with the tokens that its tuning needs."""
     folder, remote_code = checkpoint.folder, checkpoint.remote_code
     if checkpoint.adapter is not None:
@@ -74,7 +74,7 @@ def open_subject(checkpoint: Checkpoint, settings: Settings, asked: Names) -> Su
     return Subject(folder, model, _dtype_of(checkpoint.config), tokenizer, names, spelling, slots)
 
 
-def cutoff_for(settings: Settings, positions: int) -> int:
+def cutoff_for(settings: TrainingSettings, positions: int) -> int:
     """The cutoff that was asked for; the default one, or as much as the model can take."""
     if settings.cutoff == DEFAULT_CUTOFF:
         return min(DEFAULT_CUTOFF, positions)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from spaceport.graphs import attention
 from spaceport.graphs.decoder import PROOF_TOLERANCE, freeze_rotary, proof_ids, unmodified_logits
 from spaceport.graphs.traits import Traits, UnsupportedModel, name_of, probe, reasons, refuse_by_config
-from spaceport.tools.tune.packing import IGNORED, Batch
+from spaceport.tools.tune.packing import IGNORED, PackedBatch
 
 NAME = "spaceport-tune"
 
@@ -85,7 +85,7 @@ def trainee_of(model: PreTrainedModel, mask_slots: int) -> Trainee:
     return trainee
 
 
-def run(trainee: nn.Module, batch: Batch) -> Tensor:
+def run(trainee: nn.Module, batch: PackedBatch) -> Tensor:
     """What a batch comes to, through whatever the trainee is wrapped in."""
     return cast(Tensor, trainee(*batch.tensors))
 

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.course import Course
-from spaceport.tools.tune.packing import IGNORED, Row, collate
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.packing import IGNORED, PackedRow, collate
+from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.trainee import COUNT, LOSS, RIGHT, Trainee, run
 from spaceport.tools.tune.vocabulary import embedding_rows
 
-_NOTHING = Row(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0)))
+_NOTHING = PackedRow(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0)))
 
 
 class Diverged(InputFault):
@@ -28,7 +28,7 @@ class Diverged(InputFault):
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrainingMeasurement:
     """What the steps since the last measurement came to; index 0 is the tokens' own next token, index i mask slot i."""
 
     step: int  # steps done
@@ -49,7 +49,7 @@ class Measured:
 class Training:
     """A trainee on its way through a course."""
 
-    def __init__(self, accelerator: Accelerator, trainee: Trainee, course: Course, settings: Settings) -> None:
+    def __init__(self, accelerator: Accelerator, trainee: Trainee, course: Course, settings: TrainingSettings) -> None:
         self.accelerator = accelerator
         self.course = course
         self.step = 0  # steps done
@@ -115,7 +115,7 @@ class Training:
         share = (self.step - warm) / max(1, self.course.steps - warm)
         return self._settings.rate * (0.5 + 0.5 * math.cos(math.pi * share))
 
-    def measure(self) -> Measured:
+    def measure(self) -> TrainingMeasurement:
         """What came of the steps since the last measurement, over all processes."""
         sums: Tensor = self.accelerator.reduce(self._sums, "sum")
         now = time.perf_counter()
@@ -142,7 +142,7 @@ class Training:
         return bool(self.accelerator.reduce(wanted, "sum").item())
 
     @torch.no_grad()
-    def evaluate(self, rows: Sequence[Row]) -> Measured:
+    def evaluate(self, rows: Sequence[PackedRow]) -> TrainingMeasurement:
         """What rows that are not learned come to."""
         self.trainee.eval()
         own, micro = self._share(sorted(rows, key=lambda row: -row.ids.size))
@@ -158,7 +158,7 @@ class Training:
             f"(now {self._settings.rate:g})" + (", or train without --bf16" if mixed else "")
         )
 
-    def _backward(self, rows: Sequence[Row], totals: Tensor) -> None:
+    def _backward(self, rows: Sequence[PackedRow], totals: Tensor) -> None:
         sums = run(self.trainee, collate(rows).to(self.accelerator.device))
         own, masks = totals.tolist()
         # processes average their gradients: each gives its share of the whole step's mean
@@ -166,16 +166,16 @@ class Training:
         self.accelerator.backward(loss * self.accelerator.num_processes)
         self._sums += sums.detach()
 
-    def _share(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
+    def _share(self, rows: Sequence[PackedRow]) -> tuple[list[PackedRow], int]:
         """The rows that this process computes, and how many at once: every process makes as many calls."""
         processes = self.accelerator.num_processes
         each = -(-len(rows) // processes)
         own = list(rows[self.accelerator.process_index :: processes])
         return own + [_NOTHING] * (each - len(own)), self._settings.micro_batch
 
-    def _measured(self, sums: Tensor, speed: float, seconds: float) -> Measured:
+    def _measured(self, sums: Tensor, speed: float, seconds: float) -> TrainingMeasurement:
         counts = sums[COUNT].clamp(min=1)
-        return Measured(
+        return TrainingMeasurement(
             step=self.step,
             steps=self.course.steps,
             epoch=self.step / self.course.epoch_steps,
@@ -188,7 +188,7 @@ class Training:
         )
 
 
-def _totals(rows: Sequence[Row], slots: int) -> Tensor:
+def _totals(rows: Sequence[PackedRow], slots: int) -> Tensor:
     """How many tokens, and how many mask slots, a step has a loss for."""
     own = sum(int(((row.targets != IGNORED) & (row.mask_slots == 0)).sum()) for row in rows)
     masks = sum(int((row.mask_slots > 0).sum()) for row in rows)

@@ -21,31 +21,31 @@ from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import record_of
 from spaceport.graphs.gated import checkpoint_layers
-from spaceport.tools.tune.card import Told, write_card
+from spaceport.tools.tune.card import CardFacts, write_card
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.course import Course, hold_to_objective
 from spaceport.tools.tune.distill import Distillation, distill, writer
 from spaceport.tools.tune.keeping import METRICS_FILE, Keeping, reason
 from spaceport.tools.tune.methods import Merge, apply_method
 from spaceport.tools.tune.names import DEFAULT, Names
-from spaceport.tools.tune.packing import Row
+from spaceport.tools.tune.packing import PackedRow
 from spaceport.tools.tune.samples import Prepared, prepare
 from spaceport.tools.tune.saving import CHECKPOINT, write_checkpoint
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.spelling import SpellingError
 from spaceport.tools.tune.subject import DECIDING, Subject, cutoff_for, open_subject
 from spaceport.tools.tune.trainee import trainee_of
-from spaceport.tools.tune.training import Measured, Training
+from spaceport.tools.tune.training import Training, TrainingMeasurement
 
 
 @dataclass(frozen=True)
-class Job:
+class TuningJob:
     """What is to be tuned, on what, and how it goes about it; only `settings` decides what comes out."""
 
     checkpoint: Path
     target: Path
     data: tuple[Path, ...]
-    settings: Settings
+    settings: TrainingSettings
     names: Names = DEFAULT
     validation: tuple[Path, ...] = ()
     bf16: bool = False
@@ -59,23 +59,23 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Hearer:
-    """Who is told how a tuning goes."""
+class TrainingCallbacks:
+    """Functions that are called as a tuning proceeds."""
 
     stage: Callable[[str], None] = lambda name: None
     prepared: Callable[[Counter[str]], None] = lambda counts: None
     begun: Callable[[Training], None] = lambda training: None
-    measured: Callable[[Measured, str], None] = lambda measured, kind: None
+    measured: Callable[[TrainingMeasurement, str], None] = lambda measured, kind: None
     stepped: Callable[[Training], None] = lambda training: None
     stop: Callable[[], bool] = lambda: False  # whether to keep the state and end here
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TuningOutcome:
     """What a tuning came to."""
 
     counts: Counter[str]
-    settings: Settings
+    settings: TrainingSettings
     measurements: list[dict[str, Any]]
 
     def last(self, kind: str) -> dict[str, Any] | None:
@@ -91,16 +91,16 @@ class Outcome:
         }
 
 
-def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
+def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOutcome:
     """Tune a checkpoint and write it to the target, which appears when it is whole."""
-    hearer = hearer or Hearer()
+    callbacks = callbacks or TrainingCallbacks()
     _check(job)
     quiet_libraries()
     torch.manual_seed(job.settings.seed)
     kept = Keeping(job.target, False)  # it only looks: which process writes is known when they have met
     kept.expect(job.resume)
     checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code)
-    hearer.stage("reading the data")
+    callbacks.stage("reading the data")
     texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
     identity = _identity(job)
     if job.resume:
@@ -108,9 +108,9 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     AcceleratorState._reset_state()  # it keeps the precision of a process' first training
     accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
     keeping = Keeping(job.target, accelerator.is_main_process)
-    hearer.stage("loading the checkpoint")
+    callbacks.stage("loading the checkpoint")
     subject = open_subject(checkpoint, job.settings, job.names)
-    hearer.stage("proving that it can be trained over packed rows")
+    callbacks.stage("proving that it can be trained over packed rows")
     trainee = trainee_of(subject.model, job.settings.slots)
     settings = replace(job.settings, cutoff=cutoff_for(job.settings, trainee.positions))
     if job.resume:
@@ -119,12 +119,12 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     counts: Counter[str] = Counter()
     if job.distillation is not None:
         keeping.begin(settings, identity)
-        hearer.stage("writing the model's own answers")
+        callbacks.stage("writing the model's own answers")
         texts.update(_distilled(job, job.distillation, texts, keeping, settings.cutoff, accelerator, counts))
-    hearer.stage("preparing the samples")
+    callbacks.stage("preparing the samples")
     prepared = gather(job.data, texts, subject, settings)
     prepared.counts.update(counts)
-    hearer.prepared(prepared.counts)
+    callbacks.prepared(prepared.counts)
     hold_to_objective(settings, prepared)
     course = Course(prepared, settings, subject.tokens.mask)
     merge = _learning(job, subject, accelerator)
@@ -132,16 +132,16 @@ def tune(job: Job, hearer: Hearer | None = None) -> Outcome:
     keeping.begin(settings, identity)
     training = Training(accelerator, trainee, course, settings)
     keeping.restore(training)
-    hearer.begun(training)
-    _run(job, hearer, training, keeping, checked)
-    hearer.stage("writing the checkpoint")
-    outcome = Outcome(prepared.counts, settings, keeping.measurements())
-    _finish(job, hearer, subject, training, merge, keeping, outcome)
+    callbacks.begun(training)
+    _run(job, callbacks, training, keeping, checked)
+    callbacks.stage("writing the checkpoint")
+    outcome = TuningOutcome(prepared.counts, settings, keeping.measurements())
+    _finish(job, callbacks, subject, training, merge, keeping, outcome)
     return outcome
 
 
 def gather(
-    files: Sequence[Path], texts: dict[Path, list[Conversation]], subject: Subject, settings: Settings
+    files: Sequence[Path], texts: dict[Path, list[Conversation]], subject: Subject, settings: TrainingSettings
 ) -> Prepared:
     """The samples of some files, with all counts together."""
     whole = Prepared()
@@ -158,7 +158,7 @@ def gather(
 
 
 def _distilled(
-    job: Job,
+    job: TuningJob,
     distillation: Distillation,
     texts: dict[Path, list[Conversation]],
     keeping: Keeping,
@@ -175,7 +175,7 @@ def _distilled(
     return found
 
 
-def _check(job: Job) -> None:
+def _check(job: TuningJob) -> None:
     """Raise for what can be told wrong before anything is loaded."""
     check_target(job.target, job.overwrite, CHECKPOINT)
     if job.target.resolve() == job.checkpoint.resolve():
@@ -190,7 +190,7 @@ def _check(job: Job) -> None:
         raise OptionFault("no data: expected at least one JSONL file")
 
 
-def _learning(job: Job, subject: Subject, accelerator: Accelerator) -> Merge:
+def _learning(job: TuningJob, subject: Subject, accelerator: Accelerator) -> Merge:
     """Let the weights learn that the method says."""
     sharded = accelerator.distributed_type not in (
         DistributedType.NO,
@@ -208,7 +208,7 @@ def _learning(job: Job, subject: Subject, accelerator: Accelerator) -> Merge:
     return merge
 
 
-def _identity(job: Job) -> dict[str, list[str]]:
+def _identity(job: TuningJob) -> dict[str, list[str]]:
     """What beside the settings tells a training from others."""
     own = map(job.checkpoint.joinpath, DECIDING)
     return {
@@ -226,7 +226,9 @@ def _digest(path: Path) -> str:
         return record_of(file).sha256
 
 
-def _validation(job: Job, texts: dict[Path, list[Conversation]], subject: Subject, settings: Settings) -> list[Row]:
+def _validation(
+    job: TuningJob, texts: dict[Path, list[Conversation]], subject: Subject, settings: TrainingSettings
+) -> list[PackedRow]:
     """The rows that are looked at and not learned."""
     if not job.validation:
         return []
@@ -238,21 +240,23 @@ def _validation(job: Job, texts: dict[Path, list[Conversation]], subject: Subjec
     return [row for step in range(course.steps) for row in course.rows(step)]
 
 
-def _run(job: Job, hearer: Hearer, training: Training, keeping: Keeping, checked: Sequence[Row]) -> None:
+def _run(
+    job: TuningJob, callbacks: TrainingCallbacks, training: Training, keeping: Keeping, checked: Sequence[PackedRow]
+) -> None:
     """The steps that are left."""
 
-    def note(measured: Measured, kind: str) -> None:
+    def note(measured: TrainingMeasurement, kind: str) -> None:
         keeping.note(measured, kind)
-        hearer.measured(measured, kind)
+        callbacks.measured(measured, kind)
 
     while training.step < training.course.steps:
         training.learn()
         last = training.step == training.course.steps
         if last or training.step % job.log_every == 0:
             note(training.measure(), "training")
-        hearer.stepped(training)
+        callbacks.stepped(training)
         due = last or training.step % job.save_every == 0
-        stop = not last and training.agree(hearer.stop())
+        stop = not last and training.agree(callbacks.stop())
         if due and checked:
             note(training.evaluate(checked), "validation")
         if due or stop:
@@ -262,7 +266,7 @@ def _run(job: Job, hearer: Hearer, training: Training, keeping: Keeping, checked
 
 
 @contextmanager
-def _told(job: Job) -> Iterator[None]:
+def _told(job: TuningJob) -> Iterator[None]:
     """Say that nothing is lost if the checkpoint cannot be written."""
     try:
         yield
@@ -274,7 +278,13 @@ def _told(job: Job) -> Iterator[None]:
 
 
 def _finish(
-    job: Job, hearer: Hearer, subject: Subject, training: Training, merge: Merge, keeping: Keeping, outcome: Outcome
+    job: TuningJob,
+    callbacks: TrainingCallbacks,
+    subject: Subject,
+    training: Training,
+    merge: Merge,
+    keeping: Keeping,
+    outcome: TuningOutcome,
 ) -> None:
     """Put the tuned checkpoint in its place, with its card."""
     accelerator = training.accelerator
@@ -290,11 +300,11 @@ def _finish(
         if partial is not None:
             dtype = write_checkpoint(partial, subject, merge(), state)
             if dtype != subject.dtype:
-                hearer.stage(f"some weights are too large for {subject.dtype}: written as {dtype}")
-            told = Told(
+                callbacks.stage(f"some weights are too large for {subject.dtype}: written as {dtype}")
+            facts = CardFacts(
                 job.checkpoint, job.data, training.course, outcome.counts, outcome.settings, outcome.measurements
             )
-            write_card(partial, told)
+            write_card(partial, facts)
             (partial / METRICS_FILE).write_text((keeping.folder / METRICS_FILE).read_text("utf-8"), "utf-8")
     accelerator.wait_for_everyone()
     keeping.clear()

@@ -10,7 +10,7 @@ import pytest
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.course import Course
 from spaceport.tools.tune.samples import Prepared, Sample
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.settings import TrainingSettings
 
 FORKED, FLAT, WHOLE = 1000, 2000, 3000  # first tokens, which tell the samples' kinds and numbers
 
@@ -42,7 +42,7 @@ def kinds(found: Counter[int]) -> list[int]:
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_one_in_another_order() -> None:
-    course = Course(prepared(0, 23), Settings("apar", batch=5, epochs=2), ())
+    course = Course(prepared(0, 23), TrainingSettings("apar", batch=5, epochs=2), ())
     assert (course.samples, course.epoch_steps, course.steps) == (23, 5, 10)
     assert epoch(course, 0) == epoch(course, 1) == Counter(range(WHOLE, WHOLE + 23))
     orders = [[int(row.ids[0]) for step in steps for row in course.rows(step)] for steps in (range(5), range(5, 10))]
@@ -50,7 +50,7 @@ def test_an_epoch_has_every_sample_once_and_the_next_one_in_another_order() -> N
 
 
 def test_a_step_is_the_same_whenever_it_is_asked_for() -> None:
-    settings = Settings("both", batch=4, epochs=3, anchors=2)
+    settings = TrainingSettings("both", batch=4, epochs=3, anchors=2)
     one, other = Course(prepared(9, 9), settings, (90,)), Course(prepared(9, 9), settings, (90,))
     there = [one.rows(step) for step in range(one.steps)]
     back = [other.rows(step) for step in reversed(range(other.steps))][::-1]
@@ -63,7 +63,7 @@ def test_a_step_is_the_same_whenever_it_is_asked_for() -> None:
 def test_some_forked_answers_are_learned_in_one_line_and_others_in_the_next_epoch(
     rate: float, least: int, most: int
 ) -> None:
-    course = Course(prepared(200, 10), Settings("apar", batch=30, whole_rate=rate), ())
+    course = Course(prepared(200, 10), TrainingSettings("apar", batch=30, whole_rate=rate), ())
     found = [epoch(course, number) for number in range(2)]
     for one in found:
         forked, flat, whole = kinds(one)
@@ -78,16 +78,16 @@ def test_some_forked_answers_are_learned_in_one_line_and_others_in_the_next_epoc
     [(None, 20, 60), (0.5, 20, 20), (0.2, 20, 5), (0.9, 20, 60), (0.0, 20, 0), (1.0, 0, 60)],
 )
 def test_the_share_of_what_does_not_fork_is_kept(share: float | None, forked: int, whole: int) -> None:
-    course = Course(prepared(20, 60), Settings("apar", batch=7, unforked_share=share, whole_rate=0.0), ())
+    course = Course(prepared(20, 60), TrainingSettings("apar", batch=7, unforked_share=share, whole_rate=0.0), ())
     assert kinds(epoch(course, 0)) == [forked, 0, whole]
 
 
 def test_steps_end_with_the_epochs_or_before() -> None:
     for epochs, most, steps in ((1.5, None, 8), (1.5, 3, 3), (0.1, None, 1), (1.0, 100, 5)):
-        settings = Settings("apar", batch=4, epochs=epochs, max_steps=most)
+        settings = TrainingSettings("apar", batch=4, epochs=epochs, max_steps=most)
         assert Course(prepared(0, 20), settings, ()).steps == steps
 
 
 def test_nothing_to_learn_is_told() -> None:
     with pytest.raises(InputFault, match="nothing to learn"):
-        Course(prepared(0, 0), Settings("apar"), ())
+        Course(prepared(0, 0), TrainingSettings("apar"), ())

@@ -22,7 +22,7 @@ from spaceport.runtime.decode.request import Request, RequestConfig
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch
-from spaceport.tools.tune.packing import IGNORED, Group, anchors, collate, draw_groups, pack, see, successors
+from spaceport.tools.tune.packing import IGNORED, MaskGroup, anchors, collate, draw_groups, pack, see, successors
 from spaceport.tools.tune.samples import NO_PARENT, Sample
 from spaceport.tools.tune.trainee import LOSS, run, trainee_of
 from support.families import FAMILIES, build
@@ -41,7 +41,7 @@ def test_a_mask_in_the_place_of_a_token_predicts_the_one_after_it() -> None:
     # place      0   1 | 2   3   4   5   6
     # token      50  51 | 10  11  12  13  14      the first two are the prompt
     sample = chain([50, 51], [10, 11, 12, 13, 14])
-    row = pack(sample, [Group(1, 3), Group(3, 2)], (M, M, M))
+    row = pack(sample, [MaskGroup(1, 3), MaskGroup(3, 2)], (M, M, M))
     batch = collate([row])
     assert row.ids.tolist() == [50, 51, 10, 11, 12, 13, 14, M, M, M, M, M]
     assert row.parents.tolist() == [-1, 0, 1, 2, 3, 4, 5, 1, 7, 8, 3, 10]
@@ -69,7 +69,7 @@ def test_a_mask_in_the_place_of_a_token_predicts_the_one_after_it() -> None:
 def test_the_paper_s_layout_of_two_mask_slots_is_what_is_packed() -> None:
     """x m1 m2 | c1 m1 m2 | c2 m1 m2 of one step, as groups of one row."""
     sample = chain([40], [41, 42, 43, 44, 45])
-    row = pack(sample, [Group(0, 2), Group(1, 2), Group(2, 2)], (M, M))
+    row = pack(sample, [MaskGroup(0, 2), MaskGroup(1, 2), MaskGroup(2, 2)], (M, M))
     batch = collate([row])
     assert row.targets[6:].tolist() == [42, 43, 43, 44, 44, 45]
     assert batch.positions[0, 6:].tolist() == [1, 2, 2, 3, 3, 4]
@@ -78,13 +78,13 @@ def test_the_paper_s_layout_of_two_mask_slots_is_what_is_packed() -> None:
 
 
 def test_a_group_ends_where_the_text_ends() -> None:
-    row = pack(chain([50], [10, 11, 12]), [Group(1, 3)], (M, M, M))
+    row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3)], (M, M, M))
     assert row.ids.tolist() == [50, 10, 11, 12, M]
     assert row.targets.tolist()[4:] == [12]
 
 
 def test_distinct_mask_tokens_stand_in_order() -> None:
-    row = pack(chain([50], [10, 11, 12, 13]), [Group(0, 3), Group(1, 2)], (70, 71, 72))
+    row = pack(chain([50], [10, 11, 12, 13]), [MaskGroup(0, 3), MaskGroup(1, 2)], (70, 71, 72))
     assert row.ids.tolist()[5:] == [70, 71, 72, 70, 71]
 
 
@@ -110,7 +110,7 @@ def test_a_fork_teaches_the_spine_and_child_its_detail() -> None:
 def test_mask_groups_hang_on_spine_and_child_alike() -> None:
     sample = forked()
     assert anchors(successors(sample)).tolist() == [0, 1, 2, 3, 4, 7, 9]
-    row = pack(sample, [Group(1, 3), Group(3, 2), Group(2, 2)], (M, M, M))
+    row = pack(sample, [MaskGroup(1, 3), MaskGroup(3, 2), MaskGroup(2, 2)], (M, M, M))
     assert row.parents[13:].tolist() == [1, 13, 14, 3, 16, 2, 18]
     # behind 10: F is skipped, then the spine's 11, [Fork], 12; behind [Child]: 21 and the end; behind [Fork]: the spine
     assert row.targets[13:].tolist() == [11, FORK, 12, 21, 9, FORK, 12]
@@ -251,7 +251,7 @@ def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str) 
             batches = decode(text, prompt, model, mask_slots)
             stepped = states[-len(batches) :]
         sample = chain(text[:prompt], text[prompt:])
-        groups = [Group(anchor, mask_slots) for anchor in anchors(successors(sample)).tolist()]
+        groups = [MaskGroup(anchor, mask_slots) for anchor in anchors(successors(sample)).tolist()]
         row = pack(sample, groups, (M,) * mask_slots)
         batch = collate([row])
         trainee = trainee_of(build(FAMILY[name]), mask_slots)
@@ -313,8 +313,8 @@ def test_a_packed_answer_is_its_unpacked_rows(name: str) -> None:
 
 def test_padding_changes_nothing() -> None:
     trainee = trainee_of(build(FAMILY["llama"]), 3)
-    short = pack(chain([50], [10, 11, 12]), [Group(0, 2)], (M, M, M))
-    long = pack(forked(), [Group(1, 3)], (M, M, M))
+    short = pack(chain([50], [10, 11, 12]), [MaskGroup(0, 2)], (M, M, M))
+    long = pack(forked(), [MaskGroup(1, 3)], (M, M, M))
     with torch.no_grad():
         alone = run(trainee, collate([short])) + run(trainee, collate([long]))
         together = run(trainee, collate([short, long], multiple=16))

@@ -8,9 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.tune.course import Course
-from spaceport.tools.tune.packing import Group, anchors, collate, pack, successors
+from spaceport.tools.tune.packing import MaskGroup, anchors, collate, pack, successors
 from spaceport.tools.tune.samples import Prepared, Sample
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.trainee import COUNT, LOSS, run, trainee_of
 from spaceport.tools.tune.training import Training
 from support.families import FAMILIES, NOT_DECODER, REFUSED, Family, Refused, build
@@ -27,7 +27,7 @@ def text(length: int, seed: int, line: int = 1, most: int = MASK) -> Sample:
 def test_every_family_learns_over_packed_rows(family: Family) -> None:
     model = build(family)  # trainee_of proves its forward pass; windows are shorter than the text
     sample = text(40, 1)
-    rows = [pack(sample, [Group(place, 3) for place in (4, 20, 31)], (MASK,) * 3), pack(text(9, 2), (), ())]
+    rows = [pack(sample, [MaskGroup(place, 3) for place in (4, 20, 31)], (MASK,) * 3), pack(text(9, 2), (), ())]
     trainee = trainee_of(model, 3)
     sums = run(trainee, collate(rows))
     sums[LOSS].sum().backward()  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ def test_a_window_holds_for_packed_rows_by_position() -> None:
     """A mask group at the end of the row sees the tokens before its anchor that its window reaches, and no others."""
     family = next(family for family in FAMILIES if family.name == "mistral")
     sample = text(40, 1)
-    row = pack(sample, [Group(30, 2)], (MASK,) * 2)
+    row = pack(sample, [MaskGroup(30, 2)], (MASK,) * 2)
     batch = collate([row])
     wanted = torch.zeros_like(batch.ids, dtype=torch.bool)
     wanted[0, -2:] = True
@@ -88,7 +88,7 @@ def test_twenty_texts_are_learned_by_heart_in_every_slot(tied: bool) -> None:
         tie_word_embeddings=tied,
     )
     samples = [text(24, seed, line=seed) for seed in range(20)]
-    settings = Settings(
+    settings = TrainingSettings(
         "sar", mask_slots=4, anchors=8, batch=20, micro_batch=20, rate=6e-3, epochs=220, warmup=0.1, betas=(0.9, 0.98)
     )
     course = Course(Prepared(whole=samples), settings, (MASK,))
@@ -98,7 +98,7 @@ def test_twenty_texts_are_learned_by_heart_in_every_slot(tied: bool) -> None:
     rows = []
     for sample in samples:  # every anchor whose prefix tells the texts apart
         following = successors(sample)
-        groups = [Group(anchor, 4) for anchor in anchors(following).tolist() if anchor >= 1]
+        groups = [MaskGroup(anchor, 4) for anchor in anchors(following).tolist() if anchor >= 1]
         rows.append(pack(sample, groups, (MASK,) * 4))
     found = training.evaluate(rows)
     assert min(found.mask_accuracies) > 0.95, found

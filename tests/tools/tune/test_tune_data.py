@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.tools.cli.tune_data import command
 from spaceport.tools.tune.conversations import read_conversations
-from spaceport.tools.tune.report import find, report
+from spaceport.tools.tune.extraction_counts import count_extractions, extraction_of
 from support.paths import TINY
 
 FORK, CHILD = 630, 631  # the model has rows for them, and no text can hold them
@@ -75,7 +75,7 @@ def refused(kind: type[Exception], message: str, *arguments: object) -> None:
 
 
 def test_a_report_counts_what_the_extractors_found(data: Path) -> None:
-    found = report([find(conversation) for conversation in read_conversations(data)])
+    found = count_extractions([extraction_of(conversation) for conversation in read_conversations(data)])
     assert (found.conversations, found.answers, found.lists, found.paragraphs) == (7, 6, 2, 1)
     assert (found.forks, found.most_forks, found.mean_forks) == (10, 4, 10 / 3)
     assert found.characters == sum(map(len, ANSWERS))
@@ -85,7 +85,9 @@ def test_a_report_counts_what_the_extractors_found(data: Path) -> None:
 
 
 def test_a_report_of_no_tree_has_no_means(tmp_path: Path) -> None:
-    found = report([find(c) for c in read_conversations(written(tmp_path / "a", ['{"text": "Plain."}']))])
+    found = count_extractions(
+        [extraction_of(c) for c in read_conversations(written(tmp_path / "a", ['{"text": "Plain."}']))]
+    )
     assert (found.answers, found.trees, found.mean_forks, found.detail_share) == (0, 0, None, None)
 
 
@@ -171,7 +173,7 @@ def test_without_a_tree_no_example_is_drawn(tmp_path: Path) -> None:
 def test_a_line_that_says_that_it_does_not_fork_has_no_tree(forking: Path, tmp_path: Path) -> None:
     line = {"prompt": "Which?", "response": LIST, "fork": False}
     file = written(tmp_path / "a.jsonl", [json.dumps(line), json.dumps({**line, "fork": True})])
-    found = report([find(conversation) for conversation in read_conversations(file)])
+    found = count_extractions([extraction_of(conversation) for conversation in read_conversations(file)])
     assert (found.answers, found.told_whole, found.lists, found.refusals) == (2, 1, 1, {})
     assert told(file, "--example", 1).endswith(" line 1: no tree: the line says that it does not fork\n")
     told(file, "--checkpoint", forking, "--rows", tmp_path / "rows")

@@ -28,13 +28,13 @@ from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune import course
 from spaceport.tools.tune.saving import _cast
-from spaceport.tools.tune.settings import Settings
-from spaceport.tools.tune.tuning import Hearer, Job, Outcome, tune
+from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tuning import TrainingCallbacks, TuningJob, TuningOutcome, tune
 from support.paths import TINY
 
 MASK, TEXT_TOKENS = 4, 628  # the tiny checkpoint's mask token, and the size of its tokenizer
 COLOURS = (("Red", "fire"), ("Green", "grass"), ("Blue", "the sea"), ("Gold", "the sun"))
-SETTINGS = Settings(
+SETTINGS = TrainingSettings(
     "both", batch=4, micro_batch=4, max_steps=6, epochs=9, rate=1e-3, anchors=4, mask_slots=3, cutoff=160
 )
 
@@ -65,12 +65,12 @@ def data(folder: Path) -> Path:
     return file
 
 
-def job(data: Path, target: Path, settings: Settings = SETTINGS, **told: Any) -> Job:
-    return replace(Job(TINY, target, (data,), settings, log_every=2, save_every=3), **told)
+def job(data: Path, target: Path, settings: TrainingSettings = SETTINGS, **told: Any) -> TuningJob:
+    return replace(TuningJob(TINY, target, (data,), settings, log_every=2, save_every=3), **told)
 
 
 @pytest.fixture(scope="module")
-def whole(data: Path, folder: Path) -> Outcome:
+def whole(data: Path, folder: Path) -> TuningOutcome:
     """A tuning that was never stopped, in the folder `whole`."""
     return tune(job(data, folder / "whole", validation=(data,)))
 
@@ -89,10 +89,10 @@ def measurements(checkpoint: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
 
 
-def stopping(after: int) -> Hearer:
+def stopping(after: int) -> TrainingCallbacks:
     """Asks a training to stop after so many steps."""
     done: list[object] = []
-    return Hearer(stepped=done.append, stop=lambda: len(done) == after)
+    return TrainingCallbacks(stepped=done.append, stop=lambda: len(done) == after)
 
 
 # Going on
@@ -100,7 +100,7 @@ def stopping(after: int) -> Hearer:
 
 @pytest.mark.parametrize("steps", [(1,), (3,), (1, 1, 3)])
 def test_a_training_that_was_stopped_ends_as_one_that_was_not(
-    whole: Outcome, data: Path, folder: Path, tmp_path: Path, steps: tuple[int, ...]
+    whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path, steps: tuple[int, ...]
 ) -> None:
     order = job(data, tmp_path / "tuned", validation=(data,))
     for number, after in enumerate(steps):
@@ -136,7 +136,7 @@ def test_a_stop_is_heard_where_a_state_is_kept_anyway(data: Path, tmp_path: Path
 
 
 def test_a_line_of_measurements_that_was_cut_off_is_measured_again(
-    whole: Outcome, data: Path, folder: Path, tmp_path: Path
+    whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path
 ) -> None:
     order = job(data, tmp_path / "tuned", validation=(data,))
     with pytest.raises(KeyboardInterrupt):
@@ -147,7 +147,9 @@ def test_a_line_of_measurements_that_was_cut_off_is_measured_again(
     assert measurements(order.target) == measurements(folder / "whole")
 
 
-def rows_of(data: Path, target: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, **told: Any) -> list[bytes]:
+def rows_of(
+    data: Path, target: Path, monkeypatch: pytest.MonkeyPatch, settings: TrainingSettings, **told: Any
+) -> list[bytes]:
     """The rows of each step, as they are learned."""
     seen: list[bytes] = []
     ask = course.Course.rows
@@ -185,8 +187,8 @@ def test_samples_are_shuffled_anew_in_each_epoch(data: Path, tmp_path: Path, mon
 
 def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine(data: Path, tmp_path: Path) -> None:
     rates: list[float] = []
-    hearer = Hearer(stepped=lambda training: rates.append(training._optimizer.param_groups[0]["lr"]))
-    outcome = tune(job(data, tmp_path / "tuned", replace(SETTINGS, max_steps=6, rate=1.0e-3, warmup=1 / 3)), hearer)
+    callbacks = TrainingCallbacks(stepped=lambda training: rates.append(training._optimizer.param_groups[0]["lr"]))
+    outcome = tune(job(data, tmp_path / "tuned", replace(SETTINGS, max_steps=6, rate=1.0e-3, warmup=1 / 3)), callbacks)
     expected = [5e-4, 1e-3, *(5e-4 * (1 + math.cos(math.pi * share / 4)) for share in range(4))]
     assert rates == pytest.approx(expected)
     last = outcome.last("training")
@@ -253,7 +255,7 @@ def test_gated_adapters_leave_ordinary_rows_to_the_bit_through_the_export(
 # What is written
 
 
-def test_a_tuned_checkpoint_is_exported_as_it_is(whole: Outcome, folder: Path, tmp_path: Path) -> None:
+def test_a_tuned_checkpoint_is_exported_as_it_is(whole: TuningOutcome, folder: Path, tmp_path: Path) -> None:
     tuned = folder / "whole"
     assert json.loads((tuned / "sar_config.json").read_text()) == {
         "mask_tokens": ["[M]"],
@@ -272,7 +274,7 @@ def test_a_tuned_checkpoint_is_exported_as_it_is(whole: Outcome, folder: Path, t
     assert plain.tokens == drafted.tokens
 
 
-def test_a_card_tells_the_data_the_settings_and_the_curves(whole: Outcome, folder: Path) -> None:
+def test_a_card_tells_the_data_the_settings_and_the_curves(whole: TuningOutcome, folder: Path) -> None:
     card = (folder / "whole" / "README.md").read_text("utf-8")
     for line in (
         "# tiny, tuned with spaceport",
@@ -292,7 +294,7 @@ def test_a_card_tells_the_data_the_settings_and_the_curves(whole: Outcome, folde
     assert ">mask slot 4<" not in drawing
 
 
-def test_measurements_are_written_step_by_step(whole: Outcome, folder: Path) -> None:
+def test_measurements_are_written_step_by_step(whole: TuningOutcome, folder: Path) -> None:
     lines = measurements(folder / "whole")
     assert [(line["step"], line["kind"]) for line in lines] == [
         (2, "training"),
@@ -309,7 +311,7 @@ def test_measurements_are_written_step_by_step(whole: Outcome, folder: Path) -> 
 
 
 def test_tokens_that_the_checkpoint_has_keep_what_they_learned(
-    whole: Outcome, data: Path, folder: Path, tmp_path: Path
+    whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path
 ) -> None:
     tuned = folder / "whole"
     order = job(
@@ -352,7 +354,7 @@ def test_weights_that_share_their_memory_still_do_in_another_type() -> None:
 
 @pytest.mark.parametrize("change", ["micro_batch", "recompute"])
 def test_how_rows_are_computed_changes_no_weight(
-    whole: Outcome, data: Path, folder: Path, tmp_path: Path, change: str
+    whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path, change: str
 ) -> None:
     as_float32 = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.py", "*.md"))
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)

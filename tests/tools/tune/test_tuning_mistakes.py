@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
-from spaceport.tools.tune.settings import Settings
-from spaceport.tools.tune.tuning import Hearer, Job, tune
+from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tuning import TrainingCallbacks, TuningJob, tune
 from support.families import REFUSED, build
 from support.paths import TESTS, TINY
 
@@ -157,9 +157,9 @@ def test_families_that_cannot_be_trained_are_told(refused: Any, data: Path, tmp_
 def test_a_training_is_gone_on_with_as_it_was_begun_or_not_at_all(data: Path, tmp_path: Path, capfd: Capture) -> None:
     order: list[object] = [TINY, tmp_path / "tuned", data, *QUICK]
     told(capfd, INPUT, "tuned.training: no training to go on with: start it without --resume", *order, "--resume")
-    settings = Settings(batch=2, max_steps=4, epochs=9, anchors=2)  # those of QUICK
+    settings = TrainingSettings(batch=2, max_steps=4, epochs=9, anchors=2)  # those of QUICK
     with pytest.raises(KeyboardInterrupt):
-        tune(Job(TINY, tmp_path / "tuned", (data,), settings, log_every=1), Hearer(stop=lambda: True))
+        tune(TuningJob(TINY, tmp_path / "tuned", (data,), settings, log_every=1), TrainingCallbacks(stop=lambda: True))
     assert kept(tmp_path / "tuned") == ["step-00000001"]
     capfd.readouterr()
     told(capfd, INPUT, "begun and not finished: go on with --resume, or remove it", *order)

@@ -27,10 +27,10 @@ from spaceport.tools.tune.names import DEFAULT
 from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
 from spaceport.tools.tune.saving import _holding
-from spaceport.tools.tune.settings import Settings
+from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.spelling import Spelling, spelling_with
 from spaceport.tools.tune.subject import open_subject
-from spaceport.tools.tune.tuning import Job, _identity, tune
+from spaceport.tools.tune.tuning import TuningJob, _identity, tune
 from support.paths import TINY
 
 MASK = 4
@@ -70,7 +70,7 @@ def test_an_answer_that_stands_in_the_template_too_is_found_in_its_place(answer:
 
 def test_gated_adapters_leave_the_embeddings_of_a_fork_token_alone() -> None:
     model = load_model(open_checkpoint(TINY, TokenFlags()), "float32")
-    apply_method(model, Settings(method="gated-lora"), [MASK, 5, 6], [MASK])
+    apply_method(model, TrainingSettings(method="gated-lora"), [MASK, 5, 6], [MASK])
     model(input_ids=torch.tensor([[0, MASK, 5, 6, 7]])).logits.square().sum().backward()
     learned = model.get_input_embeddings().weight.grad.abs().sum(dim=1).nonzero()
     assert learned.flatten().tolist() == [MASK]
@@ -85,7 +85,7 @@ def test_a_tokenizer_that_cuts_and_pads_does_neither_in_a_tuning(tmp_path: Path)
     backend.enable_truncation(8)
     backend.enable_padding(length=200)
     backend.save(str(folder / "tokenizer.json"))
-    subject = open_subject(open_checkpoint(folder, TokenFlags()), Settings(), DEFAULT)
+    subject = open_subject(open_checkpoint(folder, TokenFlags()), TrainingSettings(), DEFAULT)
     assert len(expected) > 8
     assert subject.spelling.encode(text) == expected
 
@@ -116,18 +116,18 @@ def test_a_folder_that_holds_what_is_read_is_no_target(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "Hello."}\n', "utf-8")
     with pytest.raises(OptionFault, match=r"run: holds .*checkpoint-5, which is read: choose another folder"):
-        tune(Job(inside, tmp_path / "run", (data,), Settings(), overwrite=True))
+        tune(TuningJob(inside, tmp_path / "run", (data,), TrainingSettings(), overwrite=True))
     shutil.copy(data, tmp_path / "run")
     with pytest.raises(OptionFault, match=r"run: holds .*data\.jsonl, which is read"):
-        tune(Job(TINY, tmp_path / "run", (tmp_path / "run" / "data.jsonl",), Settings(), overwrite=True))
+        tune(TuningJob(TINY, tmp_path / "run", (tmp_path / "run" / "data.jsonl",), TrainingSettings(), overwrite=True))
 
 
 def test_forking_is_not_learned_from_data_that_never_forks() -> None:
     prepared = prepare([asked("hi", "hi")], letters(), 64)
     for objective in ("apar", "both"):
         with pytest.raises(InputFault, match=f"no answer forks, with --objective {objective}: expected lists"):
-            hold_to_objective(Settings(objective), prepared)
-    hold_to_objective(Settings("sar"), prepared)
+            hold_to_objective(TrainingSettings(objective), prepared)
+    hold_to_objective(TrainingSettings("sar"), prepared)
 
 
 def test_weights_that_float16_cannot_hold_are_written_in_float32() -> None:
@@ -140,7 +140,7 @@ def test_weights_that_float16_cannot_hold_are_written_in_float32() -> None:
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"])
 def test_a_training_knows_the_template_and_the_end_that_it_was_begun_with(name: str, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "base")
-    job = Job(tmp_path / "base", tmp_path / "tuned", (), Settings())
+    job = TuningJob(tmp_path / "base", tmp_path / "tuned", (), TrainingSettings())
     before = _identity(job)
     file = tmp_path / "base" / name
     file.write_text(file.read_text("utf-8") + "\n", "utf-8")

@@ -16,8 +16,8 @@ from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.export import Options, export
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.tune.settings import Settings
-from spaceport.tools.tune.tuning import Job, tune
+from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tuning import TuningJob, tune
 from spaceport.tools.tune.vocabulary import VocabularyError, add_tokens, embedding_rows
 from support.families import FAMILIES, VOCAB, build
 
@@ -97,8 +97,8 @@ def test_a_model_that_grew_is_tuned_and_exported(tmp_path: Path) -> None:
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"text": "".join(chr(0x100 + number) for number in range(2, 30))}), "utf-8")
-    settings = Settings(method="embeddings", mask_slots=2, epochs=2, cutoff=32)
-    tune(Job(checkpoint, tmp_path / "tuned", (data,), settings))
+    settings = TrainingSettings(method="embeddings", mask_slots=2, epochs=2, cutoff=32)
+    tune(TuningJob(checkpoint, tmp_path / "tuned", (data,), settings))
     opened = open_checkpoint(tmp_path / "tuned", TokenFlags())
     assert (opened.tokens.mask, opened.config.vocab_size) == ((VOCAB,), 128)
     export(tmp_path / "tuned", tmp_path / "bundle", Options(lowering="append"))

@@ -1,4 +1,4 @@
-"""Report: what the extractors make of conversations, counted."""
+"""Extraction counts: how many answers have a tree, and why the others have none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spaceport.tools.tune.extract import Reason, Refusal, Tree, extract
 
 
 @dataclass(frozen=True)
-class Finding:
+class Extraction:
     """What the extractors make of one conversation; nothing if it has no answer or says that it does not fork."""
 
     conversation: Conversation
@@ -20,8 +20,8 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The numbers of some findings."""
+class ExtractionCounts:
+    """Counts over some extractions."""
 
     conversations: int
     answers: int
@@ -60,27 +60,27 @@ class Report:
         }
 
 
-def find(conversation: Conversation) -> Finding:
+def extraction_of(conversation: Conversation) -> Extraction:
     """What the extractors make of a conversation's last answer."""
     answer = conversation.answer if conversation.fork else None
-    return Finding(conversation, None if answer is None else extract(answer))
+    return Extraction(conversation, None if answer is None else extract(answer))
 
 
-def report(findings: Sequence[Finding]) -> Report:
-    """The numbers of these findings."""
-    answers = [finding for finding in findings if finding.conversation.answer is not None]
-    trees = [finding.found for finding in findings if isinstance(finding.found, Tree)]
-    refusals = Counter(finding.found.reason for finding in findings if isinstance(finding.found, Refusal))
+def count_extractions(extractions: Sequence[Extraction]) -> ExtractionCounts:
+    """The counts over these extractions."""
+    answers = [extraction for extraction in extractions if extraction.conversation.answer is not None]
+    trees = [extraction.found for extraction in extractions if isinstance(extraction.found, Tree)]
+    refusals = Counter(extraction.found.reason for extraction in extractions if isinstance(extraction.found, Refusal))
     lists = sum(tree.kind == "list" for tree in trees)
-    return Report(
-        conversations=len(findings),
+    return ExtractionCounts(
+        conversations=len(extractions),
         answers=len(answers),
-        told_whole=sum(finding.found is None for finding in answers),
+        told_whole=sum(extraction.found is None for extraction in answers),
         lists=lists,
         paragraphs=len(trees) - lists,
         forks=sum(tree.forks for tree in trees),
         most_forks=max((tree.forks for tree in trees), default=0),
-        characters=sum(len(finding.conversation.answer or "") for finding in findings),
+        characters=sum(len(extraction.conversation.answer or "") for extraction in extractions),
         in_details=sum(len(paragraph.detail or "") for tree in trees for paragraph in tree.paragraphs),
         refusals=dict(refusals.most_common()),
     )

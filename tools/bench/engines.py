@@ -14,7 +14,7 @@ from spaceport.tools.bench.steps import StepCost, step_costs
 
 
 @dataclass(frozen=True)
-class Way:
+class EngineVariant:
     """How a bundle is run."""
 
     backend: str
@@ -27,37 +27,41 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Measured:
+class EngineMeasurement:
     """What was measured of one way."""
 
-    way: Way
+    variant: EngineVariant
     device: str
     steps: tuple[StepCost, ...]
-    outside: tuple[outside.Cost, ...]  # of rounds beside the engine
+    outside: tuple[outside.RoundCost, ...]  # of rounds beside the engine
     costs: Costs  # as the engine tells them
     notes: tuple[str, ...]
 
 
-def ways(bundle: Bundle, opening: Opening, backends: Sequence[str]) -> tuple[list[Way], dict[str, str]]:
+def variants(bundle: Bundle, opening: Opening, backends: Sequence[str]) -> tuple[list[EngineVariant], dict[str, str]]:
     """The ways that a bundle can be run here, and why the other backends cannot run it."""
-    found: list[Way] = []
+    found: list[EngineVariant] = []
     reasons: dict[str, str] = {}
     for backend in backends:
         reason = why_not(bundle, backend, opening)
         if reason is not None:
             reasons[backend] = reason
         else:
-            found += [Way(backend, graphs) for graphs in ((False, True) if BACKENDS[backend].gpu else (False,))]
+            found += [
+                EngineVariant(backend, graphs) for graphs in ((False, True) if BACKENDS[backend].gpu else (False,))
+            ]
     return found, reasons
 
 
-def measure(bundle: Bundle, way: Way, opening: Opening, rows: Sequence[int], context: int, rounds: int) -> Measured:
+def measure(
+    bundle: Bundle, variant: EngineVariant, opening: Opening, rows: Sequence[int], context: int, rounds: int
+) -> EngineMeasurement:
     """Steps of so many rows behind a text, and rounds with all that stands beside the engine."""
-    engine = open_engine(bundle, way.backend, replace(opening, graphs=way.graphs))
+    engine = open_engine(bundle, variant.backend, replace(opening, graphs=variant.graphs))
     try:
         steps = step_costs(engine, rows, context, rounds)
         cases = [case for case in outside.CASES if case[0] <= opening.requests]
         beside = [outside.measure(bundle, engine, requests, wide, rounds, None) for requests, wide in cases]
-        return Measured(way, engine.device, tuple(steps), tuple(beside), engine.costs, engine.notes)
+        return EngineMeasurement(variant, engine.device, tuple(steps), tuple(beside), engine.costs, engine.notes)
     finally:
         engine.close()

@@ -24,8 +24,8 @@ from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.tools.bench.engines import measure, ways
-from spaceport.tools.bench.gpu_page import Shape
+from spaceport.tools.bench.engines import measure, variants
+from spaceport.tools.bench.gpu_page import MeasuredModel
 from spaceport.tools.demo.prompts import prompts_of
 
 ROWS = (1, 4, 9, 16, 36, 64)
@@ -48,7 +48,7 @@ RunCommand = Callable[[list[str]], CommandResult]  # runs `spaceport ARGUMENTS -
 
 
 @dataclass(frozen=True)
-class Plan:
+class GpuBenchOptions:
     """What is measured, and how."""
 
     work: Path  # where checkpoints and bundles are made, and kept for another run
@@ -72,22 +72,22 @@ def machine() -> dict[str, str]:
     return told
 
 
-def bundle_of(plan: Plan, checkpoint: Path, lowering: Lowering) -> Path:
+def bundle_of(options: GpuBenchOptions, checkpoint: Path, lowering: Lowering) -> Path:
     """The checkpoint's bundle, exported if it is not there from an earlier run."""
-    target = plan.work / f"{checkpoint.name}-{lowering}-{plan.dtype}"
+    target = options.work / f"{checkpoint.name}-{lowering}-{options.dtype}"
     if not target.exists():
-        export(checkpoint, target, Options(lowering=lowering, dtype=plan.dtype))
+        export(checkpoint, target, Options(lowering=lowering, dtype=options.dtype))
     return target
 
 
-def build(plan: Plan, bundle: Path, run: RunCommand, say: Callable[[str], None]) -> dict[str, str]:
+def build(options: GpuBenchOptions, bundle: Path, run: RunCommand, say: Callable[[str], None]) -> dict[str, str]:
     """Engines by the flavours that are installed, and how each build went."""
     told: dict[str, str] = {}
-    for flavour in plan.flavours:
+    for flavour in options.flavours:
         if find_spec(LIBRARIES[flavour]) is None:
             continue
         say(f"building {bundle.name} with {flavour}")
-        asked = ["--flavour", flavour, "--max-requests", str(plan.requests), "--max-seq-len", str(plan.length)]
+        asked = ["--flavour", flavour, "--max-requests", str(options.requests), "--max-seq-len", str(options.length)]
         started = perf_counter()
         result = run(["build", str(bundle), *asked])
         seconds = perf_counter() - started
@@ -99,44 +99,50 @@ def build(plan: Plan, bundle: Path, run: RunCommand, say: Callable[[str], None])
     return told
 
 
-def measure_shape(plan: Plan, checkpoint: Path, run: RunCommand, say: Callable[[str], None]) -> Shape:
+def measure_model(
+    options: GpuBenchOptions, checkpoint: Path, run: RunCommand, say: Callable[[str], None]
+) -> MeasuredModel:
     """Steps of every way that the checkpoint can be run here."""
-    bundles = {lowering: open_bundle(bundle_of(plan, checkpoint, lowering)) for lowering in LOWERINGS}
+    bundles = {lowering: open_bundle(bundle_of(options, checkpoint, lowering)) for lowering in LOWERINGS}
     manifest = bundles["append"].manifest
-    shape = Shape(checkpoint.name, manifest.parameters, plan.dtype)
-    shape.built = build(plan, bundles["append"].path, run, say)
+    model = MeasuredModel(checkpoint.name, manifest.parameters, options.dtype)
+    model.built = build(options, bundles["append"].path, run, say)
     bundles["append"] = open_bundle(bundles["append"].path)
-    opening = Opening(capacity_for(manifest, plan.length), plan.requests)
-    for backend in plan.backends:
+    opening = Opening(capacity_for(manifest, options.length), options.requests)
+    for backend in options.backends:
         lowering: Lowering = "append" if BACKENDS[backend].flavour else "scatter"
-        found, reasons = ways(bundles[lowering], opening, [backend])
-        shape.failed.update(reasons)
-        for way in found:
-            say(f"measuring {checkpoint.name}, {way}")
+        found, reasons = variants(bundles[lowering], opening, [backend])
+        model.failed.update(reasons)
+        for variant in found:
+            say(f"measuring {checkpoint.name}, {variant}")
             try:
-                shape.measured.append(measure(bundles[lowering], way, opening, plan.rows, plan.context, plan.rounds))
+                model.measured.append(
+                    measure(bundles[lowering], variant, opening, options.rows, options.context, options.rounds)
+                )
             except _FAULTS as error:
-                shape.failed[str(way)] = str(error)
-    return shape
+                model.failed[str(variant)] = str(error)
+    return model
 
 
-def checks(plan: Plan, checkpoint: Path, run: RunCommand, say: Callable[[str], None]) -> list[tuple[str, str]]:
+def checks(
+    options: GpuBenchOptions, checkpoint: Path, run: RunCommand, say: Callable[[str], None]
+) -> list[tuple[str, str]]:
     """Whether engines of a trained model are exact: against PyTorch, and drafted against plain."""
-    prompts = plan.work / "prompts.jsonl"
+    prompts = options.work / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps(_as_line(prompt)) + "\n" for prompt in prompts_of(checkpoint).values()), "utf-8"
     )
     told = []
     for lowering in LOWERINGS:
-        bundle = bundle_of(plan, checkpoint, lowering)
+        bundle = bundle_of(options, checkpoint, lowering)
         if lowering == "append":
-            build(plan, bundle, run, say)
+            build(options, bundle, run, say)
         say(f"checking {bundle.name}")
         result = run(["check", str(bundle), str(checkpoint)])
         passed = result.answer is not None and result.answer["passed"]
         verdict = "passed" if passed else "FAILED"
         told.append((f"check, {lowering}", result.failure if result.answer is None else verdict))
-        for backend in plan.backends:
+        for backend in options.backends:
             if (BACKENDS[backend].flavour is None) == (lowering == "scatter"):
                 say(f"auditing {bundle.name} on {backend}")
                 result = run(["audit", str(bundle), str(prompts), "--backend", backend])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spaceport.tools.bench.engines import Measured
+from spaceport.tools.bench.engines import EngineMeasurement
 
 
 @dataclass
-class Shape:
+class MeasuredModel:
     """What was measured of a model of one size."""
 
     name: str
@@ -18,21 +18,21 @@ class Shape:
     built: dict[str, str] = field(
         default_factory=dict
     )  # flavour -> how long it took and how large it is, or what failed
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[EngineMeasurement] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # way -> what it failed of
 
 
 @dataclass
-class Page:
+class GpuPage:
     """Everything that was measured in one run."""
 
     machine: Mapping[str, str]
-    shapes: list[Shape] = field(default_factory=list)
+    models: list[MeasuredModel] = field(default_factory=list)
     checks: list[tuple[str, str]] = field(default_factory=list)  # what was held against what, and what came of it
     context: int = 256
 
 
-def markdown(page: Page) -> str:
+def markdown(page: GpuPage) -> str:
     """The page."""
     parts = [
         "# Measured on a GPU",
@@ -42,37 +42,37 @@ def markdown(page: Page) -> str:
     ]
     if page.checks:
         parts += ["## Checks", table(("what", "outcome"), page.checks)]
-    for shape in page.shapes:
+    for model in page.models:
         parts += [
-            f"## {shape.name}: {shape.parameters / 1e9:.2f}G weights, {shape.dtype}",
-            *_of_shape(shape, page.context),
+            f"## {model.name}: {model.parameters / 1e9:.2f}G weights, {model.dtype}",
+            *_of_model(model, page.context),
         ]
     return "\n\n".join(parts) + "\n"
 
 
-def _of_shape(shape: Shape, context: int) -> Iterable[str]:
-    if shape.built:
-        yield table(("engine", "build"), list(shape.built.items()))
-    if shape.measured:
-        rows = [step.rows for step in shape.measured[0].steps]
+def _of_model(model: MeasuredModel, context: int) -> Iterable[str]:
+    if model.built:
+        yield table(("engine", "build"), list(model.built.items()))
+    if model.measured:
+        rows = [step.rows for step in model.measured[0].steps]
         yield f"Median milliseconds of a step behind {context} tokens by its rows (and how many steps of one row that is):"
-        yield table(("way", *(f"{count}" for count in rows)), [_steps(found) for found in shape.measured])
+        yield table(("way", *(f"{count}" for count in rows)), [_steps(found) for found in model.measured])
         yield "Median milliseconds of a round beside the engine, by requests x rows, and what rows cost by the engine's own measure:"
-        cases = max((found.outside for found in shape.measured), key=len)
+        cases = max((found.outside for found in model.measured), key=len)
         heads = tuple(f"{cost.requests} x {cost.rows:.0f}" for cost in cases)
-        yield table(("way", *heads, "a row, in steps"), [_beside(found, len(heads)) for found in shape.measured])
-    notes = [(str(found.way), note) for found in shape.measured for note in found.notes]
-    if notes or shape.failed:
-        yield table(("way", "note"), [*notes, *shape.failed.items()])
+        yield table(("way", *heads, "a row, in steps"), [_beside(found, len(heads)) for found in model.measured])
+    notes = [(str(found.variant), note) for found in model.measured for note in found.notes]
+    if notes or model.failed:
+        yield table(("way", "note"), [*notes, *model.failed.items()])
 
 
-def _steps(found: Measured) -> list[str]:
-    return [str(found.way), *(f"{step.milliseconds:.2f} ({step.ratio:.2f})" for step in found.steps)]
+def _steps(found: EngineMeasurement) -> list[str]:
+    return [str(found.variant), *(f"{step.milliseconds:.2f} ({step.ratio:.2f})" for step in found.steps)]
 
 
-def _beside(found: Measured, columns: int) -> list[str]:
+def _beside(found: EngineMeasurement, columns: int) -> list[str]:
     cells = [f"{cost.milliseconds:.2f}" for cost in found.outside]
-    return [str(found.way), *cells, *[""] * (columns - len(cells)), f"{found.costs.row:.4f}"]
+    return [str(found.variant), *cells, *[""] * (columns - len(cells)), f"{found.costs.row:.4f}"]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ from spaceport.runtime.text.prompt import Prompt
 
 
 @dataclass(frozen=True)
-class Order:
+class LoadRequest:
     """A text to ask for."""
 
     prompt: Prompt
@@ -64,23 +64,23 @@ class Load:
     whole_p95: float
 
 
-def random_orders(count: int, context: int, decoding: Decoding) -> list[Order]:
+def random_requests(count: int, context: int, decoding: Decoding) -> list[LoadRequest]:
     """Prompts of half to one and a half times so many tokens, drawn from the first 200 of a vocabulary."""
     random = np.random.default_rng(0)
     lengths = random.integers(max(1, context // 2), context * 3 // 2 + 1, count)
-    return [Order(random.integers(0, 200, length).tolist(), decoding) for length in lengths]
+    return [LoadRequest(random.integers(0, 200, length).tolist(), decoding) for length in lengths]
 
 
-def given_orders(prompts: Sequence[Prompt], count: int, decoding: Decoding) -> list[Order]:
+def given_requests(prompts: Sequence[Prompt], count: int, decoding: Decoding) -> list[LoadRequest]:
     """These prompts, again and again."""
-    return [Order(prompts[number % len(prompts)], decoding) for number in range(count)]
+    return [LoadRequest(prompts[number % len(prompts)], decoding) for number in range(count)]
 
 
-def serve(runtime: Runtime, order: Order) -> Served:
+def serve(runtime: Runtime, request: LoadRequest) -> Served:
     """Ask for a text and read it to its end."""
     started = perf_counter()
     first = None
-    with runtime.stream(order.prompt, order.decoding) as stream:
+    with runtime.stream(request.prompt, request.decoding) as stream:
         for _ in stream:
             first = first or perf_counter() - started
         found = stream.completion()
@@ -88,26 +88,31 @@ def serve(runtime: Runtime, order: Order) -> Served:
     return Served(len(found.tokens), first or seconds, seconds)
 
 
-def rush(bundle: Path, places: int, orders: Sequence[Order], threads: int, max_seq_len: int) -> Rush:
+def rush(bundle: Path, places: int, load_requests: Sequence[LoadRequest], threads: int, max_seq_len: int) -> Rush:
     """All of them at once, on a runtime with so many places."""
     opened = Runtime.open(
-        bundle, max_requests=places, max_seq_len=max_seq_len, queue_limit=len(orders), threads=threads
+        bundle, max_requests=places, max_seq_len=max_seq_len, queue_limit=len(load_requests), threads=threads
     )
-    with opened as runtime, ThreadPoolExecutor(len(orders)) as clients:
-        list(clients.map(lambda order: serve(runtime, order), orders[:places]))  # warms up
+    with opened as runtime, ThreadPoolExecutor(len(load_requests)) as clients:
+        list(clients.map(lambda request: serve(runtime, request), load_requests[:places]))  # warms up
         started, computed = perf_counter(), process_time()
-        served = list(clients.map(lambda order: serve(runtime, order), orders))
+        served = list(clients.map(lambda request: serve(runtime, request), load_requests))
         return Rush(served, perf_counter() - started, process_time() - computed)
 
 
 def compare(
-    bundle: Path, counts: Sequence[int], orders: Sequence[Order], threads: int, max_seq_len: int, rounds: int
+    bundle: Path,
+    counts: Sequence[int],
+    load_requests: Sequence[LoadRequest],
+    threads: int,
+    max_seq_len: int,
+    rounds: int,
 ) -> list[Load]:
     """The numbers of places taken in turn in every round, so that they share the machine's moods."""
     rushes: dict[int, list[Rush]] = {places: [] for places in counts}
     for _ in range(rounds):
         for places in counts:
-            rushes[places].append(rush(bundle, places, orders, threads, max_seq_len))
+            rushes[places].append(rush(bundle, places, load_requests, threads, max_seq_len))
     return [load_of(places, found, rushes[counts[0]]) for places, found in rushes.items()]
 
 

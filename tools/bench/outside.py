@@ -90,7 +90,7 @@ class MadeUpEngine:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RoundCost:
     """What rounds took beside the engine."""
 
     requests: int
@@ -142,14 +142,14 @@ def rounds(
 
 def measure(
     bundle: Bundle, inner: Engine | None, requests: int, rows: int, least: int, profile: cProfile.Profile | None
-) -> Cost:
+) -> RoundCost:
     """At least so many rounds of so many requests with so many rows each."""
     engine = MadeUpEngine(bundle.manifest, requests, inner)
     found: list[tuple[float, int]] = []
     while len(found) < least:
         found += rounds(engine, texts(bundle, engine, rows), profile)
     times = [taken for taken, _ in found]
-    return Cost(
+    return RoundCost(
         requests,
         statistics.mean(fed for _, fed in found) / requests,
         len(found),

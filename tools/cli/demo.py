@@ -38,7 +38,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Way:
+class DecodingMode:
     """A way to write a text."""
 
     name: str
@@ -50,11 +50,11 @@ class Way:
         return Decoding(max_tokens=max_tokens, mask_slots=None if self.drafts else 0, fork=self.forks)
 
 
-WAYS = (
-    Way("plain", False, False),
-    Way("drafted", True, False),
-    Way("forked", False, True),
-    Way("forked + drafted", True, True),
+MODES = (
+    DecodingMode("plain", False, False),
+    DecodingMode("drafted", True, False),
+    DecodingMode("forked", False, True),
+    DecodingMode("forked + drafted", True, True),
 )
 
 
@@ -127,34 +127,34 @@ def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) ->
     return same
 
 
-def lines_of(found: Mapping[Way, Timed]) -> Iterator[tuple[object, ...]]:
+def lines_of(found: Mapping[DecodingMode, Timed]) -> Iterator[tuple[object, ...]]:
     """The lines of a prompt's table."""
     plain = next(iter(found.values()))
     undrafted = plain
-    for way, one in found.items():
+    for mode, one in found.items():
         verdict = "-"
-        if way.drafts:
+        if mode.drafts:
             verdict = "same" if one.same_as(undrafted) else "DIFFERENT"
         else:
             undrafted = one
         count, cost = len(one.completion.tokens), one.completion.statistics
         speed = one.pace / plain.pace
-        yield way.name, count, cost.steps, count / cost.steps, cost.peak_slots, one.seconds * 1e3, speed, verdict
+        yield mode.name, count, cost.steps, count / cost.steps, cost.peak_slots, one.seconds * 1e3, speed, verdict
 
 
-def timed(runtime: Runtime, prompt: Prompt, max_tokens: int) -> dict[Way, Timed]:
+def timed(runtime: Runtime, prompt: Prompt, max_tokens: int) -> dict[DecodingMode, Timed]:
     """A text in every way that makes a difference, timed in turn."""
     masks, fork = runtime.bundle.manifest.max_mask_slots, runtime.bundle.manifest.tokens.fork
-    ways = [way for way in WAYS if (masks or not way.drafts) and (fork is not None or not way.forks)]
-    found: dict[Way, Timed] = {}
+    modes = [mode for mode in MODES if (masks or not mode.drafts) and (fork is not None or not mode.forks)]
+    found: dict[DecodingMode, Timed] = {}
     for _ in range(_ROUNDS):
-        for way in ways:
+        for mode in modes:
             started = perf_counter()
-            completion = runtime.generate(prompt, way.decoding(max_tokens))
+            completion = runtime.generate(prompt, mode.decoding(max_tokens))
             seconds = perf_counter() - started
-            found[way] = Timed(completion, min(seconds, found[way].seconds) if way in found else seconds)
-        ways = [way for way in ways if not way.forks or len(found[way].completion.threads) > 1]
-    return {way: found[way] for way in ways}
+            found[mode] = Timed(completion, min(seconds, found[mode].seconds) if mode in found else seconds)
+        modes = [mode for mode in modes if not mode.forks or len(found[mode].completion.threads) > 1]
+    return {mode: found[mode] for mode in modes}
 
 
 def play(runtime: Runtime, prompt: Prompt, max_tokens: int) -> None:

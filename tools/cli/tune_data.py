@@ -24,16 +24,16 @@ from spaceport.tools.tune.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A data file, read."""
+class ExtractedFile:
+    """A data file and what the extractors make of its conversations."""
 
-    file: Path
+    path: Path
     extractions: list[Extraction]
 
 
 @dataclass(frozen=True)
-class Order:
-    """Rows that are to be written."""
+class RowsTarget:
+    """The file of rows to write, and what decides its content."""
 
     checkpoint: Path
     file: Path
@@ -78,15 +78,15 @@ def command(
     too: one row a line, with its token ids, the place of the token before each (-1 for the first) and which are learned.
     """
     check_options(files, example)
-    order = order_of(files, checkpoint, rows, TrainingSettings(cutoff=cutoff).cutoff, overwrite, trust_remote_code)
+    target = target_of(files, checkpoint, rows, TrainingSettings(cutoff=cutoff).cutoff, overwrite, trust_remote_code)
     with stages() as stage:
-        readings = [_read(file, stage) for file in files]
-        drawn = chosen(readings, example)
-        written = None if order is None else _write(readings, order, stage)
+        extracted = [_read(file, stage) for file in files]
+        drawn = chosen(extracted, example)
+        written = None if target is None else _write(extracted, target, stage)
     if as_json:
-        show_json(as_dict(readings, drawn, written))
+        show_json(as_dict(extracted, drawn, written))
         return
-    show(readings)
+    show(extracted)
     if drawn is not None:
         show_example(*drawn)
     if written is not None:
@@ -101,9 +101,9 @@ def check_options(files: Sequence[Path], example: int | None) -> None:
         )
 
 
-def order_of(
+def target_of(
     files: Sequence[Path], checkpoint: Path | None, rows: Path | None, cutoff: int, overwrite: bool, remote_code: bool
-) -> Order | None:
+) -> RowsTarget | None:
     """What is to be written, if anything is, with its place checked."""
     if checkpoint is None and rows is None:
         return None
@@ -113,30 +113,30 @@ def order_of(
     if any(rows.resolve() == file.resolve() for file in files):
         raise OptionFault(f"--rows {rows} is one of the files that are read: choose another name, it would be lost")
     check_target(rows, overwrite)
-    return Order(checkpoint, rows, cutoff, overwrite, remote_code)
+    return RowsTarget(checkpoint, rows, cutoff, overwrite, remote_code)
 
 
-def chosen(readings: Sequence[Reading], example: int | None) -> tuple[Path, Extraction] | None:
+def chosen(extracted: Sequence[ExtractedFile], example: int | None) -> tuple[Path, Extraction] | None:
     """The extraction to draw: that of the asked line, or the first tree of all."""
-    extractions = [(reading.file, extraction) for reading in readings for extraction in reading.extractions]
+    extractions = [(file.path, extraction) for file in extracted for extraction in file.extractions]
     if example is None:
         return next((found for found in extractions if isinstance(found[1].found, Tree)), None)
     for file, extraction in extractions:
         if extraction.conversation.line == example:
             return file, extraction
     raise OptionFault(
-        f"--example {example}: no conversation on this line of {readings[0].file}: expected one of its "
+        f"--example {example}: no conversation on this line of {extracted[0].path}: expected one of its "
         f"{len(extractions)} lines that are not blank, from {extractions[0][1].conversation.line} to "
         f"{extractions[-1][1].conversation.line}"
     )
 
 
-def show(readings: Sequence[Reading]) -> None:
+def show(extracted: Sequence[ExtractedFile]) -> None:
     """The numbers of every file and of all together, and the refusals."""
-    counts = [count_extractions(reading.extractions) for reading in readings]
-    names = [str(reading.file) for reading in readings]
-    total = _total(readings)
-    if len(readings) > 1:
+    counts = [count_extractions(file.extractions) for file in extracted]
+    names = [str(file.path) for file in extracted]
+    total = _total(extracted)
+    if len(extracted) > 1:
         counts, names = [*counts, total], [*names, "all"]
     lines: list[tuple[str, Callable[[ExtractionCounts], object]]] = [
         ("conversations", lambda found: found.conversations),
@@ -176,48 +176,46 @@ def show_example(file: Path, extraction: Extraction) -> None:
 
 
 def as_dict(
-    readings: Sequence[Reading], drawn: tuple[Path, Extraction] | None, written: dict[str, Any] | None
+    extracted: Sequence[ExtractedFile], drawn: tuple[Path, Extraction] | None, written: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Everything that is shown, for machines."""
     return {
-        "files": [
-            {"file": str(reading.file), **count_extractions(reading.extractions).as_dict()} for reading in readings
-        ],
-        "all": _total(readings).as_dict(),
+        "files": [{"file": str(file.path), **count_extractions(file.extractions).as_dict()} for file in extracted],
+        "all": _total(extracted).as_dict(),
         "example": None if drawn is None else _example(*drawn),
         "written": written,
     }
 
 
-def _read(file: Path, stage: Callable[[str], None]) -> Reading:
+def _read(file: Path, stage: Callable[[str], None]) -> ExtractedFile:
     stage(f"reading {file}")
-    return Reading(file, [extraction_of(conversation) for conversation in read_conversations(file)])
+    return ExtractedFile(file, [extraction_of(conversation) for conversation in read_conversations(file)])
 
 
-def _write(readings: Sequence[Reading], order: Order, stage: Callable[[str], None]) -> dict[str, Any]:
+def _write(extracted: Sequence[ExtractedFile], target: RowsTarget, stage: Callable[[str], None]) -> dict[str, Any]:
     """Write the rows; how many, and what was counted on the way."""
-    stage(f"opening {order.checkpoint}")
+    stage(f"opening {target.checkpoint}")
     from spaceport.exporter.quiet import quiet_libraries  # torch and transformers are read only where rows are written
     from spaceport.tools.tune.checkpoint_spelling import checkpoint_spelling
 
     quiet_libraries()
-    spelling = checkpoint_spelling(order.checkpoint, order.remote_code)
-    stage(f"writing {order.file}")
+    spelling = checkpoint_spelling(target.checkpoint, target.remote_code)
+    stage(f"writing {target.file}")
     samples: list[tuple[Path, Sample]] = []
     counts: Counter[str] = Counter()
-    for reading in readings:
-        conversations = [extraction.conversation for extraction in reading.extractions]
-        found, counted = rows_of(reading.file, conversations, spelling, order.cutoff)
-        samples += [(reading.file, sample) for sample in found]
+    for file in extracted:
+        conversations = [extraction.conversation for extraction in file.extractions]
+        found, counted = rows_of(file.path, conversations, spelling, target.cutoff)
+        samples += [(file.path, sample) for sample in found]
         counts += counted
-    write_rows(order.file, samples, order.overwrite)
+    write_rows(target.file, samples, target.overwrite)
     if not spelling.forks:
-        click.echo(f"{order.checkpoint} has no fork token: no row forks; `spaceport tune` adds one", err=True)
-    return {"file": str(order.file), "rows": len(samples), "counts": dict(counts)}
+        click.echo(f"{target.checkpoint} has no fork token: no row forks; `spaceport tune` adds one", err=True)
+    return {"file": str(target.file), "rows": len(samples), "counts": dict(counts)}
 
 
-def _total(readings: Sequence[Reading]) -> ExtractionCounts:
-    return count_extractions([extraction for reading in readings for extraction in reading.extractions])
+def _total(extracted: Sequence[ExtractedFile]) -> ExtractionCounts:
+    return count_extractions([extraction for file in extracted for extraction in file.extractions])
 
 
 def _refused(extraction: Extraction) -> str:

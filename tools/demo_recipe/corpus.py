@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from spaceport.tools.demo_recipe.answers import FEWEST_ITEMS, MOST_ITEMS, answer, question
 from spaceport.tools.demo_recipe.invented import invent, pool_of
+from spaceport.tools.demo_recipe.parameter_answers import FEWEST_ITEMS, MOST_ITEMS, answer, question
 from spaceport.tools.demo_recipe.signatures import Function, functions_in
 from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
 

@@ -15,8 +15,8 @@ from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encode
-from spaceport.tools.demo_recipe.answers import FEWEST_ITEMS, Verdict, question, verify
 from spaceport.tools.demo_recipe.corpus import collect
+from spaceport.tools.demo_recipe.parameter_answers import FEWEST_ITEMS, AnswerVerdict, question, verify
 from spaceport.tools.demo_recipe.signatures import Function
 from spaceport.tools.demo_recipe.sources import read_source, stdlib_paths
 from spaceport.tools.terminal.screen import show_json, show_table, stages
@@ -41,8 +41,8 @@ class Written:
     forked: Answer
     one_by_one: Answer  # the same, its threads written one after the other
     line: Answer  # the answer again with [Fork] banned
-    verdict: Verdict  # on the forked answer
-    line_verdict: Verdict
+    verdict: AnswerVerdict  # on the forked answer
+    line_verdict: AnswerVerdict
 
     @property
     def forks_right(self) -> bool:
@@ -63,7 +63,7 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Pace:
+class DraftingCost:
     """What drafts of so many mask slots cost, summed over all texts; drafts change no text."""
 
     mask_slots: int
@@ -93,7 +93,7 @@ class Evaluation:
 
     lists: Quality
     sentences: Quality
-    paces: tuple[Pace, ...]
+    paces: tuple[DraftingCost, ...]
     mistakes: tuple[tuple[str, tuple[str, ...]], ...]  # of lists: the question and what is wrong
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Evaluation:
             "python": platform.python_version(),
             "lists": asdict(self.lists),
             "sentences": asdict(self.sentences),
-            "paces": [pace.as_dict() for pace in self.paces],
+            "paces": [cost.as_dict() for cost in self.paces],
             "mistakes": [{"question": asked, "mistakes": list(told)} for asked, told in self.mistakes],
         }
 
@@ -124,7 +124,7 @@ def evaluate(
             announce(f"answering {len(listed)} questions and continuing {len(texts)} texts at k = {slots}")
             chats[slots] = [write(runtime, function, slots) for function in listed]
             sources[slots] = [go_on(runtime, text, slots) for text in texts]
-    paces = tuple(pace_of(slots, chats, sources) for slots in chats)
+    paces = tuple(cost_of(slots, chats, sources) for slots in chats)
     wrong = tuple((question(one.function), one.verdict.mistakes) for one in chats[0] if not one.verdict.exact)
     return Evaluation(quality_of(chats[0]), quality_of(sentences), paces, wrong)
 
@@ -158,13 +158,13 @@ def quality_of(found: Sequence[Written]) -> Quality:
     )
 
 
-def pace_of(slots: int, chats: dict[int, list[Written]], sources: dict[int, list[Answer]]) -> Pace:
+def cost_of(slots: int, chats: dict[int, list[Written]], sources: dict[int, list[Answer]]) -> DraftingCost:
     """What drafts of so many mask slots cost; chats and texts are told by their mask slots."""
     lines = [one.line for one in chats[slots]]
     one_by_one = [one.one_by_one for one in chats[slots]]
     forked = [one.forked for one in chats[slots]]
     texts = zip(_texts(chats[slots], sources[slots]), _texts(chats[0], sources[0]), strict=True)
-    return Pace(
+    return DraftingCost(
         mask_slots=slots,
         chat_tokens=_tokens(lines),
         chat_steps=_steps(lines),
@@ -244,15 +244,15 @@ def show(found: Evaluation, shown: int) -> None:
     click.echo()
     paces = [
         (
-            f"k = {pace.mask_slots}" if pace.mask_slots else "no drafts",
-            pace.chat_tokens / pace.chat_steps,
-            pace.source_tokens / pace.source_steps,
-            pace.one_by_one_tokens / pace.one_by_one_steps,
-            pace.parallel_steps / found.lists.questions,
-            pace.plain_steps / pace.parallel_steps,
-            pace.changed,
+            f"k = {cost.mask_slots}" if cost.mask_slots else "no drafts",
+            cost.chat_tokens / cost.chat_steps,
+            cost.source_tokens / cost.source_steps,
+            cost.one_by_one_tokens / cost.one_by_one_steps,
+            cost.parallel_steps / found.lists.questions,
+            cost.plain_steps / cost.parallel_steps,
+            cost.changed,
         )
-        for pace in found.paces
+        for cost in found.paces
     ]
     names = ("drafts", "chat", "source text", "threads", "parallel steps", "fewer than plain", "texts changed")
     show_table("tokens a step in one line and in threads; steps of a list with its threads side by side", names, paces)

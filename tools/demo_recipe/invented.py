@@ -8,15 +8,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from spaceport.tools.demo_recipe.answers import FEWEST_ITEMS, MOST_ITEMS
-from spaceport.tools.demo_recipe.signatures import Function, Kind, Parameter
+from spaceport.tools.demo_recipe.parameter_answers import FEWEST_ITEMS, MOST_ITEMS
+from spaceport.tools.demo_recipe.signatures import Function, Parameter, ParameterKind
 
 REAL_SHAPES = 0.5  # share that has the kinds of parameters of a real function
 REAL_DEFAULTS = 0.6  # share of the defaults that stand at their parameter
 JOINED_NAMES = 0.3  # share of the names that are made of the parts of two
 DRAWN_NUMBERS = 0.1  # share of the defaults that are any number
 
-_COLLECTORS: tuple[Kind, Kind] = ("values", "names")
+_COLLECTORS: tuple[ParameterKind, ParameterKind] = ("values", "names")
 _Item = TypeVar("_Item")
 
 
@@ -54,7 +54,7 @@ def invent(pool: Pool, dice: np.random.Generator) -> Function:
     return Function(_pick(pool.names, dice), tuple(drawn))
 
 
-def _shape(dice: np.random.Generator) -> list[tuple[Kind, bool]]:
+def _shape(dice: np.random.Generator) -> list[tuple[ParameterKind, bool]]:
     """Kinds in the order that Python asks for, each with whether it is required."""
     count = int(dice.integers(FEWEST_ITEMS, MOST_ITEMS + 1))
     values, names = dice.random(2) < 0.15
@@ -63,7 +63,7 @@ def _shape(dice: np.random.Generator) -> list[tuple[Kind, bool]]:
     places = own - named
     before = int(dice.integers(1, places + 1)) if places and dice.random() < 0.06 else 0
     required = int(dice.integers(places + 1))
-    shape: list[tuple[Kind, bool]] = [
+    shape: list[tuple[ParameterKind, bool]] = [
         ("before" if place < before else "plain", place < required) for place in range(places)
     ]
     shape += [("values", False)] * int(values)
@@ -71,7 +71,7 @@ def _shape(dice: np.random.Generator) -> list[tuple[Kind, bool]]:
     return shape + [("names", False)] * int(names)
 
 
-def _parameter(pool: Pool, kind: Kind, required: bool, dice: np.random.Generator) -> Parameter:
+def _parameter(pool: Pool, kind: ParameterKind, required: bool, dice: np.random.Generator) -> Parameter:
     if kind in _COLLECTORS:
         return replace(_pick([one for one in pool.collectors if one.kind == kind], dice), kind=kind)
     real = _pick(pool.parameters, dice)

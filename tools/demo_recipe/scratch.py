@@ -18,7 +18,7 @@ SPREAD = 0.05  # standard deviation of the weights: of 0.02 a model so narrow le
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """How large a model is."""
 
     tokens: int  # of its tokenizer
@@ -30,11 +30,11 @@ class Shape:
     positions: int
 
 
-DEMO = Shape(TOKENS, 192, 448, 5, 6, 2, LONGEST_TEXT)  # 2.0 million weights
-CODE = Shape(4096, 512, 1408, 8, 8, 2, 2048)  # 24.8 million
+DEMO = ModelShape(TOKENS, 192, 448, 5, 6, 2, LONGEST_TEXT)  # 2.0 million weights
+CODE = ModelShape(4096, 512, 1408, 8, 8, 2, 2048)  # 24.8 million
 
 
-def write_scratch(folder: Path, corpus: Corpus, seed: int = 0, shape: Shape = DEMO) -> LlamaForCausalLM:
+def write_scratch(folder: Path, corpus: Corpus, seed: int = 0, shape: ModelShape = DEMO) -> LlamaForCausalLM:
     """Writes the checkpoint, its tokenizer trained on the corpus, in float16 and returns the model."""
     tokenizer = train_tokenizer(corpus.vocabulary, shape.tokens)
     with torch.random.fork_rng(devices=[]):
@@ -48,7 +48,7 @@ def write_scratch(folder: Path, corpus: Corpus, seed: int = 0, shape: Shape = DE
     return model
 
 
-def _new_model(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> LlamaForCausalLM:
+def _new_model(tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> LlamaForCausalLM:
     """Random weights; what layers add to the residual stream starts small, so that depth does not drown the token."""
     config = LlamaConfig(
         vocab_size=64 * math.ceil((len(tokenizer) + FREE_ROWS) / 64),

@@ -14,7 +14,7 @@ HIDDEN = "..."  # stands for a default that is not shown
 _REFUSED = ("```", "~~~", "$$", "<", ">", "=", "---", "http")
 
 # "before": only by position; "plain": by position or by name; "named": only by name; "values" and "names" collect.
-Kind = Literal["before", "plain", "values", "named", "names"]
+ParameterKind = Literal["before", "plain", "values", "named", "names"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Parameter:
     """One parameter; annotations are left out, the standard library has next to none."""
 
     name: str
-    kind: Kind
+    kind: ParameterKind
     default: str | None = None  # as it is shown; nothing: there is none
 
     @property
@@ -99,7 +99,7 @@ def _shown(default: ast.expr | None) -> str | None:
 
 def _marked(parameters: tuple[Parameter, ...]) -> Iterator[str]:
     """Every parameter as it is written, with the `/` and the bare `*` between them."""
-    before: Kind | None = None  # the kind of the parameter before
+    before: ParameterKind | None = None  # the kind of the parameter before
     for parameter in parameters:
         if before == "before" and parameter.kind != "before":
             yield "/"

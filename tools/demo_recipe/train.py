@@ -18,7 +18,7 @@ import click
 from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
 from spaceport.tools.demo_recipe.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_data
 from spaceport.tools.demo_recipe.packages import write_code
-from spaceport.tools.demo_recipe.scratch import CODE, DEMO, Shape, write_scratch
+from spaceport.tools.demo_recipe.scratch import CODE, DEMO, ModelShape, write_scratch
 from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.card import CARD_FILE
 from spaceport.tools.tune.settings import TrainingSettings
@@ -32,7 +32,7 @@ class Preset:
     """What is learned, by what, and how."""
 
     write: Callable[[Path], Corpus]
-    shape: Shape
+    shape: ModelShape
     settings: TrainingSettings
     prompts: dict[str, Any]
     about: str  # for its card

@@ -7,9 +7,9 @@ from spaceport.tools.bench import load
 
 
 def test_load_asks_the_prompts_of_a_checkpoint_in_turn() -> None:
-    orders = load.given_orders(["a", "b"], 3, Decoding(max_tokens=5))
-    assert [order.prompt for order in orders] == ["a", "b", "a"]
-    lengths = [len(order.prompt) for order in load.random_orders(50, 10, Decoding())]
+    load_requests = load.given_requests(["a", "b"], 3, Decoding(max_tokens=5))
+    assert [request.prompt for request in load_requests] == ["a", "b", "a"]
+    lengths = [len(request.prompt) for request in load.random_requests(50, 10, Decoding())]
     assert min(lengths) >= 5
     assert max(lengths) <= 15
     assert len(set(lengths)) > 3

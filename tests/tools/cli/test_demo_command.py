@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import WAYS, Timed, Way, compare, lines_of, play, timed
+from spaceport.tools.cli.demo import MODES, DecodingMode, Timed, compare, lines_of, play, timed
 from support.forking_bundle import forking_copy
 from support.paths import TINY
 from support.small_bundle import edit
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
-PLAIN, DRAFTED, FORKED, BOTH = WAYS
+PLAIN, DRAFTED, FORKED, BOTH = MODES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -29,18 +29,18 @@ def runtime(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def found(runtime: Runtime) -> dict[Way, Timed]:
+def found(runtime: Runtime) -> dict[DecodingMode, Timed]:
     return timed(runtime, DECODER, 60)
 
 
-def test_a_text_that_forks_is_written_in_four_ways(found: dict[Way, Timed]) -> None:
+def test_a_text_that_forks_is_written_in_four_ways(found: dict[DecodingMode, Timed]) -> None:
     assert list(found) == [PLAIN, DRAFTED, FORKED, BOTH]
     steps = [one.completion.statistics for one in found.values()]
     assert [len(one.completion.threads) for one in found.values()] == [1, 1, 3, 3]
     assert [any(one.drafted_by_depth) for one in steps] == [False, True, False, True]
 
 
-def test_each_drafted_text_is_compared_with_the_one_above_it(found: dict[Way, Timed]) -> None:
+def test_each_drafted_text_is_compared_with_the_one_above_it(found: dict[DecodingMode, Timed]) -> None:
     assert [line[-1] for line in lines_of(found)] == ["-", "same", "-", "same"]
     assert not found[FORKED].same_as(found[PLAIN])
     other = replace(found[BOTH], completion=replace(found[BOTH].completion, threads=found[PLAIN].completion.threads))
@@ -48,14 +48,16 @@ def test_each_drafted_text_is_compared_with_the_one_above_it(found: dict[Way, Ti
     assert [line[-1] for line in lines_of(found | {DRAFTED: found[FORKED]})] == ["-", "DIFFERENT", "-", "same"]
 
 
-def test_a_difference_in_one_thread_is_one(found: dict[Way, Timed]) -> None:
+def test_a_difference_in_one_thread_is_one(found: dict[DecodingMode, Timed]) -> None:
     completion = found[BOTH].completion
     last = completion.threads[-1]
     threads = (*completion.threads[:-1], replace(last, tokens=(*last.tokens[:-1], 5)))
     assert not replace(found[BOTH], completion=replace(completion, threads=threads)).same_as(found[FORKED])
 
 
-def test_a_line_tells_what_the_text_cost_and_how_fast_it_was_against_the_plain_one(found: dict[Way, Timed]) -> None:
+def test_a_line_tells_what_the_text_cost_and_how_fast_it_was_against_the_plain_one(
+    found: dict[DecodingMode, Timed],
+) -> None:
     halved = found | {BOTH: replace(found[BOTH], seconds=found[PLAIN].seconds / 2)}
     *_, line = lines_of(halved)
     count, cost = len(found[BOTH].completion.tokens), found[BOTH].completion.statistics
@@ -77,8 +79,8 @@ def test_ways_that_make_no_difference_are_left_out(tiny_bundle: Path, tmp_path: 
 def test_the_table_has_a_line_for_each_way_and_says_what_is_compared(runtime: Runtime, capfd: Capture) -> None:
     assert compare(runtime, {"long": DECODER, "short": DECODER[:9]}, 60)
     long, short, note = capfd.readouterr().out.split("\n\n")
-    ways = ["plain", "drafted", "forked", "forked + drafted"]
-    assert [line.split("  ")[0] for line in long.splitlines()] == ["long", "decoding", *ways]
+    modes = ["plain", "drafted", "forked", "forked + drafted"]
+    assert [line.split("  ")[0] for line in long.splitlines()] == ["long", "decoding", *modes]
     assert short.startswith("short\n")
     assert note.startswith("text: a drafted text is compared with the one in the line above it")
     assert compare(runtime, {"short": DECODER}, 5)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spaceport.tools.demo_recipe.answers import answer, asked, question
 from spaceport.tools.demo_recipe.corpus import (
     HELD_OUT_FILE,
     HELD_OUT_TEXT_FILE,
@@ -24,6 +23,7 @@ from spaceport.tools.demo_recipe.corpus import (
     windows,
 )
 from spaceport.tools.demo_recipe.invented import invent, pool_of
+from spaceport.tools.demo_recipe.parameter_answers import answer, asked, question
 from spaceport.tools.demo_recipe.scratch import FREE_ROWS, write_scratch
 from spaceport.tools.demo_recipe.signatures import Function, functions_in, read_signature
 from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths

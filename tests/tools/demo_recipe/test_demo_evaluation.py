@@ -16,20 +16,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.session import Runtime
-from spaceport.tools.demo_recipe.answers import answer, question, verify
 from spaceport.tools.demo_recipe.corpus import collect
 from spaceport.tools.demo_recipe.evaluate import (
     NOTE,
     Evaluation,
     Written,
     chosen,
+    cost_of,
     evaluate,
     main,
-    pace_of,
     quality_of,
     show,
     write,
 )
+from spaceport.tools.demo_recipe.parameter_answers import answer, question, verify
 from spaceport.tools.demo_recipe.scratch import write_scratch
 from spaceport.tools.demo_recipe.signatures import functions_in
 from spaceport.tools.demo_recipe.sources import read_source, stdlib_paths
@@ -114,7 +114,7 @@ def test_an_answer_counts_as_right_to_the_letter_and_its_forks_by_number() -> No
 def test_a_pace_sums_the_steps_that_each_way_of_writing_took() -> None:
     chats = {0: [written(), written()], 1: [written(drafted=True)] * 2}
     sources = {0: [in_one_line((30, 31, 32), 4)], 1: [in_one_line((30, 31, 32), 2)]}
-    plain, drafted = (pace_of(slots, chats, sources) for slots in (0, 1))
+    plain, drafted = (cost_of(slots, chats, sources) for slots in (0, 1))
     assert (plain.parallel_steps, drafted.parallel_steps) == (2 * 12, 2 * 6)
     assert plain.plain_steps == drafted.plain_steps == 2 * (4 + 3 * 5 + 1)  # spine, three details, the end
     assert (plain.one_by_one_steps, drafted.one_by_one_steps) == (2 * 26, 2 * 13)
@@ -128,16 +128,16 @@ def test_a_pace_sums_the_steps_that_each_way_of_writing_took() -> None:
 def test_a_text_that_drafts_change_is_counted() -> None:
     chats = {0: [written()], 1: [written(children=2, drafted=True)]}
     sources = {0: [in_one_line((30,), 2)], 1: [in_one_line((31,), 1)]}
-    assert pace_of(0, chats, sources).changed == 0
-    assert pace_of(1, chats, sources).changed == 2
+    assert cost_of(0, chats, sources).changed == 0
+    assert cost_of(1, chats, sources).changed == 2
 
 
 def test_an_untrained_model_is_wrong_and_its_drafts_change_nothing(found: tuple[Evaluation, list[str]]) -> None:
     evaluation, stages = found
     assert (evaluation.lists.questions, evaluation.sentences.questions) == (1, 1)
     assert evaluation.lists.exact == evaluation.sentences.exact == 0
-    assert [pace.mask_slots for pace in evaluation.paces] == [0, 1, 3]
-    assert all(pace.changed == 0 for pace in evaluation.paces)
+    assert [cost.mask_slots for cost in evaluation.paces] == [0, 1, 3]
+    assert all(cost.changed == 0 for cost in evaluation.paces)
     plain = evaluation.paces[0]
     assert plain.chat_tokens == plain.chat_steps > 0
     assert plain.source_tokens == plain.source_steps > 0

@@ -12,9 +12,9 @@ from spaceport.exporter.export import Options, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import WAYS, timed
+from spaceport.tools.cli.demo import MODES, timed
 from spaceport.tools.demo.prompts import MODEL, prompts_of
-from spaceport.tools.demo_recipe.evaluate import Written, pace_of, quality_of, write
+from spaceport.tools.demo_recipe.evaluate import Written, cost_of, quality_of, write
 from spaceport.tools.demo_recipe.signatures import read_signature
 from spaceport.tools.demo_recipe.train import PRESETS
 
@@ -75,14 +75,14 @@ def test_it_forks_once_for_each_parameter_and_gets_the_facts_right(answers: dict
 
 
 def test_drafts_change_no_answer_and_save_most_of_the_steps(answers: dict[int, list[Written]]) -> None:
-    pace = pace_of(5, answers, {0: [], 5: []})
-    assert pace.changed == 0
-    assert pace.chat_tokens / pace.chat_steps >= 5
+    cost = cost_of(5, answers, {0: [], 5: []})
+    assert cost.changed == 0
+    assert cost.chat_tokens / cost.chat_steps >= 5
 
 
 def test_threads_side_by_side_take_fewer_steps_than_the_text_in_one_line(answers: dict[int, list[Written]]) -> None:
-    pace = pace_of(0, answers, {0: []})
-    assert pace.plain_steps / pace.parallel_steps >= 1.9
+    cost = cost_of(0, answers, {0: []})
+    assert cost.plain_steps / cost.parallel_steps >= 1.9
 
 
 def test_its_prompts_are_answered_as_they_were_when_it_was_trained(runtime: Runtime) -> None:
@@ -107,8 +107,8 @@ def test_each_way_to_write_a_prompt_takes_as_many_steps_as_the_demo_shows(runtim
         (96, 56, 99, 4),
         (96, 11, 99, 4),
     ]
-    assert found[WAYS[1]].same_as(found[WAYS[0]])
-    assert found[WAYS[3]].same_as(found[WAYS[2]])
+    assert found[MODES[1]].same_as(found[MODES[0]])
+    assert found[MODES[3]].same_as(found[MODES[2]])
 
 
 def test_what_is_shipped_is_what_the_recipe_makes() -> None:

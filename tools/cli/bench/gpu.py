@@ -11,8 +11,8 @@ import click
 
 from spaceport.runtime.backends.device import no_gpu
 from spaceport.tools.bench.checkpoint import SHAPES, make_checkpoint
-from spaceport.tools.bench.gpu import CommandResult, Plan, checks, machine, measure_shape
-from spaceport.tools.bench.gpu_page import Page, markdown
+from spaceport.tools.bench.gpu import CommandResult, GpuBenchOptions, checks, machine, measure_model
+from spaceport.tools.bench.gpu_page import GpuPage, markdown
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import ACCURACY, MISSING, OK
 from spaceport.tools.cli.options import PATH
@@ -33,16 +33,16 @@ def command(out: Path, shapes: str, work: Path, rounds: int) -> int:
     if unknown := [name for name in wanted if name not in SHAPES]:
         raise click.UsageError(f"--shapes names {unknown[0]!r}: expected {', '.join(SHAPES)}")
     work.mkdir(parents=True, exist_ok=True)
-    plan = Plan(work, rounds=rounds)
-    page = Page(machine(), context=plan.context)
-    page.checks = checks(plan, MODEL, run_command, say)
+    options = GpuBenchOptions(work, rounds=rounds)
+    page = GpuPage(machine(), context=options.context)
+    page.checks = checks(options, MODEL, run_command, say)
     out.write_text(markdown(page), "utf-8")
     for name in wanted:
         checkpoint = work / name
         if not (checkpoint / "config.json").exists():
             say(f"making {name}")
-            make_checkpoint(checkpoint, name, dtype=plan.dtype)
-        page.shapes.append(measure_shape(plan, checkpoint, run_command, say))
+            make_checkpoint(checkpoint, name, dtype=options.dtype)
+        page.models.append(measure_model(options, checkpoint, run_command, say))
         out.write_text(markdown(page), "utf-8")  # after each: a later one may take the machine's time away
     return OK
 

@@ -9,7 +9,7 @@ import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
-from spaceport.tools.bench.load import compare, given_orders, random_orders
+from spaceport.tools.bench.load import compare, given_requests, random_requests
 from spaceport.tools.cli.options import PATH, bundle_argument, json_option
 from spaceport.tools.demo.prompts import prompts_of
 from spaceport.tools.terminal.screen import show_json, show_table
@@ -44,10 +44,10 @@ def command(
         raise OptionFault(f"--places is {places!r}: expected numbers of at least 1, as of the other options")
     decoding = Decoding(max_tokens=tokens, mask_slots=mask_slots)
     if prompts is None:
-        orders = random_orders(requests, context, decoding)
+        load_requests = random_requests(requests, context, decoding)
     else:
-        orders = given_orders(list(prompts_of(prompts).values()), requests, decoding)
-    loads = compare(bundle, counts, orders, threads, context * 2 + tokens, rounds)
+        load_requests = given_requests(list(prompts_of(prompts).values()), requests, decoding)
+    loads = compare(bundle, counts, load_requests, threads, context * 2 + tokens, rounds)
     if as_json:
         show_json(
             {"requests": requests, "tokens": tokens, "threads": threads, "loads": [asdict(load) for load in loads]}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from spaceport.tools.demo_recipe.answers import answer, asked, question, verify
+from spaceport.tools.demo_recipe.parameter_answers import answer, asked, question, verify
 from spaceport.tools.demo_recipe.signatures import Function, functions_in
 from spaceport.tools.tune.extract import Refusal, extract
 

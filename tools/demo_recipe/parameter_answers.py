@@ -20,7 +20,7 @@ _ITEM = re.compile(r"(\d+)\. ([^:\n]+): (.*)")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AnswerVerdict:
     """How a written answer compares with the signature."""
 
     expected: int  # items that the answer has to have; 0: it is a sentence
@@ -66,12 +66,12 @@ def detail(parameter: Parameter, number: int) -> str:
     return told if parameter.default is None else f"{told} Its default is {_value(parameter.default)}."
 
 
-def verify(function: Function, text: str) -> Verdict:
+def verify(function: Function, text: str) -> AnswerVerdict:
     """The verdict on a written answer, with every mistake in words."""
     if len(function.parameters) < FEWEST_ITEMS:
         right = answer(function)
         mistakes = [] if text == right else [f"got {text!r}, expected {right!r}"]
-        return Verdict(0, len(_items(text)), (), tuple(mistakes))
+        return AnswerVerdict(0, len(_items(text)), (), tuple(mistakes))
     opening, *expected, blank, closing = answer(function).split("\n")
     lines, found = text.split("\n"), _items(text)
     same = tuple(found[place : place + 1] == [line] for place, line in enumerate(expected))
@@ -86,7 +86,7 @@ def verify(function: Function, text: str) -> Verdict:
         mistakes.append(
             f"{len(lines)} lines, expected {len(expected) + 3}: the items on lines of their own, then a blank one"
         )
-    return Verdict(len(expected), len(found), same, tuple(mistakes))
+    return AnswerVerdict(len(expected), len(found), same, tuple(mistakes))
 
 
 def _items(text: str) -> list[str]:

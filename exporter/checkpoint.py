@@ -30,8 +30,6 @@ from spaceport.graphs.gated import Adapter
 
 DEFAULT_MASK_SLOTS = 5  # what SPACE was published with, for a checkpoint that names its mask token and nothing else
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True)
 class TokenFlags:
@@ -91,7 +89,7 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
             config=checkpoint.config,
-            dtype=DTYPES[dtype],
+            dtype=getattr(torch, dtype),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=checkpoint.remote_code,

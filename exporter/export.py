@@ -13,11 +13,12 @@ import torch
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import check_target, require_space, writing
 from spaceport.exporter.bundle_files import seal
-from spaceport.exporter.checkpoint import DTYPES, Checkpoint, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
+from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
-from spaceport.graphs.contract.signature import BYTES, Lowering, Precision, Weights
+from spaceport.graphs.contract.signature import Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
 from spaceport.graphs.precision import round_model
 from spaceport.graphs.traits import Traits
@@ -59,7 +60,7 @@ def export(
     with writing(target, overwrite) as partial:
         parameters = sum(parameter.numel() for parameter in decoder.parameters())
         rounded = decoder.rounding.rounded  # in at most a byte each
-        require_space(partial.parent, (parameters - rounded) * BYTES[options.dtype] + rounded)
+        require_space(partial.parent, (parameters - rounded) * DTYPES[options.dtype].bytes + rounded)
         if rounded:
             stage(f"{rounded:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
         stage("tracing and writing the graph")
@@ -83,7 +84,7 @@ def decoder_from(
         rounding = round_model(model, options.weights, options.lowering)
         # As it was loaded it stays as it is: its rotary frequencies are in float32, whatever its weights are in.
         if arithmetic not in (None, options.dtype):
-            model.to(DTYPES[arithmetic])  # type: ignore[arg-type]
+            model.to(getattr(torch, arithmetic))
         stage("proving the graph module equal to the model")
         return decoder_of(model, options.lowering, options.form, rounding)
 

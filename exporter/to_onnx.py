@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spaceport.exporter.projections import join_projections
 from spaceport.exporter.rounded_weights import LostWeights, store_rounded
+from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Lowering, Signature
@@ -27,14 +28,6 @@ OPSETS = (23, 24)
 DEFAULT_OPSET: dict[Lowering, int] = {"scatter": 23, "append": 24}
 
 _IR_VERSION = {23: 11, 24: 11}
-# types of the contract: as torch and as ONNX have them
-_TYPES = {
-    "int64": (torch.int64, ir.DataType.INT64),
-    "bool": (torch.bool, ir.DataType.BOOL),
-    "float32": (torch.float32, ir.DataType.FLOAT),
-    "float16": (torch.float16, ir.DataType.FLOAT16),
-    "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
-}
 _TRACED = {
     "B": 2,
     "T": 3,
@@ -124,7 +117,7 @@ def traced_inputs(signature: Signature, device: torch.device) -> tuple[Tensor, .
     for tensor in signature.inputs:
         shape = [_TRACED[size] if isinstance(size, str) else size for size in tensor.shape]
         fill = torch.ones if tensor.dtype == "bool" else torch.zeros
-        made.append(fill(shape, dtype=_TYPES[tensor.dtype][0], device=device))
+        made.append(fill(shape, dtype=getattr(torch, tensor.dtype), device=device))
     return tuple(made)
 
 
@@ -136,7 +129,7 @@ def hold_to_contract(path: Path, signature: Signature) -> None:
         ("output", graph.output, signature.outputs),
     ):
         got = [(value.name, value.type.tensor_type.elem_type) for value in values]
-        expected = [(tensor.name, int(_TYPES[tensor.dtype][1])) for tensor in tensors]
+        expected = [(tensor.name, DTYPES[tensor.dtype].onnx) for tensor in tensors]
         if got != expected:
             raise UntraceableModel(f"the traced graph's {kind}s are {got}: the contract says {expected}")
         for value, tensor in zip(values, tensors, strict=True):

@@ -9,17 +9,12 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Signature, Tensor
 
-_TYPES: dict[int, str] = {
-    onnx.TensorProto.FLOAT: "float32",
-    onnx.TensorProto.FLOAT16: "float16",
-    onnx.TensorProto.BFLOAT16: "bfloat16",
-    onnx.TensorProto.INT64: "int64",
-    onnx.TensorProto.BOOL: "bool",
-}
+_NAMES = {dtype.onnx: name for name, dtype in DTYPES.items()}
 
 
 class UnbuildableGraph(InputFault):
@@ -93,7 +88,7 @@ def _value(value: onnx.ValueInfoProto | None) -> str:
         return "nothing more"
     kind = value.type.tensor_type
     shape = [size.dim_value if size.HasField("dim_value") else size.dim_param for size in kind.shape.dim]
-    return _told(value.name, _TYPES.get(kind.elem_type) or onnx.TensorProto.DataType.Name(kind.elem_type), shape)
+    return _told(value.name, _NAMES.get(kind.elem_type) or onnx.TensorProto.DataType.Name(kind.elem_type), shape)
 
 
 def _tensor(tensor: Tensor | None) -> str:

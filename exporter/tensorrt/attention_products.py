@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Signature
 
-_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-_HIDDEN = -1e9  # of a score in float32: its weight is exactly 0, and a row that sees nothing stays finite
+_HIDDEN = -1e9  # as graphs.attention.HIDDEN in float32, since scores are float32 here whatever the type of the graph
 _KNOWN = {"scale", "softcap"}
 
 
@@ -53,7 +53,7 @@ def _products(node: NodeProto, signature: Signature, initializers: Any) -> list[
         )
     query, key, value, mask = node.input
     name, made = node.name or node.output[0], list[NodeProto]()
-    half = _TYPES[signature.dtype]
+    half = DTYPES[signature.dtype].onnx
 
     def constant(label: str, content: Any, dtype: Any = np.float32) -> str:
         initializers.append(numpy_helper.from_array(np.array(content, dtype), f"{name}/{label}"))

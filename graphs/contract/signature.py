@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from spaceport.graphs.contract.dtypes import DTYPES
+
 Lowering = Literal["scatter", "append"]
 Precision = Literal["float32", "float16", "bfloat16"]
 
@@ -13,7 +15,6 @@ Weights = Literal["same", "int4", "float8"]
 LOWERINGS: tuple[Lowering, ...] = ("scatter", "append")
 PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
 WEIGHTS: tuple[Weights, ...] = ("same", "int4", "float8")
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 
 STEP_ROWS = 128  # most rows of a request in a step that writes, all its threads together
 LOGIT_BYTES = 32 << 20  # of logits of prompts' rows in a call: a whole prompt's would be gigabytes
@@ -92,7 +93,7 @@ class Signature:
 
     def kv_bytes(self, requests: int, slots: int) -> int:
         """Bytes of all KV buffers together."""
-        return 2 * self.layers * requests * self.kv_heads * slots * self.head_dim * BYTES[self.dtype]
+        return 2 * self.layers * requests * self.kv_heads * slots * self.head_dim * DTYPES[self.dtype].bytes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

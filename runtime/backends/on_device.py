@@ -11,14 +11,14 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.signature import BYTES, Signature, logit_rows
+from spaceport.graphs.contract.dtypes import DTYPES
+from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.engine import PROCESSOR, Batch, Costs, EngineFault, Moves
 
-# onnx.TensorProto.DataType: numpy has no bfloat16, so types are told by their numbers
-_ELEMENTS = {"float32": 1, "uint8": 2, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
+_UINT8 = 2  # onnx.TensorProto.UINT8; numpy has no bfloat16, so types are named by their numbers
 
 _LEAST = 1 << 14  # bytes of the smallest block
 MOST_GRAPHS = 128  # each holds some megabytes of the device
@@ -148,7 +148,7 @@ class DeviceEngine:
     def _bytes_of_request(self) -> int:
         """Of one of its buffers."""
         signature = self.signature
-        return signature.kv_heads * self.capacity * signature.head_dim * BYTES[signature.dtype]
+        return signature.kv_heads * self.capacity * signature.head_dim * DTYPES[signature.dtype].bytes
 
     def _start(self, session: ort.InferenceSession, options: ort.RunOptions) -> None:
         """Do what is bound."""
@@ -166,27 +166,27 @@ class DeviceEngine:
         return self._staged[size]
 
     def _memory(self, size: int) -> ort.OrtValue:
-        return ort.OrtValue.ortvalue_from_shape_and_type((size,), _ELEMENTS["uint8"], self._kind, 0)
+        return ort.OrtValue.ortvalue_from_shape_and_type((size,), _UINT8, self._kind, 0)
 
     def _view(self, address: int, size: int) -> ort.OrtValue:
         """Some bytes of the device as a value: onnxruntime makes none of an address but as what an output is bound to."""
         assert self._session is not None
         binding = self._session.io_binding()
-        binding.bind_output("logits", self._kind, 0, _ELEMENTS["uint8"], (size,), address)
+        binding.bind_output("logits", self._kind, 0, _UINT8, (size,), address)
         return binding.get_outputs()[0]
 
     def _bind(self, first: int, shape: CallShape, rows: int) -> None:
         """Tell the session where all of a call is, as far as that is new."""
         if self._shape != shape:
-            types = {tensor.name: _ELEMENTS[tensor.dtype] for tensor in self.signature.rows}
+            types = {tensor.name: DTYPES[tensor.dtype].onnx for tensor in self.signature.rows}
             for name, part in ranges_of(self.signature, shape).items():
                 self._binding.bind_input(name, self._kind, 0, types[name], part.shape, rows + part.offset)
             logits = (shape.requests, shape.wanted, self.signature.vocab_size)
-            size = _power(BYTES["float32"] * int(np.prod(logits)))
+            size = _power(DTYPES["float32"].bytes * int(np.prod(logits)))
             if size not in self._logits:
                 self._logits[size] = self._memory(size)
             self._binding.bind_output(
-                "logits", self._kind, 0, _ELEMENTS["float32"], logits, self._logits[size].data_ptr()
+                "logits", self._kind, 0, DTYPES["float32"].onnx, logits, self._logits[size].data_ptr()
             )
             self._shape = shape
         if self._range != (first, shape.requests):
@@ -196,7 +196,7 @@ class DeviceEngine:
     def _bind_buffers(self, first: int, count: int) -> None:
         signature, size = self.signature, self._bytes_of_request
         dims = (count, signature.kv_heads, self.capacity, signature.head_dim)
-        kind = _ELEMENTS[signature.dtype]
+        kind = DTYPES[signature.dtype].onnx
         for index, (past, present) in enumerate(zip(signature.past, signature.present, strict=True)):
             address = self._kv.data_ptr() + (index * self.requests + first) * size
             self._binding.bind_input(past.name, self._kind, 0, kind, dims, address)

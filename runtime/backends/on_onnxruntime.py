@@ -12,6 +12,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
+from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature, Weights
 from spaceport.runtime.backends.opening import Opening
@@ -28,8 +29,6 @@ FAULTS: tuple[type[Exception], ...] = (
     RuntimeError,
     UnicodeDecodeError,
 )
-_DTYPES = {"float32": np.float32, "float16": np.float16}
-_TYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16", "int64": "int64", "bool": "bool"}
 
 # How small weights are to be reckoned with. Left to itself onnxruntime rounds what int4 weights are multiplied with too, and
 # then what a row becomes depends on how many are fed: drafts changed 9 of 135 texts. Packed float8 is slow, see
@@ -54,7 +53,7 @@ class OnnxRuntimeEngine:
         self.rows = capacity
         shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
         # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
-        self._kv = np.zeros(shape, _DTYPES[signature.dtype])
+        self._kv = np.zeros(shape, NUMPY[signature.dtype])
         self._session: ort.InferenceSession | None = session
         self._binding = session.io_binding()
         self._bound: tuple[int, int] | None = None  # range of requests whose buffers are bound
@@ -150,7 +149,9 @@ def _hold_to_contract(session: ort.InferenceSession, signature: Signature, path:
         ("output", session.get_outputs(), signature.outputs),
     ):
         got = [_tensor(value.name, value.type, value.shape) for value in values]
-        expected = [_tensor(tensor.name, f"tensor({_TYPES[tensor.dtype]})", tensor.shape) for tensor in tensors]
+        expected = [
+            _tensor(tensor.name, f"tensor({DTYPES[tensor.dtype].onnxruntime})", tensor.shape) for tensor in tensors
+        ]
         for ours, theirs in zip_longest(got, expected, fillvalue="nothing more"):
             if ours != theirs:
                 raise BundleError(f"{path}: has the {kind} {ours}, the manifest says {theirs}: export it again")

@@ -24,7 +24,7 @@ from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
 from spaceport.runtime.backends.timing import timed
-from spaceport.runtime.backends.torch_device import DTYPES, Cuda, Device
+from spaceport.runtime.backends.torch_device import Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import PROCESSOR, Batch, Costs, EngineFault, Moves
 
@@ -84,7 +84,7 @@ class TensorRtEngine:
         widest = CallShape(opening.requests, record.prompt_rows, record.capacity, wanted)
         # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
         layers = (2 * signature.layers, opening.requests, signature.kv_heads, record.capacity, signature.head_dim)
-        self._kv = device.zeros(layers, DTYPES[signature.dtype])
+        self._kv = device.zeros(layers, getattr(torch, signature.dtype))
         block = device.host(end_of(signature, widest))
         self._block, self._rows_in = Block(block.numpy(), signature), block
         self._rows = device.zeros((block.numel(),), torch.uint8)

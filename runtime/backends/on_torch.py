@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.engine import PROCESSOR, Batch, Moves
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 class TorchEngine:
     """A module called step by step; it writes its rows into the buffers that it is given."""
@@ -34,7 +32,7 @@ class TorchEngine:
         self.rows = capacity
         self.device = device
         shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
-        self._kv = torch.zeros(shape, dtype=_DTYPES[signature.dtype], device=device)
+        self._kv = torch.zeros(shape, dtype=getattr(torch, signature.dtype), device=device)
         self.module = module
 
     def run(self, batch: Batch) -> NDArray[np.float32]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.dtypes import NUMPY
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.engine import Batch
 
@@ -18,7 +19,6 @@ from spaceport.runtime.engine import Batch
 _ROWS = (1, 2, 4, 6, 9, 12, 16, 20, 24, 30, 36, 48, 64)
 _MANY = 64
 _ALIGNED = 256  # bytes: what GPUs and their libraries like addresses to be multiples of
-_DTYPES = {"int64": np.int64, "bool": np.bool_}
 
 
 class CallShape(NamedTuple):
@@ -144,7 +144,7 @@ def ranges_of(signature: Signature, shape: CallShape) -> Mapping[str, BlockRange
     found, offset = {}, 0
     for tensor in signature.rows:
         dims = tuple(sizes[size] if isinstance(size, str) else size for size in tensor.shape)
-        dtype = _DTYPES[tensor.dtype]
+        dtype = NUMPY[tensor.dtype]
         size = int(np.prod(dims)) * np.dtype(dtype).itemsize
         found[tensor.name] = BlockRange(offset, size, dims, dtype)
         offset += -(-size // _ALIGNED) * _ALIGNED

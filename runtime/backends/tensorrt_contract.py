@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Signature, Tensor
 from spaceport.runtime.backends.built import Named
 from spaceport.runtime.bundle import BundleError
 
-_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
 _PROFILES = 2
 
 
@@ -34,7 +34,7 @@ def _fault(api: Any, engine: Any, tensor: Tensor, mode: str, capacity: int) -> s
         return f"is no {mode.lower()}"
     if engine.get_tensor_location(tensor.name) != api.TensorLocation.DEVICE:
         return "is read on the host"
-    kind, expected = engine.get_tensor_dtype(tensor.name), _TYPES[tensor.dtype]
+    kind, expected = engine.get_tensor_dtype(tensor.name), DTYPES[tensor.dtype].tensorrt
     if kind != getattr(api.DataType, expected):
         return f"has the type {kind}, {expected} is expected"
     shape = tuple(engine.get_tensor_shape(tensor.name))

@@ -8,8 +8,6 @@ from typing import Protocol
 
 import torch
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 class Device(Protocol):
     """What an engine needs of a GPU; all its work goes to one stream, in order."""

@@ -13,12 +13,11 @@ from spaceport.exporter.checkpoint import Checkpoint, load_model
 from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.tools.tune.names import Names, names_for
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TrainingSettings
 from spaceport.tools.tune.spelling import Spelling, spelling_of
 from spaceport.tools.tune.vocabulary import add_tokens
-
-_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 # Files of a checkpoint that decide, beside its weights, what is learned.
 DECIDING = ("config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "sar_config.json")  # fmt: skip
@@ -87,4 +86,7 @@ def cutoff_for(settings: TrainingSettings, positions: int) -> int:
 
 def _dtype_of(config: Any) -> torch.dtype:
     told = getattr(config, "dtype", None)
-    return told if isinstance(told, torch.dtype) else _TYPES.get(str(told), torch.float32)
+    if isinstance(told, torch.dtype):
+        return told
+    dtype: torch.dtype = getattr(torch, told) if told in PRECISIONS else torch.float32
+    return dtype

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention
-from spaceport.graphs.decoder import PROOF_TOLERANCE, freeze_rotary, proof_ids, unmodified_logits
+from spaceport.graphs.decoder import PROOF_TOLERANCE, dtype_name, freeze_rotary, proof_ids, unmodified_logits
 from spaceport.graphs.traits import Traits, UnsupportedModel, name_of, probe, reasons, refuse_by_config
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
 
@@ -97,8 +97,9 @@ def _prove(trainee: Trainee, ids: Tensor, expected: Tensor) -> None:
     wanted = torch.ones_like(ids, dtype=torch.bool)
     logits = trainee.logits(ids[:, order], order[None], visible, wanted)
     difference = float((logits - expected[0, order]).abs().max())
-    dtype = str(trainee.model.dtype).removeprefix("torch.")
-    allowed = PROOF_TOLERANCE.get(dtype, PROOF_TOLERANCE["float16"]) * max(1.0, float(expected.abs().max()))
+    allowed = PROOF_TOLERANCE.get(dtype_name(trainee.model), PROOF_TOLERANCE["float16"]) * max(
+        1.0, float(expected.abs().max())
+    )
     if not difference <= allowed:
         raise UnsupportedModel(
             f"{name_of(trainee.model)} over packed rows differs from the model by {difference:.3g} in its logits (at most "

@@ -11,6 +11,7 @@ import onnxruntime as ort
 import torch
 from onnx import TensorProto, helper
 
+from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import MissingPart
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature
@@ -21,7 +22,6 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.tools.verify.accuracy import Array
 from spaceport.tools.verify.check.cases import Room, replay
 
-_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
@@ -84,14 +84,14 @@ def show_marks(model: onnx.ModelProto, signature: Signature) -> tuple[str, ...]:
     """Make the marks outputs of a graph; those that it has."""
     made = {name for node in model.graph.node for name in node.output}
     there = tuple(mark for mark in _marks(signature) if mark in made)
-    kind = _TYPES[signature.dtype]
+    kind = DTYPES[signature.dtype].onnx
     model.graph.output.extend(helper.make_tensor_value_info(mark, kind, None) for mark in there)
     return there
 
 
 def float32_at_the_edges(model: onnx.ModelProto, signature: Signature) -> None:
     """Let a graph of a half type take and give float32, which holds the same numbers: numpy has no bfloat16."""
-    graph, half = model.graph, _TYPES[signature.dtype]
+    graph, half = model.graph, DTYPES[signature.dtype].onnx
     if half == TensorProto.FLOAT:
         return
     taken = [value for value in graph.input if value.type.tensor_type.elem_type == half]

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.dtypes import NUMPY
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.bundle import read_manifest
-
-_DTYPES = {"int64": np.int64, "bool": np.bool_, "float32": np.float32, "float16": np.float16}
 
 
 def load_data() -> Iterator[dict[str, Any]]:
@@ -70,7 +69,7 @@ def _typed(array: NDArray[Any], dtype: str) -> Any:
     """An input in its type; numpy has no bfloat16, so those are torch's, which Polygraphy takes as well."""
     if dtype == "bfloat16":
         return torch.from_numpy(array).to(torch.bfloat16)
-    return array.astype(_DTYPES[dtype])
+    return array.astype(NUMPY[dtype])
 
 
 def _number(name: str) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint import DTYPES, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.precision import round_model
@@ -54,7 +54,7 @@ def measure_rounding(bundle: Bundle, folder: Path, remote_code: bool = False, se
         del unrounded  # two models need not fit into the memory
         rounded = load_model(checkpoint, manifest.signature.dtype)
         round_model(rounded, manifest.weights, manifest.signature.lowering)
-        got = log_probabilities(cast(PreTrainedModel, rounded.to(DTYPES["float32"])), texts)  # type: ignore[arg-type]
+        got = log_probabilities(cast(PreTrainedModel, rounded.to(torch.float32)), texts)  # type: ignore[arg-type]
     return agreement(manifest.weights, expected, got)
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config, write_sar_config
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import Adapter, adapter_state, fold_scale, gate_model, load_adapter
 
@@ -71,7 +72,7 @@ def _entry(file: Path, told: Any) -> Adapter:
         got = f"has the entries {', '.join(sorted(told)) or 'none'}" if isinstance(told, dict) else f"is {told!r}"
         raise CheckpointError(f"{file}: mask_adapter {got}: expected null, or rank, alpha and targets as in {_LIKE}")
     rank, alpha, targets = told["rank"], told["alpha"], told["targets"]
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    if not is_whole(rank, 1):
         raise CheckpointError(f"{file}: rank of mask_adapter is {rank!r}: expected a whole number of at least 1")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
         raise CheckpointError(f"{file}: alpha of mask_adapter is {alpha!r}: expected a number above 0")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, BinaryIO, Literal, cast, get_args
 
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 from spaceport.graphs.contract.signature import WEIGHTS, Signature, Weights
 
 SCHEMA = 2  # 1 knew no engines, and weights of one type only
@@ -141,31 +142,31 @@ class Manifest:
 
 def manifest_of(data: object) -> Manifest:
     """The manifest that parsed JSON holds, every part of it checked; nothing may be missing and nothing more be there."""
-    told = _object(data, "manifest")
-    schema = _number(told, "schema", 1)
+    found = JsonField(data, "manifest", Rules(ManifestError), prefix="")
+    schema = found.entry_or_null("schema").whole(1)
     if schema > SCHEMA:
         raise NewerSchema(
             f"schema is {schema}, this version reads up to {SCHEMA}: update spaceport, or export again with this version"
         )
     if schema == 1:
-        told = {"weights": "same", "engines": {}, **told}
-    _hold_to_fields(told, Manifest, "manifest")
+        found = replace(found, value={"weights": "same", "engines": {}, **found.object()})
+    told = found.entries(Manifest)
     manifest = Manifest(
         schema=schema,
-        signature=_signature(_object(told["signature"], "signature")),
-        tokens=_tokens(_object(told["tokens"], "tokens")),
-        max_mask_slots=_number(told, "max_mask_slots", 0),
-        max_positions=_number(told, "max_positions", 1),
-        family=_text(told, "family"),
-        parameters=_number(told, "parameters", 0),
-        opset=_number(told, "opset", 1),
-        attention=_text(told, "attention"),
-        special_tokens=_texts(told, "special_tokens"),
-        generation=_object(told["generation"], "generation"),
-        weights=_weights(told),
-        files={name: _file(name, record) for name, record in _object(told["files"], "files").items()},
-        engines={name: _engine(name, record) for name, record in _object(told["engines"], "engines").items()},
-        versions=_texts(told, "versions"),
+        signature=_signature(told["signature"]),
+        tokens=_tokens(told["tokens"]),
+        max_mask_slots=told["max_mask_slots"].whole(0),
+        max_positions=told["max_positions"].whole(1),
+        family=told["family"].text(),
+        parameters=told["parameters"].whole(0),
+        opset=told["opset"].whole(1),
+        attention=told["attention"].text(),
+        special_tokens=told["special_tokens"].texts(),
+        generation=told["generation"].object(),
+        weights=_weights(told["weights"]),
+        files={name: _file(record) for name, record in told["files"].members().items()},
+        engines={name: _engine(name, record) for name, record in told["engines"].members().items()},
+        versions=told["versions"].texts(),
     )
     _hold_together(manifest)
     return manifest
@@ -188,104 +189,62 @@ def _hold_together(manifest: Manifest) -> None:
         raise ManifestError(f"tokens hold the id {beyond[0]}: expected ids from 0 to {vocab - 1}")
 
 
-def _signature(told: dict[str, Any]) -> Signature:
-    _hold_to_fields(told, Signature, "signature")
+def _signature(found: JsonField) -> Signature:
+    found.entries(Signature)
     try:
-        return Signature(**told)
+        return Signature(**found.object())
     except ValueError as error:
         raise ManifestError(f"signature: {error}") from error
 
 
-def _tokens(told: dict[str, Any]) -> TokenIds:
-    _hold_to_fields(told, TokenIds, "tokens")
+def _tokens(found: JsonField) -> TokenIds:
+    told = found.entries(TokenIds)
     return TokenIds(
-        mask=_ids(told, "mask"),
-        fork=None if told["fork"] is None else _number(told, "fork", 0),
-        child=None if told["child"] is None else _number(told, "child", 0),
-        end=_ids(told, "end"),
+        mask=_ids(told["mask"]),
+        fork=told["fork"].or_none(JsonField.whole),
+        child=told["child"].or_none(JsonField.whole),
+        end=_ids(told["end"]),
     )
 
 
-def _file(name: str, record: object) -> FileRecord:
-    told = _object(record, f"files[{name!r}]")
-    _hold_to_fields(told, FileRecord, f"files[{name!r}]")
-    return FileRecord(_digest(_text(told, "sha256"), name), _number(told, "size", 0))
+def _ids(found: JsonField) -> tuple[int, ...]:
+    if not all(is_whole(item.value, 0) for item in found.items("token ids")):
+        found.refuse("a list of token ids")
+    return found.wholes()
 
 
-def _engine(name: str, record: object) -> EngineRecord:
-    told = _object(record, f"engines[{name!r}]")
-    _hold_to_fields(told, EngineRecord, f"engines[{name!r}]")
+def _file(found: JsonField) -> FileRecord:
+    told = found.entries(FileRecord)
+    return FileRecord(_digest(told["sha256"]), told["size"].whole(0))
+
+
+def _engine(name: str, found: JsonField) -> EngineRecord:
+    told = found.entries(EngineRecord)
     if re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}\.engine", name) is None:
         raise ManifestError(
             f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
         )
-    if told["flavour"] not in FLAVOURS:
-        raise ManifestError(f"flavour of {name} is {told['flavour']!r}: expected {' or '.join(FLAVOURS)}")
-    if not isinstance(told["graph"], list) or not isinstance(told["refittable"], bool):
-        raise ManifestError(f"engines[{name!r}]: expected a list of digests in graph, true or false in refittable")
     return EngineRecord(
-        sha256=_digest(_text(told, "sha256"), name),
-        size=_number(told, "size", 0),
-        graph=tuple(_digest(digest, name) for digest in told["graph"]),
-        flavour=cast(Flavour, told["flavour"]),
-        version=_text(told, "version"),
-        target=_text(told, "target"),
-        refittable=told["refittable"],
-        **{part: _number(told, part, 1) for part in ("capacity", "requests", "step_rows", "prompt_rows")},
-        decomposed=_number(told, "decomposed", 0),
+        sha256=_digest(told["sha256"]),
+        size=told["size"].whole(0),
+        graph=tuple(map(_digest, told["graph"].items("digests"))),
+        flavour=told["flavour"].one_of(FLAVOURS),
+        version=told["version"].text(),
+        target=told["target"].text(),
+        refittable=told["refittable"].truth(),
+        **{part: told[part].whole(1) for part in ("capacity", "requests", "step_rows", "prompt_rows")},
+        decomposed=told["decomposed"].whole(0),
     )
 
 
-def _weights(told: dict[str, Any]) -> Weights:
-    if told["weights"] not in WEIGHTS:
-        raise ManifestError(f"weights is {told['weights']!r}: expected {', '.join(WEIGHTS)}")
-    return cast(Weights, told["weights"])
+def _weights(found: JsonField) -> Weights:
+    if found.value not in WEIGHTS:
+        found.refuse(", ".join(WEIGHTS))
+    return cast(Weights, found.value)
 
 
-def _digest(value: object, name: str) -> str:
+def _digest(found: JsonField) -> str:
+    value = found.value
     if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        raise ManifestError(f"sha256 of {name!r} is {value!r}: expected 64 hexadecimal digits")
+        found.refuse("64 hexadecimal digits")
     return value
-
-
-def _hold_to_fields(told: dict[str, Any], kind: type, name: str) -> None:
-    expected = {part.name for part in fields(kind)}
-    for wrong, names in (("lacks", expected - set(told)), ("has the unknown", set(told) - expected)):
-        if names:
-            raise ManifestError(
-                f"{name} {wrong} {', '.join(map(ascii, sorted(names)))}: expected {', '.join(sorted(expected))}"
-            )
-
-
-def _object(value: object, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ManifestError(f"{name} is {type(value).__name__}: expected an object")
-    return cast(dict[str, Any], value)
-
-
-def _number(told: dict[str, Any], name: str, least: int) -> int:
-    value = told.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ManifestError(f"{name} is {value!r}: expected a whole number of at least {least}")
-    return value
-
-
-def _text(told: dict[str, Any], name: str) -> str:
-    value = told[name]
-    if not isinstance(value, str):
-        raise ManifestError(f"{name} is {value!r}: expected text")
-    return value
-
-
-def _texts(told: dict[str, Any], name: str) -> dict[str, str]:
-    values = _object(told[name], name)
-    return {key: _text(values, key) for key in values}
-
-
-def _ids(told: dict[str, Any], name: str) -> tuple[int, ...]:
-    value = told[name]
-    if not isinstance(value, list) or not all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
-    ):
-        raise ManifestError(f"tokens.{name} is {value!r}: expected a list of token ids")
-    return tuple(value)

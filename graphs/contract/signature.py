@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from spaceport.graphs.contract.dtypes import DTYPES
+from spaceport.graphs.contract.json_fields import is_whole
 
 Lowering = Literal["scatter", "append"]
 Precision = Literal["float32", "float16", "bfloat16"]
@@ -50,15 +51,13 @@ class Signature:
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "vocab_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value, 1):
                 raise ValueError(f"{name} is {value!r}: expected a whole number of at least 1")
         if self.dtype not in PRECISIONS:
             raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(PRECISIONS)}")
         if self.lowering not in LOWERINGS:
             raise ValueError(f"lowering is {self.lowering!r}: expected one of {', '.join(LOWERINGS)}")
-        if self.window is not None and (
-            not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1
-        ):
+        if self.window is not None and not is_whole(self.window, 1):
             raise ValueError(f"window is {self.window!r}: expected nothing or a whole number of at least 1")
 
     @property

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import NoReturn, TypeVar, get_args
+from dataclasses import replace
+from typing import get_args
 
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.json_fields import JsonField, Rules, short
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.trace.record import SCHEMA, Record, RowKind, StepRecord, ThreadRecord, ThreadRows
 
-T = TypeVar("T")
-
 _KINDS: tuple[RowKind, ...] = get_args(RowKind)
 _SOURCES: tuple[Source, ...] = get_args(Source)
 _ENDINGS: tuple[Ending, ...] = get_args(Ending)
-_MOST = 2**53  # numbers beyond it are not the same in every reader of JSON
+# Numbers from 2^53 on are not the same in every reader of JSON.
+_RULES = Rules(InputFault, advice="; write the trace again", end=2**53)
 
 
 def trace_of(data: object) -> Record:
     """The record that `Record.as_dict` made; nothing may be missing and nothing more be there."""
-    found = _Found(data, "trace")
+    found = JsonField(data, "trace", _RULES)
     schema = found.entry("schema").whole(1)
     if schema > SCHEMA:
         raise InputFault(f"trace.schema is {schema}, this version reads up to {SCHEMA}: update spaceport")
@@ -34,8 +33,8 @@ def trace_of(data: object) -> Record:
         prompt_text=told["prompt_text"].text(),
         threads=told["threads"].each(_thread),
         steps=told["steps"].each(_step),
-        texts=told["texts"].texts(),
-        waiting_seconds=told["waiting_seconds"].seconds(),
+        texts=_texts(told["texts"]),
+        waiting_seconds=_seconds(told["waiting_seconds"]),
         schema=schema,
     )
     _hold_names(record)
@@ -44,99 +43,42 @@ def trace_of(data: object) -> Record:
     return record
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A value of parsed JSON, and where it stands."""
-
-    value: object
-    where: str
-
-    def refuse(self, expected: str) -> NoReturn:
-        raise InputFault(f"{self.where} is {_short(self.value)}: expected {expected}; write the trace again")
-
-    def entry(self, name: str) -> _Found:
-        if not isinstance(self.value, dict) or name not in self.value:
-            self.refuse(f"an object with the entry {name!r}")
-        return _Found(self.value[name], f"{self.where}.{name}")
-
-    def entries(self, kind: type) -> dict[str, _Found]:
-        """The entries of an object that has those of a dataclass and no others."""
-        names = {part.name for part in fields(kind)}
-        if not isinstance(self.value, dict) or set(self.value) != names:
-            self.refuse(f"an object with the entries {', '.join(sorted(names))}")
-        return {name: self.entry(name) for name in names}
-
-    def each(self, read: Callable[[_Found], T]) -> tuple[T, ...]:
-        return tuple(read(item) for item in self.items())
-
-    def items(self) -> list[_Found]:
-        if not isinstance(self.value, list):
-            self.refuse("a list")
-        return [_Found(item, f"{self.where}[{place}]") for place, item in enumerate(self.value)]
-
-    def whole(self, least: int = 0) -> int:
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or not least <= self.value < _MOST:
-            self.refuse(f"a whole number of at least {least}")
-        return self.value
-
-    def wholes(self) -> tuple[int, ...]:
-        return self.each(_Found.whole)
-
-    def or_none(self, read: Callable[[_Found], T]) -> T | None:
-        return None if self.value is None else read(self)
-
-    def truth(self) -> bool:
-        if not isinstance(self.value, bool):
-            self.refuse("true or false")
-        return self.value
-
-    def seconds(self) -> float:
-        value = self.value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            self.refuse("a number of seconds, 0 or more")
-        return float(value)
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            self.refuse("text")
-        return self.value
-
-    def texts(self) -> dict[int, str]:
-        """The texts of tokens; JSON has their ids as text."""
-        if not isinstance(self.value, dict):
-            self.refuse("an object")
-        for name in self.value:
-            if not (name.isascii() and name.isdecimal() and len(name) < 16):
-                _Found(name, f"a name in {self.where}").refuse("a token id")
-        return {int(name): self.entry(name).text() for name in self.value}
-
-    def one_of(self, names: tuple[T, ...]) -> T:
-        if self.value not in names:
-            self.refuse(" or ".join(map(str, names)))
-        return names[names.index(self.value)]
+def _seconds(found: JsonField) -> float:
+    value = found.value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        found.refuse("a number of seconds, 0 or more")
+    return float(value)
 
 
-def _tokens(found: _Found) -> TokenIds:
+def _texts(found: JsonField) -> dict[int, str]:
+    """The texts of tokens; JSON has their ids as text."""
+    for name in found.object():
+        if not (name.isascii() and name.isdecimal() and len(name) < 16):
+            replace(found, value=name, path=f"a name in {found.path}").refuse("a token id")
+    return {int(name): text for name, text in found.texts().items()}
+
+
+def _tokens(found: JsonField) -> TokenIds:
     told = found.entries(TokenIds)
     return TokenIds(
         mask=told["mask"].wholes(),
-        fork=told["fork"].or_none(_Found.whole),
-        child=told["child"].or_none(_Found.whole),
+        fork=told["fork"].or_none(JsonField.whole),
+        child=told["child"].or_none(JsonField.whole),
         end=told["end"].wholes(),
     )
 
 
-def _thread(found: _Found) -> ThreadRecord:
+def _thread(found: JsonField) -> ThreadRecord:
     told = found.entries(ThreadRecord)
     return ThreadRecord(
         path=told["path"].wholes(),
-        fork=told["fork"].or_none(_Found.whole),
+        fork=told["fork"].or_none(JsonField.whole),
         start=told["start"].whole(),
         ending=told["ending"].or_none(lambda ending: ending.one_of(_ENDINGS)),
     )
 
 
-def _step(found: _Found) -> StepRecord:
+def _step(found: JsonField) -> StepRecord:
     told = found.entries(StepRecord)
     return StepRecord(
         rows=told["rows"].each(_rows),
@@ -144,28 +86,28 @@ def _step(found: _Found) -> StepRecord:
         began=told["began"].wholes(),
         ended=told["ended"].wholes(),
         held=told["held"].whole(),
-        engine_seconds=told["engine_seconds"].seconds(),
-        outside_seconds=told["outside_seconds"].seconds(),
+        engine_seconds=_seconds(told["engine_seconds"]),
+        outside_seconds=_seconds(told["outside_seconds"]),
     )
 
 
-def _rows(found: _Found) -> ThreadRows:
+def _rows(found: JsonField) -> ThreadRows:
     told = found.entries(ThreadRows)
     rows = ThreadRows(
         thread=told["thread"].whole(),
-        anchor=told["anchor"].or_none(_Found.whole),
+        anchor=told["anchor"].or_none(JsonField.whole),
         tokens=told["tokens"].wholes(),
-        parents=told["parents"].each(lambda parent: parent.or_none(_Found.whole)),
+        parents=told["parents"].each(lambda parent: parent.or_none(JsonField.whole)),
         positions=told["positions"].wholes(),
         kinds=told["kinds"].each(lambda kind: kind.one_of(_KINDS)),
         sources=told["sources"].each(lambda source: source.or_none(lambda one: one.one_of(_SOURCES))),
-        kept=told["kept"].each(_Found.truth),
+        kept=told["kept"].each(JsonField.truth),
         chosen=told["chosen"].wholes(),
         written=told["written"].whole(),
-        pieces=told["pieces"].each(_Found.text),
+        pieces=told["pieces"].each(JsonField.text),
     )
     if wrong := _wrong_columns(rows) or _wrong_outcome(rows):
-        raise InputFault(f"{found.where} {wrong}; write the trace again")
+        found.fail(wrong)
     return rows
 
 
@@ -191,7 +133,7 @@ def _wrong_outcome(rows: ThreadRows) -> str:
     """What is wrong with what came of a thread's rows."""
     kept = tuple(rows.tokens[row] for row in rows.candidates if rows.kept[row])
     if kept != rows.chosen[:-1]:
-        return f"keeps the candidates {_short(kept)}: expected those chosen before the last, {_short(rows.chosen[:-1])}"
+        return f"keeps the candidates {short(kept)}: expected those chosen before the last, {short(rows.chosen[:-1])}"
     if any(kept and kind == "mask" for kept, kind in zip(rows.kept, rows.kinds, strict=True)):
         return "keeps a mask: expected none"
     if rows.written > len(rows.chosen):
@@ -266,8 +208,3 @@ def _hold_threads(record: Record) -> None:
             raise InputFault(
                 f"{where} starts at {thread.start}, fork {thread.fork}: expected {start}, and a fork unless first"
             )
-
-
-def _short(value: object) -> str:
-    told = repr(value)
-    return told if len(told) <= 60 else f"{told[:57]}..."

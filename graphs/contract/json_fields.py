@@ -1,0 +1,119 @@
+"""JSON fields: values of parsed JSON, each with its path, that are read as what they must be or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, TypeVar, cast
+
+from spaceport.graphs.contract.faults import InputFault
+
+T = TypeVar("T")
+
+_LONGEST = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for all values of one kind of file."""
+
+    fault: type[InputFault]  # raised for a wrong value
+    advice: str = ""  # ends each message: what to do
+    end: int | None = None  # whole numbers are below it
+
+
+@dataclass(frozen=True)
+class JsonField:
+    """A value, its path, and the rules of its file."""
+
+    value: object
+    path: str
+    rules: Rules
+    prefix: str | None = None  # of the paths of its entries; none: its own path and a dot
+
+    def refuse(self, expected: str) -> NoReturn:
+        """Raise: this value is not what was expected."""
+        self.fail(f"is {short(self.value)}: expected {expected}")
+
+    def fail(self, wrong: str) -> NoReturn:
+        """Raise: this is wrong about the value."""
+        raise self.rules.fault(f"{self.path} {wrong}{self.rules.advice}")
+
+    def or_none(self, read: Callable[[JsonField], T]) -> T | None:
+        return None if self.value is None else read(self)
+
+    def object(self) -> dict[str, Any]:
+        if not isinstance(self.value, dict):
+            self.fail(f"is {type(self.value).__name__}: expected an object")
+        return cast(dict[str, Any], self.value)
+
+    def entry(self, name: str) -> JsonField:
+        """An entry that must be there."""
+        if not isinstance(self.value, dict) or name not in self.value:
+            self.refuse(f"an object with the entry {name!r}")
+        return self.entry_or_null(name)
+
+    def entry_or_null(self, name: str) -> JsonField:
+        """An entry; a missing one is null."""
+        prefix = f"{self.path}." if self.prefix is None else self.prefix
+        return JsonField(self.object().get(name), f"{prefix}{name}", self.rules)
+
+    def entries(self, kind: type) -> dict[str, JsonField]:
+        """The entries of an object that has those of a dataclass and no others."""
+        found, expected = set(self.object()), {part.name for part in fields(kind)}
+        for wrong, names in (("lacks", expected - found), ("has the unknown", found - expected)):
+            if names:
+                self.fail(f"{wrong} {', '.join(map(ascii, sorted(names)))}: expected {', '.join(sorted(expected))}")
+        return {name: self.entry(name) for name in expected}
+
+    def members(self) -> dict[str, JsonField]:
+        """The entries of an object whose names are data, such as those of files."""
+        told = self.object()
+        return {name: JsonField(told[name], f"{self.path}[{name!r}]", self.rules) for name in told}
+
+    def items(self, of: str = "") -> list[JsonField]:
+        """The items of a list; `of` says in a message what they are."""
+        if not isinstance(self.value, list):
+            self.refuse(f"a list of {of}" if of else "a list")
+        return [JsonField(item, f"{self.path}[{place}]", self.rules) for place, item in enumerate(self.value)]
+
+    def each(self, read: Callable[[JsonField], T]) -> tuple[T, ...]:
+        return tuple(read(item) for item in self.items())
+
+    def whole(self, least: int = 0) -> int:
+        end = self.rules.end
+        if not is_whole(self.value, least) or (end is not None and cast(int, self.value) >= end):
+            self.refuse(f"a whole number of at least {least}")
+        return cast(int, self.value)
+
+    def wholes(self) -> tuple[int, ...]:
+        return self.each(JsonField.whole)
+
+    def truth(self) -> bool:
+        if not isinstance(self.value, bool):
+            self.refuse("true or false")
+        return self.value
+
+    def text(self) -> str:
+        if not isinstance(self.value, str):
+            self.refuse("text")
+        return self.value
+
+    def texts(self) -> dict[str, str]:
+        return {name: self.entry(name).text() for name in self.object()}
+
+    def one_of(self, names: tuple[T, ...]) -> T:
+        if self.value not in names:
+            self.refuse(" or ".join(map(str, names)))
+        return names[names.index(self.value)]
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value of parsed JSON is a whole number of at least `least`; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def short(value: object) -> str:
+    """A value as a message shows it."""
+    told = repr(value)
+    return told if len(told) <= _LONGEST else f"{told[: _LONGEST - 3]}..."

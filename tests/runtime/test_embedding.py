@@ -1,4 +1,4 @@
-"""The service of docs/embedding.md: run as the page says, and asked by real HTTP clients."""
+"""The service of docs/examples/10_service: run as docs/embedding.md says, and asked by real HTTP clients."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -27,19 +28,13 @@ from support.hash_engine import Language
 from support.paths import DOCS
 from support.stepwise_engine import StepwiseEngine, stepwise_runtime
 
-PAGE = DOCS / "embedding.md"
+SERVICE = DOCS / "examples" / "10_service"
 PROMPTS: list[Any] = [
     "import json\n",
     [{"role": "user", "content": "Explain the parameters of move( src, dst )"}],
     "class Reader:\n",
     [10, 20, 30],
 ]
-
-
-def service() -> str:
-    """The program that the page shows."""
-    (found,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    return str(found)
 
 
 @contextmanager
@@ -69,13 +64,11 @@ def written(port: int, asked: object) -> tuple[list[str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def port(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a server that runs the page's program on the demo model, in a process of its own."""
-    folder = tmp_path_factory.mktemp("service")
-    (folder / "service.py").write_text(service(), "utf-8")
+def port(demo_bundle: Path) -> Iterator[int]:
+    """The port of a server that runs the service on the demo model, in a process of its own."""
     command = [sys.executable, "-m", "uvicorn", "service:app", "--port", "0"]
     surroundings = {**os.environ, "BUNDLE": str(demo_bundle)}
-    with subprocess.Popen(command, cwd=folder, env=surroundings, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(command, cwd=SERVICE, env=surroundings, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         said = ""
         for line in server.stderr:
@@ -132,11 +125,10 @@ def test_what_cannot_be_meant_is_told(port: int, asked: object, message: str) ->
 
 @contextmanager
 def serving(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The page's program over a given runtime, in this process."""
+    """The service over a given runtime, in this process."""
     monkeypatch.setenv("BUNDLE", "any")
     monkeypatch.setattr(Runtime, "open", lambda bundle, **options: runtime)
-    names: dict[str, Any] = {}
-    exec(compile(service(), "service.py", "exec"), names)
+    names = run_path(str(SERVICE / "service.py"))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(names["app"], log_level="critical", timeout_graceful_shutdown=1))

@@ -69,7 +69,9 @@ def draw(graph: Graph) -> str:
     body = [f'<rect class="paper" width="{WIDTH}" height="{height:.0f}" rx="8"/>', *panels(lines, y)]
     body += [arrow(item, y) for line in lines for item in line if item.boxes and item.below]
     body += [shown for line in lines for item in line for shown in boxes_of(item, y[item.row])]
-    note = "An arrow is an import. An arrow that follows from two others is left out. Boxes in a dashed frame import each other."
+    note = "An arrow is an import. An arrow that follows from others is left out."
+    if any(len(item.boxes) > 1 for line in lines for item in line):
+        note += " Boxes in a dashed frame import each other."
     body.append(f'<text class="note" x="{MARGIN}" y="{height - 18:.0f}">{note}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '

@@ -41,6 +41,10 @@ def test_the_arrows_show_who_imports_whom_and_point_down(drawing: SimpleNamespac
         assert drawing.reach(shown)[first[box]] == told
 
 
+def test_no_packages_import_each_other(drawing: SimpleNamespace) -> None:
+    assert [group for group in drawing.groups_of(drawing.imports_between_boxes()) if len(group) > 1] == []
+
+
 def test_no_box_covers_another_or_leaves_the_picture() -> None:
     root = ElementTree.fromstring((DOCS / "architecture.svg").read_text("utf-8"))
     width, height = (float(size) for size in root.attrib["viewBox"].split()[2:])

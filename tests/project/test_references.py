@@ -142,7 +142,10 @@ def test_a_backend_is_added_where_the_page_says() -> None:
 
 
 def test_a_draft_source_is_added_where_the_page_says() -> None:
-    drafting, growing = PATH.findall(paragraph("Add a draft source."))[1:3]
-    found = definition(ROOT / drafting[0], drafting[1])
-    assert found is not None
-    assert growing[1] in calls_in(found)
+    (_, interface), (file, chooser) = PATH.findall(paragraph("Add a draft source."))[:2]
+    asked, chosen = definition(ROOT / file, interface), definition(ROOT / file, chooser)
+    assert isinstance(asked, ast.ClassDef)
+    assert chosen is not None
+    methods = {name for node in asked.body for name in names_of(node)}
+    for drafter in calls_in(chosen):
+        assert all(definition(ROOT / file, f"{drafter}.{method}") is not None for method in methods)

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.costs import Costs
-from spaceport.runtime.engine import Batch
-from spaceport.runtime.scheduling.admission import capacity_for
+from spaceport.runtime.engine import Batch, Costs, Moves
+from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
 TEXT = "the cat sat on the mat. the dog sat on the log. the cat saw the dog. " * 4
@@ -57,7 +56,7 @@ class MarkovEngine:
         found = slots[self.positions[request, slots] == position - 1]
         return int(self.tokens[request, found[0]]) if found.size else -1
 
-    def move(self, first: int, moves: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> None:
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
         """Copy slots; only engines of append-lowered bundles are asked to."""
         for request, (sources, targets) in enumerate(moves, first):
             self.tokens[request, targets] = self.tokens[request, sources]

@@ -38,14 +38,14 @@ class Statistics:
         self.rows += plan.rows
         self.peak_slots = max(self.peak_slots, held)
         self.peak_threads = max(self.peak_threads, len(plan.parts))
-        if any(verdict.tokens for verdict in verdicts):
-            self.steps += 1
-        else:
-            self.prompt_steps += 1
+        writes = False
         for part, verdict, count in zip(plan.parts, verdicts, written, strict=True):
+            writes = writes or bool(verdict.tokens)
             self.tokens += count
             if part.layout.drafted:
                 self._add_drafts(part, verdict, min(count, verdict.accepted))
+        self.steps += writes
+        self.prompt_steps += not writes
 
     def _add_drafts(self, part: Part, verdict: Verdict, accepted: int) -> None:
         drafted, sources, layout = part.layout.drafted, part.draft.sources, part.layout

@@ -54,7 +54,7 @@ def step(
     """
     seconds = 0.0
     for call in group(plan(inputs, on_failure)):
-        with _Isolated([each.engine_index for each in call], on_failure):
+        with _Isolated(call, on_failure):
             ran = run(engine, call)
             seconds += ran.seconds
             verified = verify(call, ran, on_failure)
@@ -65,10 +65,11 @@ def step(
 def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> list[ScheduledStep]:
     """The rows of each request, and a KV slot for each row."""
     steps = []
-    for request, index, prefill_rows in inputs:
-        with _Isolated((index,), on_failure):
-            rows = request.plan(prefill_rows)
-            steps.append(ScheduledStep(request, index, rows, request.slots.take(rows.positions)))
+    for each in inputs:
+        with _Isolated((each,), on_failure):
+            rows = each.request.plan(each.prefill_rows)
+            slots = each.request.slots.take(rows.positions)
+            steps.append(ScheduledStep(each.request, each.engine_index, rows, slots))
     return steps
 
 
@@ -84,7 +85,7 @@ def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[Ve
     """Which rows of each request are accepted, by the tokens that the network itself chooses."""
     verified = []
     for each in call:
-        with _Isolated((each.engine_index,), on_failure):
+        with _Isolated((each,), on_failure):
             outcome = _verified(each, ran)
             for observer in each.request.observers:
                 observer.on_step(outcome)
@@ -96,7 +97,7 @@ def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure:
     """Hold the slots of accepted rows, release those of rejected rows, and write the accepted tokens."""
     moves = [NO_MOVES] * ran.requests
     for each in verified:
-        with _Isolated((each.engine_index,), on_failure):
+        with _Isolated((each,), on_failure):
             moves[each.engine_index - ran.first] = each.request.keep(each)
     engine.move(ran.first, moves)
 
@@ -116,10 +117,10 @@ def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
 class _Isolated:
     """Reports an error of its block as that of these requests, and goes on; raises it if nobody takes reports."""
 
-    __slots__ = ("_indices", "_on_failure")
+    __slots__ = ("_on_failure", "_steps")
 
-    def __init__(self, indices: Sequence[int], on_failure: OnFailure | None) -> None:
-        self._indices, self._on_failure = indices, on_failure
+    def __init__(self, steps: Sequence[StepInput | ScheduledStep | VerifiedStep], on_failure: OnFailure | None) -> None:
+        self._steps, self._on_failure = steps, on_failure
 
     def __enter__(self) -> None:
         pass
@@ -129,6 +130,6 @@ class _Isolated:
     ) -> bool:
         if self._on_failure is None or not isinstance(error, Exception):
             return False
-        for index in self._indices:
-            self._on_failure(index, error)
+        for each in self._steps:
+            self._on_failure(each.engine_index, error)
         return True

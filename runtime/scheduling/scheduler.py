@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from operator import attrgetter
 from threading import Lock
 from time import monotonic, perf_counter
 
@@ -123,7 +124,7 @@ class Scheduler:
             for index, task in self._running.items()
             if not task.request.prefilling
         ]
-        return sorted((*decoding, *self._prefilling(bool(decoding))), key=lambda each: each.engine_index)
+        return sorted((*decoding, *self._prefilling(bool(decoding))), key=attrgetter("engine_index"))
 
     def _prefilling(self, beside: bool) -> list[StepInput]:
         """The requests whose prompts are fed in this round: as many as there are rows for, the longest waiting first."""

@@ -24,7 +24,7 @@ from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder, shown
-from spaceport.runtime.text.reading import Reading
+from spaceport.runtime.text.transcript import Reading
 from spaceport.runtime.trace.trace import Trace
 
 

@@ -11,7 +11,7 @@ from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.scheduling.task import Task
-from spaceport.runtime.text.reading import Piece, Reading, ThreadText
+from spaceport.runtime.text.transcript import Piece, Reading, ThreadText
 from spaceport.runtime.trace.trace import Trace
 
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")

@@ -12,7 +12,7 @@ from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.events import Listener
 from spaceport.runtime.decode.request import Observer, Request
-from spaceport.runtime.text.reading import Reading
+from spaceport.runtime.text.transcript import Reading
 from spaceport.runtime.trace.trace import Trace
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
 

@@ -78,8 +78,8 @@ def _shown(text: str) -> str:
 
 
 @dataclass
-class Line:
-    """A grammar's way along one line of text; it goes back where the text does."""
+class GrammarState:
+    """A grammar's state along the text of one thread; it is rolled back where the text is."""
 
     vocabulary: Vocabulary
     matcher: Matcher
@@ -127,7 +127,7 @@ class Constrained:
     form: Form
     vocabulary: Vocabulary
     start: Matcher  # before the first token of any thread
-    lines: dict[tuple[int, ...], Line] = field(default_factory=dict)  # by the path of the thread
+    lines: dict[tuple[int, ...], GrammarState] = field(default_factory=dict)  # by the path of the thread
     scores: NDArray[np.float32] = field(init=False)  # V, used again for each token: a new array takes longer to get
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class Constrained:
         if any(self.vocabulary.ends[token] for token in ahead):
             return self.vocabulary.ends  # a draft may be longer than the text
         if thread.path not in self.lines:
-            self.lines[thread.path] = Line(self.vocabulary, self.start.deep_copy())
+            self.lines[thread.path] = GrammarState(self.vocabulary, self.start.deep_copy())
         line = self.lines[thread.path]
         if line.reach(text, len(text) - len(ahead)) and (allowed := line.allowed()).any():
             return allowed

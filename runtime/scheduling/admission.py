@@ -24,7 +24,7 @@ from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder, shown
-from spaceport.runtime.text.transcript import Reading
+from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 
 
@@ -66,13 +66,13 @@ class Admission:
             max_threads=decoding.max_threads,
             end=frozenset(manifest.tokens.end),
         )
-        reading = Reading(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)
+        transcript = Transcript(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)
         trace = Trace() if decoding.trace else None
         observers = [observer for observer in (logprobs, trace) if observer is not None]
         return Generation(
-            request=self._request(ids, config, observers, reading),
+            request=self._request(ids, config, observers, transcript),
             deadline=None if decoding.timeout is None else monotonic() + decoding.timeout,
-            reading=reading,
+            transcript=transcript,
             deliver=deliver,
             seed=sampling.seed if sampling.temperature else None,
             trace=trace,

@@ -11,7 +11,7 @@ from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.scheduling.task import Task
-from spaceport.runtime.text.transcript import Piece, Reading, ThreadText
+from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
 from spaceport.runtime.trace.trace import Trace
 
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
@@ -41,13 +41,13 @@ class Completion:
 class Generation(Task):
     """A request that writes a text, with the text so far."""
 
-    reading: Reading
+    transcript: Transcript
     deliver: Deliver
     seed: int | None  # None: nothing is sampled
     trace: Trace | None
 
     def on_progress(self) -> None:
-        if pieces := self.reading.take():
+        if pieces := self.transcript.take():
             self.deliver(pieces)
         if self.done:
             self.deliver(None)
@@ -57,16 +57,16 @@ class Generation(Task):
         if self.fault is not None:
             raise self.fault
         root = self.request.threads[0]
-        threads = self.reading.finished()
+        threads = self.transcript.finished()
         wide = next((thread.ending for thread in threads if thread.ending in _REQUEST_WIDE), None)
         return Completion(
-            self.reading.text,
-            self.reading.tokens(),
+            self.transcript.text,
+            self.transcript.tokens(),
             wide or threads[0].ending,
             self.request.statistics,
             tuple(root.tokens[: root.start]),
             threads,
-            self.reading.logprobs(),
+            self.transcript.logprobs(),
             self.seed,
             self.trace,
         )

@@ -1,4 +1,4 @@
-"""Reading: the text of a request's threads, as pieces and in reading order."""
+"""Transcript: the text of a request's threads, as pieces and in reading order."""
 
 from __future__ import annotations
 
@@ -55,21 +55,23 @@ class _Segment:
 
 
 @dataclass
-class _Line:
-    """What was heard of one thread."""
+class _ThreadState:
+    """What one thread has written so far."""
 
     path: Path
     segments: list[_Segment]
-    parent: _Line | None = None
+    parent: _ThreadState | None = None
     fork: int = -1  # place of the [Fork] among the parent's tokens
     tokens: list[int] = field(default_factory=list)
-    children: list[_Line | None] = field(default_factory=list)  # what stands between two segments, if anything does
+    children: list[_ThreadState | None] = field(
+        default_factory=list
+    )  # what stands between two segments, if anything does
     read: int = 0  # segments that the reading has left behind
     ending: Ending | None = None
 
 
-class Reading:
-    """The text of one request, heard from its threads in any order.
+class Transcript:
+    """The text of one request, whose threads write in any order.
 
     In reading order a child's whole text stands in place of the [Fork] that it hangs from. The text ends before the
     first stop string in that order, however fast each thread writes. A stop string between two forks of a thread is
@@ -88,15 +90,17 @@ class Reading:
         self._stops = stops
         self._fork = fork
         self._logprobs = logprobs
-        self._spine = _Line((), [_Segment(TextStream(tokenizer, stops))])
-        self._lines: dict[Path, _Line] = {(): self._spine}
-        self._front: _Line | None = self._spine  # all before its last segment has been read
+        self._spine = _ThreadState((), [_Segment(TextStream(tokenizer, stops))])
+        self._lines: dict[Path, _ThreadState] = {(): self._spine}
+        self._front: _ThreadState | None = self._spine  # all before its last segment has been read
         self._search = StopSearch(stops)
         self._shown: list[str] = []
         self._pieces: list[Piece] = []
         self._own: list[int] = []  # of each piece: index of its token among those of its thread, or -1
-        self._bound: tuple[float, ...] | None = None  # threads that end behind it are of no interest any more
-        self._cut: tuple[_Line, int] | None = None  # who completed the first stop string, with which of its tokens
+        self._bound: tuple[float, ...] | None = None  # threads that end behind it are cut off
+        self._cut: tuple[_ThreadState, int] | None = (
+            None  # who completed the first stop string, with which of its tokens
+        )
 
     @property
     def text(self) -> str:
@@ -104,7 +108,7 @@ class Reading:
         return "".join(self._shown)
 
     def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
-        """Hear a thread's next token; whether its text ends with it."""
+        """Take a thread's next token; whether its text ends with it."""
         if self.is_cut_off(thread):
             return True
         line = self._lines[thread.path]
@@ -126,7 +130,7 @@ class Reading:
         """A thread hangs from the last token of its parent."""
         line = self._lines[parent.path]
         stream = TextStream(self._tokenizer, self._stops, line.segments[-1].stream.context)
-        new = _Line(child.path, [_Segment(stream)], line, len(line.tokens) - 1)
+        new = _ThreadState(child.path, [_Segment(stream)], line, len(line.tokens) - 1)
         self._lines[child.path] = line.children[-1] = new
         if self._front is line:
             self._front = new
@@ -181,7 +185,7 @@ class Reading:
         """The log-probabilities of these tokens, if that was asked for."""
         return tuple(one for line, part in self._parts() for one in self._logprobs_of(line, part))
 
-    def _split(self, line: _Line, thread: Thread) -> None:
+    def _split(self, line: _ThreadState, thread: Thread) -> None:
         """Begin the segment behind a [Fork]."""
         context = context_of(self._tokenizer, thread.tokens)
         line.segments.append(_Segment(TextStream(self._tokenizer, self._stops, context), len(line.tokens)))
@@ -189,7 +193,7 @@ class Reading:
         if self._front is line:
             line.read += 1
 
-    def _close(self, line: _Line) -> str:
+    def _close(self, line: _ThreadState) -> str:
         """What can be read of what a line's last segment has let out at its end."""
         segment = line.segments[-1]
         if not segment.stream.fresh:
@@ -197,7 +201,7 @@ class Reading:
         segment.parts[-1] += segment.stream.fresh
         return self._follow(line)
 
-    def _follow(self, line: _Line) -> str:
+    def _follow(self, line: _ThreadState) -> str:
         """What can be read of what a line's stream has just let out."""
         segment = line.segments[-1]
         if segment.stream.stopped:
@@ -233,7 +237,7 @@ class Reading:
                 break
         return "".join(found)
 
-    def _read(self, line: _Line, part: str, kept: int) -> str:
+    def _read(self, line: _ThreadState, part: str, kept: int) -> str:
         """What can be read of a part of a line's text that ends with so many of its tokens."""
         shown = self._search.push(part)
         self._shown.append(shown)
@@ -253,13 +257,13 @@ class Reading:
         self._pieces.append(Piece(text, None, False, thread.path, reading))
         self._own.append(-1)
 
-    def _parts(self) -> Iterator[tuple[_Line, slice]]:
+    def _parts(self) -> Iterator[tuple[_ThreadState, slice]]:
         """Which tokens of which lines are the finished text, in reading order, without any [Fork]."""
         kept = self._kept()
         for line, segment in _in_order(self._spine, kept):
             yield line, slice(segment.start, min(segment.end, kept.get(line.path, segment.end)))
 
-    def _logprobs_of(self, line: _Line, part: slice) -> list[TokenLogprob]:
+    def _logprobs_of(self, line: _ThreadState, part: slice) -> list[TokenLogprob]:
         """The log-probabilities of some tokens of a line; none if they were not asked for."""
         if self._logprobs is None:
             return []
@@ -276,7 +280,7 @@ class Reading:
                 line = line.parent
         return kept
 
-    def _thread_text(self, line: _Line, text: str, kept: Mapping[Path, int]) -> ThreadText:
+    def _thread_text(self, line: _ThreadState, text: str, kept: Mapping[Path, int]) -> ThreadText:
         part = slice(0, kept.get(line.path))
         tokens, logprobs = line.tokens[part], self._logprobs_of(line, part)
         ending = "stop" if line.path in kept else line.ending
@@ -285,7 +289,7 @@ class Reading:
         return ThreadText(line.path, fork, text, tuple(tokens), ending, tuple(logprobs))
 
 
-def _in_order(line: _Line, kept: Mapping[Path, int]) -> Iterator[tuple[_Line, _Segment]]:
+def _in_order(line: _ThreadState, kept: Mapping[Path, int]) -> Iterator[tuple[_ThreadState, _Segment]]:
     """The segments of a line and of all that hangs from what is kept of it, in reading order."""
     if line.ending is None and line.path not in kept:
         raise ValueError(f"thread {line.path} has not ended: there is no finished text")

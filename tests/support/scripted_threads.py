@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.threads import Ending, Thread, new_thread
 from spaceport.runtime.text.tokenizer import encode
-from spaceport.runtime.text.transcript import Piece, Reading, ThreadText
+from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_byte_each
 
 FORK, CHILD = 1, 0  # special tokens of both tokenizers
@@ -145,7 +145,7 @@ class Writing:
     """The threads of a request as they write their scripts, each as fast as one likes."""
 
     def __init__(self, tokenizer: Tokenizer, script: Script, stops: Sequence[str] = ()) -> None:
-        self.reading = Reading(tokenizer, tuple(stops), FORK)
+        self.reading = Transcript(tokenizer, tuple(stops), FORK)
         self.threads: dict[Path, Thread] = {}
         self.scripts: dict[Path, Script] = {}
         self._left: dict[Path, Iterator[int | Script]] = {}

@@ -12,7 +12,7 @@ from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.events import Listener
 from spaceport.runtime.decode.request import Observer, Request
-from spaceport.runtime.text.transcript import Reading
+from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
 
@@ -111,11 +111,11 @@ def request_of(
     return engine, request
 
 
-def traced(case: Case) -> tuple[Request, Trace, Reading]:
+def traced(case: Case) -> tuple[Request, Trace, Transcript]:
     """A finished request with its trace and what a reader made of it."""
-    trace, reading = Trace(), Reading(TOKENIZER, (), FORK)
-    engine, request = request_of(case, [trace], reading)
+    trace, transcript = Trace(), Transcript(TOKENIZER, (), FORK)
+    engine, request = request_of(case, [trace], transcript)
     while request.live:
         advance(engine, request, chunk=case.chunk)
         request.statistics.outside_seconds += 0.001 * (request.statistics.rows % 7)
-    return request, trace, reading
+    return request, trace, transcript

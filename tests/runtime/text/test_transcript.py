@@ -13,7 +13,7 @@ from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.text.tokenizer import TextStream, encode
-from spaceport.runtime.text.transcript import Piece, Reading
+from spaceport.runtime.text.transcript import Piece, Transcript
 from support.hash_engine import FORK as HASH_FORK
 from support.hash_engine import HashEngine, Language, advance, request_for
 from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, line, outcome, prompt, told
@@ -257,7 +257,7 @@ def test_the_space_behind_a_fork_stays() -> None:
 def test_a_fork_is_not_shown_where_the_tokenizer_thinks_it_is_a_word() -> None:
     (fork,) = one_byte_each("|")
     thread = new_thread(prompt(BYTES), 1)
-    reading = Reading(BYTES, (), fork)
+    reading = Transcript(BYTES, (), fork)
     for token in one_byte_each("a|b"):
         thread.tokens.append(token)
         assert not reading.on_token(thread, token, False)
@@ -288,7 +288,7 @@ def test_a_request_has_one_text_however_its_threads_are_drafted_and_take_turns(
 ) -> None:
     def run(drafting: Drafting, max_threads: int) -> Outcome:
         engine = HashEngine(Language(seed, 60, end_every=15, fork_every=6), 2 + 2000 + STEP_ROWS + 1, 1)
-        reading = Reading(TEN_BYTES, stops, HASH_FORK)
+        reading = Transcript(TEN_BYTES, stops, HASH_FORK)
         request = request_for(
             engine, [0, 1], 20, drafting, max_threads=max_threads, max_depth=2, total=2000, listener=reading
         )

@@ -16,8 +16,8 @@ from spaceport.tools.cli.options import (
     trust_engines_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.tools.verify.audit.opened import MOST_REQUESTS, Settings, audit_bundle
-from spaceport.tools.verify.audit.report import Finding, Report
+from spaceport.tools.verify.audit.audit_report import AuditReport, GradedMismatch
+from spaceport.tools.verify.audit.opened import MOST_REQUESTS, AuditOptions, audit_bundle
 
 _SHOWN = 10  # findings; --json has all
 
@@ -26,7 +26,9 @@ _SHOWN = 10  # findings; --json has all
 @bundle_argument
 @click.argument("prompts", type=PATH)
 @backend_option
-@click.option("--max-tokens", default=Settings.max_tokens, show_default=True, metavar="N", help="Tokens of each text.")
+@click.option(
+    "--max-tokens", default=AuditOptions.max_tokens, show_default=True, metavar="N", help="Tokens of each text."
+)
 @click.option("--limit", type=int, metavar="N", help="Read only the first N prompts.")
 @click.option("--max-seq-len", type=int, metavar="N", help="Longest prompt and text together.")
 @click.option(
@@ -55,9 +57,9 @@ def command(
     A prompt on each line: plain text, or JSON with "messages", "prompt" or "text". Exit code 4 if a token differs by more
     than the engine's own rounding explains.
     """
-    settings = Settings(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines)
+    options = AuditOptions(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines)
     with stages() as stage:
-        report = audit_bundle(bundle, prompts, backend, settings, stage)
+        report = audit_bundle(bundle, prompts, backend, options, stage)
     if as_json:
         show_json(report.as_dict())
     else:
@@ -65,7 +67,7 @@ def command(
     return OK if report.passed else ACCURACY
 
 
-def show(report: Report) -> None:
+def show(report: AuditReport) -> None:
     """The noise, the kinds, where they part, and the statement."""
     noise = [
         (one.name, one.places, f"{one.largest:.1e}", f"{one.limit:.1e}", "rounding" if one.sound else "FAULT")
@@ -87,27 +89,27 @@ def show(report: Report) -> None:
             row.near_ties if row.margin is None else f"{row.near_ties} ({row.margin:.0e})",
             row.faults,
         )
-        for row in report.rows
+        for row in report.kinds
     ]
     columns = ("kind of draft", "at once", "texts", "tokens", "steps", "same", "near-ties", "faults")
     click.echo()
     show_table("Texts, each token held against the logits of a step of one row", columns, rows)
-    for finding in sorted(report.findings, key=lambda finding: finding.grade != "FAULT")[:_SHOWN]:
-        click.echo(f"\n{told(finding)}")
-    if (more := len(report.findings) - _SHOWN) > 0:
+    for graded in sorted(report.mismatches, key=lambda graded: graded.grade != "FAULT")[:_SHOWN]:
+        click.echo(f"\n{told(graded)}")
+    if (more := len(report.mismatches) - _SHOWN) > 0:
         click.echo(f"\n{more} more places: --json lists them")
     click.echo(f"\n{report.statement}")
 
 
-def told(finding: Finding) -> str:
+def told(graded: GradedMismatch) -> str:
     """A finding in two lines."""
-    miss = finding.miss
-    thread = f", thread {'.'.join(map(str, miss.path))}" if miss.path else ""
-    kind = finding.kind if finding.requests == 1 else f"{finding.kind}, {finding.requests} at once"
-    head = f"{finding.grade}: prompt {finding.prompt} (line {finding.line}), {kind}{thread}"
-    if miss.said:
-        return f"{head}: {miss.said}"
+    mismatch = graded.mismatch
+    thread = f", thread {'.'.join(map(str, mismatch.path))}" if mismatch.path else ""
+    kind = graded.kind if graded.requests == 1 else f"{graded.kind}, {graded.requests} at once"
+    head = f"{graded.grade}: prompt {graded.prompt} (line {graded.line}), {kind}{thread}"
+    if mismatch.said:
+        return f"{head}: {mismatch.said}"
     place = (
-        f"token {miss.place - finding.start + 1}: plain decoding writes {finding.plain!r}, it has {finding.written!r}"
+        f"token {mismatch.place - graded.start + 1}: plain decoding writes {graded.plain!r}, it has {graded.written!r}"
     )
-    return f"{head}, {place} (margin {miss.margin:.1e})\n  behind {finding.around!r}"
+    return f"{head}, {place} (margin {mismatch.margin:.1e})\n  behind {graded.around!r}"

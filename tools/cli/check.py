@@ -25,14 +25,14 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.reference import open_reference
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.tools.verify.accuracy import Finding, write_report
-from spaceport.tools.verify.audit.opened import Settings, audit_bundle
+from spaceport.tools.verify.accuracy import LogitDifference, write_report
+from spaceport.tools.verify.audit.audit_report import AuditReport
+from spaceport.tools.verify.audit.opened import AuditOptions, audit_bundle
 from spaceport.tools.verify.audit.prompts import read_prompts
-from spaceport.tools.verify.audit.report import Report as Audit
-from spaceport.tools.verify.check.check import Report, check
-from spaceport.tools.verify.check.lineup import DEFAULT_LONG, SHORTEST, Asked
+from spaceport.tools.verify.check.check import CheckReport, check
+from spaceport.tools.verify.check.lineup import DEFAULT_LONG, SHORTEST, CheckOptions
 from spaceport.tools.verify.check.outputs import save_outputs
-from spaceport.tools.verify.check.polygraphy_lines import lines_for
+from spaceport.tools.verify.check.polygraphy_commands import commands_for
 from spaceport.tools.verify.check.rounding import measure_rounding
 
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
@@ -103,7 +103,7 @@ def command(
     if length is not None and length < SHORTEST:
         raise OptionFault(f"--long is {length}: expected at least {SHORTEST}")
     _refuse_idle(context, print_polygraphy, outputs)
-    asked = Asked(checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers)
+    options = CheckOptions(checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers)
     opened = open_bundle(bundle)
     if length is not None and length > opened.manifest.max_positions:
         raise OptionFault(f"--long is {length}: expected at most {opened.manifest.max_positions}, what the model knows")
@@ -111,14 +111,14 @@ def command(
         show_lines(opened, checkpoint)
         return OK
     if outputs is not None:
-        save(opened, asked, outputs)
+        save(opened, options, outputs)
         return OK
     with stages() as stage:
         if prompts is not None:
             read_prompts(prompts)  # a mistake in them is told before minutes of work
-        report = check(opened, asked, stage)
+        report = check(opened, options, stage)
         rounding = None if checkpoint is None else measure_rounding(opened, checkpoint, trust_remote_code, seed)
-        audits = {} if prompts is None else audits_of(opened, report, asked, prompts, stage)
+        audits = {} if prompts is None else audits_of(opened, report, options, prompts, stage)
     if as_json:
         more = {"audits": {backend: one.as_dict() for backend, one in audits.items()}} if audits else {}
         if rounding is not None:
@@ -148,11 +148,11 @@ def _refuse_idle(context: click.Context, print_polygraphy: bool, outputs: Path |
 
 
 def audits_of(
-    bundle: Bundle, report: Report, asked: Asked, prompts: Path, stage: Callable[[str], None]
-) -> dict[str, Audit]:
+    bundle: Bundle, report: CheckReport, options: CheckOptions, prompts: Path, stage: Callable[[str], None]
+) -> dict[str, AuditReport]:
     """What drafts change in texts, on each backend that was compared."""
-    settings = Settings(threads=asked.threads, trust_engines=asked.trust_engines)
-    compared = [backend for backend in asked.backends or BACKENDS if backend not in report.absent]
+    settings = AuditOptions(threads=options.threads, trust_engines=options.trust_engines)
+    compared = [backend for backend in options.backends or BACKENDS if backend not in report.absent]
     return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}
 
 
@@ -164,19 +164,19 @@ def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
     largest = max((logit for logit in told_of if isinstance(logit, float)), default=None)
     if largest is None:
         click.echo("# errors are allowed as for logits up to 1: after `spaceport check` as for those of this model")
-    click.echo("\n\n".join(map(str, lines_for(bundle, checkpoint, largest or 1.0))))
+    click.echo("\n\n".join(map(str, commands_for(bundle, checkpoint, largest or 1.0))))
 
 
-def save(bundle: Bundle, asked: Asked, file: Path) -> None:
+def save(bundle: Bundle, options: CheckOptions, file: Path) -> None:
     """The PyTorch model's outputs on what the shipped loader gives Polygraphy."""
-    if asked.checkpoint is None:
+    if options.checkpoint is None:
         raise OptionFault("--save-outputs writes what PyTorch gives: expected a CHECKPOINT behind the bundle")
-    engine = open_reference(bundle, asked.checkpoint, 1, 1, "float32", asked.remote_code, asked.threads)
+    engine = open_reference(bundle, options.checkpoint, 1, 1, "float32", options.remote_code, options.threads)
     count = save_outputs(engine, bundle.manifest, file)
     click.echo(f"{file}: what PyTorch float32 gives in {count} calls")
 
 
-def show(report: Report) -> None:
+def show(report: CheckReport) -> None:
     """The pairs in a line each, and the cases of those that failed, or of the only one."""
     columns = ("pair", "worst case", "max error", "allowed", "top-1 agreement", "verdict")
     rows = [
@@ -193,7 +193,7 @@ def show(report: Report) -> None:
     for pair in report.pairs:
         if not pair.passed or len(report.pairs) == 1:
             title = f"{pair.first} and {pair.second}: up to {pair.tolerance:g} of the largest logit ({pair.dtype})"
-            show_cases(title, pair.findings)
+            show_cases(title, pair.differences)
             click.echo()
     shares = {pair.dtype: pair.tolerance for pair in report.pairs}
     stated = ", ".join(f"{share:g} ({dtype})" for dtype, share in shares.items())
@@ -208,23 +208,23 @@ def show(report: Report) -> None:
         click.echo(f"{report.layers.through}: {report.layers}")
 
 
-def show_cases(title: str, findings: tuple[Finding, ...]) -> None:
+def show_cases(title: str, differences: tuple[LogitDifference, ...]) -> None:
     """The cases of a pair."""
     columns = ("case", "rows", "max error", "allowed", "top-1 agreement", "margin where not", "verdict")
     rows = [
         (
-            finding.case,
-            finding.rows,
-            _number(finding.max_error),
-            f"{finding.allowed:.1e}",
-            f"{100 * (1 - finding.disagreements / max(1, finding.rows)):.1f} %",
-            "-" if finding.margin is None else f"{finding.margin:.1e}",
-            _verdict(finding.passed),
+            difference.case,
+            difference.rows,
+            _number(difference.max_error),
+            f"{difference.allowed:.1e}",
+            f"{100 * (1 - difference.disagreements / max(1, difference.rows)):.1f} %",
+            "-" if difference.margin is None else f"{difference.margin:.1e}",
+            _verdict(difference.passed),
         )
-        for finding in findings
+        for difference in differences
     ]
     show_table(title, columns, rows)
-    for fault in dict.fromkeys(finding.fault for finding in findings if finding.fault is not None):
+    for fault in dict.fromkeys(difference.fault for difference in differences if difference.fault is not None):
         click.echo(f"failed: {fault}")
 
 

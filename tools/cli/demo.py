@@ -25,7 +25,7 @@ from spaceport.tools.terminal.generate_screen import show_lanes, show_live
 from spaceport.tools.terminal.lanes import Lanes
 from spaceport.tools.terminal.screen import show_table, stages
 from spaceport.tools.verify.check.check import check
-from spaceport.tools.verify.check.lineup import Asked
+from spaceport.tools.verify.check.lineup import CheckOptions
 
 TEXTS = (
     "text: a drafted text is compared with the one in the line above it, thread by thread\n"
@@ -97,10 +97,10 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
         bundle = Path(folder) / "bundle"
         with stages() as stage:
             export(checkpoint, bundle, Options(), stage=stage)
-            report = check(open_bundle(bundle), Asked(checkpoint, length=_LONG, threads=threads), stage)
-        worst = max(report.findings, key=lambda finding: finding.max_error)
+            report = check(open_bundle(bundle), CheckOptions(checkpoint, length=_LONG, threads=threads), stage)
+        worst = max(report.differences, key=lambda difference: difference.max_error)
         click.echo(
-            f"\nchecked: {len(report.findings)} kinds of calls, largest difference to PyTorch {worst.max_error:.1e} "
+            f"\nchecked: {len(report.differences)} kinds of calls, largest difference to PyTorch {worst.max_error:.1e} "
             f"(logits up to {worst.largest_logit:.0f}): {'passed' if report.passed else 'FAILED'}\n"
         )
         with Runtime.open(bundle, threads=threads) as runtime:

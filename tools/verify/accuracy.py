@@ -45,7 +45,7 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedSide:
     """Something that runs a bundle: it is opened for all feeds, one after the other, and then closed."""
 
     name: str
@@ -54,7 +54,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LogitDifference:
     """How the logits of two sides differ, in one call or over a case."""
 
     case: str
@@ -90,13 +90,13 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ComparedPair:
     """Two sides, and a finding for each case."""
 
     first: str
     second: str
     dtype: Precision  # the coarser of their types, from which the tolerance follows
-    findings: tuple[Finding, ...]
+    differences: tuple[LogitDifference, ...]
 
     @property
     def tolerance(self) -> float:
@@ -105,28 +105,28 @@ class Pair:
 
     @property
     def passed(self) -> bool:
-        return all(self.findings)
+        return all(self.differences)
 
     @property
-    def worst(self) -> Finding:
-        return max(self.findings, key=lambda finding: finding.excess)
+    def worst(self) -> LogitDifference:
+        return max(self.differences, key=lambda difference: difference.excess)
 
     @property
     def agreement(self) -> float:
         """The share of rows with the same top token."""
-        rows = sum(finding.rows for finding in self.findings)
-        return 1 - sum(finding.disagreements for finding in self.findings) / max(1, rows)
+        rows = sum(difference.rows for difference in self.differences)
+        return 1 - sum(difference.disagreements for difference in self.differences) / max(1, rows)
 
     def as_dict(self) -> dict[str, Any]:
         told = {"first": self.first, "second": self.second, "dtype": self.dtype, "tolerance": self.tolerance}
-        cases = [finding.as_dict() for finding in self.findings]
+        cases = [difference.as_dict() for difference in self.differences]
         return {**told, "passed": self.passed, "agreement": self.agreement, "cases": cases}
 
 
 class SideRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
     """A side as Polygraphy sees it."""
 
-    def __init__(self, side: Side, feeds: Sequence[Feed]) -> None:
+    def __init__(self, side: ComparedSide, feeds: Sequence[Feed]) -> None:
         super().__init__(name=side.name)
         self.faults: dict[str, str] = {}  # of the cases in which it failed
         self._side = side
@@ -161,24 +161,24 @@ class SideRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
         return OrderedDict(logits=logits)
 
 
-def recorded(name: str, dtype: Precision, feeds: Sequence[Feed]) -> Side:
+def recorded(name: str, dtype: Precision, feeds: Sequence[Feed]) -> ComparedSide:
     """The side on which the feeds were recorded, whose logits are known."""
 
     def opened() -> AbstractContextManager[Call]:
         left = iter(feeds)
         return contextlib.nullcontext(lambda arrays: next(left).expected)
 
-    return Side(name, dtype, opened)
+    return ComparedSide(name, dtype, opened)
 
 
-def compare(sides: Sequence[Side], feeds: Sequence[Feed]) -> list[Pair]:
+def compare(sides: Sequence[ComparedSide], feeds: Sequence[Feed]) -> list[ComparedPair]:
     """All pairs of the sides, which run one after the other, compared on all logits that were asked for."""
     runners = [SideRunner(side, feeds) for side in sides]
     dtypes = {side.name: side.dtype for side in sides}
 
-    def compared(first: Any, second: Any) -> OrderedDict[str, Finding]:
+    def compared(first: Any, second: Any) -> OrderedDict[str, LogitDifference]:
         tolerance = TOLERANCE[_coarser(dtypes[first.runner_name], dtypes[second.runner_name])]
-        return OrderedDict(logits=difference("", first["logits"], second["logits"], tolerance))
+        return OrderedDict(logits=compare_logits("", first["logits"], second["logits"], tolerance))
 
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), contextlib.redirect_stdout(io.StringIO()):
         results = Comparator.run(runners, data_loader=[feed.arrays for feed in feeds], warm_up=0)
@@ -186,7 +186,7 @@ def compare(sides: Sequence[Side], feeds: Sequence[Feed]) -> list[Pair]:
         (report,) = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=compared)
     faults = {runner.name: runner.faults for runner in runners}
     return [
-        Pair(
+        ComparedPair(
             first,
             second,
             _coarser(dtypes[first], dtypes[second]),
@@ -196,16 +196,16 @@ def compare(sides: Sequence[Side], feeds: Sequence[Feed]) -> list[Pair]:
     ]
 
 
-def difference(case: str, expected: Array, got: Array, tolerance: float) -> Finding:
+def compare_logits(case: str, expected: Array, got: Array, tolerance: float) -> LogitDifference:
     """How two calls' logits differ; not a number where one of them has none."""
     if expected.shape != got.shape:
         rows = max(expected.size // max(1, expected.shape[-1]), got.size // max(1, got.shape[-1]))
-        return Finding(case, rows, np.nan, np.nan, 0.0, rows, None, tolerance)
+        return LogitDifference(case, rows, np.nan, np.nan, 0.0, rows, None, tolerance)
     error = np.abs(expected.astype(np.float64) - got.astype(np.float64))
     first, other = expected.argmax(-1), got.argmax(-1)
     differ = first != other
     margins = np.diff(np.partition(expected, -2, axis=-1)[..., -2:], axis=-1)[..., 0][differ]
-    return Finding(
+    return LogitDifference(
         case=case,
         rows=int(differ.size),
         max_error=float(error.max(initial=0.0)),
@@ -217,12 +217,12 @@ def difference(case: str, expected: Array, got: Array, tolerance: float) -> Find
     )
 
 
-def together(parts: Sequence[Finding]) -> Finding:
+def together(parts: Sequence[LogitDifference]) -> LogitDifference:
     """The calls of a case as one finding: its worst error, its mean over rows."""
     rows = sum(part.rows for part in parts)
     margins = [part.margin for part in parts if part.margin is not None]
     worst = max(parts, key=lambda part: part.excess)
-    return Finding(
+    return LogitDifference(
         case=worst.case,
         rows=rows,
         max_error=worst.max_error,
@@ -234,8 +234,8 @@ def together(parts: Sequence[Finding]) -> Finding:
     )
 
 
-def _by_case(feeds: Sequence[Feed], calls: Sequence[Any], faults: Mapping[str, str]) -> tuple[Finding, ...]:
-    parts: dict[str, list[Finding]] = {}
+def _by_case(feeds: Sequence[Feed], calls: Sequence[Any], faults: Mapping[str, str]) -> tuple[LogitDifference, ...]:
+    parts: dict[str, list[LogitDifference]] = {}
     for feed, outputs in zip(feeds, calls, strict=True):
         parts.setdefault(feed.case, []).append(replace(outputs["logits"], case=feed.case))
     return tuple(replace(together(part), fault=faults.get(case)) for case, part in parts.items())

@@ -14,7 +14,7 @@ from spaceport.runtime.decode.request import Observer, Request, RequestConfig, V
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine
-from spaceport.tools.verify.lines import Line
+from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 _GAPS = 48  # slots; fewer than the rows of a step that every request has room for
 
@@ -31,14 +31,14 @@ class Pace:
     requests: int = 1  # lines side by side
     parts: int | None = None  # rows of the prompt in a step; none: as plain decoding feeds it, whole and alone
 
-    def first(self, line: Line) -> int:
+    def first(self, line: ThreadTokens) -> int:
         """The first row of steps of this width: they end with the line, so a short text's begin within its prompt."""
         if self.parts is None:
             return line.start
         steps = min(-(-(len(line.tokens) - line.start + 1) // self.rows), len(line.tokens) // self.rows)
         return len(line.tokens) - steps * self.rows
 
-    def least(self, line: Line) -> int:
+    def least(self, line: ThreadTokens) -> int:
         """The first place whose logits come from a step of this width."""
         return max(line.start, self.first(line) + (self.parts is not None))
 
@@ -101,7 +101,7 @@ def prefill(engine: Engine, request: Request, rows: int) -> None:
         step(engine, [StepInput(request, 0, min(rows, engine.rows))])
 
 
-def feed(engine: Engine, lines: Sequence[Line], pace: Pace, on_logits: OnLogits) -> None:
+def feed(engine: Engine, lines: Sequence[ThreadTokens], pace: Pace, on_logits: OnLogits) -> None:
     """Feed lines side by side from their first tokens; logits are passed on from each line's start on, and one behind it.
 
     Those of rows that were fed in narrower steps are not.
@@ -127,7 +127,7 @@ def feed(engine: Engine, lines: Sequence[Line], pace: Pace, on_logits: OnLogits)
             engine.clear(observer.index)
 
 
-def logits_of(engine: Engine, line: Line) -> Logits:
+def logits_of(engine: Engine, line: ThreadTokens) -> Logits:
     """The logits for every place from a line's start on and for one behind it, as plain decoding has them."""
     found = np.empty((len(line.tokens) - line.start + 1, engine.signature.vocab_size), np.float32)
 

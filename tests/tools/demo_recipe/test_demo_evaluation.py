@@ -34,15 +34,15 @@ from spaceport.tools.demo_recipe.scratch import write_scratch
 from spaceport.tools.demo_recipe.signatures import functions_in
 from spaceport.tools.demo_recipe.sources import read_source, stdlib_paths
 from spaceport.tools.reference import checkpoint_runtime
-from spaceport.tools.verify.acceptance.answers import Answer, Line
+from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread
 from support.paths import TINY
 
 FORK, CHILD, END = 90, 91, 92
 LIST, SENTENCE = functions_in("def f(a, b, c): ...\ndef g(a): ...\n")
 
 
-def line(tokens: tuple[int, ...], fork: int | None = None) -> Line:
-    return Line((1, 2), (*tokens, END), fork, "end")
+def line(tokens: tuple[int, ...], fork: int | None = None) -> AnswerThread:
+    return AnswerThread((1, 2), (*tokens, END), fork, "end")
 
 
 def in_one_line(tokens: tuple[int, ...], steps: int) -> Answer:

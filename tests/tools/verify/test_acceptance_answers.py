@@ -13,7 +13,7 @@ from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.acceptance.answers import Answer, Line, write_answer
+from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread, write_answer
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from support.small_bundle import fill
 
@@ -27,7 +27,7 @@ def runtime_over(engine: HashEngine, folder: Path) -> Runtime:
     return Runtime(Bundle(folder, manifest), engine, 64)
 
 
-def expected(language: Language, max_depth: int) -> tuple[Line, ...]:
+def expected(language: Language, max_depth: int) -> tuple[AnswerThread, ...]:
     """The lines, each written for itself."""
     limit = len(PROMPT) + MOST
     texts = language.tree(PROMPT, limit, max_depth)
@@ -37,9 +37,9 @@ def expected(language: Language, max_depth: int) -> tuple[Line, ...]:
     for (child,), text in sorted(texts.items()):
         places.append(((*PROMPT, *spine[: forks[child] + 1], CHILD), text, forks[child]))
     return tuple(
-        Line(before, (*text, END), fork, "end")
+        AnswerThread(before, (*text, END), fork, "end")
         if len(before) + len(text) < limit
-        else Line(before, tuple(text), fork, "length")
+        else AnswerThread(before, tuple(text), fork, "length")
         for before, text, fork in places
     )
 
@@ -64,9 +64,9 @@ def test_each_line_of_an_answer_is_what_its_thread_writes_for_itself(
 def test_an_answer_is_read_with_each_child_in_the_place_of_its_fork() -> None:
     before = (*PROMPT, 4, FORK, CHILD)
     lines = (
-        Line(PROMPT, (4, FORK, 5, FORK, 6, END), None, "end"),
-        Line(before, (7, 8), 1, "length"),
-        Line((*PROMPT, 4, FORK, 5, FORK, CHILD), (END,), 3, "end"),
+        AnswerThread(PROMPT, (4, FORK, 5, FORK, 6, END), None, "end"),
+        AnswerThread(before, (7, 8), 1, "length"),
+        AnswerThread((*PROMPT, 4, FORK, 5, FORK, CHILD), (END,), 3, "end"),
     )
     assert Answer(lines, Statistics()).text_tokens == (4, 7, 8, 5, 6)
 

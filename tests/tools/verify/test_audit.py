@@ -17,11 +17,11 @@ from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
+from spaceport.tools.verify.audit.audit_report import AuditReport, KindCounts
 from spaceport.tools.verify.audit.kinds import groups_for
 from spaceport.tools.verify.audit.noise import noise_of
-from spaceport.tools.verify.audit.prompts import Question
-from spaceport.tools.verify.audit.report import Report, Row
-from spaceport.tools.verify.audit.writing import Job, write
+from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.audit.writing import TextJob, write
 from support.forking_bundle import forking_copy
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -33,17 +33,20 @@ DECODER, SCANNER, FOREIGN = PROMPTS.values()
 TOKENS = 24
 
 
-def asked(runtime: Runtime, *texts: str) -> list[Question]:
-    return [Question(line, tuple(runtime.tokens_of(text))) for line, text in enumerate(texts or (DECODER, FOREIGN), 1)]
+def asked(runtime: Runtime, *texts: str) -> list[TokenizedPrompt]:
+    return [
+        TokenizedPrompt(line, tuple(runtime.tokens_of(text)))
+        for line, text in enumerate(texts or (DECODER, FOREIGN), 1)
+    ]
 
 
-def found_in(runtime: Runtime, *texts: str, max_tokens: int = TOKENS) -> Report:
+def found_in(runtime: Runtime, *texts: str, max_tokens: int = TOKENS) -> AuditReport:
     with runtime:
         return audit(runtime, asked(runtime, *texts), max_tokens)
 
 
-def kinds(report: Report, requests: int) -> dict[str, Row]:
-    return {row.kind: row for row in report.rows if row.requests == requests and not row.reference}
+def kinds(report: AuditReport, requests: int) -> dict[str, KindCounts]:
+    return {row.kind: row for row in report.kinds if row.requests == requests and not row.reference}
 
 
 @pytest.mark.parametrize("lowering", ["scatter", "append"])
@@ -53,7 +56,7 @@ def test_a_sound_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Path,
     drafts = ["chain k = 5", "chain k = 1", "tree with look-up", "tree with look-up, drawn"]
     assert list(kinds(report, 1)) == drafts
     assert sorted(kinds(report, 3)) == sorted([*drafts, "plain", "plain, drawn"])
-    assert all(row.texts == 3 and row.tokens == 3 * TOKENS for row in report.rows)
+    assert all(row.texts == 3 and row.tokens == 3 * TOKENS for row in report.kinds)
     assert all(row.identical == row.texts for row in report.drafted)
     assert all(row.steps < 60 for name, row in kinds(report, 1).items() if name != "tree with look-up, drawn")
     assert [(one.rows, one.requests) for one in report.noise] == [
@@ -95,13 +98,13 @@ def test_the_threads_of_a_text_are_audited_each(tiny_bundle: Path, tmp_path: Pat
 def test_forks_that_run_out_of_room_are_no_fault(seed: int) -> None:
     """Which thread is cut where depends on who was faster: that says nothing."""
     runtime = hash_runtime(Language(seed, quality=70, fork_every=2), max_seq_len=48, requests=2)
-    questions = [Question(1, (1, 2, 3)), Question(2, (4, 5, 6, 7))]
+    questions = [TokenizedPrompt(1, (1, 2, 3)), TokenizedPrompt(2, (4, 5, 6, 7))]
     drafted = groups_for(runtime.bundle.manifest, 30)[-1].drafted
     endings = [runtime.generate(one.tokens, kind.decoding).ending for one in questions for kind in drafted]
     assert "total" in endings
     report = audit(runtime, questions, 30)
     assert report.passed
-    assert report.findings == []
+    assert report.mismatches == []
     assert all(row.identical == 2 for row in report.drafted)
     runtime.close()
 
@@ -138,10 +141,10 @@ def test_a_wrong_acceptance_is_a_fault(tiny_bundle: Path, monkeypatch: pytest.Mo
     assert all(one.sound for one in report.noise)
     assert sum(row.faults for row in report.drafted) == report.faults > 0
     assert report.statement.startswith("NOT LOSSLESS: 8 texts, 192 tokens, ")
-    finding = next(finding for finding in report.findings if finding.grade == "FAULT")
-    assert finding.miss.margin > 2 * noise_of(report.noise)
-    assert finding.plain != finding.written
-    assert 1 <= finding.miss.place - finding.start + 1 <= TOKENS
+    graded = next(graded for graded in report.mismatches if graded.grade == "FAULT")
+    assert graded.mismatch.margin > 2 * noise_of(report.noise)
+    assert graded.plain != graded.written
+    assert 1 <= graded.mismatch.place - graded.start + 1 <= TOKENS
 
 
 @pytest.mark.parametrize("fork_every", [10**9, 3])
@@ -149,7 +152,7 @@ def test_a_tie_that_the_width_decides_is_a_near_tie(fork_every: int) -> None:
     """The hash engine has no noise of its own, so what is measured is what is planted."""
     runtime = hash_runtime(Language(5, end_every=10**9, fork_every=fork_every), requests=2)
     with Runtime(runtime.bundle, SpoiltEngine(runtime.engine, tied(1e-7)), 64) as spoilt:
-        report = audit(spoilt, [Question(1, (1, 2, 3)), Question(2, (4, 5, 6, 7))], 30)
+        report = audit(spoilt, [TokenizedPrompt(1, (1, 2, 3)), TokenizedPrompt(2, (4, 5, 6, 7))], 30)
     assert report.passed
     assert noise_of(report.noise) == pytest.approx(1e-7, rel=1e-3)
     assert [one.name for one in report.noise if one.largest == 0] == ["1 row", "2 x 1 row"]
@@ -168,10 +171,10 @@ def test_what_follows_a_near_tie_is_held_against_one_row_logits_too(
     runtime, _ = spoilt_runtime(tiny_bundle, tied(1e-7))
     report = found_in(runtime)
     grades: dict[tuple[str, int], list[str]] = {}
-    for finding in report.findings:
-        grades.setdefault((finding.kind, finding.prompt), []).append(finding.grade)
+    for graded in report.mismatches:
+        grades.setdefault((graded.kind, graded.prompt), []).append(graded.grade)
     assert any(of_text[0] == "near-tie" and "FAULT" in of_text for of_text in grades.values())
-    assert all((finding.grade == "FAULT") == (finding.miss.margin > 1e-3) for finding in report.findings)
+    assert all((graded.grade == "FAULT") == (graded.mismatch.margin > 1e-3) for graded in report.mismatches)
 
 
 def test_noise_beyond_rounding_is_a_fault_and_hides_none(tiny_bundle: Path) -> None:
@@ -179,9 +182,9 @@ def test_noise_beyond_rounding_is_a_fault_and_hides_none(tiny_bundle: Path) -> N
     report = found_in(runtime)
     assert [one.name for one in report.noise if one.sound] == ["1 row"]
     assert noise_of(report.noise) < 1e-4
-    parted = [finding for finding in report.findings if finding.miss.margin == pytest.approx(1e-2, rel=1e-2)]
+    parted = [graded for graded in report.mismatches if graded.mismatch.margin == pytest.approx(1e-2, rel=1e-2)]
     assert parted
-    assert {finding.grade for finding in parted} == {"FAULT"}
+    assert {graded.grade for graded in parted} == {"FAULT"}
     assert not report.passed
 
 
@@ -215,9 +218,9 @@ def test_a_number_that_is_none_in_a_step_of_one_row_is_a_fault(tiny_bundle: Path
 
     runtime, engine = spoilt_runtime(tiny_bundle, spoil)
     report = found_in(runtime)
-    plain = report.rows[0]
+    plain = report.kinds[0]
     assert (plain.kind, plain.texts) == ("plain", 2)
-    said = {finding.miss.said for finding in report.findings if finding.kind == "plain"}
+    said = {graded.mismatch.said for graded in report.mismatches if graded.kind == "plain"}
     assert any("the logits for the token at place 64 hold NaN" in text for text in said)
     assert engine.cleared
     assert not report.passed
@@ -245,7 +248,7 @@ def test_an_engine_that_does_not_do_the_same_twice_is_a_fault(tiny_bundle: Path)
     runtime, _ = spoilt_runtime(tiny_bundle, spoil)
     report = found_in(runtime)
     assert all(not one.sound for one in report.noise)
-    assert report.rows[0].faults > 0
+    assert report.kinds[0].faults > 0
 
 
 def test_texts_are_written_alone_and_beside_others(tiny_bundle: Path) -> None:
@@ -254,7 +257,7 @@ def test_texts_are_written_alone_and_beside_others(tiny_bundle: Path) -> None:
     with opened:
         kinds = groups_for(opened.bundle.manifest, 8)[0].drafted
         questions = asked(opened)
-        jobs = [Job(kind, prompt) for prompt in range(2) for kind in range(3)]
+        jobs = [TextJob(kind, prompt) for prompt in range(2) for kind in range(3)]
         alone = write(opened, kinds, questions, jobs, together=False)
         assert set(seen) == {1}
         together = write(opened, kinds, questions, jobs, together=True)

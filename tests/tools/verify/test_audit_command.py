@@ -20,7 +20,7 @@ from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
 from spaceport.tools.verify.audit.opened import requests_for
-from spaceport.tools.verify.audit.prompts import Asked, read_prompts
+from spaceport.tools.verify.audit.prompts import AuditPrompt, read_prompts
 from support.paths import DOCS, TINY
 from support.small_bundle import RECORD, fill
 
@@ -112,7 +112,7 @@ def test_no_more_texts_at_a_time_than_the_engines_of_a_bundle_take(tmp_path: Pat
 def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(b"\xef\xbb\xbfimport os\r\n\n  def f():\n")
-    assert read_prompts(file) == [Asked(1, "import os"), Asked(3, "  def f():")]
+    assert read_prompts(file) == [AuditPrompt(1, "import os"), AuditPrompt(3, "  def f():")]
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     told = [
         {"messages": [user]},
@@ -123,11 +123,11 @@ def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
     ]
     file.write_text("\n".join(json.dumps(one) for one in told), "utf-8")
     assert read_prompts(file) == [
-        Asked(1, (user,)),
-        Asked(2, (user,)),
-        Asked(3, (user, answer, user)),
-        Asked(4, ({"role": "user", "content": "c"},), "c"),
-        Asked(5, "{"),
+        AuditPrompt(1, (user,)),
+        AuditPrompt(2, (user,)),
+        AuditPrompt(3, (user, answer, user)),
+        AuditPrompt(4, ({"role": "user", "content": "c"},), "c"),
+        AuditPrompt(5, "{"),
     ]
 
 

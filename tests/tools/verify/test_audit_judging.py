@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.audit.judging import misses, rule_for, strays
+from spaceport.tools.verify.audit.judging import mismatches, rule_for, strays
 from spaceport.tools.verify.audit.kinds import groups_for
 from spaceport.tools.verify.feeding import Pace, feed
-from spaceport.tools.verify.lines import Line, lines_of
+from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of
 from support.paths import TINY
 from support.spoilt_engine import Logits, places, spoilt_runtime
 
@@ -31,16 +31,19 @@ def runtime(tiny_bundle: Path) -> Iterator[Runtime]:
         yield opened
 
 
-def plain_line(runtime: Runtime, max_tokens: int = TOKENS) -> Line:
+def plain_line(runtime: Runtime, max_tokens: int = TOKENS) -> ThreadTokens:
     decoding = groups_for(runtime.bundle.manifest, max_tokens)[0].plain.decoding
-    (line,) = lines_of(runtime.generate(SCANNER, decoding), None).values()
+    (line,) = thread_tokens_of(runtime.generate(SCANNER, decoding), None).values()
     return line
 
 
-def judged(runtime: Runtime, line: Line, plain: Line, limit: int) -> list[tuple[int, float, str]]:
+def judged(runtime: Runtime, line: ThreadTokens, plain: ThreadTokens, limit: int) -> list[tuple[int, float, str]]:
     group = groups_for(runtime.bundle.manifest, TOKENS)[0]
     rule = rule_for(group, runtime.bundle.manifest.tokens)
-    return [(miss.place, miss.margin, miss.said) for miss in misses(runtime.engine, rule, line, limit, plain)]
+    return [
+        (mismatch.place, mismatch.margin, mismatch.said)
+        for mismatch in mismatches(runtime.engine, rule, line, limit, plain)
+    ]
 
 
 def test_a_text_that_ends_elsewhere_is_a_fault(runtime: Runtime) -> None:
@@ -113,15 +116,15 @@ def test_a_line_that_was_cut_is_judged_as_far_as_it_came(runtime: Runtime) -> No
     assert judged(runtime, wrong, cut, limit)[0][0] == limit - 2
 
 
-def line(path: Sequence[int], *tokens: int, cut: bool = False) -> Line:
-    return Line(tuple(path), (1, 2, *tokens), 2, cut=cut)
+def line(path: Sequence[int], *tokens: int, cut: bool = False) -> ThreadTokens:
+    return ThreadTokens(tuple(path), (1, 2, *tokens), 2, cut=cut)
 
 
 def test_a_thread_that_is_missing_is_a_fault() -> None:
-    whole: dict[tuple[int, ...], Line] = {(): line((), 3), (0,): line((0,), 4)}
-    without: dict[tuple[int, ...], Line] = {(): line((), 3)}
-    assert [(miss.path, miss.said) for miss in strays(without, whole)] == [((0,), "the thread is missing")]
-    assert [miss.said for miss in strays(whole, without)] == ["plain decoding has no such thread"]
+    whole: dict[tuple[int, ...], ThreadTokens] = {(): line((), 3), (0,): line((0,), 4)}
+    without: dict[tuple[int, ...], ThreadTokens] = {(): line((), 3)}
+    assert [(mismatch.path, mismatch.said) for mismatch in strays(without, whole)] == [((0,), "the thread is missing")]
+    assert [mismatch.said for mismatch in strays(whole, without)] == ["plain decoding has no such thread"]
     assert strays(whole, whole) == []
     assert strays({(): line((), 5)}, whole) == []  # another text, which need not fork
     assert strays({(): line((), 3, cut=True)}, whole) == []

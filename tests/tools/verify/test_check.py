@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.tools.cli import run
-from spaceport.tools.verify.accuracy import difference, together
+from spaceport.tools.verify.accuracy import compare_logits, together
 from spaceport.tools.verify.check.cases import REQUESTS, Room, record
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language
 from support.paths import ROOT
@@ -174,15 +174,15 @@ def logits(*rows: list[float]) -> NDArray[np.float32]:
 def test_a_finding_counts_disagreements_and_the_smallest_margin() -> None:
     expected = logits([1.0, 3.0, 2.5], [0.0, 4.0, 1.0], [2.0, 2.25, 0.0])
     got = logits([1.0, 2.0, 2.5], [0.0, 4.0, 1.0], [2.5, 2.25, 0.0])
-    found = difference("case", expected, got, 0.1)
+    found = compare_logits("case", expected, got, 0.1)
     assert (found.rows, found.disagreements, found.max_error, found.margin) == (3, 2, 1.0, 0.25)
     assert not found.passed
-    assert difference("case", expected, expected, 0.1).margin is None
+    assert compare_logits("case", expected, expected, 0.1).margin is None
 
 
 def test_logits_that_are_not_numbers_fail_alone_and_together() -> None:
-    sound = difference("case", logits([1.0, 2.0]), logits([1.0, 2.0]), 0.1)
-    broken = difference("case", logits([1.0, 2.0]), logits([1.0, float("nan")]), 0.1)
+    sound = compare_logits("case", logits([1.0, 2.0]), logits([1.0, 2.0]), 0.1)
+    broken = compare_logits("case", logits([1.0, 2.0]), logits([1.0, float("nan")]), 0.1)
     assert sound.passed
     assert not broken.passed
     assert not together([sound, broken]).passed
@@ -191,9 +191,9 @@ def test_logits_that_are_not_numbers_fail_alone_and_together() -> None:
 
 def test_the_tolerance_grows_with_the_logits_and_not_below_one() -> None:
     large = logits([0.0, 500.0])
-    assert difference("case", large, large + np.float32(0.04), 1e-4).passed
+    assert compare_logits("case", large, large + np.float32(0.04), 1e-4).passed
     small = logits([0.0, 0.01])
-    assert not difference("case", small, small + np.float32(2e-4), 1e-4).passed
+    assert not compare_logits("case", small, small + np.float32(2e-4), 1e-4).passed
 
 
 def test_stock_polygraphy_runs_the_graph_on_the_shipped_loader(tiny_bundle: Path) -> None:

@@ -21,9 +21,9 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, Feed
-from spaceport.tools.verify.check.check import Report, check
-from spaceport.tools.verify.check.layers import Part, compare_layers
-from spaceport.tools.verify.check.lineup import Asked
+from spaceport.tools.verify.check.check import CheckReport, check
+from spaceport.tools.verify.check.layers import LayerValue, compare_layers
+from spaceport.tools.verify.check.lineup import CheckOptions
 from support.families import FAMILIES, build
 from support.paths import TINY
 from support.planted import (
@@ -41,16 +41,16 @@ from support.planted import (
 )
 
 
-def found(bundle: Path, checkpoint: Path = TINY, length: int = 40) -> Report:
-    return check(open_bundle(bundle), Asked(checkpoint, length=length, threads=1, layers=True))
+def found(bundle: Path, checkpoint: Path = TINY, length: int = 40) -> CheckReport:
+    return check(open_bundle(bundle), CheckOptions(checkpoint, length=length, threads=1, layers=True))
 
 
-def first_of(report: Report) -> tuple[str, str]:
+def first_of(report: CheckReport) -> tuple[str, str]:
     """The value and the case that a check names, which is the first that failed."""
     assert report.layers is not None
     assert report.layers.parted is not None
     assert not report.passed
-    failed = [finding.case for finding in report.findings if not finding.passed]
+    failed = [difference.case for difference in report.differences if not difference.passed]
     assert report.layers.parted.case == failed[0]
     return str(report.layers.parted.part), failed[0]
 
@@ -124,7 +124,10 @@ class Shown:
         return {part.name: np.full((1, 2, 64, 4), value) for part, value in zip(PARTS, self._values, strict=True)}
 
 
-PARTS = (*(Part(f"present.{layer}.key", layer, "keys") for layer in range(3)), Part("logits", None, "logits"))
+PARTS = (
+    *(LayerValue(f"present.{layer}.key", layer, "keys") for layer in range(3)),
+    LayerValue("logits", None, "logits"),
+)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from spaceport.runtime.backends import by_reason
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault
 from spaceport.tools.cli import run
-from spaceport.tools.verify.accuracy import Call, CallFailed, Feed, Side, compare, recorded
+from spaceport.tools.verify.accuracy import Call, CallFailed, ComparedSide, Feed, compare, recorded
 from spaceport.tools.verify.check.cases import REQUESTS, Room, record
-from spaceport.tools.verify.check.lineup import SHORTEST, Asked, failing, line_up, room_of
+from spaceport.tools.verify.check.lineup import SHORTEST, CheckOptions, failing, line_up, room_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from support.paths import TINY
 from support.small_bundle import RECORD, fill
@@ -41,7 +41,7 @@ def feeds() -> list[Feed]:
 
 def side(
     name: str, change: Callable[[int, NDArray[np.float32]], NDArray[np.float32]], dtype: Precision = "float32"
-) -> Side:
+) -> ComparedSide:
     """A side that answers each call with what was recorded, changed."""
 
     @contextmanager
@@ -52,7 +52,7 @@ def side(
 
         yield call
 
-    return Side(name, dtype, opened)
+    return ComparedSide(name, dtype, opened)
 
 
 def test_each_pair_has_the_tolerance_of_its_coarser_type() -> None:
@@ -76,9 +76,9 @@ def test_each_pair_has_the_tolerance_of_its_coarser_type() -> None:
 def test_the_worst_case_of_a_pair_is_the_one_furthest_beyond_its_tolerance() -> None:
     changed = side("b", lambda number, logits: logits + np.float32((0, 0.02, 0.01, 0.001)[number]))
     (pair,) = compare([recorded("a", "float32", feeds()), changed], feeds())
-    assert [finding.case for finding in pair.findings] == ["first", "second", "third"]
-    assert [finding.rows for finding in pair.findings] == [6, 3, 3]
-    assert [finding.passed for finding in pair.findings] == [False, False, True]
+    assert [difference.case for difference in pair.differences] == ["first", "second", "third"]
+    assert [difference.rows for difference in pair.differences] == [6, 3, 3]
+    assert [difference.passed for difference in pair.differences] == [False, False, True]
     assert pair.worst.case == "first"
     assert pair.worst.max_error == pytest.approx(0.02, rel=1e-3)
     assert pair.agreement == 1.0
@@ -87,7 +87,7 @@ def test_the_worst_case_of_a_pair_is_the_one_furthest_beyond_its_tolerance() -> 
 def test_sides_run_one_after_the_other() -> None:
     open_now: list[str] = []
 
-    def alone(name: str) -> Side:
+    def alone(name: str) -> ComparedSide:
         def opened() -> AbstractContextManager[Call]:
             @contextmanager
             def held() -> Iterator[Call]:
@@ -99,7 +99,7 @@ def test_sides_run_one_after_the_other() -> None:
 
             return held()
 
-        return Side(name, "float32", opened)
+        return ComparedSide(name, "float32", opened)
 
     assert all(pair.passed for pair in compare([alone("a"), alone("b"), alone("c")], feeds()))
     assert open_now == []
@@ -119,7 +119,7 @@ def test_an_engine_that_fails_in_a_case_fails_in_that_case_with_its_words() -> N
 
     sides = [recorded("a", "float32", feeds()), side("b", counted), side("c", lambda number, logits: logits)]
     pairs = compare(sides, feeds())
-    assert [[finding.passed for finding in pair.findings] for pair in pairs] == [
+    assert [[difference.passed for difference in pair.differences] for pair in pairs] == [
         [False, True, True],
         [True, True, True],
         [False, True, True],
@@ -175,7 +175,7 @@ def test_a_model_that_only_pytorch_runs_here_is_not_called_checked(tmp_path: Pat
     manifest = fill(tmp_path)
     bundle = Bundle(tmp_path, replace(manifest, signature=replace(manifest.signature, dtype="bfloat16")))
     with pytest.raises(MissingPart, match=r"nothing runs it here: .*its graph is in bfloat16"):
-        line_up(bundle, Asked(TINY, backends=()))
+        line_up(bundle, CheckOptions(TINY, backends=()))
 
 
 def test_backends_that_share_a_reason_share_a_line() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
-from spaceport.tools.verify.check.polygraphy_lines import lines_for
+from spaceport.tools.verify.check.polygraphy_commands import commands_for
 from spaceport.tools.verify.check.polygraphy_loader import calls
 from support.paths import TINY
 from support.planted import perturb_layer, planted
@@ -75,7 +75,7 @@ def append_lines(bundle: Path, *engines: str) -> dict[str, str]:
     signature = replace(opened.manifest.signature, dtype="float16")
     record = replace(RECORD, graph=opened.manifest.graph)
     manifest = replace(opened.manifest, signature=signature, engines=dict.fromkeys(engines, record))
-    lines = lines_for(replace(opened, manifest=manifest), TINY, 20.0)
+    lines = commands_for(replace(opened, manifest=manifest), TINY, 20.0)
     assert len(lines) == len(set(lines)), "a line is pasted once"
     return {line.does: line.command for line in lines}
 

@@ -21,7 +21,7 @@ DEPTH = 1  # a child does not fork again, as in the answers that models are tune
 
 
 @dataclass(frozen=True)
-class Line:
+class AnswerThread:
     """One thread of an answer."""
 
     prompt: tuple[int, ...]  # all that stands before: a child's holds the spine up to its [Fork], and [Child]
@@ -39,15 +39,15 @@ class Line:
 class Answer:
     """The tree of threads: the spine, then its children in the order of their forks."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[AnswerThread, ...]
     statistics: Statistics
 
     @property
-    def spine(self) -> Line:
+    def spine(self) -> AnswerThread:
         return self.lines[0]
 
     @property
-    def children(self) -> tuple[Line, ...]:
+    def children(self) -> tuple[AnswerThread, ...]:
         return self.lines[1:]
 
     @property
@@ -89,7 +89,7 @@ def write_answer(
     engine, tokens = runtime.engine, runtime.bundle.manifest.tokens
     limit = min(len(prompt) + max_tokens, runtime.max_seq_len)
     if len(prompt) >= limit:
-        return Answer((Line(tuple(prompt), (), None, "length"),), Statistics(prompt_tokens=len(prompt)))
+        return Answer((AnswerThread(tuple(prompt), (), None, "length"),), Statistics(prompt_tokens=len(prompt)))
     ends = _Ends(frozenset(tokens.end))
     config = RequestConfig(
         tokens=tokens,
@@ -117,9 +117,9 @@ def greedy_for(tokens: TokenIds, max_depth: int = DEPTH) -> Greedy:
     return Greedy(Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, max_depth))
 
 
-def _line(thread: Thread, prompt: int, ends: dict[tuple[int, ...], int]) -> Line:
+def _line(thread: Thread, prompt: int, ends: dict[tuple[int, ...], int]) -> AnswerThread:
     """A thread that has ended, behind a prompt of so many tokens."""
     assert thread.ending is not None
     own = (*thread.written, *((ends[thread.path],) if thread.ending == "end" else ()))
     fork = None if thread.fork is None else thread.fork - prompt
-    return Line(tuple(thread.tokens[: thread.start]), own, fork, thread.ending)
+    return AnswerThread(tuple(thread.tokens[: thread.start]), own, fork, thread.ending)

@@ -7,18 +7,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.audit.judging import Miss, Rule, misses, rule_for, strays
-from spaceport.tools.verify.audit.kinds import Group, Kind, groups_for
+from spaceport.runtime.text.transcript import Path
+from spaceport.tools.verify.audit.audit_report import AuditReport, KindCounts, grade_mismatch
+from spaceport.tools.verify.audit.judging import Mismatch, Rule, mismatches, rule_for, strays
+from spaceport.tools.verify.audit.kinds import DraftGroup, DraftKind, groups_for
 from spaceport.tools.verify.audit.noise import measure, noise_of
-from spaceport.tools.verify.audit.prompts import Question
-from spaceport.tools.verify.audit.report import Report, Row, finding_of
-from spaceport.tools.verify.audit.writing import Job, Text, write
-from spaceport.tools.verify.lines import Line, Path
+from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.audit.writing import AuditText, TextJob, write
+from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 
 def audit(
-    runtime: Runtime, questions: Sequence[Question], max_tokens: int, stage: Callable[[str], None] = lambda _: None
-) -> Report:
+    runtime: Runtime,
+    questions: Sequence[TokenizedPrompt],
+    max_tokens: int,
+    stage: Callable[[str], None] = lambda _: None,
+) -> AuditReport:
     """What drafts, threads and neighbours change in the texts that follow these prompts.
 
     The runtime must have nothing else to do meanwhile: its engine is also fed directly.
@@ -30,7 +34,7 @@ def audit(
         plain.append(write(runtime, [group.plain], questions, _each(1, questions), together=False))
     stage("measuring the noise of other widths")
     engine, signature = runtime.engine, runtime.engine.signature
-    report = Report(f"{type(engine).__name__}, {engine.device}, {signature.dtype}, {signature.lowering}")
+    report = AuditReport(f"{type(engine).__name__}, {engine.device}, {signature.dtype}, {signature.lowering}")
     report.noise = measure(engine, [text.lines[()] for text in plain[0] if not text.fault])
     judges = [
         _Judge(runtime, group, texts, questions, report, max_tokens) for group, texts in zip(groups, plain, strict=True)
@@ -44,12 +48,12 @@ def audit(
     return report
 
 
-def _each(kinds: int, questions: Sequence[Question]) -> list[Job]:
-    return [Job(kind, prompt) for prompt in range(len(questions)) for kind in range(kinds)]
+def _each(kinds: int, questions: Sequence[TokenizedPrompt]) -> list[TextJob]:
+    return [TextJob(kind, prompt) for prompt in range(len(questions)) for kind in range(kinds)]
 
 
 def _together(
-    runtime: Runtime, judges: Sequence[_Judge], questions: Sequence[Question], stage: Callable[[str], None]
+    runtime: Runtime, judges: Sequence[_Judge], questions: Sequence[TokenizedPrompt], stage: Callable[[str], None]
 ) -> None:
     """Texts of all kinds beside each other, so that their rows share calls."""
     kinds = [(judge, kind) for judge in judges for kind in judge.kinds]
@@ -58,7 +62,7 @@ def _together(
     texts = write(runtime, [kind for _, kind in kinds], questions, jobs, together=True)
     stage("judging them")
     for number, (judge, kind) in enumerate(kinds):
-        judge.judge(judge.row(kind, runtime.engine.requests), texts[number :: len(kinds)])
+        judge.judge(judge.counts(kind, runtime.engine.requests), texts[number :: len(kinds)])
 
 
 class _Judge:
@@ -67,10 +71,10 @@ class _Judge:
     def __init__(
         self,
         runtime: Runtime,
-        group: Group,
-        plain: Sequence[Text],
-        questions: Sequence[Question],
-        report: Report,
+        group: DraftGroup,
+        plain: Sequence[AuditText],
+        questions: Sequence[TokenizedPrompt],
+        report: AuditReport,
         max_tokens: int,
     ) -> None:
         self._runtime, self._group, self._plain, self._questions = runtime, group, plain, questions
@@ -79,59 +83,59 @@ class _Judge:
         self._noise = noise_of(report.noise)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[DraftKind, ...]:
         return (self._group.plain, *self._group.drafted)
 
     def plain(self, stage: Callable[[str], None]) -> None:
         """Hold the plain texts against their own logits, worked out again."""
         stage(f"checking {len(self._plain)} texts: {self._group.plain.name}")
-        self.judge(self.row(self._group.plain, reference=True), self._plain)
+        self.judge(self.counts(self._group.plain, reference=True), self._plain)
 
     def drafted(self, stage: Callable[[str], None]) -> None:
         """Write the texts of each kind alone, and hold them against the plain ones."""
         for kind in self._group.drafted:
             stage(f"writing {len(self._questions)} texts: {kind.name}")
             texts = write(self._runtime, [kind], self._questions, _each(1, self._questions), together=False)
-            self.judge(self.row(kind), texts)
+            self.judge(self.counts(kind), texts)
 
-    def row(self, kind: Kind, requests: int = 1, reference: bool = False) -> Row:
+    def counts(self, kind: DraftKind, requests: int = 1, reference: bool = False) -> KindCounts:
         """A new row of the report."""
-        row = Row(kind.name, requests, reference)
-        self._report.rows.append(row)
-        return row
+        counts = KindCounts(kind.name, requests, reference)
+        self._report.kinds.append(counts)
+        return counts
 
-    def judge(self, row: Row, texts: Sequence[Text]) -> None:
+    def judge(self, counts: KindCounts, texts: Sequence[AuditText]) -> None:
         """Note what there is to say of one text for each prompt."""
         for number, text in enumerate(texts):
-            question, plain = self._questions[number], None if row.reference else self._plain[number]
-            found = self._misses(text, plain, len(question.tokens) + self._max_tokens)
-            row.texts += 1
-            row.tokens += text.tokens
-            row.steps += text.steps
-            row.identical += not found and not text.fault
-            findings = [
-                finding_of(
+            question, plain = self._questions[number], None if counts.reference else self._plain[number]
+            found = self._mismatches(text, plain, len(question.tokens) + self._max_tokens)
+            counts.texts += 1
+            counts.tokens += text.tokens
+            counts.steps += text.steps
+            counts.identical += not found and not text.fault
+            graded = [
+                grade_mismatch(
                     self._runtime.tokenizer,
-                    row,
+                    counts,
                     number + 1,
                     question.line,
-                    text.lines.get(miss.path),
-                    miss,
+                    text.lines.get(mismatch.path),
+                    mismatch,
                     self._noise,
                 )
-                for miss in found
+                for mismatch in found
             ]
-            row.heard(findings)
-            self._report.findings.extend(findings)
+            counts.add(graded)
+            self._report.mismatches.extend(graded)
 
-    def _misses(self, text: Text, plain: Text | None, limit: int) -> list[Miss]:
+    def _mismatches(self, text: AuditText, plain: AuditText | None, limit: int) -> list[Mismatch]:
         if text.fault:
-            return [Miss((), 0, None, None, np.nan, text.fault)]
-        against: dict[Path, Line] = {} if plain is None else plain.lines
+            return [Mismatch((), 0, None, None, np.nan, text.fault)]
+        against: dict[Path, ThreadTokens] = {} if plain is None else plain.lines
         found = [] if plain is None or plain.fault else strays(text.lines, against)
         for path, line in text.lines.items():
             other = against.get(path)
             if other is not None and other.tokens[: other.start] != line.tokens[: line.start]:
                 other = None  # it hangs from another text
-            found += misses(self._runtime.engine, self._rule, line, limit, other)
+            found += mismatches(self._runtime.engine, self._rule, line, limit, other)
         return found

@@ -15,17 +15,18 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.noise import gumbels, noise_key
-from spaceport.tools.verify.audit.kinds import Group
+from spaceport.runtime.text.transcript import Path
+from spaceport.tools.verify.audit.kinds import DraftGroup
 from spaceport.tools.verify.feeding import Logits, logits_of
-from spaceport.tools.verify.lines import Line, Path, parting
+from spaceport.tools.verify.thread_tokens import ThreadTokens, first_difference
 
 Grade = Literal["near-tie", "FAULT"]
 _BOTH_WAYS = 2  # of two tokens, one may have lost by the noise what the other has won
 
 
 @dataclass(frozen=True)
-class Miss:
-    """A place at which something else stands than plain decoding writes there."""
+class Mismatch:
+    """A position at which a text differs from what plain decoding writes there."""
 
     path: Path
     place: int  # in the thread, its prompt counted
@@ -47,7 +48,7 @@ class Rule:
     bans: Bans
     seed: int | None
 
-    def scores(self, logits: Logits, line: Line, place: int) -> NDArray[np.float64]:
+    def scores(self, logits: Logits, line: ThreadTokens, place: int) -> NDArray[np.float64]:
         """Of each token at a place: the one with the highest is written there, of equals the lowest id."""
         scores = logits.astype(np.float64)
         if self.seed is not None:
@@ -58,7 +59,7 @@ class Rule:
         return scores
 
 
-def rule_for(group: Group, tokens: TokenIds) -> Rule:
+def rule_for(group: DraftGroup, tokens: TokenIds) -> Rule:
     """The rule of a group of kinds."""
     never = frozenset(tokens.unwritable)
     if group.forks:
@@ -66,55 +67,60 @@ def rule_for(group: Group, tokens: TokenIds) -> Rule:
     return Rule(tokens, Bans(never | frozenset(tokens.forking)), group.seed)
 
 
-def misses(engine: Engine, rule: Rule, line: Line, limit: int, plain: Line | None = None) -> list[Miss]:
+def mismatches(
+    engine: Engine, rule: Rule, line: ThreadTokens, limit: int, plain: ThreadTokens | None = None
+) -> list[Mismatch]:
     """Every place of a line that plain decoding fills otherwise, from where it parts from the plain line on.
 
     The line is fed as it stands, one row a step: so what follows a difference is judged behind that difference. `limit`
     is how long a line may become.
     """
-    apart = line.start if plain is None else parting(line, plain)
+    apart = line.start if plain is None else first_difference(line, plain)
     if apart is None:
         return []
     logits = logits_of(engine, line)
-    found = [*_misses(rule, line, logits, apart), *_at_its_end(line, limit)]
+    found = [*_mismatches(rule, line, logits, apart), *_at_its_end(line, limit)]
     if plain is not None and apart < min(_places(line), _places(plain)):
-        found = [_against(rule, line, plain, apart, logits), *(miss for miss in found if miss.place != apart)]
+        found = [
+            _against(rule, line, plain, apart, logits),
+            *(mismatch for mismatch in found if mismatch.place != apart),
+        ]
     return found
 
 
-def strays(lines: dict[Path, Line], plain: dict[Path, Line]) -> list[Miss]:
+def strays(lines: dict[Path, ThreadTokens], plain: dict[Path, ThreadTokens]) -> list[Mismatch]:
     """The threads that only one of two texts has, though all before their forks is the same."""
     found = []
     for path in sorted(lines.keys() ^ plain.keys()):
         before = path[:-1]
         if before not in lines or before not in plain or lines[before].cut or plain[before].cut:
             continue
-        if parting(lines[before], plain[before]) is None:
+        if first_difference(lines[before], plain[before]) is None:
             said = "the thread is missing" if path in plain else "plain decoding has no such thread"
-            found.append(Miss(path, (lines | plain)[path].start, None, None, np.inf, said))
+            found.append(Mismatch(path, (lines | plain)[path].start, None, None, np.inf, said))
     return found
 
 
-def _misses(rule: Rule, line: Line, logits: Logits, first: int) -> Iterator[Miss]:
+def _mismatches(rule: Rule, line: ThreadTokens, logits: Logits, first: int) -> Iterator[Mismatch]:
     for place in range(first, _places(line)):
         scores = rule.scores(logits[place - line.start], line, place)
         written, best = _written(rule, line, place, scores), int(scores.argmax())
         if np.isnan(scores).any():
-            yield Miss(line.path, place, None, written, np.nan, "the logits hold NaN")
+            yield Mismatch(line.path, place, None, written, np.nan, "the logits hold NaN")
         elif best != written:
-            yield Miss(line.path, place, best, written, float(scores[best] - scores[written]))
+            yield Mismatch(line.path, place, best, written, float(scores[best] - scores[written]))
 
 
-def _at_its_end(line: Line, limit: int) -> list[Miss]:
+def _at_its_end(line: ThreadTokens, limit: int) -> list[Mismatch]:
     """What is wrong with a line that neither ended nor came to its limit, or went beyond it."""
     place = len(line.tokens)
     if line.ended or line.cut or max(limit, line.start) == place:
         return []
     said = f"the text ends {'too early' if place < limit else 'too late'}, its limit is {limit}"
-    return [Miss(line.path, place, None, None, np.inf, said)]
+    return [Mismatch(line.path, place, None, None, np.inf, said)]
 
 
-def _against(rule: Rule, line: Line, plain: Line, place: int, logits: Logits) -> Miss:
+def _against(rule: Rule, line: ThreadTokens, plain: ThreadTokens, place: int, logits: Logits) -> Mismatch:
     """The first difference of two texts, by what both have there.
 
     The plain text has the likeliest token there, but on an engine that does not do the same thing twice.
@@ -122,16 +128,16 @@ def _against(rule: Rule, line: Line, plain: Line, place: int, logits: Logits) ->
     scores = rule.scores(logits[place - line.start], line, place)
     rival, written = _written(rule, plain, place, scores), _written(rule, line, place, scores)
     margin = float(scores.max() - min(scores[rival], scores[written]))
-    return Miss(line.path, place, rival, written, margin, "the logits hold NaN" if np.isnan(margin) else "")
+    return Mismatch(line.path, place, rival, written, margin, "the logits hold NaN" if np.isnan(margin) else "")
 
 
-def _written(rule: Rule, line: Line, place: int, scores: NDArray[np.float64]) -> int:
+def _written(rule: Rule, line: ThreadTokens, place: int, scores: NDArray[np.float64]) -> int:
     """The token at a place; behind the last one the likeliest of those that end a text."""
     if place < len(line.tokens):
         return line.tokens[place]
     return max(rule.tokens.end, key=lambda token: (scores[token], -token))
 
 
-def _places(line: Line) -> int:
+def _places(line: ThreadTokens) -> int:
     """How many places a line fills, the end token's among them."""
     return len(line.tokens) + line.ended

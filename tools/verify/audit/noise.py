@@ -14,7 +14,7 @@ from spaceport.graphs.contract.tolerance import TOLERANCE
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.logprobs import likeliest_in
 from spaceport.tools.verify.feeding import Logits, Pace, feed, logits_of
-from spaceport.tools.verify.lines import Line
+from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 WIDTHS = (1, 2, 4, 9, 16, 36, 64)
 _BESIDE = (1, 9)  # rows of each request where several stand side by side
@@ -55,7 +55,7 @@ class Noise:
         }
 
 
-class Tally:
+class NoiseTally:
     """What was seen of one way to feed: how many places, the largest difference there and the largest logit."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Tally:
         self.largest = 0.0
         self.largest_logit = 0.0
 
-    def feed(self, engine: Engine, lines: Sequence[Line], plain: Sequence[Logits], pace: Pace) -> None:
+    def feed(self, engine: Engine, lines: Sequence[ThreadTokens], plain: Sequence[Logits], pace: Pace) -> None:
         """Feed lines side by side; where there are too few, some of them twice."""
         which = list(islice(cycle(range(len(lines))), pace.requests))
 
@@ -80,10 +80,10 @@ class Tally:
         self.largest_logit = max(self.largest_logit, float(seen.max(initial=0.0)))
 
 
-def measure(engine: Engine, lines: Sequence[Line]) -> list[Noise]:
+def measure(engine: Engine, lines: Sequence[ThreadTokens]) -> list[Noise]:
     """The noise of every width that an engine has, over these lines."""
     ways = paces(engine)
-    tallies = [Tally() for _ in ways]
+    tallies = [NoiseTally() for _ in ways]
     room = min(_MOST_BESIDE, engine.requests)
     for first in range(0, len(lines), room):
         group = lines[first : first + room]
@@ -97,7 +97,7 @@ def measure(engine: Engine, lines: Sequence[Line]) -> list[Noise]:
     return [Noise(pace.rows, pace.requests, tally.places, tally.largest, limit) for pace, tally in fed]
 
 
-def limit_of(tallies: Sequence[Tally], tolerance: float) -> float:
+def limit_of(tallies: Sequence[NoiseTally], tolerance: float) -> float:
     """The largest difference that rounding explains: what the type allows, and not far beyond what is usual here.
 
     The type's is meant for engines of different kinds, and in half precision has room for a wrong bit of a mask.

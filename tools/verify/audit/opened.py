@@ -11,14 +11,14 @@ from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
+from spaceport.tools.verify.audit.audit_report import AuditReport
 from spaceport.tools.verify.audit.prompts import questions, read_prompts
-from spaceport.tools.verify.audit.report import Report
 
 MOST_REQUESTS = 4  # texts at a time, unless told otherwise
 
 
 @dataclass(frozen=True)
-class Settings:
+class AuditOptions:
     """How much is audited, and with how much room."""
 
     max_tokens: int = 128  # of each text
@@ -34,22 +34,24 @@ class Settings:
                 raise OptionFault(f"{name} is {given}: expected at least 1")
 
 
-def audit_bundle(bundle: Path, prompts: Path, backend: str, settings: Settings, stage: Callable[[str], None]) -> Report:
+def audit_bundle(
+    bundle: Path, prompts: Path, backend: str, options: AuditOptions, stage: Callable[[str], None]
+) -> AuditReport:
     """What drafts change in the texts of a bundle on a backend."""
-    asked = read_prompts(prompts)[: settings.limit]
+    asked = read_prompts(prompts)[: options.limit]
     stage("opening the bundle")
-    room = settings.max_requests
+    room = options.max_requests
     with Runtime.open(
         bundle,
         backend=backend,
-        max_seq_len=settings.max_seq_len,
+        max_seq_len=options.max_seq_len,
         max_requests=requests_for(read_manifest(bundle)) if room is None else room,
-        threads=settings.threads,
-        trust_engines=settings.trust_engines,
+        threads=options.threads,
+        trust_engines=options.trust_engines,
     ) as runtime:
         for note in runtime.notes:
             stage(note)
-        return audit(runtime, questions(runtime, asked, settings.max_tokens, prompts), settings.max_tokens, stage)
+        return audit(runtime, questions(runtime, asked, options.max_tokens, prompts), options.max_tokens, stage)
 
 
 def requests_for(manifest: Manifest) -> int:

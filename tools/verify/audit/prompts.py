@@ -17,7 +17,7 @@ _EXPECTED = 'expected one of "messages", "prompt" and "text"'
 
 
 @dataclass(frozen=True)
-class Asked:
+class AuditPrompt:
     """One prompt of a file; lines count from 1."""
 
     line: int
@@ -26,14 +26,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Question:
+class TokenizedPrompt:
     """A prompt in a model's tokens."""
 
     line: int  # of the file
     tokens: tuple[int, ...]
 
 
-def read_prompts(path: Path) -> list[Asked]:
+def read_prompts(path: Path) -> list[AuditPrompt]:
     """The prompts of a file: JSON objects if its first line begins with a brace, plain text otherwise."""
     if path.is_dir():
         raise InputFault(f"{path}: is a folder: expected a file of prompts, one on each line")
@@ -48,11 +48,11 @@ def read_prompts(path: Path) -> list[Asked]:
     if not lines:
         raise InputFault(f"{path}: holds no prompt: expected at least one line of text or JSON")
     if not lines[0][1].lstrip().startswith("{"):
-        return [Asked(number, line) for number, line in lines]
+        return [AuditPrompt(number, line) for number, line in lines]
     return [_asked(path, number, line) for number, line in lines]
 
 
-def questions(runtime: Runtime, asked: list[Asked], max_tokens: int, path: Path) -> list[Question]:
+def questions(runtime: Runtime, asked: list[AuditPrompt], max_tokens: int, path: Path) -> list[TokenizedPrompt]:
     """The prompts in a model's tokens; raises for the first that does not fit together with its text.
 
     None is left out: where masks and positions go wrong, long texts show it first.
@@ -60,7 +60,7 @@ def questions(runtime: Runtime, asked: list[Asked], max_tokens: int, path: Path)
     return [_question(runtime, one, max_tokens, path) for one in asked]
 
 
-def _question(runtime: Runtime, asked: Asked, max_tokens: int, path: Path) -> Question:
+def _question(runtime: Runtime, asked: AuditPrompt, max_tokens: int, path: Path) -> TokenizedPrompt:
     templated = TEMPLATE_FILE in runtime.bundle.manifest.files
     try:
         tokens = runtime.tokens_of(asked.prompt if asked.bare is None or templated else asked.bare)
@@ -72,10 +72,10 @@ def _question(runtime: Runtime, asked: Asked, max_tokens: int, path: Path) -> Qu
             f"{len(tokens) + max_tokens}, --max-seq-len is {runtime.max_seq_len}: shorten the prompt, lower --max-tokens, or "
             f"raise --max-seq-len (the model goes up to {runtime.bundle.manifest.max_positions})"
         )
-    return Question(asked.line, tuple(tokens))
+    return TokenizedPrompt(asked.line, tuple(tokens))
 
 
-def _asked(path: Path, number: int, line: str) -> Asked:
+def _asked(path: Path, number: int, line: str) -> AuditPrompt:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -89,10 +89,14 @@ def _asked(path: Path, number: int, line: str) -> Asked:
         raise InputFault(f"{path} line {number}: holds {found}: {_EXPECTED}")
     given = data[forms[0]]
     if forms[0] == "messages":
-        return Asked(number, _question_of(path, number, given))
+        return AuditPrompt(number, _question_of(path, number, given))
     if not isinstance(given, str) or not given.strip():
         raise InputFault(f'{path} line {number}: "{forms[0]}" is {_shown(given)}: expected text')
-    return Asked(number, given) if forms[0] == "text" else Asked(number, ({"role": "user", "content": given},), given)
+    return (
+        AuditPrompt(number, given)
+        if forms[0] == "text"
+        else AuditPrompt(number, ({"role": "user", "content": given},), given)
+    )
 
 
 def _question_of(path: Path, number: int, messages: Any) -> tuple[Message, ...]:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.audit.kinds import Kind
-from spaceport.tools.verify.audit.prompts import Question
-from spaceport.tools.verify.lines import Line, Path, lines_of
+from spaceport.runtime.text.transcript import Path
+from spaceport.tools.verify.audit.kinds import DraftKind
+from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of
 
 _WAITING = 64  # texts that wait for a place of the engine: so they begin and end beside each other, at odd times
 
 
 @dataclass(frozen=True)
-class Job:
+class TextJob:
     """A text to be written: the kind and the prompt by their numbers."""
 
     kind: int
@@ -24,10 +25,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Text:
+class AuditText:
     """A text that was written, thread by thread."""
 
-    lines: dict[Path, Line]
+    lines: dict[Path, ThreadTokens]
     steps: int
     fault: str = ""  # why there is none
 
@@ -38,15 +39,19 @@ class Text:
 
 
 def write(
-    runtime: Runtime, kinds: Sequence[Kind], questions: Sequence[Question], jobs: Sequence[Job], together: bool
-) -> list[Text]:
+    runtime: Runtime,
+    kinds: Sequence[DraftKind],
+    questions: Sequence[TokenizedPrompt],
+    jobs: Sequence[TextJob],
+    together: bool,
+) -> list[AuditText]:
     """The texts of these jobs, one after the other or as many at a time as the engine has room for.
 
     Together their steps are wider, and rows fill up where texts differ. Nothing is under way when this returns.
     """
     count = runtime.engine.requests + _WAITING if together else 1
     child = runtime.bundle.manifest.tokens.child
-    found: list[Text] = []
+    found: list[AuditText] = []
     for first in range(0, len(jobs), count):
         group = jobs[first : first + count]
         streams = [runtime.stream(questions[job.prompt].tokens, kinds[job.kind].decoding) for job in group]
@@ -57,9 +62,9 @@ def write(
     return found
 
 
-def _text(stream: Stream, child: int | None) -> Text:
+def _text(stream: Stream, child: int | None) -> AuditText:
     try:
         completion = stream.completion()
     except NotANumber as error:
-        return Text({}, stream.statistics.steps, str(error))
-    return Text(lines_of(completion, child), completion.statistics.steps)
+        return AuditText({}, stream.statistics.steps, str(error))
+    return AuditText(thread_tokens_of(completion, child), completion.statistics.steps)

@@ -10,21 +10,21 @@ from spaceport.graphs.contract.tolerance import TOLERANCE
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.reference import open_reference
-from spaceport.tools.verify.accuracy import Finding, Pair, compare, recorded
+from spaceport.tools.verify.accuracy import ComparedPair, LogitDifference, compare, recorded
 from spaceport.tools.verify.check.cases import Recording, record
 from spaceport.tools.verify.check.inside import GraphInside, ModelInside
 from spaceport.tools.verify.check.layers import Layers, compare_layers, parts_of
-from spaceport.tools.verify.check.lineup import Asked, Lineup, line_up
+from spaceport.tools.verify.check.lineup import CheckOptions, Lineup, line_up
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """What a check found."""
 
     graph: tuple[str, ...]  # sha256 of its files
     backends: tuple[str, ...]  # that were compared
     calls: int
-    pairs: tuple[Pair, ...]
+    pairs: tuple[ComparedPair, ...]
     absent: Mapping[str, str]  # by backend: why it was not compared
     left_out: tuple[str, ...]  # what no case shows, and why
     layers: Layers | None  # if it was asked for
@@ -41,10 +41,12 @@ class Report:
         return shared.pop() if len(shared) == 1 else None
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def differences(self) -> tuple[LogitDifference, ...]:
         """For each case the worst that was found of the first side and any other."""
-        own = [pair.findings for pair in self.pairs if pair.first == self.pairs[0].first]
-        return tuple(max(findings, key=lambda finding: finding.excess) for findings in zip(*own, strict=True))
+        own = [pair.differences for pair in self.pairs if pair.first == self.pairs[0].first]
+        return tuple(
+            max(differences, key=lambda difference: difference.excess) for differences in zip(*own, strict=True)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -53,7 +55,7 @@ class Report:
             "backends": list(self.backends),
             "reference": self.pairs[0].first,
             "calls": self.calls,
-            "cases": [finding.as_dict() for finding in self.findings],
+            "cases": [difference.as_dict() for difference in self.differences],
             "pairs": [pair.as_dict() for pair in self.pairs],
             "not_compared": dict(self.absent),
             "left_out": list(self.left_out),
@@ -62,16 +64,16 @@ class Report:
         }
 
 
-def check(bundle: Bundle, asked: Asked, stage: Callable[[str], None] = lambda name: None) -> Report:
+def check(bundle: Bundle, options: CheckOptions, stage: Callable[[str], None] = lambda name: None) -> CheckReport:
     """All engines that can run a bundle here, one after the other on the same calls, and each pair compared."""
-    lineup = line_up(bundle, asked)
-    recording = recorded_on_first(bundle, lineup, asked.seed, stage)
+    lineup = line_up(bundle, options)
+    recording = recorded_on_first(bundle, lineup, options.seed, stage)
     first, *others = lineup.contenders
     sides = [recorded(first.name, first.dtype, recording.feeds), *(other.side(stage) for other in others)]
     pairs = compare(sides, recording.feeds)
-    layers = layers_of(bundle, asked, lineup, recording, pairs, stage) if asked.layers else None
+    layers = layers_of(bundle, options, lineup, recording, pairs, stage) if options.layers else None
     graph, calls, left_out = bundle.manifest.graph, len(recording.feeds), tuple(recording.left_out)
-    return Report(graph, lineup.backends, calls, tuple(pairs), lineup.absent, left_out, layers)
+    return CheckReport(graph, lineup.backends, calls, tuple(pairs), lineup.absent, left_out, layers)
 
 
 def recorded_on_first(bundle: Bundle, lineup: Lineup, seed: int, stage: Callable[[str], None]) -> Recording:
@@ -87,24 +89,24 @@ def recorded_on_first(bundle: Bundle, lineup: Lineup, seed: int, stage: Callable
 
 def layers_of(
     bundle: Bundle,
-    asked: Asked,
+    options: CheckOptions,
     lineup: Lineup,
     recording: Recording,
-    pairs: Sequence[Pair],
+    pairs: Sequence[ComparedPair],
     stage: Callable[[str], None],
 ) -> Layers:
     """The graph's values against the model's, both in the bundle's type: in the first case that failed, or in all.
 
     Of engines nothing is seen but their logits, so onnxruntime runs the graph that they were built from.
     """
-    assert asked.checkpoint is not None
+    assert options.checkpoint is not None
     signature, room = bundle.manifest.signature, lineup.room
-    failed = next((finding.case for pair in pairs for finding in pair.findings if not finding.passed), None)
+    failed = next((difference.case for pair in pairs for difference in pair.differences if not difference.passed), None)
     feeds = [feed for feed in recording.feeds if failed in (None, feed.case)]
     engine = open_reference(
-        bundle, asked.checkpoint, room.capacity, room.requests, signature.dtype, asked.remote_code, asked.threads
+        bundle, options.checkpoint, room.capacity, room.requests, signature.dtype, options.remote_code, options.threads
     )
-    graph = GraphInside(bundle, room, asked.threads, any(BACKENDS[name].gpu for name in lineup.backends))
+    graph = GraphInside(bundle, room, options.threads, any(BACKENDS[name].gpu for name in lineup.backends))
     through = f"PyTorch {signature.dtype} and the graph on onnxruntime {graph.device}"
     stage(f"comparing the layers of {through}")
     parts = parts_of(signature, graph.marks)

@@ -15,7 +15,7 @@ from spaceport.tools.verify.check.inside import Inside
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerValue:
     """A value of a graph that two runs are compared by."""
 
     name: str  # in the graph
@@ -30,7 +30,7 @@ class Part:
 class Parted:
     """The first value that is out of tolerance."""
 
-    part: Part
+    part: LayerValue
     case: str
     error: float
     allowed: float
@@ -54,9 +54,9 @@ class Layers:
     """What the comparison of all values found."""
 
     through: str  # which two runs were compared
-    parts: tuple[Part, ...]
+    parts: tuple[LayerValue, ...]
     parted: Parted | None
-    closest: tuple[Part, float]  # the value with the largest share of its tolerance, if none is beyond it
+    closest: tuple[LayerValue, float]  # the value with the largest share of its tolerance, if none is beyond it
 
     @property
     def layers(self) -> int:
@@ -86,19 +86,19 @@ class Layers:
         }
 
 
-def parts_of(signature: Signature, marks: Sequence[str]) -> tuple[Part, ...]:
+def parts_of(signature: Signature, marks: Sequence[str]) -> tuple[LayerValue, ...]:
     """What can be compared, in the order in which a graph reckons it."""
     parts = []
     for layer in range(signature.layers):
         key, value = signature.present[2 * layer : 2 * layer + 2]
-        parts += [Part(key.name, layer, "keys"), Part(value.name, layer, "values")]
+        parts += [LayerValue(key.name, layer, "keys"), LayerValue(value.name, layer, "values")]
         marked = ((attention_mark(layer), "attention"), (output_mark(layer), "output"))
-        parts += [Part(name, layer, told) for name, told in marked if name in marks]
-    return (*parts, Part("logits", None, "logits"))
+        parts += [LayerValue(name, layer, told) for name, told in marked if name in marks]
+    return (*parts, LayerValue("logits", None, "logits"))
 
 
 def compare_layers(
-    model: Inside, graph: Inside, parts: tuple[Part, ...], feeds: Sequence[Feed], tolerance: float, through: str
+    model: Inside, graph: Inside, parts: tuple[LayerValue, ...], feeds: Sequence[Feed], tolerance: float, through: str
 ) -> Layers:
     """Run the feeds on both up to the first value that is out of tolerance."""
     closest = (parts[-1], 0.0)
@@ -112,8 +112,8 @@ def compare_layers(
 
 
 def _differences(
-    model: Inside, graph: Inside, parts: Sequence[Part], feed: Feed
-) -> Iterator[tuple[Part, float, float]]:
+    model: Inside, graph: Inside, parts: Sequence[LayerValue], feed: Feed
+) -> Iterator[tuple[LayerValue, float, float]]:
     """Each value's largest error and largest magnitude in one call."""
     expected, got = model.run(feed.arrays), graph.run(feed.arrays)
     visible = feed.arrays["attention_mask"].shape[-1]
@@ -123,6 +123,6 @@ def _differences(
         yield part, float(error), float(np.abs(first).max(initial=0.0))
 
 
-def _seen(value: Array, part: Part, visible: int) -> Array:
+def _seen(value: Array, part: LayerValue, visible: int) -> Array:
     """Of a KV buffer the part that rows may see: what they wrote, and all that was there."""
     return value[:, :, :visible] if part.told in ("keys", "values") else value

@@ -21,7 +21,7 @@ from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.engine import Engine, EngineFault
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.reference import open_reference
-from spaceport.tools.verify.accuracy import Array, Call, CallFailed, Side
+from spaceport.tools.verify.accuracy import Array, Call, CallFailed, ComparedSide
 from spaceport.tools.verify.check.cases import REQUESTS, Room, replay
 
 DEFAULT_LONG = 1024
@@ -30,7 +30,7 @@ _BEYOND = 64  # tokens that the cases write behind their longest prompt
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckOptions:
     """What is asked of a check."""
 
     checkpoint: Path | None = None
@@ -52,7 +52,7 @@ class Contender:
     dtype: Precision
     open: Callable[[], Engine]
 
-    def side(self, stage: Callable[[str], None]) -> Side:
+    def side(self, stage: Callable[[str], None]) -> ComparedSide:
         """The same for a comparison, which opens it, feeds it all that was recorded and closes it."""
 
         @contextmanager
@@ -64,7 +64,7 @@ class Contender:
             finally:
                 engine.close()
 
-        return Side(self.name, self.dtype, opened)
+        return ComparedSide(self.name, self.dtype, opened)
 
 
 @dataclass(frozen=True)
@@ -80,28 +80,28 @@ class Lineup:
         return tuple(contender.backend for contender in self.contenders if contender.backend is not None)
 
 
-def line_up(bundle: Bundle, asked: Asked) -> Lineup:
+def line_up(bundle: Bundle, options: CheckOptions) -> Lineup:
     """Everything that can run a bundle here: its PyTorch model first, if there is a checkpoint, then the backends."""
-    if asked.layers and asked.checkpoint is None:
+    if options.layers and options.checkpoint is None:
         raise OptionFault("--layers compares with the PyTorch model: expected a CHECKPOINT behind the bundle")
-    room = room_of(bundle.manifest, asked.length, _largest(bundle, asked))
-    opening = Opening(room.capacity, room.requests, asked.threads, asked.trust_engines)
+    room = room_of(bundle.manifest, options.length, _largest(bundle, options))
+    opening = Opening(room.capacity, room.requests, options.threads, options.trust_engines)
     absent = {}
-    for name in asked.backends:
+    for name in options.backends:
         if name not in BACKENDS:
             raise OptionFault(f"backend is {name!r}: expected {', '.join(BACKENDS)}")
         require(bundle, name, opening)
-    if not asked.backends:
+    if not options.backends:
         absent = {name: reason for name in BACKENDS if (reason := why_not(bundle, name, opening)) is not None}
-    named = [name for name in asked.backends or BACKENDS if name not in absent]
+    named = [name for name in options.backends or BACKENDS if name not in absent]
     if not named:
         raise MissingPart(f"{bundle.path}: nothing runs it here: {'; '.join(by_reason(absent))}")
     contenders = [
-        *_references(bundle, asked, room),
+        *_references(bundle, options, room),
         *(_backend(bundle, name, opening) for name in dict.fromkeys(named)),
     ]
     if len(contenders) < 2:
-        raise OptionFault(_alone(bundle, contenders, absent, asked))
+        raise OptionFault(_alone(bundle, contenders, absent, options))
     return Lineup(tuple(contenders), room, absent)
 
 
@@ -128,11 +128,11 @@ def failing(call: Callable[[Mapping[str, Array]], NDArray[np.float32]]) -> Call:
     return called
 
 
-def _largest(bundle: Bundle, asked: Asked) -> list[EngineRecord]:
+def _largest(bundle: Bundle, options: CheckOptions) -> list[EngineRecord]:
     """Of the engines that were built for this GPU and this graph: the one of each flavour with the most room."""
     if no_gpu() is not None:
         return []
-    flavours = {BACKENDS[name].flavour for name in asked.backends or BACKENDS if name in BACKENDS} - {None}
+    flavours = {BACKENDS[name].flavour for name in options.backends or BACKENDS if name in BACKENDS} - {None}
     fitting = [
         record
         for record in bundle.manifest.engines.values()
@@ -142,16 +142,18 @@ def _largest(bundle: Bundle, asked: Asked) -> list[EngineRecord]:
     return [max(records, key=lambda record: (record.capacity, record.requests)) for records in own if records]
 
 
-def _references(bundle: Bundle, asked: Asked, room: Room) -> list[Contender]:
-    if asked.checkpoint is None:
+def _references(bundle: Bundle, options: CheckOptions, room: Room) -> list[Contender]:
+    if options.checkpoint is None:
         return []
     own = bundle.manifest.signature.dtype
-    return [_reference(bundle, asked, asked.checkpoint, room, dtype) for dtype in dict.fromkeys(("float32", own))]
+    return [_reference(bundle, options, options.checkpoint, room, dtype) for dtype in dict.fromkeys(("float32", own))]
 
 
-def _reference(bundle: Bundle, asked: Asked, checkpoint: Path, room: Room, dtype: Precision) -> Contender:
+def _reference(bundle: Bundle, options: CheckOptions, checkpoint: Path, room: Room, dtype: Precision) -> Contender:
     def opened() -> Engine:
-        return open_reference(bundle, checkpoint, room.capacity, room.requests, dtype, asked.remote_code, asked.threads)
+        return open_reference(
+            bundle, checkpoint, room.capacity, room.requests, dtype, options.remote_code, options.threads
+        )
 
     return Contender(f"PyTorch {dtype}", None, dtype, opened)
 
@@ -162,8 +164,8 @@ def _backend(bundle: Bundle, name: str, opening: Opening) -> Contender:
     return Contender(label, name, dtype, lambda: open_engine(bundle, name, opening))
 
 
-def _alone(bundle: Bundle, contenders: list[Contender], absent: Mapping[str, str], asked: Asked) -> str:
-    more = ", or leave --backend out" if asked.backends else ""
+def _alone(bundle: Bundle, contenders: list[Contender], absent: Mapping[str, str], options: CheckOptions) -> str:
+    more = ", or leave --backend out" if options.backends else ""
     reasons = "".join(f"; not {line}" for line in by_reason(absent))
     return (
         f"{bundle.path}: {contenders[0].name} alone runs it here, expected two engines to compare: name the CHECKPOINT that "

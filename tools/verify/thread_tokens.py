@@ -1,17 +1,16 @@
-"""Lines: the threads of a text, each as one line of tokens with all that stands before it."""
+"""Thread tokens: the threads of a completion, each as its tokens behind everything that it continues."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from spaceport.runtime.scheduling.generation import Completion
-
-Path = tuple[int, ...]
+from spaceport.runtime.text.transcript import Path
 
 
 @dataclass(frozen=True)
-class Line:
-    """A thread's tokens from the first of the prompt on."""
+class ThreadTokens:
+    """The tokens of a thread from the first one of the prompt."""
 
     path: Path
     tokens: tuple[int, ...]
@@ -25,9 +24,9 @@ class Line:
         return len(self.tokens) - self.start + self.ended
 
 
-def lines_of(completion: Completion, child: int | None) -> dict[Path, Line]:
+def thread_tokens_of(completion: Completion, child: int | None) -> dict[Path, ThreadTokens]:
     """The threads of a finished text, parents before their children."""
-    lines: dict[Path, Line] = {}
+    lines: dict[Path, ThreadTokens] = {}
     for thread in completion.threads:
         before = completion.prompt_tokens
         if thread.fork is not None:
@@ -35,13 +34,13 @@ def lines_of(completion: Completion, child: int | None) -> dict[Path, Line]:
             parent = lines[thread.path[:-1]]
             before = (*parent.tokens[: parent.start + thread.fork + 1], child)
         ending = thread.ending
-        lines[thread.path] = Line(
+        lines[thread.path] = ThreadTokens(
             thread.path, (*before, *thread.tokens), len(before), ending == "end", ending == "total"
         )
     return lines
 
 
-def parting(line: Line, plain: Line) -> int | None:
+def first_difference(line: ThreadTokens, plain: ThreadTokens) -> int | None:
     """The first place at which two lines with the same beginning differ; none: they are the same."""
     shorter = min(len(line.tokens), len(plain.tokens))
     for place in range(line.start, shorter):

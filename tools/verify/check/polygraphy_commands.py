@@ -19,7 +19,7 @@ _STEP_ROWS, _PROMPT_ROWS, _REQUESTS, _CAPACITY = 64, 512, 4, 1024
 
 
 @dataclass(frozen=True)
-class Line:
+class PolygraphyCommand:
     """A command and what it does."""
 
     does: str
@@ -30,8 +30,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Built:
-    """The room of an engine, built or to be built."""
+class EngineSizes:
+    """The sizes that an engine is built for."""
 
     capacity: int
     requests: int
@@ -39,7 +39,7 @@ class Built:
     prompt_rows: int
 
 
-def lines_for(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[Line]:
+def commands_for(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[PolygraphyCommand]:
     """What to paste: the outputs to compare with first, then a line for everything that could run the bundle."""
     signature = bundle.manifest.signature
     engines = {
@@ -61,7 +61,7 @@ def tolerances(signature: Signature, largest_logit: float) -> list[str]:
     return ["--atol", f"{share:g}", f"logits:{allowed:.3g}", "--rtol", "0", "--check-error-stat", "mean", "logits:max"]
 
 
-def _on_onnxruntime(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[Line]:
+def _on_onnxruntime(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[PolygraphyCommand]:
     model = str((bundle.path / MODEL_FILE).resolve())
     compared = tolerances(bundle.manifest.signature, largest_logit)
 
@@ -72,29 +72,31 @@ def _on_onnxruntime(bundle: Bundle, checkpoint: Path | None, largest_logit: floa
     if checkpoint is None:
         file = "onnxruntime.json"
         return [
-            Line("what ONNX Runtime gives on the processor", on("cpu", "--save-outputs", file)),
-            Line(f"{cuda}that", on("cuda", "--load-outputs", file, *compared)),
+            PolygraphyCommand("what ONNX Runtime gives on the processor", on("cpu", "--save-outputs", file)),
+            PolygraphyCommand(f"{cuda}that", on("cuda", "--load-outputs", file, *compared)),
         ]
     file = "pytorch.json"
     return [
-        Line("what PyTorch gives", _saved(bundle, {}, checkpoint, file)),
-        Line("ONNX Runtime on the processor against PyTorch", on("cpu", "--load-outputs", file, *compared)),
-        Line(f"{cuda}PyTorch", on("cuda", "--load-outputs", file, *compared)),
+        PolygraphyCommand("what PyTorch gives", _saved(bundle, {}, checkpoint, file)),
+        PolygraphyCommand(
+            "ONNX Runtime on the processor against PyTorch", on("cpu", "--load-outputs", file, *compared)
+        ),
+        PolygraphyCommand(f"{cuda}PyTorch", on("cuda", "--load-outputs", file, *compared)),
     ]
 
 
 def _on_engine(
     bundle: Bundle, checkpoint: Path | None, largest_logit: float, path: Path, record: EngineRecord
-) -> list[Line]:
-    room = Built(record.capacity, record.requests, record.step_rows, record.prompt_rows)
+) -> list[PolygraphyCommand]:
+    room = EngineSizes(record.capacity, record.requests, record.step_rows, record.prompt_rows)
     library = _library(record.flavour)
     return _against(bundle, checkpoint, largest_logit, room, library, str(path), f"{record.flavour} ({record.target})")
 
 
-def _built(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[Line]:
+def _built(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[PolygraphyCommand]:
     """An engine that stock Polygraphy builds itself: the buffers of the graph get their size, then two profiles."""
     signature = bundle.manifest.signature
-    room = Built(_CAPACITY, _REQUESTS, _STEP_ROWS, _PROMPT_ROWS)
+    room = EngineSizes(_CAPACITY, _REQUESTS, _STEP_ROWS, _PROMPT_ROWS)
     fixed, engine = f"fixed-{room.capacity}.onnx", f"polygraphy-{room.capacity}.engine"
     dims = [str(size) if isinstance(size, int) else f'"{size}"' for size in signature.past[0].shape]
     dims[2] = str(room.capacity)
@@ -105,8 +107,8 @@ def _built(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> lis
     convert = ["polygraphy", "convert", fixed, "--convert-to", "trt", "-o", engine, *_profiles(signature, room)]
     library = _library("tensorrt-rtx")
     return [
-        Line(f"the graph with buffers of {room.capacity} slots", shlex.join(sanitize)),
-        Line("an engine of it, with a profile for steps and one for prompts", _command(library, convert)),
+        PolygraphyCommand(f"the graph with buffers of {room.capacity} slots", shlex.join(sanitize)),
+        PolygraphyCommand("an engine of it, with a profile for steps and one for prompts", _command(library, convert)),
         *_against(bundle, checkpoint, largest_logit, room, library, engine, "that engine"),
     ]
 
@@ -115,11 +117,11 @@ def _against(
     bundle: Bundle,
     checkpoint: Path | None,
     largest_logit: float,
-    room: Built,
+    room: EngineSizes,
     library: Mapping[str, str],
     engine: str,
     told: str,
-) -> list[Line]:
+) -> list[PolygraphyCommand]:
     """An engine's line, behind the one that gives what it is compared with, in buffers of the engine's size."""
     sizes = {"SPACEPORT_SLOTS": str(room.capacity), "SPACEPORT_REQUESTS": str(room.requests)}
     flags = ["--trt", "--model-type", "engine"]
@@ -133,15 +135,15 @@ def _against(
         saved = _saved(bundle, sizes, checkpoint, file)
     compared = tolerances(bundle.manifest.signature, largest_logit)
     return [
-        Line(f"what {source} gives with {room.capacity} slots", saved),
-        Line(
+        PolygraphyCommand(f"what {source} gives with {room.capacity} slots", saved),
+        PolygraphyCommand(
             f"{told} against {source}",
             _run(bundle, {**library, **sizes}, engine, *flags, "--load-outputs", file, *compared),
         ),
     ]
 
 
-def _profiles(signature: Signature, room: Built) -> list[str]:
+def _profiles(signature: Signature, room: EngineSizes) -> list[str]:
     """A profile for steps and one for prompts: the least, the likeliest and the largest shapes."""
     wanted = logit_rows(room.prompt_rows, signature.vocab_size)
     flags: list[str] = []

@@ -1,4 +1,4 @@
-"""Report: what an audit found, as data and in one line."""
+"""Audit report: what an audit found, as data and in one line."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from spaceport.tools.verify.audit.judging import Grade, Miss
+from spaceport.tools.verify.audit.judging import Grade, Mismatch
 from spaceport.tools.verify.audit.noise import Noise, noise_of
-from spaceport.tools.verify.lines import Line
+from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 _AROUND = 12  # tokens before a place that are shown
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A place at which something else stands than plain decoding writes there, and what to make of it."""
+class GradedMismatch:
+    """A mismatch with its grade and the text around it."""
 
     kind: str
     requests: int  # at a time
     prompt: int  # from 1
     line: int  # of the file
     grade: Grade
-    miss: Miss
+    mismatch: Mismatch
     start: int  # place of the first token that the thread wrote
     around: str  # what stands before it
     plain: str  # text of the token that plain decoding writes
     written: str
 
     def as_dict(self) -> dict[str, Any]:
-        miss = self.miss
+        mismatch = self.mismatch
         return {
             "kind": self.kind,
             "requests": self.requests,
             "prompt": self.prompt,
             "line": self.line,
             "grade": self.grade,
-            "thread": list(miss.path),
-            "token": miss.place - self.start + 1,
+            "thread": list(mismatch.path),
+            "token": mismatch.place - self.start + 1,
             "around": self.around,
-            "plain": {"id": miss.plain, "text": self.plain},
-            "written": {"id": miss.written, "text": self.written},
-            "margin": miss.margin if math.isfinite(miss.margin) else None,
-            "said": miss.said,
+            "plain": {"id": mismatch.plain, "text": self.plain},
+            "written": {"id": mismatch.written, "text": self.written},
+            "margin": mismatch.margin if math.isfinite(mismatch.margin) else None,
+            "said": mismatch.said,
         }
 
 
 @dataclass
-class Row:
-    """What was found of one kind of draft."""
+class KindCounts:
+    """The counts of one kind of draft."""
 
     kind: str
     requests: int  # at a time
@@ -64,14 +64,14 @@ class Row:
     margin: float | None = None  # the largest of a near-tie
     faults: int = 0
 
-    def heard(self, found: Sequence[Finding]) -> None:
-        """What was found in one text."""
-        for finding in found:
-            if finding.grade == "FAULT":
+    def add(self, found: Sequence[GradedMismatch]) -> None:
+        """Count the mismatches of one text."""
+        for graded in found:
+            if graded.grade == "FAULT":
                 self.faults += 1
             else:
                 self.near_ties += 1
-                self.margin = max(self.margin or 0.0, finding.miss.margin)
+                self.margin = max(self.margin or 0.0, graded.mismatch.margin)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -89,13 +89,13 @@ class Row:
 
 
 @dataclass
-class Report:
+class AuditReport:
     """What an audit found on one engine."""
 
     engine: str
     noise: list[Noise] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    kinds: list[KindCounts] = field(default_factory=list)
+    mismatches: list[GradedMismatch] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -104,19 +104,19 @@ class Report:
     @property
     def faults(self) -> int:
         """Places with a fault, and widths whose noise is one."""
-        return sum(row.faults for row in self.rows) + sum(not one.sound for one in self.noise)
+        return sum(counts.faults for counts in self.kinds) + sum(not one.sound for one in self.noise)
 
     @property
-    def drafted(self) -> list[Row]:
+    def drafted(self) -> list[KindCounts]:
         """The rows of what was held against plain decoding."""
-        return [row for row in self.rows if not row.reference]
+        return [counts for counts in self.kinds if not counts.reference]
 
     @property
     def statement(self) -> str:
         """All of it in one line."""
-        texts, tokens = (sum(getattr(row, name) for row in self.drafted) for name in ("texts", "tokens"))
-        near = sum(row.near_ties for row in self.rows)
-        margin = max((row.margin for row in self.rows if row.margin is not None), default=None)
+        texts, tokens = (sum(getattr(counts, name) for counts in self.drafted) for name in ("texts", "tokens"))
+        near = sum(counts.near_ties for counts in self.kinds)
+        margin = max((counts.margin for counts in self.kinds if counts.margin is not None), default=None)
         noise = f"noise {_rounded(noise_of(self.noise))}"
         told = noise if margin is None else f"margin {_rounded(margin)}, {noise}"
         verdict = "lossless" if self.passed else "NOT LOSSLESS"
@@ -129,24 +129,32 @@ class Report:
             "engine": self.engine,
             "noise": noise_of(self.noise),
             "widths": [one.as_dict() for one in self.noise],
-            "kinds": [row.as_dict() for row in self.rows],
-            "findings": [finding.as_dict() for finding in self.findings],
+            "kinds": [counts.as_dict() for counts in self.kinds],
+            "findings": [graded.as_dict() for graded in self.mismatches],
         }
 
 
-def finding_of(
-    tokenizer: Tokenizer, row: Row, prompt: int, line_of_file: int, line: Line | None, miss: Miss, noise: float
-) -> Finding:
-    """A miss with the text around it."""
+def grade_mismatch(
+    tokenizer: Tokenizer,
+    counts: KindCounts,
+    prompt: int,
+    line_of_file: int,
+    line: ThreadTokens | None,
+    mismatch: Mismatch,
+    noise: float,
+) -> GradedMismatch:
+    """A mismatch with its grade and the text around it."""
 
     def text(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    before = () if line is None else line.tokens[max(0, miss.place - _AROUND) : miss.place]
-    plain, written = ("" if token is None else text([token]) for token in (miss.plain, miss.written))
-    start = miss.place if line is None else line.start
-    grade = miss.grade(noise)
-    return Finding(row.kind, row.requests, prompt, line_of_file, grade, miss, start, text(before), plain, written)
+    before = () if line is None else line.tokens[max(0, mismatch.place - _AROUND) : mismatch.place]
+    plain, written = ("" if token is None else text([token]) for token in (mismatch.plain, mismatch.written))
+    start = mismatch.place if line is None else line.start
+    grade = mismatch.grade(noise)
+    return GradedMismatch(
+        counts.kind, counts.requests, prompt, line_of_file, grade, mismatch, start, text(before), plain, written
+    )
 
 
 def _rounded(number: float) -> str:

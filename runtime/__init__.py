@@ -11,7 +11,7 @@ from spaceport.runtime.scheduling.scheduler import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.transcript import Piece, ThreadText
+from spaceport.runtime.text.piece import Piece, ThreadText
 
 __all__ = [
     "AsyncStream",

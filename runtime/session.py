@@ -22,9 +22,9 @@ from spaceport.runtime.scheduling.generation import Completion, ScoringTask
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream, deliver_to_loop
 from spaceport.runtime.scheduling.worker import Worker
+from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import open_tokenizer
-from spaceport.runtime.text.transcript import Piece
 
 DEFAULT_QUEUE_LIMIT = 256
 MOST_REQUESTS = 1024  # a mistyped number beyond it would fill the memory with buffers

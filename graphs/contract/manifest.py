@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO, Literal, cast, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
@@ -240,7 +240,7 @@ def _engine(name: str, found: JsonField) -> EngineRecord:
 def _weights(found: JsonField) -> Weights:
     if found.value not in WEIGHTS:
         found.refuse(", ".join(WEIGHTS))
-    return cast(Weights, found.value)
+    return found.value
 
 
 def _digest(found: JsonField) -> str:

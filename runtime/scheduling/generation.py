@@ -11,7 +11,8 @@ from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.scheduling.task import Task
-from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
+from spaceport.runtime.text.piece import Piece, ThreadText
+from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.scheduling.generation import Completion, Deliver, Generation
-from spaceport.runtime.text.transcript import Piece
+from spaceport.runtime.text.piece import Piece
 
 
 class _Reader:

@@ -244,7 +244,7 @@ def test_imports_run_one_way() -> None:
         ("graphs.contract.x", "from spaceport.graphs.attention import y", "upward"),
         ("runtime.backends.x", "from spaceport.runtime.decode.request import Request", "upward"),
         ("runtime.decode.x", "from spaceport.runtime.sampling.choice import Greedy", "upward"),
-        ("runtime.sampling.x", "from spaceport.runtime.text.transcript import Piece", "upward"),
+        ("runtime.sampling.x", "from spaceport.runtime.text.piece import Piece", "upward"),
         ("runtime.scheduling.x", "from spaceport.runtime.backends import resolve", "upward"),
         ("tools.bench.load", "from spaceport.tools.cli.demo import prompts_of", "upward"),
         ("tools.bench.x", "def f():\n    from spaceport.tools import cli", "upward"),

@@ -25,8 +25,8 @@ from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.scheduling.generation import Generation
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.task import Task
+from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.tokenizer import open_tokenizer
-from spaceport.runtime.text.transcript import Piece
 
 CASES = ((1, 1), (1, 9), (1, 36), (8, 1), (8, 9))  # requests, and rows of each in a step
 LENGTH = 512

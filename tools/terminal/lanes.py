@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import click
 
-from spaceport.runtime.text.transcript import Path, Piece
+from spaceport.runtime.text.piece import Path, Piece
 
 
 class Span(NamedTuple):

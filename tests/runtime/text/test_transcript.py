@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.threads import new_thread
+from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.tokenizer import TextStream, encode
-from spaceport.runtime.text.transcript import Piece, Transcript
+from spaceport.runtime.text.transcript import Transcript
 from support.hash_engine import FORK as HASH_FORK
 from support.hash_engine import HashEngine, Language, advance, request_for
 from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, line, outcome, prompt, told

@@ -13,7 +13,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.text.transcript import Piece
+from spaceport.runtime.text.piece import Piece
 from spaceport.tools.terminal.lanes import Lane, Lanes, Span, marked
 from spaceport.tools.terminal.live import View
 from support.scripted_threads import FORK, Path, Script, Writing, cases, line, told

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.transcript import Path
+from spaceport.runtime.text.piece import Path
 from spaceport.tools.verify.audit.audit_report import AuditReport, KindCounts, grade_mismatch
 from spaceport.tools.verify.audit.judging import Mismatch, Rule, mismatches, rule_for, strays
 from spaceport.tools.verify.audit.kinds import DraftGroup, DraftKind, groups_for

@@ -69,6 +69,12 @@ def tiny_append_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported_once(tmp_path_factory, "append")
 
 
+@pytest.fixture(scope="session")
+def half_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny trained checkpoint in float16."""
+    return exported_once(tmp_path_factory, "scatter", dtype="float16")
+
+
 @pytest.fixture(scope="session", params=("scatter", "append"))
 def any_tiny_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny trained checkpoint with each lowering in turn."""

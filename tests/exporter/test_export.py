@@ -76,13 +76,13 @@ def test_a_plain_checkpoint_becomes_a_bundle_that_decodes_plainly(tmp_path: Path
             plain.generate(prompt, Decoding(mask_slots=1))
 
 
-def test_a_half_precision_bundle_writes_the_golden_text(tmp_path: Path) -> None:
-    manifest = export(TINY, tmp_path / "half", Options(dtype="float16"))
+def test_a_half_precision_bundle_writes_the_golden_text(half_bundle: Path) -> None:
+    manifest = open_bundle(half_bundle).manifest
     assert manifest.signature.dtype == "float16"
     size = {name: record.size for name, record in manifest.files.items()}
     assert size["model.onnx.data"] < 700_000
     prompt = json.loads((TINY / "prompts.json").read_text("utf-8"))["end of json/scanner.py"]
-    with Runtime.open(tmp_path / "half", max_seq_len=256) as runtime:
+    with Runtime.open(half_bundle, max_seq_len=256) as runtime:
         found = [runtime.generate(prompt, Decoding(mask_slots=k)) for k in (0, 3)]
     assert found[0].text.endswith("make_scanner = c_make_scanner or py_make_scanner\n")
     assert found[0].tokens == found[1].tokens

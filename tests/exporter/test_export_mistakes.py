@@ -216,7 +216,7 @@ def test_a_disk_that_fills_up_is_told_and_the_old_bundle_stays(tiny_bundle: Path
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM], ids=str)
 def test_an_interrupt_ends_an_export_and_leaves_nothing(tmp_path: Path, kind: signal.Signals) -> None:
     command = [sys.executable, "-c", PROGRAM, "export", str(TINY), str(tmp_path / "bundle")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

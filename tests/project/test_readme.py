@@ -13,7 +13,7 @@ import pytest
 from spaceport.tools.cli import run
 from support.paths import ROOT
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 README = (ROOT / "README.md").read_text("utf-8")
 
@@ -60,6 +60,7 @@ def test_a_model_learns_as_the_readme_says(
     assert "mask slot" in out
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="TensorRT-RTX is there for Linux only")
 def test_engines_are_built_checked_and_audited_as_the_readme_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

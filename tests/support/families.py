@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -27,15 +27,35 @@ TINY: dict[str, Any] = {
 }
 
 
+# What sets families apart in graphs/ and exporter/: each is a branch there.
+Structure = Literal[
+    "plain",
+    "windowed",  # a second mask plane
+    "fused",  # query, key and value in one projection
+    "experts",  # mixture of experts, in the form whose graph does not depend on the routing
+    "softcap",  # limited scores: no fused kernel in TensorRT
+    "scaled_dot_product",  # attention replaced in torch; KV heads repeated before they are cached
+    "eager",  # attention that can only be kept
+    "rotary",  # frequencies that change with the length of the text, frozen
+    "refused",
+]
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of model: its model_type and what its configuration has beyond the tiny sizes."""
 
     name: str
     model_type: str
+    structure: Structure
     options: dict[str, Any] = field(default_factory=dict)
     lowerings: tuple[Lowering, ...] = LOWERINGS
-    replaceable: bool = True  # False: its attention can only be kept, so the graph has no Attention operator
+    each_run: tuple[Lowering, ...] = ()  # lowerings in which it stands for its structure in every run of the tests
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether its attention can be replaced; otherwise the graph has no Attention operator."""
+        return self.structure != "eager"
 
     def __str__(self) -> str:
         return self.name
@@ -82,48 +102,76 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": POSITIONS}
 
 FAMILIES = (
-    Family("llama", "llama", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
+    Family("llama", "llama", "plain", {**GROUPED, "attention_bias": True, "mlp_bias": True}, each_run=LOWERINGS),
     Family(
         "llama, llama3 rope",
         "llama",
+        "plain",
         ROPE_ONLY
         | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
     ),
-    Family("llama, linear rope", "llama", ROPE_ONLY | rope("linear", factor=4.0)),
-    Family("llama, dynamic rope", "llama", ROPE_ONLY | rope("dynamic", factor=4.0)),
-    Family("llama, yarn rope", "llama", ROPE_ONLY | rope("yarn", factor=4.0, original_max_position_embeddings=48)),
-    Family("qwen2", "qwen2", {**GROUPED, **SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
-    Family("qwen3", "qwen3", WIDE),
-    Family("mistral", "mistral", WIDE | SLIDING),
-    Family("phi3", "phi3", GROUPED | SLIDING),
+    Family("llama, linear rope", "llama", "plain", ROPE_ONLY | rope("linear", factor=4.0)),
+    Family("llama, dynamic rope", "llama", "rotary", ROPE_ONLY | rope("dynamic", factor=4.0)),
+    Family(
+        "llama, yarn rope", "llama", "plain", ROPE_ONLY | rope("yarn", factor=4.0, original_max_position_embeddings=48)
+    ),
+    Family("qwen2", "qwen2", "windowed", {**GROUPED, **SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
+    Family("qwen3", "qwen3", "plain", WIDE),
+    Family("mistral", "mistral", "windowed", WIDE | SLIDING, each_run=("scatter",)),
+    Family("phi3", "phi3", "fused", GROUPED | SLIDING),
     Family(
         "phi3, longrope",
         "phi3",
+        "rotary",
         {**GROUPED, "max_position_embeddings": 640, "original_max_position_embeddings": 160}
         | rope("longrope", factor=4.0, short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[2.0, 3.0, 5.0, 9.0]),
+        each_run=("scatter",),
     ),
-    Family("gemma2", "gemma2", {**WIDE, **SLIDING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
-    Family("gemma3", "gemma3_text", {**WIDE, **MIXED, "query_pre_attn_scalar": 16}),
-    Family("glm", "glm", WIDE),
-    Family("glm4", "glm4", WIDE),
-    Family("gpt_neox", "gpt_neox"),
-    Family("falcon, 7B style", "falcon", {"multi_query": True, "new_decoder_architecture": False, "bias": False}),
-    Family("falcon, 40B style", "falcon", {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": False}),
-    Family("opt", "opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    Family("olmo2", "olmo2", GROUPED),
-    Family("internlm3", "internlm3", {**WIDE, "bias": True, "qkv_bias": True}),
+    Family(
+        "gemma2",
+        "gemma2",
+        "softcap",
+        {**WIDE, **SLIDING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+        each_run=("append",),
+    ),
+    Family("gemma3", "gemma3_text", "windowed", {**WIDE, **MIXED, "query_pre_attn_scalar": 16}),
+    Family("glm", "glm", "plain", WIDE),
+    Family("glm4", "glm4", "plain", WIDE),
+    Family("gpt_neox", "gpt_neox", "fused", each_run=("append",)),
+    Family(
+        "falcon, 7B style",
+        "falcon",
+        "scaled_dot_product",
+        {"multi_query": True, "new_decoder_architecture": False, "bias": False},
+    ),
+    Family(
+        "falcon, 40B style",
+        "falcon",
+        "scaled_dot_product",
+        {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": False},
+        each_run=("scatter",),
+    ),
+    Family("opt", "opt", "plain", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    Family("olmo2", "olmo2", "plain", GROUPED),
+    Family("internlm3", "internlm3", "plain", {**WIDE, "bias": True, "qkv_bias": True}),
     # Near relatives of those above: one lowering each.
-    Family("gemma", "gemma", WIDE, ("append",)),
-    Family("gpt2", "gpt2", GPT2, ("scatter",)),
-    Family("gptj", "gptj", {**GPT2, "rotary_dim": 4}, ("append",), replaceable=False),
-    Family("granite", "granite", {**GROUPED, "attention_multiplier": 0.3, "residual_multiplier": 0.5}, ("scatter",)),
-    Family("cohere", "cohere", {**GROUPED, "use_qk_norm": True, "logit_scale": 1.0}, ("append",)),
-    Family("stablelm", "stablelm", {**GROUPED, "use_qkv_bias": True, "qk_layernorm": True}, ("scatter",)),
-    Family("starcoder2", "starcoder2", GROUPED | SLIDING, ("append",)),
-    Family("smollm3", "smollm3", {**GROUPED, "no_rope_layers": [1, 0]}, ("scatter",)),
-    Family("phi", "phi", {**GROUPED, "qk_layernorm": True}, ("append",)),
-    Family("qwen3_moe", "qwen3_moe", WIDE | EXPERTS, ("scatter",)),
-    Family("mixtral", "mixtral", {**GROUPED, "num_local_experts": 4}, ("append",)),
+    Family("gemma", "gemma", "plain", WIDE, ("append",)),
+    Family("gpt2", "gpt2", "fused", GPT2, ("scatter",)),
+    Family("gptj", "gptj", "eager", {**GPT2, "rotary_dim": 4}, ("append",), each_run=("append",)),
+    Family(
+        "granite",
+        "granite",
+        "plain",
+        {**GROUPED, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+        ("scatter",),
+    ),
+    Family("cohere", "cohere", "plain", {**GROUPED, "use_qk_norm": True, "logit_scale": 1.0}, ("append",)),
+    Family("stablelm", "stablelm", "plain", {**GROUPED, "use_qkv_bias": True, "qk_layernorm": True}, ("scatter",)),
+    Family("starcoder2", "starcoder2", "windowed", GROUPED | SLIDING, ("append",)),
+    Family("smollm3", "smollm3", "plain", {**GROUPED, "no_rope_layers": [1, 0]}, ("scatter",)),
+    Family("phi", "phi", "plain", {**GROUPED, "qk_layernorm": True}, ("append",)),
+    Family("qwen3_moe", "qwen3_moe", "experts", WIDE | EXPERTS, ("scatter",)),
+    Family("mixtral", "mixtral", "experts", {**GROUPED, "num_local_experts": 4}, ("append",), each_run=("append",)),
 )
 
 NOT_DECODER = "not a decoder-only causal language model"
@@ -131,31 +179,47 @@ NOT_ATTENTION = "expected full or sliding-window attention only"
 NO_POSITIONS = "takes no position_ids"
 
 REFUSED = (
-    Refused(Family("t5", "t5"), NOT_DECODER),
-    Refused(Family("bart", "bart", {"encoder_layers": 1, "decoder_layers": 1}), NOT_DECODER),
-    Refused(Family("mamba", "mamba"), NOT_ATTENTION),
-    Refused(Family("rwkv", "rwkv"), NO_POSITIONS),
+    Refused(Family("t5", "t5", "refused"), NOT_DECODER),
+    Refused(Family("bart", "bart", "refused", {"encoder_layers": 1, "decoder_layers": 1}), NOT_DECODER),
+    Refused(Family("mamba", "mamba", "refused"), NOT_ATTENTION),
+    Refused(Family("rwkv", "rwkv", "refused"), NO_POSITIONS),
     Refused(
-        Family("qwen3_next", "qwen3_next", {**WIDE, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]}),
+        Family(
+            "qwen3_next",
+            "qwen3_next",
+            "refused",
+            {**WIDE, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+        ),
         f"linear_attention: {NOT_ATTENTION}",
     ),
-    Refused(Family("lfm2", "lfm2", {**GROUPED, "layer_types": ["conv", "full_attention"]}), f"conv: {NOT_ATTENTION}"),
     Refused(
-        Family("llama4", "llama4_text", {**WIDE, "num_local_experts": 2, "intermediate_size_mlp": 48}),
+        Family("lfm2", "lfm2", "refused", {**GROUPED, "layer_types": ["conv", "full_attention"]}),
+        f"conv: {NOT_ATTENTION}",
+    ),
+    Refused(
+        Family("llama4", "llama4_text", "refused", {**WIDE, "num_local_experts": 2, "intermediate_size_mlp": 48}),
         f"chunked_attention: {NOT_ATTENTION}",
     ),
-    Refused(Family("bloom", "bloom", {"n_layer": 2, "n_head": 4}), NO_POSITIONS),
-    Refused(Family("mpt", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}), NO_POSITIONS),
-    Refused(Family("falcon, alibi", "falcon", {"alibi": True, "new_decoder_architecture": False}), NO_POSITIONS),
+    Refused(Family("bloom", "bloom", "refused", {"n_layer": 2, "n_head": 4}), NO_POSITIONS),
+    Refused(Family("mpt", "mpt", "refused", {"d_model": 32, "n_heads": 4, "n_layers": 2}), NO_POSITIONS),
     Refused(
-        Family("gpt_neo", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
+        Family("falcon, alibi", "falcon", "refused", {"alibi": True, "new_decoder_architecture": False}), NO_POSITIONS
+    ),
+    Refused(
+        Family(
+            "gpt_neo", "gpt_neo", "refused", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
+        ),
         "depends on more than positions and visibility",
     ),
-    Refused(Family("gpt_oss", "gpt_oss", {**WIDE, **SLIDING, "num_local_experts": 4}), "its attention takes s_aux"),
+    Refused(
+        Family("gpt_oss", "gpt_oss", "refused", {**WIDE, **SLIDING, "num_local_experts": 4}),
+        "its attention takes s_aux",
+    ),
     Refused(
         Family(
             "gemma3n",
             "gemma3n_text",
+            "refused",
             {
                 **WIDE,
                 **SLIDING,
@@ -174,6 +238,7 @@ REFUSED = (
         Family(
             "gemma4",
             "gemma4_text",
+            "refused",
             {**WIDE, **MIXED, "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
         ),
         "keys and values of shapes",
@@ -182,6 +247,7 @@ REFUSED = (
         Family(
             "deepseek_v3",
             "deepseek_v3",
+            "refused",
             {
                 "q_lora_rank": 16,
                 "kv_lora_rank": 16,
@@ -194,7 +260,7 @@ REFUSED = (
         "keys and values of shapes",
     ),
     Refused(
-        Family("phimoe, window", "phimoe", {**GROUPED, **SLIDING, "num_local_experts": 4}),
+        Family("phimoe, window", "phimoe", "refused", {**GROUPED, **SLIDING, "num_local_experts": 4}),
         "no layer passes a window to attention",
     ),
 )

@@ -26,12 +26,13 @@ from support.paths import TINY
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
 
 SHAPES = Shapes(capacity=1024, requests=4, step_rows=64, prompt_rows=512)
-TARGETS = ("sm80", "sm89")
+TARGETS = (pytest.param("sm80", marks=pytest.mark.nightly), "sm89")
 
 # heads of 64 as most large models have them
 WIDE_HEADS = Family(
     "mistral, wide heads",
     "mistral",
+    "windowed",
     {
         "hidden_size": 128,
         "num_attention_heads": 2,
@@ -51,10 +52,14 @@ def fewer(family: Family) -> Family:
 
 def cases() -> list[object]:
     """Every family that has the lowering; to TensorRT kinds of rotary embedding are one, their constants differ."""
-    listed = [family for family in FAMILIES if "append" in family.lowerings]
     return [
-        pytest.param(fewer(family), marks=pytest.mark.nightly if "rope" in family.name else (), id=family.name)
-        for family in listed
+        pytest.param(
+            fewer(family),
+            marks=() if family.each_run and family.structure != "rotary" else pytest.mark.nightly,
+            id=family.name,
+        )
+        for family in FAMILIES
+        if "append" in family.lowerings
     ]
 
 
@@ -70,25 +75,23 @@ def exported(family: Family, folder: Path) -> Signature:
     return decoder.signature
 
 
-def build_all(folder: Path, signature: Signature) -> set[to_tensorrt.Attention]:
-    """How attention came out in the engines for all targets."""
-    found = set()
-    for target in TARGETS:
-        model = append_graph(folder, signature, SHAPES.capacity)
-        engine = to_tensorrt.build(library(), model, folder, signature, Recipe(target, SHAPES))
-        assert engine.plan.nbytes > 100_000
-        found.add(engine.attention)
-    return found
+def attention_in(folder: Path, signature: Signature, target: str) -> to_tensorrt.Attention:
+    """How attention came out in the engine for a target."""
+    model = append_graph(folder, signature, SHAPES.capacity)
+    engine = to_tensorrt.build(library(), model, folder, signature, Recipe(target, SHAPES))
+    assert engine.plan.nbytes > 100_000
+    return engine.attention
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", cases())
-def test_a_familys_graph_is_built_for_both_targets(family: Family, tmp_path: Path) -> None:
+def test_an_engine_of_a_familys_graph_is_built(family: Family, target: str, tmp_path: Path) -> None:
     signature = exported(family, tmp_path)
-    (attention,) = build_all(tmp_path, signature)
-    fused = signature.head_dim >= 16 and family.replaceable and family.model_type != "gemma2"
+    attention = attention_in(tmp_path, signature, target)
+    fused = signature.head_dim >= 16 and family.structure not in ("eager", "softcap")
     assert attention.decomposed == (0 if fused else signature.layers)
-    assert attention.written_out == (family.model_type == "gemma2")
+    assert attention.written_out == (family.structure == "softcap")
 
 
 def test_engines_reckon_in_float32_and_in_memory_that_is_given_to_them() -> None:
@@ -99,16 +102,17 @@ def test_engines_reckon_in_float32_and_in_memory_that_is_given_to_them() -> None
 
 
 @pytest.mark.slow
-def test_heads_of_64_are_built_fused(tmp_path: Path) -> None:
-    (attention,) = build_all(tmp_path, exported(fewer(WIDE_HEADS), tmp_path))
-    assert attention == to_tensorrt.Attention(0, "")
+@pytest.mark.parametrize("target", TARGETS)
+def test_heads_of_64_are_built_fused(target: str, tmp_path: Path) -> None:
+    signature = exported(fewer(WIDE_HEADS), tmp_path)
+    assert attention_in(tmp_path, signature, target) == to_tensorrt.Attention(0, "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "weights", "target"),
     [
-        ("bfloat16", "same", "sm80"),
+        pytest.param("bfloat16", "same", "sm80", marks=pytest.mark.nightly),
         ("float16", "float8", "sm89"),
         pytest.param("float16", "int4", "sm80", marks=pytest.mark.nightly),
     ],

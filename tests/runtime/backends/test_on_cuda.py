@@ -59,18 +59,6 @@ def texts(runtime: Runtime, asked: Sequence[tuple[str, Decoding]]) -> list[list[
 
 
 @pytest.fixture(scope="module")
-def half_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint in float16."""
-    from spaceport.exporter.export import Options, export
-    from spaceport.exporter.quiet import quiet_libraries
-
-    quiet_libraries()
-    bundle = tmp_path_factory.mktemp("half") / "bundle"
-    export(TINY, bundle, Options(dtype="float16"))
-    return bundle
-
-
-@pytest.fixture(scope="module")
 def forking_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forking_copy(tiny_bundle, tmp_path_factory.mktemp("forking") / "bundle")
 

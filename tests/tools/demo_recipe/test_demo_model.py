@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spaceport.exporter.export import Options, export
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.demo import MODES, timed
@@ -53,11 +52,8 @@ Of these 3, 2 are required."""
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
-    quiet_libraries()
-    bundle = tmp_path_factory.mktemp("demo") / "bundle"
-    export(MODEL, bundle, Options())
-    with Runtime.open(bundle, threads=1, max_seq_len=512) as opened:
+def runtime(demo_bundle: Path) -> Iterator[Runtime]:
+    with Runtime.open(demo_bundle, threads=1, max_seq_len=512) as opened:
         yield opened
 
 

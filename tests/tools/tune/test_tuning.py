@@ -32,6 +32,8 @@ from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import TrainingCallbacks, TuningJob, TuningOutcome, tune
 from support.paths import TINY
 
+pytestmark = pytest.mark.slow
+
 MASK, TEXT_TOKENS = 4, 628  # the tiny checkpoint's mask token, and the size of its tokenizer
 COLOURS = (("Red", "fire"), ("Green", "grass"), ("Blue", "the sea"), ("Gold", "the sun"))
 SETTINGS = TrainingSettings(
@@ -233,6 +235,7 @@ def logits_of(bundle: Path, ids: list[int]) -> Any:
     return engine.run(Batch(0, np.array([ids]), places, places, visible, places, visible))[0].copy()
 
 
+@pytest.mark.nightly
 def test_gated_adapters_leave_ordinary_rows_to_the_bit_through_the_export(
     tiny_bundle: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ from spaceport.tools.tune.tuning import TrainingCallbacks, TuningJob, tune
 from support.families import REFUSED, build
 from support.paths import TESTS, TINY
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "from spaceport.tools.cli import main; main()"
 # Runs a command; once a training has done so many steps no file can grow beyond a size. argv: steps, bytes, arguments.
 FULL = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal, cast
 
 import torch
@@ -12,18 +10,23 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention, kv
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
+from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.precision import UNROUNDED, Rounding
-from spaceport.graphs.traits import Traits, UnsupportedModel, entered, name_of, probe, reasons, refuse_by_config
+from spaceport.graphs.proof import proof_ids, require_equal, unmodified_logits
+from spaceport.graphs.traits import (
+    Traits,
+    UnsupportedModel,
+    dtype_name,
+    entered,
+    name_of,
+    probe,
+    reasons,
+    refuse_by_config,
+)
 
 AttentionForm = Literal["plain", "operator"]
 
-# Largest difference to the unmodified model, relative to its largest logit, that rounding explains; over the families of
-# the tests it is up to 5e-3 in float16 and 4e-2 in bfloat16. Not contract.tolerance.TOLERANCE: that bounds engines that run
-# the same graph, this the rewritten model against the model itself.
-PROOF_TOLERANCE = {"float32": 1e-4, "float16": 5e-2, "bfloat16": 1e-1}
-_PROOF_ROWS = 24
 _EXPERTS = "batched_mm"  # transformers' form of mixture-of-experts layers whose graph does not depend on the routing
-_PROOF_WINDOW = 512  # windows longer than this are trusted to be the same rule as shorter ones
 
 
 class Decoder(nn.Module):
@@ -50,7 +53,12 @@ class Decoder(nn.Module):
             visible = torch.cat((visible, named["sliding_attention_mask"]), dim=1)
         mask = visible if self.form == "operator" else attention.additive(visible, past[0].dtype)
         cache = kv.SlotCache(past, self._write(named["slot_ids"]), visible.shape[-1], self._repeats)
-        with entered(self._entrance, attention.scaled_dot_product), _rows_gathered(self.model, named["logit_rows"]):
+        wanted = named["logit_rows"]
+
+        def gathered(hidden: Tensor) -> Tensor:  # B x T x hidden becomes B x R x hidden
+            return torch.gather(hidden, 1, wanted[:, :, None].expand(-1, -1, hidden.shape[-1]))
+
+        with entered(self._entrance, attention.scaled_dot_product), rows_selected(self.model, gathered):
             output = self.model(
                 input_ids=named["input_ids"],
                 position_ids=named["position_ids"],
@@ -113,21 +121,6 @@ def freeze_rotary(model: PreTrainedModel) -> None:
             module.rope_type = {layer: frozen(value) for layer, value in kind.items()}  # type: ignore[assignment]
 
 
-def proof_ids(model: PreTrainedModel, traits: Traits) -> Tensor:
-    """A text to prove a rewritten model with: longer than the model's window, where that is short."""
-    rows = _PROOF_ROWS + (traits.window if traits.window and traits.window <= _PROOF_WINDOW else 0)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, traits.vocab_size, (1, min(rows, traits.max_positions)), generator=generator)
-    return ids.to(model.device)
-
-
-def unmodified_logits(model: PreTrainedModel, ids: Tensor, traits: Traits) -> Tensor:
-    """What the model itself says of a text, by its own attention."""
-    if traits.entrance == "interface":
-        model.set_attn_implementation("eager")
-    return cast(Tensor, model(input_ids=ids, use_cache=False).logits.float())
-
-
 def _prove(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
     """Feed a text in two calls, the second in no order, and hold the logits against the unmodified model's."""
     signature = decoder.signature
@@ -159,34 +152,7 @@ def _prove(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
         result = decoder(*(given[tensor.name].to(ids.device) for tensor in signature.rows), *past)
         logits[:, order[start:end].to(ids.device)] = result[0]
         past = list(result[1:])
-    difference = float((logits - expected).abs().max())
-    allowed = PROOF_TOLERANCE[signature.dtype] * max(1.0, float(expected.abs().max()))
-    if not difference <= allowed:
-        raise UnsupportedModel(
-            f"{name_of(decoder.model)} as a graph differs from the model by {difference:.3g} in its logits (at most "
-            f"{allowed:.3g} expected): something in its attention depends on more than positions and visibility"
-        )
-
-
-def dtype_name(model: PreTrainedModel) -> str:
-    """The type of a model's weights, such as float16."""
-    return str(model.dtype).removeprefix("torch.")
-
-
-@contextmanager
-def _rows_gathered(model: PreTrainedModel, logit_rows: Tensor) -> Iterator[None]:
-    """Let only the wanted rows reach the output embedding: B x T x hidden becomes B x R x hidden."""
-
-    def gather(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        (hidden, *others) = arguments
-        wanted = logit_rows[:, :, None].expand(-1, -1, hidden.shape[-1])
-        return (torch.gather(hidden, 1, wanted), *others)
-
-    handle = cast(nn.Module, model.get_output_embeddings()).register_forward_pre_hook(gather)
-    try:
-        yield
-    finally:
-        handle.remove()
+    require_equal(decoder.model, "as a graph", logits, expected)
 
 
 AttentionInterface.register(attention.NAME, attention.attention_interface)

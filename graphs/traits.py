@@ -38,6 +38,11 @@ class Traits:
     max_positions: int
 
 
+def dtype_name(model: PreTrainedModel) -> str:
+    """The type of a model's weights, such as float16."""
+    return str(model.dtype).removeprefix("torch.")
+
+
 def name_of(model: PreTrainedModel) -> str:
     return type(model).__name__
 

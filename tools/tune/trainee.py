@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,8 +10,10 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention
-from spaceport.graphs.decoder import PROOF_TOLERANCE, dtype_name, freeze_rotary, proof_ids, unmodified_logits
-from spaceport.graphs.traits import Traits, UnsupportedModel, name_of, probe, reasons, refuse_by_config
+from spaceport.graphs.decoder import freeze_rotary
+from spaceport.graphs.output_rows import rows_selected
+from spaceport.graphs.proof import proof_ids, require_equal, unmodified_logits
+from spaceport.graphs.traits import Traits, probe, reasons, refuse_by_config
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
 
 NAME = "spaceport-tune"
@@ -51,7 +51,7 @@ class Trainee(nn.Module):
 
     def logits(self, ids: Tensor, positions: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
         """The logits of the wanted rows (B x T, bool), one below the other: N x V."""
-        with _picked(self.model, wanted):
+        with rows_selected(self.model, lambda hidden: hidden[wanted][None]):  # B x T x hidden becomes 1 x N x hidden
             output = self.model(
                 input_ids=ids,
                 position_ids=positions,
@@ -96,30 +96,7 @@ def _prove(trainee: Trainee, ids: Tensor, expected: Tensor) -> None:
     visible = (order[:, None] >= order[None, :])[None]
     wanted = torch.ones_like(ids, dtype=torch.bool)
     logits = trainee.logits(ids[:, order], order[None], visible, wanted)
-    difference = float((logits - expected[0, order]).abs().max())
-    allowed = PROOF_TOLERANCE.get(dtype_name(trainee.model), PROOF_TOLERANCE["float16"]) * max(
-        1.0, float(expected.abs().max())
-    )
-    if not difference <= allowed:
-        raise UnsupportedModel(
-            f"{name_of(trainee.model)} over packed rows differs from the model by {difference:.3g} in its logits (at most "
-            f"{allowed:.3g} expected): something in its attention depends on more than positions and visibility"
-        )
-
-
-@contextmanager
-def _picked(model: PreTrainedModel, wanted: Tensor) -> Iterator[None]:
-    """Let only the wanted rows reach the output embedding: B x T x hidden becomes 1 x N x hidden."""
-
-    def pick(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        (hidden, *others) = arguments
-        return (hidden[wanted][None], *others)
-
-    handle = cast(nn.Module, model.get_output_embeddings()).register_forward_pre_hook(pick)
-    try:
-        yield
-    finally:
-        handle.remove()
+    require_equal(trainee.model, "over packed rows", logits, expected[0, order])
 
 
 def _attend(

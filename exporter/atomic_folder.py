@@ -6,22 +6,20 @@ import ctypes
 import errno
 import os
 import shutil
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from spaceport.exporter.folder_lock import alone_in
+from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.graphs.contract.atomic_file import flush, partial_of, sweep
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
 _HERE = -100  # AT_FDCWD
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,10 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterato
         partial.mkdir()
         yield partial
         check_target(target, overwrite, kind)  # again: by now something else may stand there
-        with _nobody_else_in(target), undisturbed():
+        with _nobody_else_in(target), interrupts_deferred():
             _publish(partial, target)
     finally:
-        with undisturbed():  # by now `partial` is what came to nothing, or the old folder
+        with interrupts_deferred():  # by now `partial` is what came to nothing, or the old folder
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -81,23 +79,6 @@ def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:
         raise TargetError(
             f"{folder}: {free / 1e6:.0f} MB free, the {kind.noun} needs about {size / 1e6:.0f} MB: make room or choose another disk"
         )
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Let an interrupt wait until the block has ended; only the main thread is ever interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    kept = {kind: signal.signal(kind, lambda number, frame: came.append(number)) for kind in _INTERRUPTS}
-    try:
-        yield
-    finally:
-        for kind, handler in kept.items():
-            signal.signal(kind, handler)
-        if came:
-            signal.raise_signal(came[0])
 
 
 def _nobody_else_in(target: Path) -> AbstractContextManager[object]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -106,21 +103,3 @@ def monitor_of(library: Any, advance: Advance) -> Any:
             advance.end(name)
 
     return Monitor()
-
-
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Note interrupts instead of raising them, which the builder's frames could not bear; raised when the block ends."""
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # the only one that is ever interrupted
-        yield came
-        return
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    kept = {kind: signal.signal(kind, lambda number, frame: came.append(number)) for kind in kinds}
-    try:
-        yield came
-    finally:
-        for kind, handler in kept.items():
-            signal.signal(kind, handler)
-        if came:
-            raise KeyboardInterrupt

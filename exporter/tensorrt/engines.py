@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from spaceport.exporter.atomic_folder import undisturbed
 from spaceport.exporter.folder_lock import alone_in
+from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.exporter.tensorrt.profiles import profiles
 from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe
 from spaceport.graphs.contract.atomic_file import is_partial, staged
@@ -82,7 +82,7 @@ def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> No
         written = replace(manifest, engines={**kept, name: record}, schema=SCHEMA)
         # An interrupt waits. What may fail is done first: then two files take their places.
         with (
-            undisturbed(),
+            interrupts_deferred(),
             _room_for_engines(engines),
             _staged(engines / name, plan) as put_engine,
             _staged(folder / MANIFEST_FILE, written.as_json().encode()) as put_manifest,

@@ -10,9 +10,10 @@ from typing import Any
 
 import onnx
 
+from spaceport.exporter.interrupts import interrupts_noted
 from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph
 from spaceport.exporter.tensorrt.attention_products import attention_nodes, softcap_of, write_out
-from spaceport.exporter.tensorrt.builder_monitor import Advance, Hear, Said, interruptible, logger_of, monitor_of
+from spaceport.exporter.tensorrt.builder_monitor import Advance, Hear, Said, logger_of, monitor_of
 from spaceport.exporter.tensorrt.profiles import Profile, Shapes, profiles
 from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, MODEL_FILE, Flavour
@@ -168,7 +169,7 @@ def _built(
     config = _config(library, builder, recipe)
     _add_profiles(library, builder, config, network, profiles(recipe.shapes, signature.vocab_size, recipe.mask_slots))
     cache = read_cache(config, said, recipe.timing_cache) if recipe.timing_cache else None
-    with interruptible() as interrupts:
+    with interrupts_noted() as interrupts:
         advance = Advance(hear, lambda: bool(interrupts))
         monitor = config.progress_monitor = monitor_of(library.module, advance)
         plan = builder.build_serialized_network(network, config)

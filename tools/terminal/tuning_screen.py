@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.faults import MissingPart
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 from spaceport.tools.tune.tuning import TrainingCallbacks
@@ -170,7 +169,7 @@ class _Interrupts:
     def came(self) -> bool:
         return self._count > 0
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
+    def hear(self, number: int) -> None:
         self._count += 1
         if not self.patient or self._count > 1:
             raise KeyboardInterrupt
@@ -181,12 +180,8 @@ class _Interrupts:
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
     interrupts = _Interrupts()
-    kept = {kind: signal.signal(kind, interrupts.hear) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with interrupts_handled(interrupts.hear):
         yield interrupts
-    finally:
-        for kind, handler in kept.items():
-            signal.signal(kind, handler)
 
 
 @contextmanager

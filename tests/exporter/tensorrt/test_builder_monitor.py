@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.exporter.tensorrt.builder_monitor import Advance, Said, interruptible
+from spaceport.exporter.tensorrt.builder_monitor import Advance, Said
 
 
 def test_a_phase_counts_for_the_step_that_it_is_part_of() -> None:
@@ -55,31 +50,3 @@ def test_errors_and_the_memory_of_the_largest_profile_are_kept() -> None:
     ):
         said.hear(severity, text)
     assert said == Said(["internal", "error"], ["warning"], 700)
-
-
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_is_noted_and_comes_when_the_block_ends(kind: signal.Signals) -> None:
-    kept, came_first = signal.getsignal(kind), []
-
-    def work() -> None:
-        with interruptible() as came:
-            os.kill(os.getpid(), kind)
-            came_first.extend(came)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert came_first == [kind]
-    assert signal.getsignal(kind) is kept
-
-
-def test_a_thread_that_cannot_be_interrupted_builds_as_well() -> None:
-    found: list[list[int]] = []
-
-    def work() -> None:
-        with interruptible() as came:
-            found.append(came)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [[]]

@@ -1,4 +1,4 @@
-"""Polygraphy lines: the comparisons of a check as stock command lines, to be pasted into a shell in any folder."""
+"""Polygraphy commands: the comparisons of a check as stock command lines, ready to paste into a shell in any folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Polygraphy lines: they run as they are printed, pass on a sound bundle and fail on a planted fault."""
+"""Polygraphy commands: they run as they are printed, pass on a sound bundle and fail on a planted fault."""
 
 from __future__ import annotations
 

@@ -18,13 +18,14 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob, likeliest_in, logprob_in
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, request_for
-from support.hash_runtime import expected_logprobs, hash_runtime, same
+from support.hash_runtime import BrokenEngine, expected_logprobs, hash_runtime, same
 from support.paths import DOCS, TINY
 
 PAGE = (DOCS / "logprobs.md").read_text("utf-8")
@@ -167,6 +168,17 @@ def test_what_is_cut_off_has_no_log_probability_and_all_else_has_one(
     apart = [one for thread in completion.threads for one in thread.logprobs if one.token != FORK]
     assert sorted(completion.logprobs, key=repr) == sorted(apart, key=repr)
     assert all(piece.logprob is None or piece.logprob.token == piece.token for piece in pieces)
+
+
+def test_an_infinite_logit_is_reported_at_its_place() -> None:
+    """Selecting a token works with it; its log-probability does not."""
+    language = Language(seed=1, end_every=10**9)
+    with hash_runtime(language) as like:
+        engine = BrokenEngine(language, like.engine.capacity, 1, at=7, number=np.inf)
+        with Runtime(like.bundle, engine, 64) as runtime:
+            assert len(runtime.generate([1, 2, 3], Decoding(max_tokens=9, mask_slots=0)).tokens) == 9
+            with pytest.raises(NotANumber, match="at place 8 "):
+                runtime.generate([1, 2, 3], Decoding(max_tokens=9, mask_slots=0, logprobs=0))
 
 
 def without(completion: Completion) -> object:

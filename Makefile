@@ -1,7 +1,7 @@
 # make demo   a first look, from a bare checkout      make venv     the environment only
 # make fast   format, lint, quick tests without torch  make check    format, lint and types
 # make test   everything that must pass               make nightly  the tests that make test leaves out
-# make clean  leaves the sources and the environment
+# make docs   pages and API reference in build/docs    make clean    leaves the sources and the environment
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four CPUs (2 by default),
 # TESTS="tests/runtime/decode/test_plan.py -k tree" runs some of them.
@@ -9,6 +9,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.spaceport-installed
+DOCS_STAMP := $(VENV)/.spaceport-docs-installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 # The first interpreter that really runs: a name on the path may be an empty shim.
@@ -22,7 +23,7 @@ TESTS ?=
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo fast test nightly check format venv clean
+.PHONY: demo fast test nightly check format docs venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
@@ -50,7 +51,23 @@ format: venv
 	@echo "check: ruff"
 	@$(BIN)/python -m ruff check .
 
+# Needs neither torch nor a backend. Fails on a broken link, and on a page that would load anything over a network.
+docs: $(DOCS_STAMP)
+	@$(BIN)/python docs/drawing/architecture.py
+	@mkdir -p build
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build >build/docs.log 2>&1 || { \
+	grep -v '^INFO' build/docs.log >&2; exit 1; }
+	@echo "docs: open build/docs/index.html; to search: $(BIN)/python -m http.server --directory build/docs"
+
 venv: $(STAMP)
+
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "docs: got Python 3.10 in $(VENV), expected 3.11 or newer: make docs VENV=.venv-docs PYTHON=python3.11" >&2; exit 1; }
+	@echo "docs: installing the pinned packages into $(VENV)"
+	@$(PIP) pip setuptools
+	@$(PIP) --no-build-isolation -e '.[docs]'
+	@touch $@
 
 # The backend is installed first and without isolation, so that its version is pinned as well.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -1,0 +1,43 @@
+"""Field comments: the comment beside or above a field of a class as its description in the API reference."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from griffe import Attribute, Docstring, Extension
+
+
+@cache
+def comments_of(file: Path) -> dict[int, tuple[str, bool]]:
+    """The comments of a file by line, and whether each has the line for itself."""
+    source = file.read_text("utf-8")
+    lines = source.splitlines()
+    return {
+        token.start[0]: (token.string.lstrip("#").strip(), lines[token.start[0] - 1].lstrip().startswith("#"))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+
+
+def description(file: Path, first: int, last: int) -> str:
+    """What the comments above, within and beside a field say, in this order."""
+    comments = comments_of(file)
+    above = first - 1
+    while above in comments and comments[above][1]:
+        above -= 1
+    return " ".join(comments[line][0] for line in range(above + 1, last + 1) if line in comments)
+
+
+class FieldComments(Extension):
+    """Gives fields without a docstring that of their comments."""
+
+    def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
+        if attr.docstring is not None or attr.lineno is None or not isinstance(attr.filepath, Path):
+            return
+        if text := description(attr.filepath, attr.lineno, attr.endlineno or attr.lineno):
+            sentence = text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
+            attr.docstring = Docstring(sentence, lineno=attr.lineno, endlineno=attr.endlineno, parent=attr)

@@ -1,0 +1,92 @@
+"""Pages: what the built documentation shows: the index as navigation, files from outside docs/, the examples' programs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from posixpath import normpath, relpath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+# Pages outside docs/ -> where they stand in the built documentation.
+OUTSIDE = {
+    name: f"project/{name.removesuffix('.md').lower()}.md"
+    for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+}
+OUTSIDE["README.md"] = "project/overview.md"
+PLACES = {place: name for name, place in OUTSIDE.items()}
+
+LANGUAGES = {".py": "python", ".sh": "bash"}
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The index of docs/ is the navigation: a section for each of its headings, a page for each link, once."""
+    seen: set[str] = set()
+    config.nav = [{"Documentation": "README.md"}]
+    for heading, body in re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", text_of("README.md"), re.MULTILINE | re.DOTALL):
+        pages: list[Any] = []
+        for _, target, _ in LINK.findall(body):
+            if (place := outside_or_here(target)) not in seen:
+                seen.add(place)
+                pages += [place, *pages_listed_by(place)]
+        config.nav.append({heading.partition(":")[0]: pages})
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The pages from outside docs/ are pages like the others."""
+    for name, place in OUTSIDE.items():
+        files.append(File.generated(config, place, content=(ROOT / name).read_text("utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links lead to where things are in the built documentation; an example's page ends with its programs."""
+    source = page.file.src_uri
+    home = Path(PLACES.get(source, f"docs/{source}")).parent
+
+    def moved(link: re.Match[str]) -> str:
+        target = normpath((home / link[2]).as_posix())
+        if target in OUTSIDE:
+            place = OUTSIDE[target]
+        elif target.startswith("docs/") and (ROOT / target).is_file():
+            place = target.removeprefix("docs/")
+        elif (ROOT / target).exists():  # a source file, which is not part of the pages
+            return link[1]
+        else:
+            return link[0]  # reported by the build
+        return f"[{link[1]}]({relpath(place, Path(source).parent.as_posix())}{link[3] or ''})"
+
+    return LINK.sub(moved, markdown) + programs_beside(source)
+
+
+def programs_beside(source: str) -> str:
+    """The programs in the folder of an example's page."""
+    if not source.startswith("examples/"):
+        return ""
+    files = [file for file in sorted((DOCS / source).parent.iterdir()) if file.suffix in LANGUAGES]
+    blocks = [f"\n## {file.name}\n\n```{LANGUAGES[file.suffix]}\n{file.read_text('utf-8')}```\n" for file in files]
+    return "".join(blocks)
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text("utf-8")
+
+
+def outside_or_here(target: str) -> str:
+    """Where a page that the index links to is in the built documentation."""
+    return OUTSIDE[target.removeprefix("../")] if target.startswith("../") else target
+
+
+def pages_listed_by(place: str) -> list[str]:
+    """The pages of a folder whose index this is."""
+    if not place.startswith("decisions/"):
+        return []
+    return [f"decisions/{target}" for _, target, _ in LINK.findall(text_of(place))]

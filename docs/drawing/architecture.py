@@ -1,4 +1,4 @@
-"""Architecture: docs/architecture.svg, the packages and who imports whom, drawn from the imports of the sources.
+"""Architecture drawing: docs/architecture.svg, the packages and their imports, generated from the sources.
 
 Run `python docs/drawing/architecture.py` after a change of imports between packages; a test compares the picture with them.
 """
@@ -48,7 +48,7 @@ def heights(lines: Sequence[Sequence[Item]]) -> list[float]:
 
 
 def panels(lines: Sequence[Sequence[Item]], y: Sequence[float]) -> Iterator[str]:
-    """The coloured ground of each part, with its name; the parts of a band are equally high."""
+    """A coloured panel with a title for each part; the panels of a band have the same height."""
     for part, (left, right) in spans(lines).items():
         band = next(parts for parts in BANDS if part in parts)
         own = [item.row for line in lines for item in line if item.boxes and item.part in band]
@@ -75,7 +75,7 @@ def draw(graph: Graph) -> str:
     body.append(f'<text class="note" x="{MARGIN}" y="{height - 18:.0f}">{note}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
-        f'aria-label="The packages of Spaceport and who imports whom">\n<style>{STYLE}</style>\n'
+        f'aria-label="The packages of Spaceport and their imports">\n<style>{STYLE}</style>\n'
         + "\n".join(body)
         + "\n</svg>\n"
     )
@@ -101,7 +101,7 @@ def rect(kind: str, x: float, y: float, width: float, height: float) -> str:
 
 
 def arrow(item: Item, y: Sequence[float]) -> str:
-    """The arrows that begin at an item, each through the rows that it passes, to a head at its end."""
+    """The arrows that start at an item, each with its path through the rows and its head."""
     shown = []
     for index, lower in enumerate(sorted(item.below, key=lambda other: other.x)):
         x = item.x + (index - (len(item.below) - 1) / 2) * min(16.0, item.width / (len(item.below) + 1))
@@ -127,7 +127,7 @@ def edge(item: Item) -> float:
 
 
 def offset(upper: Item, lower: Item) -> float:
-    """How far from the middle of a box an arrow comes in: those that come in stand beside each other."""
+    """Horizontal distance between the middle of a box and an arrow that ends there; several arrows end side by side."""
     order = sorted(lower.above, key=lambda other: other.x)
     place_of = next(i for i, other in enumerate(order) if other is upper)
     return (place_of - (len(order) - 1) / 2) * min(16.0, lower.width / (len(order) + 1))

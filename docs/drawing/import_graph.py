@@ -1,4 +1,4 @@
-"""Graph: the packages of the sources and which of them import which."""
+"""Import graph: the packages of the sources and what each imports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def imports_between_boxes() -> Graph:
-    """Which boxes import which, boxes that nothing joins left out."""
+    """What each box imports; boxes without any imports are left out."""
     known = modules()
     boxes = {module: box_of(module, path) for module, path in known.items()}
     found: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Layout: boxes in rows, lower ones below all that import them, near those that they are joined with."""
+"""Row layout: boxes in rows, each below all boxes that import it and close to those that it is connected to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BANDS = (("tools",), ("exporter", "runtime"), ("graphs",))  # top to bottom; sid
 WIDTH, MARGIN, GUTTER = 1000, 24, 40  # pixels; the gutter between the parts of a band
 BOX, GAP, INSIDE = (30, 26, 10)  # height of a box, space between boxes, space around boxes that share a frame
 CHARACTER = 7.7  # width of a character at 13 pixels, generously
-SWEEPS = 24  # over the rows, to bring boxes near those that they are joined with
+SWEEPS = 24  # passes over the rows, down and up in turn
 
 
 @dataclass
 class Item:
-    """One place in a row: boxes that import each other share one; without boxes, an arrow passes through."""
+    """One position in a row: a box, several that import each other, or none where an arrow passes through."""
 
     row: int
     boxes: tuple[str, ...] = ()
@@ -87,23 +87,23 @@ def join(above: Item, below: Item) -> None:
 
 
 def spans(lines: Sequence[Sequence[Item]]) -> dict[str, tuple[float, float]]:
-    """From where to where each part reaches: the parts of a band share its width as their widest rows ask for."""
+    """Left and right end of each part; the parts of a band share its width in proportion to their widest rows."""
     found = {}
     for band in BANDS:
-        asked = {
+        needed = {
             part: max(sum(item.width + GAP for item in line if item.part == part) for line in lines) for part in band
         }
         free = WIDTH - 2 * MARGIN - GUTTER * (len(band) - 1)
         left = float(MARGIN)
         for part in band:
-            right = left + free * asked[part] / sum(asked.values())
+            right = left + free * needed[part] / sum(needed.values())
             found[part] = (left, right)
             left = right + GUTTER
     return found
 
 
 def place(lines: Sequence[list[Item]]) -> None:
-    """Give every item its place: near those that it is joined with, in the width of its part."""
+    """Set the position of every item: close to those that it is connected to, within the width of its part."""
     limits = spans(lines)
     for line in lines:
         line.sort(key=lambda item: (limits.get(item.part, (0.0, 0.0))[0], not item.boxes, item.name))
@@ -120,7 +120,7 @@ def place(lines: Sequence[list[Item]]) -> None:
 
 
 def spread(line: Sequence[Item], limits: Mapping[str, tuple[float, float]], wanted: Mapping[int, float]) -> None:
-    """Put the items of a row where they want to be, in their order, so that none overlaps another."""
+    """Place the items of a row as close as possible to where they are wanted, in order and without overlap."""
     for item in line:
         item.x = wanted[id(item)]
     for _ in range(60):

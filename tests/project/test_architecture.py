@@ -28,7 +28,7 @@ def test_the_picture_is_that_of_the_imports(drawing: SimpleNamespace) -> None:
     assert (DOCS / "architecture.svg").read_text("utf-8") == found, "run: python docs/drawing/architecture.py"
 
 
-def test_the_arrows_show_who_imports_whom_and_point_down(drawing: SimpleNamespace) -> None:
+def test_the_arrows_show_all_imports_and_point_down(drawing: SimpleNamespace) -> None:
     graph = drawing.imports_between_boxes()
     groups = drawing.groups_of(graph)
     arrows = drawing.arrows_of(graph, groups)
@@ -37,8 +37,8 @@ def test_the_arrows_show_who_imports_whom_and_point_down(drawing: SimpleNamespac
     shown = {group[0]: frozenset(below for above, below in arrows if above == group[0]) for group in groups}
     first = {box: group[0] for group in groups for box in group}
     for box, reached in drawing.reach(graph).items():
-        told = {first[other] for other in reached} - {first[box]}
-        assert drawing.reach(shown)[first[box]] == told
+        expected = {first[other] for other in reached} - {first[box]}
+        assert drawing.reach(shown)[first[box]] == expected
 
 
 def test_no_packages_import_each_other(drawing: SimpleNamespace) -> None:

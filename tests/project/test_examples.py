@@ -54,9 +54,11 @@ def play(program: Path, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatc
 
 
 def commands_of(script: Path, arguments: Sequence[str]) -> list[list[str]]:
-    """The commands that a shell script calls, told by the shell: `spaceport` is a function there that prints them."""
-    told = 'spaceport() { printf "%s\\0" "$@"; printf "\\n"; }; . "$0"'
-    found = subprocess.run(["sh", "-c", told, str(script), *arguments], capture_output=True, text=True, check=True)
+    """The `spaceport` commands that a shell script runs; the shell itself expands their arguments."""
+    script_of_calls = 'spaceport() { printf "%s\\0" "$@"; printf "\\n"; }; . "$0"'
+    found = subprocess.run(
+        ["sh", "-c", script_of_calls, str(script), *arguments], capture_output=True, text=True, check=True
+    )
     return [line.split("\0")[:-1] for line in found.stdout.splitlines()]
 
 

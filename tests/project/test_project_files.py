@@ -38,14 +38,14 @@ def test_the_hooks_run_the_pinned_tools_and_fetch_nothing() -> None:
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.stem != "config"], ids=lambda form: form.stem)
 def test_an_issue_form_is_one_that_can_be_shown(form: Path) -> None:
-    told = read(form)
-    assert set(told) == {"name", "description", "labels", "body"}
-    identifiers = [field["id"] for field in told["body"] if field["type"] != "markdown"]
+    form_data = read(form)
+    assert set(form_data) == {"name", "description", "labels", "body"}
+    identifiers = [field["id"] for field in form_data["body"] if field["type"] != "markdown"]
     assert len(set(identifiers)) == len(identifiers) > 1
-    for field in told["body"]:
+    for field in form_data["body"]:
         assert field["type"] in FIELDS
         assert field["attributes"].get("label") or field["attributes"].get("value")
-    assert any(field.get("validations", {}).get("required") for field in told["body"])
+    assert any(field.get("validations", {}).get("required") for field in form_data["body"])
 
 
 def test_the_policies_name_every_exit_code_and_every_schema() -> None:

@@ -133,9 +133,9 @@ def paragraph(title: str) -> str:
 
 
 def test_a_backend_is_added_where_the_page_says() -> None:
-    told = paragraph("Add a backend.")
-    assert "`runtime/backends/__init__.py:BACKENDS`" in told
-    assert "a function `open_engine`" in told
+    text = paragraph("Add a backend.")
+    assert "`runtime/backends/__init__.py:BACKENDS`" in text
+    assert "a function `open_engine`" in text
     for backend in BACKENDS.values():
         assert definition(ROOT / "runtime" / "backends" / f"{backend.opener}.py", "open_engine") is not None
     assert import_module("spaceport.runtime.backends").require.__module__ == "spaceport.runtime.backends"
@@ -143,9 +143,9 @@ def test_a_backend_is_added_where_the_page_says() -> None:
 
 def test_a_draft_source_is_added_where_the_page_says() -> None:
     (_, interface), (file, chooser) = PATH.findall(paragraph("Add a draft source."))[:2]
-    asked, chosen = definition(ROOT / file, interface), definition(ROOT / file, chooser)
-    assert isinstance(asked, ast.ClassDef)
+    protocol, chosen = definition(ROOT / file, interface), definition(ROOT / file, chooser)
+    assert isinstance(protocol, ast.ClassDef)
     assert chosen is not None
-    methods = {name for node in asked.body for name in names_of(node)}
+    methods = {name for node in protocol.body for name in names_of(node)}
     for drafter in calls_in(chosen):
         assert all(definition(ROOT / file, f"{drafter}.{method}") is not None for method in methods)

@@ -57,7 +57,7 @@ class MarkovEngine:
         return int(self.tokens[request, found[0]]) if found.size else -1
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
-        """Copy slots; only engines of append-lowered bundles are asked to."""
+        """Copy slots; called for append-lowered bundles only."""
         for request, (sources, targets) in enumerate(moves, first):
             self.tokens[request, targets] = self.tokens[request, sources]
             self.positions[request, targets] = self.positions[request, sources]

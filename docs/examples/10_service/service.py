@@ -21,9 +21,9 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
 
 async def write(request: Request) -> Response:
     try:
-        asked = await request.json()
-        prompt = asked["prompt"]
-        decoding = Decoding(max_tokens=asked.get("max_tokens"), stop=asked.get("stop", ()), timeout=60)
+        body = await request.json()
+        prompt = body["prompt"]
+        decoding = Decoding(max_tokens=body.get("max_tokens"), stop=body.get("stop", ()), timeout=60)
         stream = request.app.state.runtime.astream(prompt, decoding)
     except QueueFull as error:
         return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})

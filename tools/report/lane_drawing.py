@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.drawing import Attributes, Element, add, path, picture
-from spaceport.tools.report.lanes import Cell, Lane, told
+from spaceport.tools.report.lanes import Cell, TraceLane, told
 from spaceport.tools.report.scale import LABELS, Scale
 from spaceport.tools.report.words import counted
 
@@ -35,7 +35,7 @@ class _Sheet:
         return self.bottoms[-1] + _AXIS
 
 
-def draw_lanes(record: Record, lanes: Sequence[Lane], scale: Scale) -> tuple[Element, Element]:
+def draw_lanes(record: Record, lanes: Sequence[TraceLane], scale: Scale) -> tuple[Element, Element]:
     """The names of the lanes, and the lanes: two drawings that stand side by side."""
     sheet = _sheet(lanes, scale)
     names = picture(LABELS, sheet.height, "The threads in reading order")
@@ -51,12 +51,12 @@ def draw_lanes(record: Record, lanes: Sequence[Lane], scale: Scale) -> tuple[Ele
     return names, drawing
 
 
-def hue(lane: Lane) -> str:
+def hue(lane: TraceLane) -> str:
     """The class that gives a thread its colour: neighbours have different ones."""
     return f"t{lane.order % HUES}"
 
 
-def _sheet(lanes: Sequence[Lane], scale: Scale) -> _Sheet:
+def _sheet(lanes: Sequence[TraceLane], scale: Scale) -> _Sheet:
     most = max((lane.most for lane in lanes), default=1)
     thick = min(_THICKEST, max(_THINNEST, _STACK / max(1, most)))
     bases: dict[int, float] = {}
@@ -87,7 +87,7 @@ def _draw_ground(names: Element, drawing: Element, sheet: _Sheet) -> None:
             add(drawing, "text", {"x": x, "y": y, "class": "axis"}, str(step))
 
 
-def _draw_name(names: Element, lane: Lane, sheet: _Sheet) -> None:
+def _draw_name(names: Element, lane: TraceLane, sheet: _Sheet) -> None:
     x, y = 8 + 12 * min(lane.depth, 5), sheet.bases[lane.thread]
     group = add(names, "g", {"id": f"lane-{lane.thread}", "class": hue(lane)})
     add(group, "rect", {"x": x, "y": y - 21, "width": 9, "height": 9, "rx": 2, "class": "accepted"})
@@ -96,7 +96,7 @@ def _draw_name(names: Element, lane: Lane, sheet: _Sheet) -> None:
     add(group, "text", {"x": x + 14, "y": y + 1, "class": "axis first"}, f"{counted(lane.written, 'token')}{ending}")
 
 
-def _draw_way(drawing: Element, lane: Lane, sheet: _Sheet) -> None:
+def _draw_way(drawing: Element, lane: TraceLane, sheet: _Sheet) -> None:
     """The line that a thread's tokens stand on, and how it hangs from its parent's."""
     scale, base = sheet.scale, sheet.bases[lane.thread]
     group = add(drawing, "g", {"class": f"way {hue(lane)}"})
@@ -117,7 +117,7 @@ def _draw_way(drawing: Element, lane: Lane, sheet: _Sheet) -> None:
         _draw_end(group, scale.left(first) + 1, base, sheet)
 
 
-def _draw_cell(drawing: Element, record: Record, lane: Lane, cell: Cell, sheet: _Sheet) -> None:
+def _draw_cell(drawing: Element, record: Record, lane: TraceLane, cell: Cell, sheet: _Sheet) -> None:
     """What a thread did in a step; where it wrote, a link to what that says."""
     rows, base = cell.rows, sheet.bases[lane.thread]
     x, width = sheet.scale.left(cell.step) + _GAP, sheet.scale.column - _GAP

@@ -24,7 +24,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Lane:
+class TraceLane:
     """A thread with what it did in each step that it took part in."""
 
     thread: int  # place of it in the record
@@ -60,7 +60,7 @@ class Lane:
         return max((cell.rows.written for cell in self.cells), default=0)
 
 
-def lanes_of(record: Record) -> tuple[Lane, ...]:
+def lanes_of(record: Record) -> tuple[TraceLane, ...]:
     """The threads in reading order: each before those that hang from it."""
     count = len(record.threads)
     cells: list[list[Cell]] = [[] for _ in range(count)]
@@ -75,7 +75,9 @@ def lanes_of(record: Record) -> tuple[Lane, ...]:
             hangs[thread] = number if record.threads[thread].path else 0
     places = {of_thread.path: thread for thread, of_thread in enumerate(record.threads)}
     return tuple(
-        Lane(place, record.threads[place], tuple(cells[place]), places[path[:-1]], hangs[place], waits[place], order)
+        TraceLane(
+            place, record.threads[place], tuple(cells[place]), places[path[:-1]], hangs[place], waits[place], order
+        )
         for order, (path, place) in enumerate(sorted(places.items()))
     )
 

@@ -14,7 +14,7 @@ from spaceport.tools.report.charts import Chart, charts_of
 from spaceport.tools.report.drawing import markup
 from spaceport.tools.report.keys import LANES, keys
 from spaceport.tools.report.lane_drawing import draw_lanes
-from spaceport.tools.report.lanes import Lane, lanes_of
+from spaceport.tools.report.lanes import TraceLane, lanes_of
 from spaceport.tools.report.numbers import in_one_line, statistics_of
 from spaceport.tools.report.scale import scale_for_charts, scale_for_lanes
 from spaceport.tools.report.story import story_of
@@ -118,7 +118,7 @@ def _drafts(statistics: Statistics) -> list[Mapping[str, object]]:
     return [{"caption": caption, "head": head, "shares": shares} for caption, head, shares in found if shares]
 
 
-def _row(lane: Lane) -> Sequence[object]:
+def _row(lane: TraceLane) -> Sequence[object]:
     steps = [cell.step for cell in lane.cells]
     return (
         lane.name,

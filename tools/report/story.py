@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.drawing import Element, add, new
 from spaceport.tools.report.lane_drawing import hue
-from spaceport.tools.report.lanes import Cell, Lane
+from spaceport.tools.report.lanes import Cell, TraceLane
 from spaceport.tools.report.words import name_of, visible
 
 
-def story_of(record: Record, lanes: Sequence[Lane]) -> Element:
+def story_of(record: Record, lanes: Sequence[TraceLane]) -> Element:
     """The text: a child stands where its parent's [Fork] does; a target for each thread's part of each step."""
     story = new("div", {"class": "story"})
     if lanes:
@@ -20,11 +20,11 @@ def story_of(record: Record, lanes: Sequence[Lane]) -> Element:
 
 
 class _Telling:
-    def __init__(self, record: Record, lanes: Sequence[Lane]) -> None:
+    def __init__(self, record: Record, lanes: Sequence[TraceLane]) -> None:
         self._record = record
         self._children = {(lane.parent, lane.record.fork): lane for lane in lanes if lane.depth}
 
-    def tell(self, story: Element, lane: Lane) -> None:
+    def tell(self, story: Element, lane: TraceLane) -> None:
         """What a thread wrote, with all that hangs from it."""
         text = self._begin(story, lane)
         place = lane.record.start
@@ -38,7 +38,7 @@ class _Telling:
                     run = add(text, "span")
                 place += 1
 
-    def _begin(self, story: Element, lane: Lane) -> Element:
+    def _begin(self, story: Element, lane: TraceLane) -> Element:
         """The part of the story that a thread's text begins with."""
         text = add(story, "span", {"class": hue(lane)})
         if lane.depth:
@@ -50,7 +50,7 @@ class _Telling:
             )
         return text
 
-    def _run(self, text: Element, lane: Lane, cell: Cell) -> Element:
+    def _run(self, text: Element, lane: TraceLane, cell: Cell) -> Element:
         """The part that a step wrote."""
         return add(text, "span", {"id": f"s{cell.step}-{lane.thread}"})
 

@@ -8,10 +8,10 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.tools.tune.spelling import Spelling, spelling_of
+from spaceport.tools.tune.spelling import ConversationSpelling, spelling_of
 
 
-def checkpoint_spelling(folder: Path, remote_code: bool) -> Spelling:
+def checkpoint_spelling(folder: Path, remote_code: bool) -> ConversationSpelling:
     """How conversations are written in the tokens of a checkpoint."""
     checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)
     tokenizer = PreTrainedTokenizerFast(

@@ -12,11 +12,11 @@ from spaceport.graphs.contract.atomic_file import replacing
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.conversations import Conversation
 from spaceport.tools.tune.samples import Sample, prepare
-from spaceport.tools.tune.spelling import Spelling, SpellingError
+from spaceport.tools.tune.spelling import ConversationSpelling, SpellingError
 
 
 def rows_of(
-    data: Path, conversations: Sequence[Conversation], spelling: Spelling, cutoff: int
+    data: Path, conversations: Sequence[Conversation], spelling: ConversationSpelling, cutoff: int
 ) -> tuple[list[Sample], Counter[str]]:
     """Each conversation of a file as it is learned, forked where it can be, in the file's order; and what was counted."""
     try:

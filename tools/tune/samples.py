@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spaceport.tools.tune.conversations import TEXT, Conversation
 from spaceport.tools.tune.extract import Tree, extract
-from spaceport.tools.tune.spelling import Exchange, HoldsControl, Spelling
+from spaceport.tools.tune.spelling import ConversationSpelling, Exchange, HoldsControl
 
 NO_PARENT = -1
 
@@ -78,7 +78,9 @@ class _Growing:
         return Sample(line, np.array(self.ids, np.int64), np.array(self.parents, np.int64), learned)
 
 
-def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: int, unforked: bool = False) -> Prepared:
+def prepare(
+    conversations: Sequence[Conversation], spelling: ConversationSpelling, cutoff: int, unforked: bool = False
+) -> Prepared:
     """Every conversation as samples; an answer with a paragraph tree forks if the model has the tokens for it.
 
     `unforked` asks for the forked ones once more in one line."""
@@ -104,7 +106,7 @@ def prepare(conversations: Sequence[Conversation], spelling: Spelling, cutoff: i
 
 
 def _spelled(
-    conversation: Conversation, spelling: Spelling, cutoff: int, unforked: bool
+    conversation: Conversation, spelling: ConversationSpelling, cutoff: int, unforked: bool
 ) -> tuple[list[Sample], list[Sample]]:
     """The samples of a conversation; if one forks and it is asked for, the same in one line."""
     if conversation.turns[0].role == TEXT:
@@ -117,7 +119,9 @@ def _spelled(
     return [_chat(conversation, exchanges, tree, spelling)], flat
 
 
-def _chat(conversation: Conversation, exchanges: Sequence[Exchange], tree: Tree | None, spelling: Spelling) -> Sample:
+def _chat(
+    conversation: Conversation, exchanges: Sequence[Exchange], tree: Tree | None, spelling: ConversationSpelling
+) -> Sample:
     """All answers of a conversation with what stands before them; the last one forks if it has a tree."""
     growing = _Growing()
     for exchange in exchanges:
@@ -139,7 +143,7 @@ def _chat(conversation: Conversation, exchanges: Sequence[Exchange], tree: Tree 
     return growing.sample(conversation.line)
 
 
-def _grow(growing: _Growing, lead: str, tree: Tree, end: Sequence[int], spelling: Spelling) -> None:
+def _grow(growing: _Growing, lead: str, tree: Tree, end: Sequence[int], spelling: ConversationSpelling) -> None:
     """The heads as the spine; behind each that has a detail a [Fork], whose child writes it."""
     fork, child = spelling.tokens.fork, spelling.tokens.child
     for paragraph in tree.paragraphs:
@@ -150,7 +154,7 @@ def _grow(growing: _Growing, lead: str, tree: Tree, end: Sequence[int], spelling
             growing.branch([child], [*spelling.go_on(paragraph.detail), *end])
 
 
-def _windows(conversation: Conversation, spelling: Spelling, cutoff: int) -> Iterator[Sample]:
+def _windows(conversation: Conversation, spelling: ConversationSpelling, cutoff: int) -> Iterator[Sample]:
     """A plain text in pieces of at most the cutoff; the last one ends."""
     pieces = list(_pieces(conversation.turns[0].content, spelling, cutoff - len(spelling.start) - 1))
     given = 0 if spelling.start else 1  # with nothing before it, a first token cannot be learned
@@ -163,7 +167,7 @@ def _windows(conversation: Conversation, spelling: Spelling, cutoff: int) -> Ite
         yield growing.sample(conversation.line)
 
 
-def _pieces(text: str, spelling: Spelling, room: int) -> Iterator[list[int]]:
+def _pieces(text: str, spelling: ConversationSpelling, room: int) -> Iterator[list[int]]:
     """The tokens of as many whole lines as there is room for; a line that is longer is cut where it must be."""
     window, size = "", 0
     for line in text.splitlines(keepends=True):
@@ -179,7 +183,7 @@ def _cut_tokens(ids: Sequence[int], room: int) -> Iterator[list[int]]:
     yield from (list(ids[first : first + room]) for first in range(0, len(ids), room))
 
 
-def _kept(sample: Sample, spelling: Spelling, cutoff: int, counts: Counter[str]) -> Sample | None:
+def _kept(sample: Sample, spelling: ConversationSpelling, cutoff: int, counts: Counter[str]) -> Sample | None:
     """The sample within the cutoff, or nothing if that leaves nothing to learn; either is counted."""
     kept = _cut(sample, spelling, cutoff)
     if kept.size < sample.size:
@@ -193,7 +197,7 @@ def _kept(sample: Sample, spelling: Spelling, cutoff: int, counts: Counter[str])
     return None
 
 
-def _cut(sample: Sample, spelling: Spelling, cutoff: int) -> Sample:
+def _cut(sample: Sample, spelling: ConversationSpelling, cutoff: int) -> Sample:
     """The sample without what stands at the cutoff or beyond, and without a [Child] that nothing is left of."""
     if sample.size <= cutoff:
         return sample

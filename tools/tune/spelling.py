@@ -46,7 +46,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class ConversationSpelling:
     """A model's tokenizer, chat template and special tokens, as far as writing conversations goes."""
 
     encode: Callable[[str], list[int]]  # adds no special tokens
@@ -148,7 +148,7 @@ class Spelling:
         return Exchange(turns[0].content, "", turns[1].content, "")
 
 
-def spelling_of(tokenizer: Any, tokens: TokenIds) -> Spelling:
+def spelling_of(tokenizer: Any, tokens: TokenIds) -> ConversationSpelling:
     """The spelling of a transformers tokenizer."""
 
     def render(turns: Sequence[Turn], ask: bool) -> str:
@@ -159,7 +159,7 @@ def spelling_of(tokenizer: Any, tokens: TokenIds) -> Spelling:
     return spelling_with(tokenizer.backend_tokenizer, render if tokenizer.chat_template else None, tokens)
 
 
-def spelling_with(backend: Any, render: Render | None, tokens: TokenIds) -> Spelling:
+def spelling_with(backend: Any, render: Render | None, tokens: TokenIds) -> ConversationSpelling:
     """The spelling of a tokenizer of the tokenizers library and a way to render turns."""
 
     def encode(text: str) -> list[int]:
@@ -170,7 +170,7 @@ def spelling_with(backend: Any, render: Render | None, tokens: TokenIds) -> Spel
         raise SpellingError(
             "the checkpoint names no end-of-text token: expected eos_token_id in generation_config.json"
         )
-    return Spelling(encode, render, opening(backend), tokens.end[0], tokens)
+    return ConversationSpelling(encode, render, opening(backend), tokens.end[0], tokens)
 
 
 def opening(backend: Any) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.tools.tune.names import Names, names_for
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TrainingSettings
-from spaceport.tools.tune.spelling import Spelling, spelling_of
+from spaceport.tools.tune.spelling import ConversationSpelling, spelling_of
 from spaceport.tools.tune.vocabulary import add_tokens
 
 # Files of a checkpoint that decide, beside its weights, what is learned.
@@ -32,7 +32,7 @@ class Subject:
     dtype: torch.dtype  # the checkpoint's
     tokenizer: Any
     names: Names
-    spelling: Spelling
+    spelling: ConversationSpelling
     mask_slots: int  # that it will have when it is tuned
 
     @property

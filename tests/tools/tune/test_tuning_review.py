@@ -28,7 +28,7 @@ from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
 from spaceport.tools.tune.saving import _holding
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.spelling import Spelling, spelling_with
+from spaceport.tools.tune.spelling import ConversationSpelling, spelling_with
 from spaceport.tools.tune.subject import open_subject
 from spaceport.tools.tune.tuning import TuningJob, _identity, tune
 from support.paths import TINY
@@ -36,7 +36,7 @@ from support.paths import TINY
 MASK = 4
 
 
-def letters() -> Spelling:
+def letters() -> ConversationSpelling:
     """A tokenizer that knows two letters and drops all others, without a template."""
     backend = Tokenizer(models.BPE(vocab={"h": 0, "i": 1, "</s>": 2, "[M]": 3}, merges=[]))
     return spelling_with(backend, None, TokenIds(mask=(3,), fork=None, child=None, end=(2,)))

@@ -12,7 +12,7 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat import render
 from spaceport.tools.tune.conversations import Turn
-from spaceport.tools.tune.spelling import Spelling, spelling_with
+from spaceport.tools.tune.spelling import ConversationSpelling, spelling_with
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "config.json").exists() and not (folder / MANIFEST_FILE).exists()
 
 
-def spelling_for(runtime: Runtime) -> Spelling:
+def spelling_for(runtime: Runtime) -> ConversationSpelling:
     """How conversations are written in the tokens of a runtime's model, as a training writes them."""
     bundle = runtime.bundle
 

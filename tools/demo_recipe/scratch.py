@@ -10,10 +10,9 @@ from typing import cast
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from spaceport.tools.demo_recipe.corpus import Corpus
-from spaceport.tools.demo_recipe.tokenizer import END, LONGEST_TEXT, TOKENS, train_tokenizer
+from spaceport.tools.demo_recipe.tokenizer import END, LONGEST_TEXT, TOKENS
 
-FREE_ROWS = 16  # of the vocabulary, at the least: for the tokens that a tuning adds
+FREE_ROWS = 16
 SPREAD = 0.05  # standard deviation of the weights: of 0.02 a model so narrow learns late
 
 
@@ -28,15 +27,17 @@ class ModelShape:
     heads: int
     kv_heads: int
     positions: int
+    free_rows: int = FREE_ROWS  # of the vocabulary, at the least: for the tokens that a tuning adds
 
 
 DEMO = ModelShape(TOKENS, 192, 448, 5, 6, 2, LONGEST_TEXT)  # 2.0 million weights
 CODE = ModelShape(4096, 512, 1408, 8, 8, 2, 2048)  # 24.8 million
 
 
-def write_scratch(folder: Path, corpus: Corpus, seed: int = 0, shape: ModelShape = DEMO) -> LlamaForCausalLM:
-    """Writes the checkpoint, its tokenizer trained on the corpus, in float16 and returns the model."""
-    tokenizer = train_tokenizer(corpus.vocabulary, shape.tokens)
+def write_scratch(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, shape: ModelShape = DEMO, seed: int = 0
+) -> LlamaForCausalLM:
+    """Write the checkpoint and its tokenizer, in float16; the model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _new_model(tokenizer, shape)
@@ -51,7 +52,7 @@ def write_scratch(folder: Path, corpus: Corpus, seed: int = 0, shape: ModelShape
 def _new_model(tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> LlamaForCausalLM:
     """Random weights; what layers add to the residual stream starts small, so that depth does not drown the token."""
     config = LlamaConfig(
-        vocab_size=64 * math.ceil((len(tokenizer) + FREE_ROWS) / 64),
+        vocab_size=64 * math.ceil((len(tokenizer) + shape.free_rows) / 64),
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,

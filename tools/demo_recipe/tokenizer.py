@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -23,15 +23,22 @@ _TEMPLATE = """\
 """
 
 
-def train_tokenizer(texts: Iterable[str], size: int = TOKENS) -> PreTrainedTokenizerFast:
-    """A tokenizer over all 256 bytes that splits numbers into digits and opens every text with bos."""
+def train_tokenizer(
+    texts: Iterable[str],
+    size: int = TOKENS,
+    added: Sequence[str] = (),
+    split: Sequence[pre_tokenizers.PreTokenizer] = (pre_tokenizers.Digits(individual_digits=True),),
+) -> PreTrainedTokenizerFast:
+    """A tokenizer over all 256 bytes that opens every text with bos; `split` cuts texts first, by default at digits.
+
+    `added` are further special tokens.
+    """
     core = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    core.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[BOS, EOS, START, END],
+        special_tokens=[BOS, EOS, START, END, *added],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -43,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], size: int = TOKENS) -> PreTrainedToken
         tokenizer_object=core,
         bos_token=BOS,
         eos_token=EOS,
-        extra_special_tokens=[START, END],
+        extra_special_tokens=[START, END, *added],
         chat_template=_TEMPLATE,
         model_max_length=LONGEST_TEXT,
         clean_up_tokenization_spaces=False,

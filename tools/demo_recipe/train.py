@@ -19,6 +19,7 @@ from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
 from spaceport.tools.demo_recipe.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_data
 from spaceport.tools.demo_recipe.packages import write_code
 from spaceport.tools.demo_recipe.scratch import CODE, DEMO, ModelShape, write_scratch
+from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.card import CARD_FILE
 from spaceport.tools.tune.settings import TrainingSettings
@@ -124,7 +125,8 @@ def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = No
     scratch, looked_at = folder / "scratch", folder / "validation.jsonl"
     if not resume:
         shutil.rmtree(scratch, ignore_errors=True)
-        write_scratch(scratch, preset.write(folder), shape=preset.shape)
+        tokenizer = train_tokenizer(preset.write(folder).vocabulary, preset.shape.tokens)
+        write_scratch(scratch, tokenizer, preset.shape)
         looked_at.write_text("".join(_first(folder / name) for name in (HELD_OUT_FILE, HELD_OUT_TEXT_FILE)), "utf-8")
     job = TuningJob(
         checkpoint=scratch,

@@ -27,6 +27,7 @@ from spaceport.tools.demo_recipe.parameter_answers import answer, asked, questio
 from spaceport.tools.demo_recipe.scratch import FREE_ROWS, write_scratch
 from spaceport.tools.demo_recipe.signatures import Function, functions_in, read_signature
 from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
+from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Refusal, Tree, extract
 
@@ -150,7 +151,7 @@ def test_windows_are_whole_lines_in_order() -> None:
 @pytest.fixture(scope="module")
 def scratch(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scratch")
-    write_scratch(folder, corpus)
+    write_scratch(folder, train_tokenizer(corpus.vocabulary))
     return folder
 
 
@@ -186,7 +187,7 @@ def test_the_start_of_training_has_two_million_weights_and_room_for_more_tokens(
 
 def test_the_start_of_training_follows_from_the_seed(corpus: Corpus, tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
-    first, again = (write_scratch(tmp_path, corpus, 3) for _ in range(2))
+    first, again = (write_scratch(tmp_path, train_tokenizer(corpus.vocabulary), seed=3) for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), state)
     same = zip(first.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in same)

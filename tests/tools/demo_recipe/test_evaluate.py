@@ -33,6 +33,7 @@ from spaceport.tools.demo_recipe.parameter_answers import answer, question, veri
 from spaceport.tools.demo_recipe.scratch import write_scratch
 from spaceport.tools.demo_recipe.signatures import functions_in
 from spaceport.tools.demo_recipe.sources import read_source, stdlib_paths
+from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread
 from support.paths import TINY
@@ -79,7 +80,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model with the tokens of a tuned one, which begins with a fork."""
     folder = tmp_path_factory.mktemp("untrained")
     sources = [read_source(path) for path in stdlib_paths() if path.as_posix().endswith(("/shlex.py", "/weakref.py"))]
-    write_scratch(folder, collect(sources, lists=0))
+    write_scratch(folder, train_tokenizer(collect(sources, lists=0).vocabulary))
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     tokenizer.add_tokens(["[M]", "[Fork]", "[Child]"], special_tokens=True)
     likely_forks(model, tokenizer)

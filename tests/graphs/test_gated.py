@@ -144,6 +144,7 @@ def adapter_changes_mask_rows_only(base: Path, gated: Path) -> None:
     assert (np.abs(drafted - other).max(axis=-1) > 0.5).all()
 
 
+@pytest.mark.slow
 def test_an_exported_adapter_changes_mask_rows_and_no_bit_of_others(tiny_bundle: Path, gated_bundle: Path) -> None:
     adapter_changes_mask_rows_only(tiny_bundle, gated_bundle)
 
@@ -199,16 +200,10 @@ def engines_of(decoder: Decoder) -> tuple[Engine, Engine]:
     return TorchEngine(decoder, signature, SLOTS, 1, "cpu"), OnnxRuntimeEngine(session, signature, SLOTS, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "lowering"),
-    [
-        ("llama", "scatter"),
-        pytest.param("qwen3", "append", marks=pytest.mark.nightly),
-        pytest.param("gpt_neox", "append", marks=pytest.mark.nightly),
-        pytest.param("opt", "scatter", marks=pytest.mark.nightly),
-        pytest.param("gemma2", "scatter", marks=pytest.mark.nightly),
-    ],
+    [("llama", "scatter"), ("qwen3", "append"), ("gpt_neox", "append"), ("opt", "scatter"), ("gemma2", "scatter")],
 )
 def test_every_family_keeps_its_ordinary_rows_to_the_bit(name: str, lowering: Lowering) -> None:
     mask = 5

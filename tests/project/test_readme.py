@@ -44,6 +44,7 @@ def test_the_commands_and_the_program_run_one_after_the_other(
     assert "move has two parameters, src, which is required, and dst" in capsys.readouterr().out
 
 
+@pytest.mark.nightly  # docs/examples/07_tuning does most of it in each run
 def test_a_model_learns_as_the_readme_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,7 @@ def runtime(request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundl
         yield opened
 
 
-@pytest.mark.parametrize(("mask_slots", "steps"), [(0, 96), (1, 52), (2, 40), (3, 31), (4, 29), (5, 26)])
+@pytest.mark.parametrize(("mask_slots", "steps"), [(0, 96), (1, 49), (2, 33), (3, 25), (4, 20), (5, 18)])
 def test_the_golden_text_takes_the_pinned_number_of_steps(runtime: Runtime, mask_slots: int, steps: int) -> None:
     found = runtime.generate(DECODER, chain(mask_slots))
     assert found.text == GOLDEN
@@ -58,7 +58,7 @@ def test_the_golden_text_takes_the_pinned_number_of_steps(runtime: Runtime, mask
     assert sum(found.statistics.accepted_by_depth) == 96 - steps
 
 
-@pytest.mark.parametrize(("mask_slots", "steps"), [(0, 49), (1, 25), (2, 18), (3, 15), (4, 13), (5, 11)])
+@pytest.mark.parametrize(("mask_slots", "steps"), [(0, 49), (1, 27), (2, 19), (3, 15), (4, 12), (5, 11)])
 def test_the_end_of_text_ends_it_where_plain_decoding_would(runtime: Runtime, mask_slots: int, steps: int) -> None:
     found = runtime.generate(SCANNER, chain(mask_slots))
     assert found.text == GOLDEN_END
@@ -93,7 +93,7 @@ def test_a_prompt_fed_in_chunks_leads_to_the_same_text(any_tiny_bundle: Path, ch
         found = opened.generate(DECODER, chain(5))
     assert found.text == GOLDEN
     assert found.statistics.prompt_steps == -(-found.statistics.prompt_tokens // chunk) - 1
-    assert found.statistics.steps == 26
+    assert found.statistics.steps == 18
 
 
 @pytest.mark.parametrize("stop", ["JSONDecodeError", "\n\n", "_scan", "FLAGS = re.V", "', '", "N"])
@@ -129,7 +129,7 @@ def test_pieces_make_up_the_text_and_tell_which_tokens_were_drafted(runtime: Run
     assert "".join(piece.text for piece in pieces) == found.text == GOLDEN
     assert "".join(piece.reading for piece in pieces) == GOLDEN
     assert tuple(piece.token for piece in pieces) == found.tokens
-    assert sum(piece.drafted for piece in pieces) == sum(found.statistics.accepted_by_depth) == 70
+    assert sum(piece.drafted for piece in pieces) == sum(found.statistics.accepted_by_depth) == 78
     assert not any(piece.drafted for piece in runtime.stream(DECODER, Decoding(max_tokens=20, mask_slots=0)))
 
 

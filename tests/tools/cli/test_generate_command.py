@@ -125,7 +125,7 @@ def cost(runtime: Runtime, decoding: Decoding) -> object:
 
 def test_a_text_that_forks_is_printed_in_reading_order(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     expected = runtime.generate(DECODER, Decoding(max_tokens=60))
-    assert len(expected.threads) == 3
+    assert len(expected.threads) == 5
     out, err = printed(capfd, forking, "--max-tokens", 60)
     assert (out, err) == (f"{expected.text}\n", "")
 
@@ -144,7 +144,7 @@ def test_marks_change_nothing_else_of_a_text_that_forks(forking: Path, runtime: 
     plain, _ = printed(capfd, forking, *arguments)
     marked, _ = printed(capfd, forking, *arguments, "--show-drafts")
     assert len(plain) > 30
-    assert marked.count("[") == marked.count("]") > 3
+    assert marked.count("[") == marked.count("]") > 2
     assert marked.replace("[", "").replace("]", "") == plain
 
 

@@ -34,7 +34,7 @@ class Statistics:
         return self.tokens / self.steps if self.steps else 0.0
 
     def add_step(self, plan: Plan, verdicts: Sequence[Verdict], written: Sequence[int], held: int) -> None:
-        """Count a step that held `held` KV slots and of which each part wrote so many of its verdict's tokens."""
+        """Count a step; `written` is the number of tokens that each part wrote, `held` the number of KV slots held."""
         self.rows += plan.rows
         self.peak_slots = max(self.peak_slots, held)
         self.peak_threads = max(self.peak_threads, len(plan.parts))

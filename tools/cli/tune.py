@@ -120,7 +120,8 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     # torch is read only once the options are known to be right
     from spaceport.tools.terminal.tuning_screen import is_first, shown
     from spaceport.tools.tune.distill import Distillation
-    from spaceport.tools.tune.tuning import TuningJob, tune
+    from spaceport.tools.tune.job import TuningJob
+    from spaceport.tools.tune.tuning import tune
 
     job = TuningJob(
         checkpoint=checkpoint,

@@ -22,8 +22,9 @@ from spaceport.tools.demo_recipe.scratch import CODE, DEMO, ModelShape, write_sc
 from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.card import CARD_FILE
+from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.tuning import TuningJob, tune
+from spaceport.tools.tune.tuning import tune
 
 _VALIDATION = 64  # conversations of each kind
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.faults import MissingPart
+from spaceport.tools.tune.job import TrainingCallbacks
 from spaceport.tools.tune.training import Training, TrainingMeasurement
-from spaceport.tools.tune.tuning import TrainingCallbacks
 
 _SECONDS = 10.0  # between lines in a pipe
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from spaceport.tools.tune.card import CardFacts, write_card
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.course import Course, hold_to_objective
 from spaceport.tools.tune.distill import Distillation, distill, writer
+from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.keeping import METRICS_FILE, Keeping, reason
 from spaceport.tools.tune.methods import Merge, apply_method
-from spaceport.tools.tune.names import DEFAULT, Names
 from spaceport.tools.tune.packing import PackedRow
 from spaceport.tools.tune.samples import Prepared, prepare
 from spaceport.tools.tune.saving import CHECKPOINT, write_checkpoint
@@ -36,59 +36,6 @@ from spaceport.tools.tune.spelling import SpellingError
 from spaceport.tools.tune.subject import DECIDING, Subject, cutoff_for, open_subject
 from spaceport.tools.tune.trainee import trainee_of
 from spaceport.tools.tune.training import Training, TrainingMeasurement
-
-
-@dataclass(frozen=True)
-class TuningJob:
-    """What is to be tuned, on what, and how it goes about it; only `settings` decides what comes out."""
-
-    checkpoint: Path
-    target: Path
-    data: tuple[Path, ...]
-    settings: TrainingSettings
-    names: Names = DEFAULT
-    validation: tuple[Path, ...] = ()
-    bf16: bool = False
-    recompute: bool = False  # gradient checkpointing: less memory, a third more work
-    save_every: int = 500  # steps
-    log_every: int = 10  # steps
-    resume: bool = False
-    overwrite: bool = False
-    remote_code: bool = False
-    distillation: Distillation | None = None
-
-
-@dataclass(frozen=True)
-class TrainingCallbacks:
-    """Functions that are called as a tuning proceeds."""
-
-    stage: Callable[[str], None] = lambda name: None
-    prepared: Callable[[Counter[str]], None] = lambda counts: None
-    begun: Callable[[Training], None] = lambda training: None
-    measured: Callable[[TrainingMeasurement, str], None] = lambda measured, kind: None
-    stepped: Callable[[Training], None] = lambda training: None
-    stop: Callable[[], bool] = lambda: False  # whether to keep the state and end here
-
-
-@dataclass(frozen=True)
-class TuningOutcome:
-    """What a tuning came to."""
-
-    counts: Counter[str]
-    settings: TrainingSettings
-    measurements: list[dict[str, Any]]
-
-    def last(self, kind: str) -> dict[str, Any] | None:
-        """The last measurement of a kind: training or validation."""
-        return next((line for line in reversed(self.measurements) if line["kind"] == kind), None)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "samples": dict(self.counts),
-            "settings": self.settings.as_dict(),
-            "training": self.last("training"),
-            "validation": self.last("validation"),
-        }
 
 
 def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOutcome:

@@ -25,9 +25,10 @@ from spaceport.tools.demo_recipe.scratch import ModelShape, write_scratch
 from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.terminal.tuning_screen import shown
+from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.names import Names
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.tuning import TuningJob, tune
+from spaceport.tools.tune.tuning import tune
 
 HERE = Path(__file__).parent
 KEPT = ("*.json", "*.jinja", "*.safetensors")  # files of the trained checkpoint that stand next to this one

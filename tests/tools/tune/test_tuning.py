@@ -27,9 +27,10 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune import course
+from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.saving import _cast
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.tuning import TrainingCallbacks, TuningJob, TuningOutcome, tune
+from spaceport.tools.tune.tuning import tune
 from support.paths import TINY
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
+from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.tuning import TrainingCallbacks, TuningJob, tune
+from spaceport.tools.tune.tuning import tune
 from support.families import REFUSED, build
 from support.paths import TESTS, TINY
 

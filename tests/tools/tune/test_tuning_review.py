@@ -22,6 +22,7 @@ from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 from spaceport.tools.tune.course import hold_to_objective
 from spaceport.tools.tune.curves import draw_curves
 from spaceport.tools.tune.distill import WRITTEN, distill
+from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.names import DEFAULT
 from spaceport.tools.tune.packing import successors
@@ -30,7 +31,7 @@ from spaceport.tools.tune.saving import _holding
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.spelling import ConversationSpelling, spelling_with
 from spaceport.tools.tune.subject import open_subject
-from spaceport.tools.tune.tuning import TuningJob, _identity, tune
+from spaceport.tools.tune.tuning import _identity, tune
 from support.paths import TINY
 
 MASK = 4

@@ -16,8 +16,9 @@ from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.export import Options, export
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.tuning import TuningJob, tune
+from spaceport.tools.tune.tuning import tune
 from spaceport.tools.tune.vocabulary import VocabularyError, add_tokens, embedding_rows
 from support.families import FAMILIES, VOCAB, build
 

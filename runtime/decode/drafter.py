@@ -15,10 +15,17 @@ class Drafter(Protocol):
     """Proposes the draft of each thread of a request, and learns from what was accepted."""
 
     def draft(self, thread: Thread, remaining: int, rows: int) -> Draft:
-        """A draft for a thread that may write `remaining` more tokens, of at most `rows` rows with its last token."""
+        """A draft for a thread that may write `remaining` more tokens, of at most `rows` rows with its last token.
+
+        Also called while a prompt is fed in chunks; such a draft is not used unless the chunk is the last one.
+        """
 
     def learn(self, part: Part, verdict: Verdict) -> None:
-        """Note which draft tokens of a step were accepted."""
+        """Note which draft tokens of a step were accepted.
+
+        `part.draft` is the draft that was fed, an empty one for a chunk of a prompt; `part.thread` still has the guesses
+        of the step before, of which the draft was made.
+        """
 
 
 class ChainDrafter:

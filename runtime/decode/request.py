@@ -65,8 +65,8 @@ class VerifiedStep(NamedTuple):
 class Observer(Protocol):
     """Sees every step of a request with its verdicts and logits."""
 
-    def on_step(self, step: VerifiedStep) -> None:
-        """Called once per step, in any order among the observers and the listener of a request."""
+    def on_step(self, verified: VerifiedStep) -> None:
+        """Called once per verified step; what it needs is in the step, so observers may come in any order."""
 
 
 class Request:
@@ -148,7 +148,6 @@ class Request:
             kept.append(own)
             self._prefilled = self._prefilled or bool(verdict.tokens)
         self.statistics.add_step(step.plan, step.verdicts, written, step.held)
-        self.statistics.engine_seconds += step.engine_seconds
         self._advance_queue()
         return self._settle(kept)
 
@@ -190,7 +189,7 @@ class Request:
     def _write(self, part: Part, verdict: Verdict, own: NDArray[np.int64]) -> int:
         """Add tokens one by one, as plain decoding would, so that the text ends where it would; the number added."""
         thread, config = part.thread, self.config
-        self._drafter.learn(part, verdict)
+        self._drafter.learn(part, verdict)  # before the guesses that the draft was made of are replaced
         thread.guesses = verdict.guesses
         before = self._written
         for place, token in enumerate(verdict.tokens):

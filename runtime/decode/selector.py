@@ -13,7 +13,7 @@ from spaceport.runtime.decode.threads import Thread
 
 
 class NotANumber(RuntimeError):
-    """An engine returned logits that are NaN."""
+    """An engine returned logits that are NaN or infinite."""
 
 
 class TokenSelector(Protocol):

@@ -11,7 +11,7 @@ from spaceport.runtime.decode.plan import Part, Plan
 
 @dataclass
 class Statistics:
-    """What a request cost so far."""
+    """What a request cost so far; of a step in which it failed, only the time."""
 
     prompt_tokens: int = 0
     prompt_steps: int = 0  # steps that fed a part of the prompt and could write nothing yet

@@ -19,7 +19,8 @@ PREFILL_ROWS = 512  # prompt rows of a call: keeps matrix products busy, and a c
 
 Call = Sequence[ScheduledStep]
 Grouping = Callable[[Sequence[ScheduledStep]], Sequence[Call]]
-# Called with the index of a request that failed, and why; the other requests of the step go on.
+# Called with the index of a request that failed, and why; the other requests of the step go on. When a whole call fails
+# it is called for each request of it, also for those that failed before or have ended in this step.
 OnFailure = Callable[[int, Exception], None]
 
 
@@ -67,18 +68,21 @@ def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> li
     steps = []
     for each in inputs:
         with _Isolated((each,), on_failure):
-            rows = each.request.plan(each.prefill_rows)
-            slots = each.request.slots.take(rows.positions)
-            steps.append(ScheduledStep(each.request, each.engine_index, rows, slots))
+            planned = each.request.plan(each.prefill_rows)
+            slots = each.request.slots.take(planned.positions)
+            steps.append(ScheduledStep(each.request, each.engine_index, planned, slots))
     return steps
 
 
 def run(engine: Engine, call: Call) -> Ran:
-    """The logits of a call."""
+    """The logits of a call; its time counts for every request of it."""
     batch = pack(engine, call)
     started = perf_counter()
     logits = engine.run(batch)
-    return Ran(batch.first, batch.requests, logits, perf_counter() - started)
+    seconds = perf_counter() - started
+    for each in call:
+        each.request.statistics.engine_seconds += seconds
+    return Ran(batch.first, batch.requests, logits, seconds)
 
 
 def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:
@@ -103,15 +107,15 @@ def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure:
 
 
 def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
-    request, index, rows, slots = each
+    request, index, planned, slots = each
     config = request.config
-    logits = split(rows, ran.logits[index - ran.first])
+    logits = split(planned, ran.logits[index - ran.first])
     verdicts = [
         accept(part, own, config.selector, config.drafting.guesses)
-        for part, own in zip(rows.parts, logits, strict=True)
+        for part, own in zip(planned.parts, logits, strict=True)
     ]
     held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds
-    return VerifiedStep(request, index, rows, slots, verdicts, logits, held, queued, ran.seconds, outside)
+    return VerifiedStep(request, index, planned, slots, verdicts, logits, held, queued, ran.seconds, outside)
 
 
 class _Isolated:

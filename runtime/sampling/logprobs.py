@@ -31,9 +31,9 @@ class Logprobs:
     top: int
     _found: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
 
-    def on_step(self, step: VerifiedStep) -> None:
+    def on_step(self, verified: VerifiedStep) -> None:
         """Note the tokens of a step; an end or a limit may yet keep the last of them from being written."""
-        for part, verdict, logits in zip(step.plan.parts, step.verdicts, step.logits, strict=True):
+        for part, verdict, logits in zip(verified.plan.parts, verified.verdicts, verified.logits, strict=True):
             if not verdict.tokens:
                 continue
             found = self._found.setdefault(part.thread.path, [])

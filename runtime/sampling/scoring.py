@@ -38,9 +38,9 @@ class Scoring:
         self._found: list[TokenLogprob] = []
         self._greedy = True
 
-    def on_step(self, step: VerifiedStep) -> None:
+    def on_step(self, verified: VerifiedStep) -> None:
         """Note what the rows of a chunk say of the tokens behind them."""
-        (part,), (verdict,), (own,) = step.plan.parts, step.verdicts, step.logits
+        (part,), (verdict,), (own,) = verified.plan.parts, verified.verdicts, verified.logits
         for row, line in zip(part.rows_wanted.tolist(), own, strict=True):
             place = int(part.positions[row]) + 1
             if place < len(self._tokens):

@@ -17,7 +17,8 @@ from spaceport.runtime.trace.trace import Trace
 
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
 
-# Takes the new pieces of a text after each step, and None when there will be no more; from the worker's OS thread.
+# Takes the new pieces of a text after each step, and None when there will be no more; called from the worker's OS thread
+# or from the one that closes the runtime.
 Deliver = Callable[[list[Piece] | None], None]
 
 
@@ -75,7 +76,7 @@ class Generation(Task):
 
 def _fed() -> Future[None]:
     future: Future[None] = Future()
-    future.set_running_or_notify_cancel()  # so that only the worker sets it
+    future.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
     return future
 
 

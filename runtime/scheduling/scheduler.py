@@ -24,7 +24,7 @@ class QueueFull(RuntimeError):
 
 
 class Scheduler:
-    """Requests in, rounds of steps out; `submit` may be called from any OS thread, everything else from one."""
+    """Requests in, rounds of steps out; `submit` may be called from any OS thread, everything else from one at a time."""
 
     def __init__(
         self,

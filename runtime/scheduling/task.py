@@ -22,4 +22,7 @@ class Task:
     submitted: float = field(default_factory=perf_counter)
 
     def on_progress(self) -> None:
-        """Called by the scheduler after each step of the request, and once more when it is done."""
+        """Called after each step and at the end; `done` is set in the last call.
+
+        If it raises before that, the request fails with the error and it is called once more.
+        """

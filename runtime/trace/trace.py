@@ -36,14 +36,22 @@ class Trace:
     _seen: list[_Seen] = field(default_factory=list)
     _request: Request | None = None
 
-    def on_step(self, step: VerifiedStep) -> None:
+    def on_step(self, verified: VerifiedStep) -> None:
         """Note a step."""
-        if self._request is not step.request:
-            if self._request is not None or step.request.statistics.rows:
+        if self._request is not verified.request:
+            first = int(verified.plan.parts[0].positions[0]) == 0  # only the first step feeds position 0
+            if self._request is not None or not first:
                 raise ValueError("a trace is of one request, from its first step on: make a new one for each request")
-            self._request = step.request
+            self._request = verified.request
         self._seen.append(
-            _Seen(step.plan, step.verdicts, step.queued, step.held, step.engine_seconds, step.outside_seconds)
+            _Seen(
+                verified.plan,
+                verified.verdicts,
+                verified.queued,
+                verified.held,
+                verified.engine_seconds,
+                verified.outside_seconds,
+            )
         )
 
     def record(self, tokenizer: Tokenizer | None = None) -> Record:

@@ -68,8 +68,8 @@ class EchoObserver:
         self.spoilt = False  # whether some of the logits were NaN: then the KV buffers hold NaN too
         self._least, self._on_logits = least, on_logits
 
-    def on_step(self, step: VerifiedStep) -> None:
-        (part,), (own,) = step.plan.parts, step.logits
+    def on_step(self, verified: VerifiedStep) -> None:
+        (part,), (own,) = verified.plan.parts, verified.logits
         for row, logits in zip(part.rows_wanted.tolist(), own, strict=True):
             place = int(part.positions[row]) + 1
             if place >= self._least:
@@ -82,7 +82,8 @@ def known_request(
 ) -> Request:
     """A request that feeds these tokens and is then over, or `stays` with its KV slots held.
 
-    The observer gets the logits for each token from `start` on, and for one behind the last.
+    The observer gets the logits for each token from `start` on, and for one behind the last. A request that stays has one
+    token more than it was given, the one that KnownTokens chooses behind the text, and would go on behind that.
     """
     config = RequestConfig(
         tokens=TokenIds(),

@@ -90,3 +90,11 @@ def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
     assert scene.tasks[0].fault is None
     assert scene.text(0) == scene.alone[0]
     assert isinstance(scene.tasks[1].fault, EngineFault)
+
+
+def test_the_time_of_a_call_counts_for_a_request_that_fails_in_it() -> None:
+    scene = Scene(Language(8, end_every=10**9), [Arrival([1], trouble="on_token", when=0), Arrival([2])], 2)
+    scene.play()
+    failed, other = (task.request.statistics for task in scene.tasks)
+    assert 0 < failed.engine_seconds < other.engine_seconds
+    assert (failed.steps, failed.tokens) == (0, 0)

@@ -67,8 +67,8 @@ class _Ends:
         self.of: dict[tuple[int, ...], int] = {}
         self._end = end
 
-    def on_step(self, step: VerifiedStep) -> None:
-        for part, verdict in zip(step.plan.parts, step.verdicts, strict=True):
+    def on_step(self, verified: VerifiedStep) -> None:
+        for part, verdict in zip(verified.plan.parts, verified.verdicts, strict=True):
             for token in verdict.tokens:
                 if token in self._end:
                     self.of.setdefault(part.thread.path, token)

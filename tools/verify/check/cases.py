@@ -231,6 +231,7 @@ class _Builder:
         """A prompt, then one step over a draft of any shape."""
         self._recorder.case = case
         tokens = self._tokens if self._tokens.mask else replace(self._tokens, mask=(0,))
+        assert length <= self._recorder.rows, "a prompt in chunks would use up the drafts"
         drafts = _Scripted([PLAIN, draft] if length > 1 else [draft])
         request = self._request(length, _PLAIN, self._greedy(), tokens, drafts)
         for _ in range(len(drafts.left)):

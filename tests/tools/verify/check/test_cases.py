@@ -50,6 +50,15 @@ def test_calls_are_as_wide_and_begin_as_late_as_those_of_a_runtime(lowering: Low
     assert ([0, 1] in engine.moved) == (lowering == "append")
 
 
+def test_given_drafts_are_fed_row_by_row(tmp_path: Path) -> None:
+    """Behind the last known token: a chain of 23 candidates, and trees of 12 with their mask slots."""
+    engine = HashEngine(Language(1, 70), CAPACITY, REQUESTS)
+    feeds, _ = recorded_on(engine, tmp_path)
+    last = {feed.case: feed.arrays["logit_rows"].shape[1] for feed in feeds}
+    assert last["prompt, every row"] == 1 + 23
+    assert all(last[f"random tree {number}"] > 1 + 12 for number in (1, 2, 3))
+
+
 def test_moves_are_replayed_as_they_were_made(tmp_path: Path) -> None:
     engine = MovedEngine(Language(1, 70), CAPACITY, REQUESTS, "append")
     feeds, _ = recorded_on(engine, tmp_path)

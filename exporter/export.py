@@ -17,14 +17,19 @@ from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoin
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
 from spaceport.graphs.contract.dtypes import DTYPES
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
-from spaceport.graphs.contract.signature import Lowering, Precision, Weights
+from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
 from spaceport.graphs.precision import round_model
 from spaceport.graphs.traits import Traits
 
 # Hears the name of each stage as it begins.
 Stage = Callable[[str], None]
+
+
+# How activations can be quantized with these weights and this lowering, the default first; float where nothing is said.
+_ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {("int4", "scatter"): ("float", "int8")}
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,16 @@ class Options:
     asked_opset: int | None = None  # nothing: the lowest that the lowering can be said in
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
+    asked_activations: Activations | None = None  # nothing: what suits the weights and the lowering
+
+    @property
+    def activations(self) -> Activations:
+        return self.asked_activations or self.activation_choices[0]
+
+    @property
+    def activation_choices(self) -> tuple[Activations, ...]:
+        """How activations can be quantized with these weights and this lowering, the default first."""
+        return _ACTIVATIONS.get((self.weights, self.lowering), ("float",))
 
     @property
     def opset(self) -> int:
@@ -53,6 +68,7 @@ def export(
 ) -> Manifest:
     """Write the bundle of the checkpoint in `folder` to `target`; an old bundle there stays until the new one is whole."""
     check_opset(options.opset, options.lowering)
+    check_activations(options)
     check_target(target, overwrite)
     stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code)
@@ -70,6 +86,15 @@ def export(
             (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
         stage("sealing the bundle")
         return seal(partial, manifest_for(checkpoint, decoder, traits, options, parameters))
+
+
+def check_activations(options: Options) -> None:
+    """Raise for activations that products with these weights cannot have."""
+    if options.activations not in options.activation_choices:
+        raise OptionFault(
+            f"activations is {options.activations}: expected {' or '.join(options.activation_choices)} with weights "
+            f"{options.weights} and the {options.lowering} lowering (--activations)"
+        )
 
 
 def decoder_from(
@@ -104,6 +129,7 @@ def manifest_for(
         opset=options.opset,
         attention=options.form,
         weights=options.weights,
+        activations=options.activations,
         special_tokens=checkpoint.special_tokens,
         generation=checkpoint.generation,
         versions={

@@ -44,7 +44,10 @@ def open_reference(
     # Small weights are those of the bundle to the bit, whatever they are reckoned with: of a weight that is read in
     # another type, another step may be the nearest.
     stored = dtype or signature.dtype if weights == "same" else signature.dtype
-    options = Options(signature.lowering, stored, weights, "plain", remote_code=remote_code)
+    activations = bundle.manifest.activations
+    options = Options(
+        signature.lowering, stored, weights, "plain", remote_code=remote_code, asked_activations=activations
+    )
     decoder, _ = decoder_from(opened, options, arithmetic=dtype)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)

@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, Literal, get_args
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
-from spaceport.graphs.contract.signature import WEIGHTS, Signature, Weights
+from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
-SCHEMA = 2  # 1 knew no engines, and weights of one type only
+SCHEMA = 3  # 1 had no engines and weights of one type only, 2 no quantized activations or embeddings
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -22,6 +22,9 @@ DATA_FILE = f"{MODEL_FILE}.data"  # its weights
 ENGINES_FOLDER = "engines"
 
 MOST_MASK_SLOTS = 64
+
+Embeddings = Literal["same", "int8", "int4"]
+EMBEDDINGS: tuple[Embeddings, ...] = get_args(Embeddings)
 
 
 class ManifestError(InputFault):
@@ -113,6 +116,8 @@ class Manifest:
     special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... as chat templates use them
     generation: dict[str, Any] = field(default_factory=dict)  # the checkpoint's generation_config, for the record
     weights: Weights = "same"  # how the weights of its matrix products are stored: as the signature's dtype, or smaller
+    activations: Activations = "float"  # how the inputs of products with these weights are quantized
+    embeddings: Embeddings = "same"  # how the input and output embeddings are stored
     files: dict[str, FileRecord] = field(default_factory=dict)
     engines: dict[str, EngineRecord] = field(default_factory=dict)  # by their names below `engines/`
     versions: dict[str, str] = field(default_factory=dict)
@@ -148,8 +153,10 @@ def manifest_of(data: object) -> Manifest:
         raise NewerSchema(
             f"schema is {schema}, this version reads up to {SCHEMA}: update spaceport, or export again with this version"
         )
-    if schema == 1:
-        found = replace(found, value={"weights": "same", "engines": {}, **found.object()})
+    older = {1: {"weights": "same", "engines": {}}, 2: {}}
+    if schema in older:
+        entries = {**older[schema], "activations": "float", "embeddings": "same"}
+        found = replace(found, value={**entries, **found.object()})
     told = found.entries(Manifest)
     manifest = Manifest(
         schema=schema,
@@ -163,7 +170,9 @@ def manifest_of(data: object) -> Manifest:
         attention=told["attention"].text(),
         special_tokens=told["special_tokens"].texts(),
         generation=told["generation"].object(),
-        weights=_weights(told["weights"]),
+        weights=told["weights"].one_of(WEIGHTS),
+        activations=told["activations"].one_of(ACTIVATIONS),
+        embeddings=told["embeddings"].one_of(EMBEDDINGS),
         files={name: _file(record) for name, record in told["files"].members().items()},
         engines={name: _engine(name, record) for name, record in told["engines"].members().items()},
         versions=told["versions"].texts(),
@@ -181,6 +190,8 @@ def _hold_together(manifest: Manifest) -> None:
         raise ManifestError(
             f"max_mask_slots is {slots}, tokens.mask has {len(tokens.mask)}: expected one for all, or one for each"
         )
+    if manifest.weights == "same" and manifest.activations != "float":
+        raise ManifestError(f"activations is {manifest.activations}, weights is same: expected float activations")
     if (tokens.fork is None) != (tokens.child is None):
         raise ManifestError(f"tokens.fork is {tokens.fork}, tokens.child is {tokens.child}: expected both or none")
     forking = () if tokens.fork is None or tokens.child is None else (tokens.fork, tokens.child)
@@ -235,12 +246,6 @@ def _engine(name: str, found: JsonField) -> EngineRecord:
         **{part: told[part].whole(1) for part in ("capacity", "requests", "step_rows", "prompt_rows")},
         decomposed=told["decomposed"].whole(0),
     )
-
-
-def _weights(found: JsonField) -> Weights:
-    if found.value not in WEIGHTS:
-        found.refuse(", ".join(WEIGHTS))
-    return found.value
 
 
 def _digest(found: JsonField) -> str:

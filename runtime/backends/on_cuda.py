@@ -124,7 +124,10 @@ def no_room(bundle: Bundle, opening: Opening) -> str:
 
 
 def _session(bundle: Bundle, graphs: bool) -> ort.InferenceSession:
-    options = session_options(1, bundle.manifest.weights)  # of the processor, which only works out shapes
+    manifest = bundle.manifest
+    options = session_options(
+        1, manifest.weights, manifest.activations
+    )  # of the processor, which only works out shapes
     options.add_session_config_entry(_RECORD, "1")
     provider: dict[str, Any] = {
         "device_id": 0,

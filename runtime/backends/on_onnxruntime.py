@@ -14,7 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
 from spaceport.graphs.contract.manifest import MODEL_FILE
-from spaceport.graphs.contract.signature import Signature, Weights
+from spaceport.graphs.contract.signature import Activations, Signature, Weights
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import PROCESSOR, Batch, EngineFault, Moves
@@ -33,9 +33,10 @@ FAULTS: tuple[type[Exception], ...] = (
 # How small weights are to be reckoned with. Left to itself onnxruntime rounds what int4 weights are multiplied with too, and
 # then what a row becomes depends on how many are fed: drafts changed 9 of 135 texts. Packed float8 is slow, see
 # docs/performance.md.
-_SETTINGS: dict[Weights, tuple[str, str]] = {
-    "int4": ("session.qdq_matmulnbits_accuracy_level", "1"),
-    "float8": ("session.disable_quant_qdq", "1"),
+_SETTINGS: dict[tuple[Weights, Activations], tuple[str, str]] = {
+    ("int4", "float"): ("session.qdq_matmulnbits_accuracy_level", "1"),
+    ("int4", "int8"): ("session.qdq_matmulnbits_accuracy_level", "4"),
+    ("float8", "float"): ("session.disable_quant_qdq", "1"),
 }
 
 
@@ -104,7 +105,7 @@ class OnnxRuntimeEngine:
 
 def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
-    options = session_options(opening.threads, bundle.manifest.weights)
+    options = session_options(opening.threads, bundle.manifest.weights, bundle.manifest.activations)
     # Shapes change from step to step: without an arena and its plans one-row steps take 0.91 of the time, 36 rows 1.02.
     options.enable_cpu_mem_arena = False
     try:
@@ -114,15 +115,15 @@ def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
     return OnnxRuntimeEngine(session, bundle.manifest.signature, opening.capacity, opening.requests)
 
 
-def session_options(threads: int, weights: Weights) -> ort.SessionOptions:
+def session_options(threads: int, weights: Weights, activations: Activations = "float") -> ort.SessionOptions:
     """The options of a session whose shapes change from step to step, and that tells what goes wrong only to us."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
     options.enable_mem_pattern = False
-    if weights in _SETTINGS:
-        options.add_session_config_entry(*_SETTINGS[weights])
+    if (setting := _SETTINGS.get((weights, activations))) is not None:
+        options.add_session_config_entry(*setting)
     return options
 
 

@@ -203,6 +203,22 @@ def test_dynamic_rope_is_exported_up_to_where_it_stays_the_same(tmp_path: Path) 
         Runtime.open(tmp_path / "bundle", max_seq_len=129)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(asked_activations="int8"), "activations is int8: expected float with weights same and the scatter"),
+        (
+            Options("append", weights="int4", asked_activations="int8"),
+            "expected float with weights int4 and the append",
+        ),
+        (Options(weights="int4", asked_activations="int8x2"), "activations is int8x2: expected .* with weights int4"),
+    ],
+)
+def test_activations_that_the_weights_cannot_have_are_refused(tmp_path: Path, options: Options, message: str) -> None:
+    with pytest.raises(OptionFault, match=message):
+        export(TINY, tmp_path / "bundle", options)
+
+
 def test_nothing_is_loaded_before_the_target_is_known_to_be_free(tmp_path: Path) -> None:
     stages: list[str] = []
     (tmp_path / "notes").mkdir()

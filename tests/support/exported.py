@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.contract.signature import Lowering, Precision, Weights
+from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from support.paths import TINY
 
 
@@ -16,6 +16,7 @@ def exported_once(
     checkpoint: Path = TINY,
     dtype: Precision = "float32",
     weights: Weights = "same",
+    activations: Activations | None = None,
 ) -> Path:
     """The bundle of a checkpoint as these say, exported by the first of the session's processes that asks for it."""
     # torch and transformers are imported only where a test needs a bundle
@@ -25,10 +26,11 @@ def exported_once(
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # each worker has a folder of its own within the session's
-    target = folder / f"{checkpoint.name}-{lowering}-{dtype}-{weights}"
+    parts = (checkpoint.name, lowering, dtype, weights, activations)
+    target = folder / "-".join(part for part in parts if part)
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             quiet_libraries()
-            export(checkpoint, target, Options(lowering=lowering, dtype=dtype, weights=weights))
+            export(checkpoint, target, Options(lowering, dtype, weights, asked_activations=activations))
     return target

@@ -13,7 +13,7 @@ import click
 
 from spaceport.exporter.export import Options, TokenFlags, export
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.contract.signature import LOWERINGS, PRECISIONS, WEIGHTS
+from spaceport.graphs.contract.signature import ACTIVATIONS, LOWERINGS, PRECISIONS, WEIGHTS
 from spaceport.tools.cli.options import PATH, bundle_argument, json_option, overwrite_option, remote_code_option
 from spaceport.tools.terminal.screen import show_json, size, stages
 
@@ -41,6 +41,11 @@ from spaceport.tools.terminal.screen import show_json, size, stages
     default="same",
     show_default=True,
     help="Weights of linear layers: as --dtype says, or rounded to few bits.",
+)
+@click.option(
+    "--activations",
+    type=click.Choice(ACTIVATIONS),
+    help="Inputs of products with quantized weights: in float, or quantized per row; by default what suits the weights.",
 )
 @click.option(
     "--attention",
@@ -77,6 +82,7 @@ def command(
     lowering: Any,
     dtype: Any,
     weights: Any,
+    activations: Any,
     attention: Any,
     mask: tuple[str, ...],
     fork: str | None,
@@ -94,7 +100,7 @@ def command(
     """
     quiet_libraries()
     tokens = TokenFlags(mask, fork, child, max_mask_slots)
-    options = Options(lowering, dtype, weights, attention, opset, tokens, trust_remote_code)
+    options = Options(lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations)
     with listening() as interrupts, stages() as stage:
         manifest = export(checkpoint, bundle, options, overwrite, lambda name: _begin(name, stage, interrupts))
     if as_json:

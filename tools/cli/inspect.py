@@ -76,7 +76,7 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "vocabulary": f"{signature.vocab_size}",
         "positions": f"{manifest.max_positions}",
         "window": "none" if signature.window is None else f"{signature.window}",
-        "precision": signature.dtype + ("" if manifest.weights == "same" else f", weights {manifest.weights}"),
+        "precision": precision(manifest),
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
         "mask slots": f"{manifest.max_mask_slots}" if manifest.max_mask_slots else "none: plain decoding",
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
@@ -84,6 +84,18 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "end tokens": ", ".join(map(str, tokens.end)) or "none",
         "written with": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
+
+
+def precision(manifest: Manifest) -> str:
+    """The types of a bundle's activations and weights."""
+    quantized = "" if manifest.weights == "same" else f", weights {manifest.weights}"
+    if manifest.activations != "float":
+        quantized += f", activations {manifest.activations}"
+    return (
+        manifest.signature.dtype
+        + quantized
+        + ("" if manifest.embeddings == "same" else f", embeddings {manifest.embeddings}")
+    )
 
 
 def contract(manifest: Manifest) -> dict[str, Any]:

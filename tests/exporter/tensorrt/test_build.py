@@ -183,7 +183,7 @@ def test_a_bundle_that_was_exported_again_meanwhile_takes_no_engine_of_the_old_g
 def test_a_bundle_of_the_first_schema_is_told_of_engines_in_the_newest(bundle: Path, library: Library) -> None:
     def as_first(told: dict[str, Any]) -> None:
         told["schema"] = 1
-        del told["engines"], told["weights"]
+        del told["engines"], told["weights"], told["activations"], told["embeddings"]
 
     edit(bundle, as_first)
     name = build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).name

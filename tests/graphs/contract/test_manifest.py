@@ -35,7 +35,10 @@ def bundle(tmp_path: Path) -> Path:
         (b"{}", "schema is None: expected a whole number of at least 1"),
         (b"[" * 200_000, "maximum recursion depth"),
         (b'{"schema": ' + b"1" * 5000 + b"}", "4300 digits"),
-        (b'{"schema": 1}', "manifest lacks .*'files'.*: expected attention, engines, family, files"),
+        (
+            b'{"schema": 1}',
+            "manifest lacks .*'files'.*: expected activations, attention, embeddings, engines, family, files",
+        ),
     ],
 )
 def test_a_manifest_that_is_none_is_refused(bundle: Path, content: bytes, message: str) -> None:
@@ -49,7 +52,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(3, "schema is 3, this version reads up to 2: update spaceport")])
+@pytest.mark.parametrize(("schema", "message"), [(4, "schema is 4, this version reads up to 3: update spaceport")])
 def test_a_manifest_of_a_later_version_is_told_apart(bundle: Path, schema: int, message: str) -> None:
     """Whatever else it holds: it may well have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
@@ -102,7 +105,10 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("files", MODEL_FILE, "sha256"), [5, None], "sha256 is .*: expected 64 hexadecimal digits"),
     (("files", MODEL_FILE, "sha256"), ["", "0" * 63, "G" * 64, "A" * 64], "expected 64 hexadecimal digits"),
     (("files", MODEL_FILE, "size"), [-1, "7", None, 7.0], f"size is .*: {NUMBER}"),
-    (("weights",), [5, None, "int8", ["int4"]], "weights is .*: expected same, int4, float8"),
+    (("weights",), [5, None, "int8", ["int4"]], "weights is .*: expected same or int4 or float8"),
+    (("activations",), [5, None, "int4"], "activations is .*: expected int8x2 or int8 or float"),
+    (("activations",), ["int8"], "activations is int8, weights is same: expected float activations"),
+    (("embeddings",), [5, None, "float8"], "embeddings is .*: expected same or int8 or int4"),
     (("engines",), [5, None, []], "engines is .*: expected an object"),
     (("engines", ENGINE), [5, None, "0" * 64], "engines.* is .*: expected an object"),
     (("engines", ENGINE, "sha256"), ["", "G" * 64], "sha256 is .* expected 64 hexadecimal digits"),
@@ -192,11 +198,21 @@ def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> Non
 
     def older(told: dict[str, Any]) -> None:
         told["schema"] = 1
-        del told["engines"], told["weights"]
+        del told["engines"], told["weights"], told["activations"], told["embeddings"]
 
     edit(bundle, older)
     manifest = open_bundle(bundle).manifest
-    assert (manifest.engines, manifest.weights) == ({}, "same")
+    assert (manifest.engines, manifest.weights, manifest.activations) == ({}, "same", "float")
+
+
+def test_products_of_a_bundle_of_the_second_schema_take_float_activations(bundle: Path) -> None:
+    def older(told: dict[str, Any]) -> None:
+        told.update(schema=2, weights="int4")
+        del told["activations"], told["embeddings"]
+
+    edit(bundle, older)
+    manifest = open_bundle(bundle).manifest
+    assert (manifest.weights, manifest.activations, manifest.embeddings) == ("int4", "float", "same")
 
 
 JSON = st.recursive(

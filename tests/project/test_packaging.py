@@ -52,7 +52,7 @@ LAYERS = {
     "tools.tune": (*_MODEL, "tools.reference"),
     "tools.terminal": (*_MODEL, "tools.tune"),
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
-    "tools.bench": (*_MODEL, "tools.demo", "tools.verify"),
+    "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.verify"),
     # Not in the wheel: nothing imports it.
     "tools.demo_recipe": (*_MODEL, "tools.demo", "tools.reference", "tools.terminal", "tools.tune", "tools.verify"),
     "tools.cli": (

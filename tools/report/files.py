@@ -30,12 +30,12 @@ def check_target(path: Path) -> None:
 
 def write_report(path: Path, record: Record, title: str = "Generation") -> None:
     """Write the page of a generation; what stood there is replaced when the page is whole."""
-    _write(path, page_of(record, title))
+    write_text(path, page_of(record, title))
 
 
 def write_trace(path: Path, record: Record) -> None:
     """Write a record as JSON, to be read by `read_trace`."""
-    _write(path, json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False) + "\n")
+    write_text(path, json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def read_trace(path: Path) -> Record:
@@ -54,7 +54,8 @@ def read_trace(path: Path) -> Record:
         raise InputFault(f"{path}: {error}: expected the JSON of a trace; write it again") from error
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is whole or not there."""
     check_target(path)
     try:
         replace_text(path.resolve(), text)  # a link stays one

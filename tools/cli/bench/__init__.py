@@ -17,7 +17,7 @@ class Benchmarks(LazyGroup):
         "steps": "Time of a step by its number of rows.",
         "outside": "Time of a round outside the engine.",
         "load": "Throughput and latency under load.",
-        "genai": "Time of a token beside onnxruntime-genai.",
+        "compare": "The same checkpoint in Spaceport and in other runtimes.",
         "gpu": "Everything that runs on this machine's GPU, as one page.",
     }
 

@@ -65,14 +65,6 @@ def test_rounds_outside_the_engine_are_of_the_widths_that_are_told(
     assert all(0 < cost["milliseconds"] <= cost["slow_milliseconds"] for cost in costs)
 
 
-def test_genai_names_the_package_that_it_needs(
-    demo_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
-    assert run(["bench", "genai", str(demo_bundle), str(tmp_path)]) == MISSING
-    assert "pip install onnxruntime-genai" in capsys.readouterr().err
-
-
 def test_without_a_gpu_the_gpu_benchmark_says_so_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
     if (reason := device.no_gpu()) is None:
         pytest.skip("there is a GPU")

@@ -1,0 +1,91 @@
+"""Comparing: a tiny bundle beside a fake runtime, from the command line to tables, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.tools.bench.compare.comparing import Request, compare
+from spaceport.tools.bench.compare.markdown import markdown_of
+from spaceport.tools.bench.compare.measures import Workload
+from spaceport.tools.bench.compare.subjects import Peer
+from spaceport.tools.bench.compare.work_folder import WorkFolder
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from support.fake_subjects import FAKE
+from support.paths import TINY
+
+SMALL = ["--context", "12", "--tokens", "4", "--rows", "1,4", "--prefill", "16", "--requests", "2"]
+SMALL += ["--request-context", "6", "--request-tokens", "5", "--rounds", "2"]
+WORKLOAD = Workload(12, 4, (1, 4), 3, 16, 2, 6, 5)
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def test_the_command_measures_a_bundle_and_says_who_is_absent(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["bench", "compare", str(TINY), "--work", str(tmp_path), "--bundle", str(tiny_bundle), *SMALL]
+    outputs = ["--json", "--plot", str(tmp_path / "plot.svg"), "--markdown", str(tmp_path / "page.md")]
+    assert run([*asked, *outputs]) == OK
+    data = json.loads(capsys.readouterr().out)
+    (ours,) = data["subjects"]
+    assert ours["name"] == "spaceport float32"
+    assert ours["absent"] == {}
+    assert set(ours["versions"]) == {"spaceport", "onnxruntime", "numpy"}
+    for name in ("decode", "1 row", "4 rows", "prefill", "2 requests"):
+        result = ours["results"][name]
+        assert len(result["values"]) == 2
+        assert 0 < result["spread"]["low"] <= result["spread"]["median"] <= result["spread"]["high"]
+        assert result["ratios"] == {"spaceport float32": {"median": 1, "low": 1, "high": 1}}
+    assert ours["opened_bytes"] > 10_000_000
+    assert len(data["absent"]) == 6
+    assert all("add --" in absent["reason"] for absent in data["absent"])
+    assert (tmp_path / "plot.svg").read_text("utf-8").startswith("<svg")
+    assert "| spaceport float32 |" in (tmp_path / "page.md").read_text("utf-8")
+
+
+def test_a_peer_is_measured_beside_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path, TINY)
+    work.python("ctranslate2").parent.mkdir(parents=True)
+    work.python("ctranslate2").symlink_to(Path(sys.executable))
+    work.record_installed("ctranslate2")
+    peer = Peer("fake int4", "ctranslate2", str(FAKE), None, "none", {"step": 10.0})
+    found = compare(Request(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), quiet)
+    ours, fake = found.subjects
+    assert (ours.name, fake.name) == ("spaceport float32", "fake int4")
+    assert found.references == ("spaceport float32",)
+    assert fake.results["decode"].ratios["spaceport float32"].median > 100
+    assert fake.results["prefill"].ratios["spaceport float32"].median > 100
+    assert fake.absent == {"1 row": "it cannot", "4 rows": "it cannot"}
+    assert "Time relative to spaceport float32" in markdown_of(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ([], INPUT, "holds no bundle of tiny: give --bundle, or add --setup"),
+        (["--rounds", "0"], USAGE, "expected at least 1 of each"),
+        (["--rows", "1,x"], USAGE, "expected numbers"),
+        (["--peers", "nobody"], USAGE, "--peers names 'nobody'"),
+        (["--gguf", "none.gguf"], INPUT, "none.gguf: no such file: expected a GGUF file"),
+        (["--plot", "none/there.svg"], USAGE, "there is no folder"),
+    ],
+)
+def test_mistakes_are_reported_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, message: str
+) -> None:
+    assert run(["bench", "compare", str(TINY), "--work", str(tmp_path), *options]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_lengths_beyond_a_bundle_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    workload = Workload(prefill=10**6)
+    with pytest.raises(InputFault, match="1000001 are needed: lower --prefill"):
+        compare(Request(TINY, tmp_path, (tiny_bundle,), (), None, workload, 1, 1, setup=False), quiet)

@@ -1,0 +1,110 @@
+"""Setup: conversions are the peers' documented commands, whole or not there, and a failure leaves the others alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from spaceport.tools.bench.compare.setup import CommandFailed, conversion, convert, give_begin_token, run, set_up
+from spaceport.tools.bench.compare.subjects import chosen
+from spaceport.tools.bench.compare.work_folder import WorkFolder
+from support.paths import TINY
+
+CONVERTER = """#!{python}
+import json, pathlib, sys
+target = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+target.mkdir()
+(target / "config.json").write_text(json.dumps({{"bos_token": None, "eos_token": "</s>"}}))
+print("converted")
+sys.exit({code})
+"""
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def installed(folder: Path, code: int = 0) -> WorkFolder:
+    """A work folder whose converter is a script."""
+    work = WorkFolder(folder, TINY)
+    for name in ("ctranslate2", "convert", "openvino-genai"):
+        work.python(name).parent.mkdir(parents=True)
+        work.record_installed(name)
+    script = work.python("convert").parent / "ct2-transformers-converter"
+    script.write_text(CONVERTER.format(python=sys.executable, code=code), "utf-8")
+    script.chmod(0o755)
+    return work
+
+
+def test_conversions_are_the_documented_commands() -> None:
+    python, source, target = Path("e/bin/python"), Path("c"), Path("t")
+    assert conversion("genai-int4", python, source, target) == (
+        [
+            "e/bin/python",
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-m",
+            "c",
+            "-i",
+            "c",
+            "-o",
+            "t",
+            "-p",
+            "int4",
+            "-e",
+            "cpu",
+        ]
+    )
+    assert conversion("openvino-int8", python, source, target) == (
+        [
+            "e/bin/optimum-cli",
+            "export",
+            "openvino",
+            "--model",
+            "c",
+            "--task",
+            "text-generation-with-past",
+            "--weight-format",
+            "int8",
+            "t",
+        ]
+    )
+    assert conversion("ctranslate2-int8", python, source, target) == (
+        ["e/bin/ct2-transformers-converter", "--model", "c", "--output_dir", "t", "--quantization", "int8"]
+    )
+
+
+def test_a_model_is_converted_once(tmp_path: Path) -> None:
+    work, said = installed(tmp_path), []
+    assert set_up(work, chosen("ctranslate2"), said.append) == []
+    assert set_up(work, chosen("ctranslate2"), said.append) == []
+    assert said == [f"convert {TINY.name} for ctranslate2 int8"]
+    config = json.loads((work.model("ctranslate2-int8") / "config.json").read_text("utf-8"))
+    assert config["bos_token"] == "</s>"
+    assert "converted" in (work.logs / "convert-ctranslate2-int8.log").read_text("utf-8")
+
+
+def test_a_conversion_that_fails_leaves_no_model_and_the_others_go_on(tmp_path: Path) -> None:
+    work = installed(tmp_path, code=3)
+    failed = set_up(work, chosen("openvino-genai int8,ctranslate2"), quiet)
+    assert [absent.name for absent in failed] == ["openvino-genai int8", "ctranslate2 int8"]
+    assert "optimum-cli: No such file or directory" in failed[0].reason
+    assert "exit code 3: … " in failed[1].reason
+    assert "converted" in failed[1].reason
+    assert not work.model("ctranslate2-int8").exists()
+    with pytest.raises(CommandFailed):
+        convert(work, "ctranslate2-int8")
+
+
+def test_a_begin_token_that_is_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}', "utf-8")
+    give_begin_token(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text("utf-8"))["bos_token"] == "<s>"
+
+
+def test_a_command_logs_itself_and_what_it_prints(tmp_path: Path) -> None:
+    run([sys.executable, "-c", "print(3)"], tmp_path / "logs" / "a.log")
+    assert (tmp_path / "logs" / "a.log").read_text("utf-8").splitlines()[1:] == ["3"]

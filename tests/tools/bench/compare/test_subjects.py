@@ -1,0 +1,124 @@
+"""Subjects: bundles are named after their weights, and a peer that is not there says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.tools.bench.compare.pins import ENVIRONMENTS, UNWANTED
+from spaceport.tools.bench.compare.subjects import (
+    ADAPTERS,
+    PEERS,
+    Absent,
+    Subject,
+    bundle_subjects,
+    chosen,
+    peer_subject,
+)
+from spaceport.tools.bench.compare.work_folder import WorkFolder, fingerprint
+from support.paths import TINY
+
+BY_NAME = {peer.name: peer for peer in PEERS}
+
+
+def ready(work: WorkFolder, environment: str) -> None:
+    """An environment and every converted model, made of nothing."""
+    work.python(environment).parent.mkdir(parents=True)
+    work.record_installed(environment)
+
+
+def test_every_peer_has_an_adapter_pins_and_a_name_of_its_own() -> None:
+    assert len(BY_NAME) == len(PEERS)
+    for peer in PEERS:
+        assert (ADAPTERS / peer.adapter).is_file()
+        assert peer.environment in ENVIRONMENTS
+    for name, requirements in ENVIRONMENTS.items():
+        assert all(re.fullmatch(r"[\w.-]+==[\w.]+", one) for one in requirements), name
+    assert set(UNWANTED) <= set(ENVIRONMENTS)
+
+
+def test_a_runtime_stands_for_all_its_formats() -> None:
+    assert [peer.name for peer in chosen("openvino-genai")] == ["openvino-genai int8", "openvino-genai int4"]
+    assert [peer.name for peer in chosen("ctranslate2, openvino-genai int4")] == [
+        *("openvino-genai int4", "ctranslate2 int8")
+    ]
+    assert chosen("") == ()
+    with pytest.raises(OptionFault, match="names 'vllm': expected any of ctranslate2, ctranslate2 int8"):
+        chosen("vllm")
+
+
+def test_bundles_are_named_after_their_weights(tiny_bundle: Path, half_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "again").symlink_to(tiny_bundle)
+    found = bundle_subjects([tiny_bundle, half_bundle, tmp_path / "again"])
+    assert [subject.name for subject in found] == [
+        "spaceport float32",
+        "spaceport float16",
+        "spaceport float32 (again)",
+    ]
+    assert all(subject.ours and subject.python == Path(sys.executable) for subject in found)
+    with pytest.raises(OptionFault, match="given twice"):
+        bundle_subjects([tiny_bundle, tmp_path / "again", tmp_path / "again"])
+
+
+def test_a_peer_says_what_is_missing_until_it_is_there(tmp_path: Path) -> None:
+    work, peer = WorkFolder(tmp_path, TINY), BY_NAME["ctranslate2 int8"]
+    missing = peer_subject(peer, work, None)
+    assert isinstance(missing, Absent)
+    assert f"at {tmp_path}/environments/ctranslate2: add --setup" in missing.reason
+    ready(work, peer.environment)
+    missing = peer_subject(peer, work, None)
+    assert isinstance(missing, Absent)
+    assert f"no converted model at {work.models}/ctranslate2-int8: add --setup" in missing.reason
+    work.model("ctranslate2-int8").mkdir(parents=True)
+    found = peer_subject(peer, work, None)
+    assert isinstance(found, Subject)
+    assert (found.name, found.options, found.ours) == ("ctranslate2 int8", {"compute_type": "int8"}, False)
+
+
+def test_an_environment_with_other_pins_is_not_used(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path, TINY)
+    ready(work, "ctranslate2")
+    assert work.installed("ctranslate2")
+    (record,) = work.environment("ctranslate2").glob("*.json")
+    record.write_text(json.dumps(["ctranslate2==1.0"]), "utf-8")
+    assert not work.installed("ctranslate2")
+
+
+def test_llama_cpp_needs_a_file_and_is_named_after_its_format(tmp_path: Path) -> None:
+    work, peer = WorkFolder(tmp_path, TINY), BY_NAME["llama.cpp"]
+    missing = peer_subject(peer, work, None)
+    assert isinstance(missing, Absent)
+    assert "add --gguf FILE" in missing.reason
+    ready(work, "llama.cpp")
+    (tmp_path / "Some-Model.Q4_1.gguf").write_bytes(b"GGUF")
+    found = peer_subject(peer, work, tmp_path / "Some-Model.Q4_1.gguf")
+    assert isinstance(found, Subject)
+    assert found.name == "llama.cpp Q4_1"
+
+
+def test_transformers_reads_the_checkpoint_itself(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path, TINY)
+    ready(work, "transformers")
+    found = peer_subject(BY_NAME["transformers float32"], work, None)
+    assert isinstance(found, Subject)
+    assert found.model == TINY
+
+
+def test_the_work_folder_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputFault, match=r"has no config\.json: expected a Hugging Face checkpoint folder"):
+        WorkFolder(tmp_path, tmp_path)
+
+
+def test_another_config_or_other_weights_have_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    (tmp_path / "model.safetensors").write_bytes(bytes(10_000))
+    first = fingerprint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(bytes(9_999) + b"1")
+    second = fingerprint(tmp_path)
+    (tmp_path / "config.json").write_text("{} ", "utf-8")
+    assert len({first, second, fingerprint(tmp_path)}) == 3

@@ -1,0 +1,117 @@
+"""Llama.cpp: its low-level API, with the logits of every row of a step, and several requests as sequences of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+LIBRARIES = ("numpy", "llama_cpp")
+PACKAGES = ("llama-cpp-python", "numpy")
+BATCH = 2048  # tokens of a call; llama.cpp's own default
+
+Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
+
+
+class Context:
+    """KV cache for a number of sequences of an open model."""
+
+    def __init__(self, library: Any, model: Any, length: int, sequences: int, threads: int) -> None:
+        self.library, self.sequences = library, sequences
+        self.vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+        options = library.llama_context_default_params()
+        options.n_ctx, options.n_seq_max = length * sequences, sequences
+        options.n_batch = BATCH
+        options.n_threads = options.n_threads_batch = threads
+        self.handle = library.llama_init_from_model(model, options)
+        self.memory = library.llama_get_memory(self.handle)
+        self.batch = library.llama_batch_init(BATCH, 0, 1)
+
+    def feed(self, rows: Sequence[Row]) -> None:
+        """Feed rows, at most BATCH at a time."""
+        for begin in range(0, len(rows), BATCH):
+            part = rows[begin : begin + BATCH]
+            self.batch.n_tokens = len(part)
+            for index, (token, position, sequence, wanted) in enumerate(part):
+                self.batch.token[index], self.batch.pos[index] = token, position
+                self.batch.n_seq_id[index], self.batch.seq_id[index][0] = 1, sequence
+                self.batch.logits[index] = wanted
+            if code := self.library.llama_decode(self.handle, self.batch):
+                raise RuntimeError(f"llama_decode returned {code}")
+
+    def best(self, row: int) -> int:
+        """Greedy token of a row of the last call."""
+        import numpy as np
+
+        logits = self.library.llama_get_logits_ith(self.handle, row)
+        return int(np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
+
+    def forget(self, begin: int = 0) -> None:
+        """Remove what is cached from a position on."""
+        self.library.llama_memory_seq_rm(self.memory, -1, begin, -1)
+
+
+class Runner:
+    """A GGUF file, open; a second context for several requests is made when they are asked for."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import llama_cpp
+
+        llama_cpp.llama_backend_init()
+        self.library, self.threads = llama_cpp, settings["threads"]
+        options = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(settings["model"].encode(), options)
+        self.single = Context(llama_cpp, self.model, settings["length"], 1, self.threads)
+        self.several: Context | None = None
+
+    def decode(self, prompt: list[int], tokens: int) -> list[float]:
+        token, times = self._read(prompt), []
+        for position in range(len(prompt), len(prompt) + tokens - 1):
+            before = perf_counter()
+            self.single.feed([(token, position, 0, True)])
+            token = self.single.best(0)
+            times.append(perf_counter() - before)
+        return times
+
+    def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
+        self._read(prompt)
+        step = [(token, len(prompt) + index, 0, True) for index, token in enumerate(rows)]
+        times = []
+        for _ in range(repeats + 1):
+            before = perf_counter()
+            self.single.feed(step)
+            self.single.best(len(rows) - 1)
+            times.append(perf_counter() - before)
+            self.single.forget(len(prompt))
+        return times[1:]
+
+    def prefill(self, prompt: list[int]) -> float:
+        before = perf_counter()
+        self._read(prompt)
+        return perf_counter() - before
+
+    def requests(self, prompts: list[list[int]], tokens: int) -> tuple[int, float]:
+        length = len(prompts[0])
+        if self.several is None:
+            self.several = Context(self.library, self.model, length + tokens, len(prompts), self.threads)
+        context = self.several
+        context.forget()
+        before = perf_counter()
+        context.feed([(t, i, s, i == length - 1) for s, prompt in enumerate(prompts) for i, t in enumerate(prompt)])
+        rows = [(sequence + 1) * length - 1 for sequence in range(len(prompts))]
+        found = [context.best(row) for row in rows]
+        for position in range(length, length + tokens - 1):
+            context.feed([(token, position, sequence, True) for sequence, token in enumerate(found)])
+            found = [context.best(sequence) for sequence in range(len(prompts))]
+        return len(prompts) * tokens, perf_counter() - before
+
+    def _read(self, prompt: list[int]) -> int:
+        self.single.forget()
+        last = len(prompt) - 1
+        self.single.feed([(token, position, 0, position == last) for position, token in enumerate(prompt)])
+        return self.single.best(last % BATCH)
+
+
+def open_runner(settings: dict[str, Any]) -> Runner:
+    """The GGUF file at `model` on the CPU."""
+    return Runner(settings)

@@ -1,0 +1,72 @@
+"""Transformers: the model's own forward with a `DynamicCache`; several requests as one batch of `generate`."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+LIBRARIES = ("numpy", "torch", "transformers")
+PACKAGES = ("transformers", "torch", "numpy")
+
+
+class Runner:
+    """A checkpoint in torch, open, with scaled dot product attention."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(settings["threads"])
+        torch.set_grad_enabled(False)
+        self.torch, self.transformers = torch, transformers
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            settings["model"], dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        ).eval()
+
+    def decode(self, prompt: list[int], tokens: int) -> list[float]:
+        cache, token = self._read(prompt)
+        times = []
+        for _ in range(tokens - 1):
+            before = perf_counter()
+            token = self._feed([token], cache)
+            times.append(perf_counter() - before)
+        return times
+
+    def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
+        cache, _ = self._read(prompt)
+        times = []
+        for _ in range(repeats + 1):
+            before = perf_counter()
+            self._feed(rows, cache)
+            times.append(perf_counter() - before)
+            cache.crop(-len(rows))
+        return times[1:]
+
+    def prefill(self, prompt: list[int]) -> float:
+        before = perf_counter()
+        self._read(prompt)
+        return perf_counter() - before
+
+    def requests(self, prompts: list[list[int]], tokens: int) -> tuple[int, float]:
+        inputs = self.torch.tensor(prompts)
+        mask = self.torch.ones_like(inputs)
+        before = perf_counter()
+        found = self.model.generate(
+            inputs, attention_mask=mask, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=0
+        )
+        return int(found.shape[0] * (found.shape[1] - inputs.shape[1])), perf_counter() - before
+
+    def _read(self, prompt: list[int]) -> tuple[Any, int]:
+        cache = self.transformers.DynamicCache(config=self.model.config)
+        inputs = self.torch.tensor([prompt])
+        logits = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return cache, int(logits[0, -1].argmax())
+
+    def _feed(self, tokens: list[int], cache: Any) -> int:
+        inputs = self.torch.tensor([tokens])
+        return int(self.model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1].argmax())
+
+
+def open_runner(settings: dict[str, Any]) -> Runner:
+    """The checkpoint at `model` on the CPU in float32."""
+    return Runner(settings)

@@ -1,0 +1,46 @@
+"""Machine: the CPU that a measurement was taken on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+# Extensions that decide which kernels of 8-bit products run.
+_FLAGS = (
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A CPU and its operating system."""
+
+    cpu: str
+    cores: int  # that this process may use
+    flags: tuple[str, ...]  # those of _FLAGS that it has
+    system: str
+
+
+def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
+    """The machine that this process runs on."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.read_text("utf-8").splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    present = set(fields.get("flags", "").split())
+    return Machine(
+        fields.get("model name", platform.processor() or "unknown"),
+        len(os.sched_getaffinity(0)),
+        tuple(flag for flag in _FLAGS if flag in present),
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+    )

@@ -1,0 +1,111 @@
+"""Markdown: a comparison as tables for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from spaceport.tools.bench.compare.summary import Comparison, Spread, SubjectSummary
+
+_MB = 1e6
+
+
+def markdown_of(comparison: Comparison) -> str:
+    """The whole comparison; what is absent is listed with its reason."""
+    return "\n".join(_lines(comparison)) + "\n"
+
+
+def _lines(comparison: Comparison) -> Iterator[str]:
+    machine, workload = comparison.machine, comparison.workload
+    yield (
+        f"{machine.cpu} ({machine.cores} cores; {', '.join(machine.flags) or 'no vector extensions found'}), "
+        f"{machine.system}. Checkpoint {comparison.checkpoint}, {comparison.threads} thread(s), "
+        f"{comparison.rounds} rounds; prompts from seed {workload.seed}."
+    )
+    yield (
+        f"Steps behind {workload.context} tokens (decode: {workload.tokens} tokens, greedy, no drafts), "
+        f"prefill of {workload.prefill} tokens, {workload.requests} requests of {workload.request_context} + "
+        f"{workload.request_tokens} tokens."
+    )
+    yield ""
+    yield from figures(comparison)
+    for reference in comparison.references:
+        yield ""
+        yield f"Time relative to {reference} in the same round, median (range); above 1: slower than it."
+        yield ""
+        yield from ratios(comparison, reference)
+    yield ""
+    yield from resources(comparison)
+    yield ""
+    yield from notes(comparison)
+
+
+def figures(comparison: Comparison) -> Iterator[str]:
+    """Medians: a row for each subject, a column for each measure."""
+    columns = [f"{measure.name}, {measure.unit}" for measure in comparison.measures]
+    yield from header(["runtime", *columns])
+    for subject in comparison.subjects:
+        found = [subject.results.get(measure.name) for measure in comparison.measures]
+        yield row([subject.name, *("-" if one is None else number(one.spread.median) for one in found)])
+
+
+def ratios(comparison: Comparison, reference: str) -> Iterator[str]:
+    """Paired ratios to one bundle."""
+    yield from header(["runtime", *(measure.name for measure in comparison.measures)])
+    for subject in comparison.subjects:
+        if subject.name != reference:
+            found = [subject.results.get(measure.name) for measure in comparison.measures]
+            yield row([subject.name, *(_ratio(one.ratios.get(reference)) if one else "-" for one in found)])
+
+
+def resources(comparison: Comparison) -> Iterator[str]:
+    """Memory, files, time to open and versions."""
+    yield from header(
+        ["runtime", "resident, MB", "in use, MB", "files, MB", "import, s", "open, s", "versions; settings"]
+    )
+    for subject in comparison.subjects:
+        sizes = (subject.opened_bytes, subject.used_bytes, subject.file_bytes)
+        versions = ", ".join(f"{name} {version}" for name, version in subject.versions.items() if name != "numpy")
+        seconds = (f"{subject.import_seconds:.2f}", f"{subject.open_seconds:.2f}")
+        yield row([subject.name, *(f"{size / _MB:.0f}" for size in sizes), *seconds, f"{versions}; {subject.settings}"])
+
+
+def notes(comparison: Comparison) -> Iterator[str]:
+    """What is missing and why, and how quiet the machine was."""
+    for absent in comparison.absent:
+        yield f"- {absent.name}: not measured: {absent.reason}"
+    for subject in comparison.subjects:
+        for reason in dict.fromkeys(subject.absent.values()):
+            names = ", ".join(name for name, why in subject.absent.items() if why == reason)
+            yield f"- {subject.name}, {names}: {reason}"
+    yield f"- Other processes of the machine used {_elsewhere(comparison.subjects):.2f} cores in the median turn."
+    for subject in comparison.subjects:
+        most = max((result.cores for result in subject.results.values()), default=0.0)
+        if most > comparison.threads + 0.1:
+            yield f"- {subject.name} used {most:.1f} cores with {comparison.threads} thread(s)."
+    if comparison.repeated_turns:
+        yield f"- {comparison.repeated_turns} turns were taken again, as another process had worked meanwhile."
+
+
+def header(columns: Sequence[str]) -> Iterator[str]:
+    """Two lines that begin a table; numbers stand to the right."""
+    yield row(columns)
+    yield "|---|" + "---:|" * (len(columns) - 1)
+
+
+def row(cells: Sequence[str]) -> str:
+    """One line of a table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def number(value: float) -> str:
+    """Three significant digits, whole numbers from 100 on."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _ratio(found: Spread | None) -> str:
+    return "-" if found is None else f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"
+
+
+def _elsewhere(subjects: Sequence[SubjectSummary]) -> float:
+    shares = sorted(result.elsewhere for subject in subjects for result in subject.results.values())
+    return shares[len(shares) // 2] if shares else 0.0

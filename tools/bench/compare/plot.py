@@ -1,0 +1,124 @@
+"""Plot: a comparison as one SVG picture: bars for each measure, lines for the time of a step by its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from spaceport.tools.bench.compare.markdown import number
+from spaceport.tools.bench.compare.measures import Measure
+from spaceport.tools.bench.compare.summary import Comparison, Spread
+from spaceport.tools.report.drawing import Element, add, path, picture
+
+_COLOURS = (
+    "#0072b2",
+    "#56b4e9",
+    "#009e73",
+    "#d55e00",
+    "#cc79a7",
+    "#e69f00",
+    "#7f7f7f",
+    "#8c564b",
+    "#1b1b1b",
+    "#bcbd22",
+)
+_WIDTH, _LABELS, _FIGURES, _MARGIN = 720.0, 190.0, 70.0, 16.0  # pixels
+_BAR, _GAP, _TITLE, _LINES = 14.0, 6.0, 26.0, 220.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars of one figure, one for each subject that has it."""
+
+    title: str
+    bars: tuple[tuple[str, str, Spread], ...]  # subject, colour, figure
+
+    @property
+    def height(self) -> float:
+        return _TITLE + len(self.bars) * (_BAR + _GAP) + _MARGIN
+
+
+def plot_of(comparison: Comparison) -> str:
+    """The picture as the text of an SVG file."""
+    colours = {subject.name: _COLOURS[i % len(_COLOURS)] for i, subject in enumerate(comparison.subjects)}
+    panels = _panels(comparison, colours)
+    steps = [measure for measure in comparison.measures if measure.ask == "rows"]
+    lines = _LINES + _TITLE + _MARGIN * 3 if len(steps) > 1 else 0.0
+    height = _TITLE + sum(panel.height for panel in panels) + lines
+    drawing = picture(_WIDTH, height, f"Comparison of runtimes on {comparison.checkpoint}")
+    drawing.set("xmlns", "http://www.w3.org/2000/svg")
+    add(drawing, "style", text="text{font:12px sans-serif;fill:#222}.title{font-weight:bold}.last{text-anchor:end}")
+    add(drawing, "rect", {"width": _WIDTH, "height": height, "fill": "#fff"})
+    title = f"{comparison.checkpoint}, {comparison.threads} thread(s), {comparison.machine.cpu}"
+    add(drawing, "text", {"x": _MARGIN, "y": 18, "class": "title"}, title)
+    top = _TITLE
+    for panel in panels:
+        _draw_bars(drawing, panel, top)
+        top += panel.height
+    if len(steps) > 1:
+        _draw_lines(drawing, comparison, steps, colours, top)
+    return ElementTree.tostring(drawing, encoding="unicode") + "\n"
+
+
+def _panels(comparison: Comparison, colours: dict[str, str]) -> list[Panel]:
+    found = []
+    for measure in comparison.measures:
+        if measure.ask != "rows":
+            better = "lower" if measure.unit == "ms" else "higher"
+            bars = tuple(
+                (subject.name, colours[subject.name], subject.results[measure.name].spread)
+                for subject in comparison.subjects
+                if measure.name in subject.results
+            )
+            found.append(Panel(f"{measure.name}, {measure.unit} ({better} is better)", bars))
+    memory = tuple(
+        (subject.name, colours[subject.name], Spread(*[subject.opened_bytes / 1e6] * 3))
+        for subject in comparison.subjects
+    )
+    return [*found, Panel("resident memory once open, MB (lower is better)", memory)]
+
+
+def _draw_bars(drawing: Element, panel: Panel, top: float) -> None:
+    add(drawing, "text", {"x": _MARGIN, "y": top + 16, "class": "title"}, panel.title)
+    most = max((spread.high for _, _, spread in panel.bars), default=0.0) or 1.0
+    scale = (_WIDTH - _LABELS - _FIGURES - _MARGIN) / most
+    for index, (name, colour, spread) in enumerate(panel.bars):
+        y = top + _TITLE + index * (_BAR + _GAP)
+        add(drawing, "text", {"x": _LABELS - 8, "y": y + 11, "class": "last"}, name)
+        size = {"x": _LABELS, "y": y, "width": max(1.0, spread.median * scale), "height": _BAR}
+        add(drawing, "rect", {**size, "fill": colour})
+        ends = [(_LABELS + value * scale, y + _BAR / 2) for value in (spread.low, spread.high)]
+        add(drawing, "path", {"d": path(ends), "stroke": "#222", "fill": "none"})
+        add(drawing, "text", {"x": ends[1][0] + 6, "y": y + 11}, number(spread.median))
+
+
+def _draw_lines(
+    drawing: Element, comparison: Comparison, steps: Sequence[Measure], colours: dict[str, str], top: float
+) -> None:
+    add(drawing, "text", {"x": _MARGIN, "y": top + 16, "class": "title"}, "Step by its rows, ms (lower is better)")
+    drawn = [s for s in comparison.subjects if any(measure.name in s.results for measure in steps)]
+    most = max((s.results[m.name].spread.median for s in drawn for m in steps if m.name in s.results), default=1.0)
+    left, right, base = 60.0, _WIDTH - 200.0, top + _TITLE + _LINES
+    across, up = (right - left) / max(measure.size for measure in steps), _LINES / most
+    add(
+        drawing,
+        "path",
+        {"d": path([(left, base - _LINES), (left, base), (right, base)]), "stroke": "#999", "fill": "none"},
+    )
+    for share in (0.5, 1.0):
+        add(drawing, "text", {"x": left - 6, "y": base - share * _LINES + 4, "class": "last"}, number(most * share))
+    for measure in steps:
+        x = left + measure.size * across
+        add(drawing, "text", {"x": x, "y": base + 16, "text-anchor": "middle"}, str(measure.size))
+    for index, subject in enumerate(drawn):
+        points = [
+            (left + measure.size * across, base - subject.results[measure.name].spread.median * up)
+            for measure in steps
+            if measure.name in subject.results
+        ]
+        colour = colours[subject.name]
+        add(drawing, "path", {"d": path(points), "stroke": colour, "stroke-width": 2, "fill": "none"})
+        y = base - _LINES + index * 18
+        add(drawing, "rect", {"x": right + 12, "y": y - 9, "width": 10, "height": 10, "fill": colour})
+        add(drawing, "text", {"x": right + 28, "y": y}, subject.name)

@@ -1,0 +1,125 @@
+"""Setup: creates the environments and converts the checkpoint for each peer; the only part that fetches packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from spaceport.tools.bench.compare.pins import BUILD, ENVIRONMENTS, UNWANTED
+from spaceport.tools.bench.compare.subjects import Absent, Peer
+from spaceport.tools.bench.compare.work_folder import WorkFolder
+
+Say = Callable[[str], None]
+BUNDLES = ("float32", "int8", "int4")
+_SPACEPORT = "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"
+_TAIL = 300  # characters of a failed command's output
+
+
+class CommandFailed(RuntimeError):
+    """A command of the set-up failed; the message is the end of its output and where the rest is."""
+
+
+def set_up(work: WorkFolder, peers: Sequence[Peer], say: Say) -> list[Absent]:
+    """Create and convert what is missing; those that fail are returned, and the others go on."""
+    failed = []
+    for peer in peers:
+        try:
+            create(work, peer.environment, say)
+            if peer.model is not None and not work.model(peer.model).exists():
+                create(work, "convert", say)
+                say(f"convert {work.checkpoint.name} for {peer.name}")
+                convert(work, peer.model)
+        except CommandFailed as failure:
+            failed.append(Absent(peer.name, f"set-up failed: {failure}"))
+    return failed
+
+
+def create(work: WorkFolder, name: str, say: Say) -> None:
+    """An environment with the pinned versions, from the package index that pip is configured for."""
+    if work.installed(name):
+        return
+    say(f"create the environment {name}")
+    folder, python = work.environment(name), str(work.python(name))
+    venv.create(folder, with_pip=True, clear=True)
+    log = work.logs / f"install-{name}.log"
+    fresh = ["--no-cache-dir"] if name in BUILD else []  # a cached wheel was built with other variables
+    run([python, "-m", "pip", "install", *fresh, *ENVIRONMENTS[name]], log, BUILD.get(name))
+    for package in UNWANTED.get(name, ()):
+        run([python, "-m", "pip", "uninstall", "--yes", package], log)
+    work.record_installed(name)
+
+
+def convert(work: WorkFolder, model: str) -> None:
+    """One converted model, whole or not there."""
+    target, part = work.model(model), work.model(f"{model}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    run(conversion(model, work.python("convert"), work.checkpoint, part), work.logs / f"convert-{model}.log")
+    if model.startswith("ctranslate2"):
+        give_begin_token(part)
+    part.rename(target)
+
+
+def conversion(model: str, python: Path, checkpoint: Path, target: Path) -> list[str]:
+    """The command that converts a checkpoint, as the peer's documentation has it."""
+    format, source, output = model.rpartition("-")[2], str(checkpoint), str(target)
+    if model.startswith("genai"):
+        builder = [str(python), "-m", "onnxruntime_genai.models.builder"]
+        return [*builder, "-m", source, "-i", source, "-o", output, "-p", format, "-e", "cpu"]
+    if model.startswith("openvino"):
+        export = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", source]
+        return [*export, "--task", "text-generation-with-past", "--weight-format", format, output]
+    converter = str(python.parent / "ct2-transformers-converter")
+    return [converter, "--model", source, "--output_dir", output, "--quantization", format]
+
+
+def give_begin_token(folder: Path) -> None:
+    """Write the end token as begin token where there is none: the converter writes null, which the loader refuses."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    if config.get("bos_token") is None:
+        path.write_text(json.dumps({**config, "bos_token": config["eos_token"]}, indent=2) + "\n", "utf-8")
+
+
+def export_bundles(work: WorkFolder, say: Say) -> list[Absent]:
+    """Export the checkpoint in each format of the weights where it is missing; those that fail are returned."""
+    failed = []
+    for name in BUNDLES:
+        target = work.model(f"spaceport-{name}")
+        if target.exists():
+            continue
+        say(f"export {work.checkpoint.name} as {name}")
+        weights = "same" if name == "float32" else name
+        command = [sys.executable, "-c", _SPACEPORT, "export", str(work.checkpoint), str(target), "--weights", weights]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            run(command, work.logs / f"export-{name}.log")
+        except CommandFailed as failure:
+            failed.append(Absent(f"spaceport {name}", f"set-up failed: {failure}"))
+    return failed
+
+
+def run(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> None:
+    """Run a command with its output in a file; raises with the end of it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **(variables or {})}
+    if command[0] != sys.executable:
+        environment.pop("PYTHONPATH", None)
+    with log.open("a", encoding="utf-8") as output:
+        output.write(f"$ {' '.join(command)}\n")
+        output.flush()
+        try:
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, check=False
+            ).returncode
+        except OSError as error:
+            raise CommandFailed(f"{command[0]}: {error.strerror}") from error
+    if code != 0:
+        end = " ".join(log.read_text("utf-8", "replace")[-_TAIL:].split())
+        raise CommandFailed(f"exit code {code}: … {end} (all of it: {log})")

@@ -1,0 +1,110 @@
+"""Subjects: what is compared, as a runtime, a format of the weights, and where its model and its interpreter are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.bench.compare.work_folder import WorkFolder
+
+ADAPTERS = Path(__file__).parent / "adapters"
+SPACEPORT = "spaceport"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another runtime with one format of the weights."""
+
+    name: str  # as in --peers and in the tables
+    environment: str  # its row in pins.py
+    adapter: str  # file under adapters/
+    model: str | None  # its folder among the converted models; none: the checkpoint itself, or --gguf
+    settings: str  # what it runs with, for the tables
+    options: dict[str, Any] = field(default_factory=dict)  # more for its adapter
+
+
+PEERS = (
+    Peer(
+        "onnxruntime-genai int4", "onnxruntime-genai", "on_genai.py", "genai-int4", "builder's int4, accuracy level 4"
+    ),
+    Peer(
+        "openvino-genai int8", "openvino-genai", "on_openvino.py", "openvino-int8", "optimum-cli --weight-format int8"
+    ),
+    Peer(
+        "openvino-genai int4", "openvino-genai", "on_openvino.py", "openvino-int4", "optimum-cli --weight-format int4"
+    ),
+    Peer(
+        *("ctranslate2 int8", "ctranslate2", "on_ctranslate2.py", "ctranslate2-int8"),
+        *("converter's int8, prompts fed at once", {"compute_type": "int8"}),
+    ),
+    Peer("transformers float32", "transformers", "on_transformers.py", None, "sdpa attention, DynamicCache"),
+    Peer("llama.cpp", "llama.cpp", "on_llama_cpp.py", None, "the file of --gguf, all logits of a step"),
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One column of the comparison, ready to be started."""
+
+    name: str
+    python: Path  # interpreter of its environment
+    adapter: Path
+    model: Path
+    settings: str
+    options: dict[str, Any] = field(default_factory=dict)
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A subject that is not measured, and why."""
+
+    name: str
+    reason: str  # with what to do
+
+
+def bundle_subjects(bundles: Sequence[Path]) -> list[Subject]:
+    """A subject for each bundle, named after its weights."""
+    subjects: list[Subject] = []
+    for path in bundles:
+        manifest = open_bundle(path).manifest
+        weights = manifest.signature.dtype if manifest.weights == "same" else manifest.weights
+        name = f"{SPACEPORT} {weights}"
+        if any(subject.name == name for subject in subjects):
+            name = f"{name} ({path.name})"
+        if any(subject.name == name for subject in subjects):
+            raise OptionFault(f"--bundle {path}: given twice, or of the same name and weights as another: rename one")
+        settings = f"{path.name}, plain decoding"
+        subjects.append(Subject(name, Path(sys.executable), ADAPTERS / "on_spaceport.py", path, settings, ours=True))
+    return subjects
+
+
+def chosen(names: str) -> tuple[Peer, ...]:
+    """The peers of a list such as `openvino-genai int8,ctranslate2`; a runtime's name stands for all its formats."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = {peer.name for peer in PEERS} | {peer.environment for peer in PEERS}
+    if unknown := [name for name in wanted if name not in known]:
+        raise OptionFault(f"--peers names {unknown[0]!r}: expected any of {', '.join(sorted(known))}, with commas")
+    return tuple(peer for peer in PEERS if peer.name in wanted or peer.environment in wanted)
+
+
+def peer_subject(peer: Peer, work: WorkFolder, gguf: Path | None) -> Subject | Absent:
+    """The peer with its model and interpreter, or what is missing."""
+    if peer.environment == "llama.cpp" and gguf is None:
+        return Absent(peer.name, "no GGUF file: add --gguf FILE of the same model")
+    if not work.installed(peer.environment):
+        python = work.python(peer.environment)
+        return Absent(peer.name, f"no environment with the versions of pins.py at {python.parent.parent}: add --setup")
+    if peer.environment == "llama.cpp" and gguf is not None:
+        model = gguf
+    else:
+        model = work.checkpoint if peer.model is None else work.model(peer.model)
+    if not model.exists():
+        return Absent(peer.name, f"no converted model at {model}: add --setup")
+    name = f"{peer.name} {gguf.stem.rpartition('.')[2]}" if gguf and peer.environment == "llama.cpp" else peer.name
+    return Subject(name, work.python(peer.environment), ADAPTERS / peer.adapter, model, peer.settings, peer.options)

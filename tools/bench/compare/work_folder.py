@@ -1,0 +1,68 @@
+"""Work folder: where the environments and the converted models of a comparison are kept between runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.tools.bench.compare.pins import ENVIRONMENTS
+
+_SAMPLES = 64  # blocks of a weight file that its fingerprint covers
+_BLOCK = 1 << 16
+_RECORD = "spaceport-pins.json"
+
+
+class WorkFolder:
+    """`environments/NAME` and `models/CHECKPOINT-FINGERPRINT/NAME` below one folder."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        if not (checkpoint / "config.json").is_file():
+            raise InputFault(f"{checkpoint}: has no config.json: expected a Hugging Face checkpoint folder")
+        self.folder, self.checkpoint = folder.absolute(), checkpoint.absolute()
+
+    def environment(self, name: str) -> Path:
+        """Folder of a virtual environment."""
+        return self.folder / "environments" / name
+
+    def python(self, name: str) -> Path:
+        """Interpreter of a virtual environment."""
+        return self.environment(name) / "bin" / "python"
+
+    def installed(self, name: str) -> bool:
+        """Whether the environment is there with all of its pinned versions."""
+        record = self.environment(name) / _RECORD
+        return record.is_file() and json.loads(record.read_text("utf-8")) == list(ENVIRONMENTS[name])
+
+    def record_installed(self, name: str) -> None:
+        """Note that an environment is complete."""
+        (self.environment(name) / _RECORD).write_text(json.dumps(ENVIRONMENTS[name]) + "\n", "utf-8")
+
+    @cached_property
+    def models(self) -> Path:
+        """Folder of what this checkpoint was converted to."""
+        return self.folder / "models" / f"{self.checkpoint.name}-{fingerprint(self.checkpoint)[:12]}"
+
+    def model(self, name: str) -> Path:
+        """Folder of one converted model."""
+        return self.models / name
+
+    @property
+    def logs(self) -> Path:
+        """Folder of what installs, conversions and workers print."""
+        return self.folder / "logs"
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """SHA-256 of the config and of samples from each weight file: another for every checkpoint, found in a moment."""
+    digest = hashlib.sha256((checkpoint / "config.json").read_bytes())
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()

@@ -1,0 +1,127 @@
+"""Worker process: one runtime in its own environment, asked for one measurement at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from spaceport.tools.bench.compare.subjects import ADAPTERS, Subject
+
+_TICKS = os.sysconf("SC_CLK_TCK")  # CPU time in /proc is counted in these, a second
+_PAUSE = 0.05  # seconds in which an idle process uses no CPU time
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_TAIL = 4096  # bytes of a log that hold the last error
+
+
+class WorkerFailed(RuntimeError):
+    """A process ended, hung or went on computing; the message says which and what it printed."""
+
+
+@dataclass(frozen=True)
+class NoSuchCall:
+    """What a runtime's API cannot do, and why."""
+
+    reason: str
+
+
+@dataclass
+class Worker:
+    """A running process."""
+
+    subject: Subject
+    process: subprocess.Popen[str]
+    log: Path
+    patience: float  # seconds to wait for an answer
+    opened: dict[str, Any] = field(default_factory=dict)
+
+    def ask(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any] | NoSuchCall:
+        """The answer to one request; the process works only until it has given it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"ask": name, **arguments}) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise self._ended() from None
+        ready, _, _ = select.select([self.process.stdout], [], [], self.patience)
+        if not ready:
+            raise WorkerFailed(f"no answer within {self.patience:g} s: expected one; look at {self.log}")
+        line = self.process.stdout.readline()
+        if not line:
+            raise self._ended()
+        answer = json.loads(line)
+        return NoSuchCall(answer["absent"]) if "absent" in answer else dict(answer["result"])
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all threads so far, to 10 ms."""
+        fields = self._proc("stat").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def resident_bytes(self) -> int:
+        """Resident memory of the process."""
+        line = next(line for line in self._proc("status").splitlines() if line.startswith("VmRSS:"))
+        return int(line.split()[1]) * 1024
+
+    def wait_until_idle(self, limit: float) -> None:
+        """Return once no thread of the process computes: some libraries' threads spin for a while after a call."""
+        end, before = monotonic() + limit, self.cpu_seconds()
+        while True:
+            sleep(_PAUSE)
+            now = self.cpu_seconds()
+            if now == before:
+                return
+            if monotonic() > end:
+                raise WorkerFailed(f"still computes {limit:g} s after its turn: expected an idle process")
+            before = now
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _proc(self, name: str) -> str:
+        try:
+            return Path(f"/proc/{self.process.pid}/{name}").read_text("utf-8")
+        except OSError:
+            raise self._ended() from None
+
+    def _ended(self) -> WorkerFailed:
+        code = self.process.wait()
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _TAIL))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+        said = lines[-1].strip() if lines else "nothing"
+        return WorkerFailed(f"its process ended with exit code {code} and printed last: {said} (log: {self.log})")
+
+
+def start(subject: Subject, threads: int, logs: Path, patience: float) -> Worker:
+    """The process of a subject, which has opened nothing yet."""
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"worker-{subject.name.replace(' ', '-').replace('/', '-')}.log"
+    environment = {**os.environ, **{name: str(threads) for name in _THREADS}, "PYTHONUNBUFFERED": "1"}
+    if not subject.ours:
+        environment.pop("PYTHONPATH", None)
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [str(subject.python), str(ADAPTERS / "worker.py"), str(subject.adapter)]
+    with log.open("w", encoding="utf-8") as errors:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
+            )
+        except OSError as error:
+            raise WorkerFailed(f"{subject.python}: {error.strerror}: expected an interpreter; add --setup") from error
+    return Worker(subject, process, log, patience)
+
+
+def busy_seconds() -> float:
+    """CPU time that all processes of the machine have used so far."""
+    fields = [int(part) for part in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]]
+    user, nice, system, _, _, irq, softirq, *_ = fields
+    return (user + nice + system + irq + softirq) / _TICKS

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import ExactDrafts
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting, Shape
 from spaceport.runtime.engine import PROCESSOR, Costs
@@ -15,6 +16,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 
 _LONGEST_STOP = 1000  # characters; the beginnings of a stop string are held for each thread
 _LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free
+MAX_THREADS = 16
 
 # Whole numbers, the least and the most that each may be, and those that may be left open.
 _NUMBERS: tuple[tuple[str, int | None, int | None], ...] = (
@@ -29,7 +31,7 @@ _NUMBERS: tuple[tuple[str, int | None, int | None], ...] = (
     ("logprobs", 0, None),
 )
 _OF_TREES = ("draft_rows", "draft_siblings", "lookup")
-_OPEN = ("max_tokens", "max_total_tokens", "mask_slots", "logprobs", *_OF_TREES)
+_OPEN = ("max_tokens", "max_total_tokens", "mask_slots", "max_threads", "logprobs", *_OF_TREES)
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("sampling", (Sampling,), "a Sampling"),
     ("form", (Form, NoneType), "a Form, such as Form(regex='[a-z]+')"),
@@ -54,12 +56,14 @@ class Decoding:
     mask_slots: int | None = None  # most tokens that mask slots draft for each thread; none: as many as the bundle has
     draft: Shape = "tree"
     draft_rows: int | None = None  # most rows of a thread in a step; none: 24, and as many as they take in a chain
-    draft_siblings: int | None = None  # most candidates for one place; none: 3, and one in a chain
+    # Most candidates for one place; none: 3, and one in a chain or where a bundle's drafts are exact in one line only.
+    draft_siblings: int | None = None
     # Most tokens that are looked up in the text so far; none: some in trees, unless there are to be no mask slots.
     lookup: int | None = None
 
     fork: bool | None = None  # whether the text may fork; none: if the model can
-    max_threads: int = 16  # that write at the same time; the others wait, and write the same
+    # Most threads that write at the same time, the others wait; none: 16, and one where drafts are exact in one line only.
+    max_threads: int | None = None
     max_depth: int = 1  # forks on the way to a thread
 
     logprobs: int | None = None  # tell how likely each token was, and so many of the likeliest; none: neither
@@ -102,11 +106,16 @@ class Decoding:
                 f"{name} is {given}: expected {f'at least {least}' if most is None else f'{least} to {most}'}"
             )
 
-    def drafting(self, most: int, costs: Costs = PROCESSOR) -> Drafting:
-        """How threads draft with a bundle that has so many mask slots, on an engine of such costs."""
+    def threads(self, exact: ExactDrafts = "tree") -> int:
+        """How many threads write at the same time with a bundle that has such exact drafts."""
+        return self.max_threads or (MAX_THREADS if exact == "tree" else 1)
+
+    def drafting(self, most: int, costs: Costs = PROCESSOR, exact: ExactDrafts = "tree") -> Drafting:
+        """How threads draft with a bundle that has so many mask slots and such exact drafts, on an engine of such costs."""
         slots = most if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
-        rows, siblings = self.draft_rows or Drafting.rows, self.draft_siblings or Drafting.siblings
+        rows = self.draft_rows or Drafting.rows
+        siblings = self.draft_siblings or (Drafting.siblings if exact == "tree" else 1)
         return Drafting(slots, self.draft, rows, siblings, lookup, costs.row)

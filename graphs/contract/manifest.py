@@ -55,6 +55,11 @@ class TokenIds:
         return () if self.fork is None else (self.fork,)
 
 
+# Drafts with which a token's logits are those of plain decoding up to the noise of float sums: of any shape, or only one
+# line of candidates in one thread at a time, whose logits are then those of plain decoding to the bit.
+ExactDrafts = Literal["tree", "chain"]
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """One file of a bundle as it was when the bundle was written."""
@@ -132,6 +137,11 @@ class Manifest:
     def graph_bytes(self) -> int:
         """The size of the graph, nearly all of it weights."""
         return sum(record.size for record in self._graph_files)
+
+    @property
+    def exact_drafts(self) -> ExactDrafts:
+        """The drafts that change no text: 8-bit activations turn the noise of other slots into differences that count."""
+        return "chain" if self.activations == "int8" else "tree"
 
     @property
     def _graph_files(self) -> tuple[FileRecord, ...]:

@@ -30,8 +30,8 @@ FAULTS: tuple[type[Exception], ...] = (
     UnicodeDecodeError,
 )
 
-# How small weights are to be reckoned with. Left to itself onnxruntime rounds what int4 weights are multiplied with too, and
-# then what a row becomes depends on how many are fed: drafts changed 9 of 135 texts. Packed float8 is slow, see
+# How products with small weights are computed. Level 4 rounds their inputs to int8, which leaves drafts exact in one line
+# only (see Manifest.exact_drafts); level 1 does not. Packed float8 is slow, see
 # docs/performance.md.
 _SETTINGS: dict[tuple[Weights, Activations], tuple[str, str]] = {
     ("int4", "float"): ("session.qdq_matmulnbits_accuracy_level", "1"),

@@ -37,7 +37,7 @@ class Drafting:
     mask_slots: int = 0  # most mask slots behind a node
     shape: Shape = "tree"
     rows: int = 24  # most rows of a thread in a step; a chain has (mask_slots + 1)²
-    siblings: int = 3  # most candidates for one place
+    siblings: int = 3  # most candidates for one place, whoever proposed them; 1: the draft is one line
     lookup: int = 0  # most tokens that are looked up in the text so far; 0: none are
     row_cost: float = PROCESSOR.row  # what a row adds to a step, in steps of one row
 
@@ -166,6 +166,7 @@ class _Growth:
         self._mask_rates = rates.of(drafting.mask_slots)
         self._worth, self._trust = rates.worth(drafting.row_cost), rates.trust
         self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
+        self._followers = [0]  # candidates behind each node
         self._heap: list[tuple[float, int, Source | None, int, int, int, float]] = []
         self._offered = 0
 
@@ -185,11 +186,15 @@ class _Growth:
             rows -= self._add(source, node, depth, rank, -promise)
 
     def _add(self, source: Source, parent: int, depth: int, rank: int, odds: float) -> int:
-        """A candidate behind a node, one row unless the other source has proposed it already."""
+        """A candidate behind a node: one row, unless the other source has proposed it already or there are enough."""
         token = self._guesses[depth].tokens[rank] if source == "mask" else self._looked_up[depth]
         node = self._nodes.get((parent, token))
         fresh = node is None
         if node is None:
+            if self._followers[parent] == self._siblings:
+                return 0
+            self._followers[parent] += 1
+            self._followers.append(0)
             node = self._nodes[parent, token] = len(self.masks)
             self.tokens.append(token)
             self.parents.append(parent)

@@ -31,10 +31,18 @@ class Layout:
     ancestry: NDArray[np.bool_]  # rows x rows; True = the row or one of its ancestors
     wanted: NDArray[np.int64]  # rows whose logits are wanted: the last known token and everything behind it
     drafted: tuple[int, ...]  # candidates at each depth
+    slot_ranks: NDArray[
+        np.int64
+    ]  # rows; 0: known tokens and the first candidate at each depth, 1: others, 2: mask slots
 
     @property
     def rows(self) -> int:
         return self.parents.size
+
+    @cached_property
+    def slot_order(self) -> NDArray[np.int64]:
+        """The rows in the order in which slots are given to them."""
+        return np.argsort(self.slot_ranks, kind="stable")
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,17 @@ class Plan:
             return self.parts[0].positions
         return np.concatenate([part.positions for part in self.parts])
 
+    @property
+    def slot_order(self) -> NDArray[np.int64]:
+        """The rows in the order in which slots are given to them.
+
+        The most probable path comes first: if it is accepted, its rows stand where plain decoding puts them, and the sums
+        of later rows are taken in the same order.
+        """
+        if len(self.parts) == 1:
+            return self.parts[0].layout.slot_order
+        return np.argsort(np.concatenate([part.layout.slot_ranks for part in self.parts]), kind="stable")
+
 
 def plan_thread(
     thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anchor: int | None = None, echo: int | None = None
@@ -120,6 +139,8 @@ def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
 def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) -> Layout:
     parents = list(range(-1, known - 1))
     mask_depths = [-1] * known
+    path = _first_path(draft_parents)
+    ranks = [0] * known
     nodes: list[int] = []
     groups: list[tuple[int, ...]] = []
     for node, count in enumerate(masks):
@@ -129,9 +150,11 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
             nodes.append(len(parents))
             parents.append(nodes[draft_parents[node - 1]])
             mask_depths.append(-1)
+            ranks.append(int(node not in path))
         group = range(len(parents), len(parents) + count)
         parents.extend((nodes[node], *group)[:count])
         mask_depths.extend(range(count))
+        ranks.extend([2] * count)
         groups.append(tuple(group))
     ancestry = _ancestry(parents)
     offsets = ancestry.sum(axis=1) - 1
@@ -145,10 +168,21 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         ancestry=ancestry,
         wanted=np.arange(known - 1, len(parents)),
         drafted=tuple(np.bincount(offsets[nodes[1:]] - known).tolist()),
+        slot_ranks=np.array(ranks, np.int64),
     )
-    for array in (layout.parents, layout.offsets, layout.mask_depths, layout.ancestry, layout.wanted):
+    kept = (layout.parents, layout.offsets, layout.mask_depths, layout.ancestry, layout.wanted, layout.slot_ranks)
+    for array in kept:
         array.setflags(write=False)  # one layout serves many steps
     return layout
+
+
+def _first_path(draft_parents: tuple[int, ...]) -> frozenset[int]:
+    """The first candidate behind the last known token, the first one behind that, and so on: the most probable path."""
+    path = [0]
+    for node, parent in enumerate(draft_parents, 1):
+        if parent == path[-1]:
+            path.append(node)
+    return frozenset(path)
 
 
 _kept_layout = lru_cache(maxsize=1024)(_layout)

@@ -16,7 +16,7 @@ class SlotsExhausted(RuntimeError):
 class Slots:
     """The slots of one request: each is free or held by one thread or more.
 
-    A scatter engine writes rows to any slots: the lowest free ones are given. An append engine writes them to a run:
+    A scatter engine writes rows to any slots: the lowest free ones are given, in an order that the caller chooses. An append engine writes them to a run:
     the run starts behind the highest held slot, and `settle` says which kept rows then move down into the gaps.
     The last slot is never given: padding rows write there.
     """
@@ -34,8 +34,11 @@ class Slots:
         """The slot that nobody ever holds."""
         return self.capacity - 1
 
-    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slots for rows at these positions of the text, each held once from now on."""
+    def take(self, positions: NDArray[np.int64], order: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Slots for rows at these positions of the text, each held once from now on.
+
+        With an order, its first row gets the lowest slot, and so on; the run of an append engine is in the order of rows.
+        """
         count = positions.size
         end = min(self.height + count, self.spare)
         if self.lowering == "append" or self.held == self.height:  # no gaps
@@ -45,10 +48,13 @@ class Slots:
             slots = free[:count]
         if slots.size < count:
             raise SlotsExhausted(f"step needs {count} slots, {slots.size} are free: raise max_seq_len (--max-seq-len)")
+        self.height = max(self.height, int(slots[-1]) + 1)
+        if order is not None and self.lowering == "scatter":
+            ascending, slots = slots, np.empty_like(slots)
+            slots[order] = ascending
         self._holders[slots] = 1
         self.positions[slots] = positions
         self.held += count
-        self.height = max(self.height, int(slots[-1]) + 1)
         return slots
 
     def share(self, slots: NDArray[np.int64]) -> None:

@@ -69,7 +69,7 @@ def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> li
     for each in inputs:
         with _Isolated((each,), on_failure):
             planned = each.request.plan(each.prefill_rows)
-            slots = each.request.slots.take(planned.positions)
+            slots = each.request.slots.take(planned.positions, planned.slot_order)
             steps.append(ScheduledStep(each.request, each.engine_index, planned, slots))
     return steps
 

@@ -51,7 +51,7 @@ class Admission:
         manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
-        drafting = decoding.drafting(manifest.max_mask_slots, self.engine.costs)
+        drafting = decoding.drafting(manifest.max_mask_slots, self.engine.costs, manifest.exact_drafts)
         self._check_mask_slots(drafting.mask_slots)
         decoding.sampling.check(manifest.signature.vocab_size)
         sampling = seeded(decoding.sampling)
@@ -63,7 +63,7 @@ class Admission:
             max_total=self._max_total(ids, decoding.max_total_tokens),
             drafting=drafting,
             max_rows=self.engine.rows,
-            max_threads=decoding.max_threads,
+            max_threads=decoding.threads(manifest.exact_drafts),
             end=frozenset(manifest.tokens.end),
         )
         transcript = Transcript(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)

@@ -135,7 +135,6 @@ def test_a_trace_is_kept_if_it_is_asked_for(tiny_bundle: Path) -> None:
         ({"draft": "chain", "draft_siblings": 3}, "draft_siblings is 3 with draft chain: expected it with draft tree"),
         ({"max_tokens": 5.5}, "max_tokens is 5.5: expected a whole number"),
         ({"max_tokens": True}, "max_tokens is True: expected a whole number"),
-        ({"max_threads": None}, "max_threads is None: expected a whole number"),
         ({"draft_siblings": "3"}, "draft_siblings is '3': expected a whole number"),
         ({"logprobs": 1.5}, "logprobs is 1.5: expected a whole number"),
         ({"timeout": "5"}, "timeout is '5': expected seconds"),

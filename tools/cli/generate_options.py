@@ -14,7 +14,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.decode.draft import Drafting, Shape
-from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.decoding import MAX_THREADS, Decoding
 from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.text.tokenizer import encode
@@ -58,13 +58,13 @@ drafts = options(
     click.option("--mask-slots", type=int, metavar="K", help="Most tokens that mask slots draft for a thread in a step, 0 for none; by default the bundle's limit."),
     click.option("--draft", type=click.Choice(get_args(Shape)), help="Draft trees of likely tokens, which is the default, or one chain of the likeliest."),
     click.option("--draft-rows", type=int, metavar="N", help=f"Most rows of a tree; {Drafting.rows} by default."),
-    click.option("--draft-siblings", type=int, metavar="N", help=f"Most tokens that a tree tries for one place; {Drafting.siblings} by default."),
+    click.option("--draft-siblings", type=int, metavar="N", help=f"Most tokens that a tree tries for one place; {Drafting.siblings} by default, one where a bundle's drafts are exact in one line only."),
     click.option("--lookup", type=int, metavar="N", help="Most tokens that trees draft because they followed the last words before; some by default, 0 for none."),
 )  # fmt: skip
 
 threads = options(
     click.option("--fork/--no-fork", default=None, help="Whether the text may fork into threads; by default if the model can."),
-    click.option("--max-threads", type=int, metavar="N", help=f"Most threads that write at the same time; {Decoding.max_threads} by default. The others wait, and write the same."),
+    click.option("--max-threads", type=int, metavar="N", help=f"Most threads that write at the same time; {MAX_THREADS} by default, one where a bundle's drafts are exact in one line only. The others wait."),
     click.option("--max-depth", type=int, metavar="N", help=f"Most forks on the way to a thread; {Decoding.max_depth} by default."),
 )  # fmt: skip
 
@@ -129,7 +129,7 @@ def check_before(context: click.Context) -> None:
 
 def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
     """Raise for options that would do nothing with a bundle."""
-    drafting = decoding.drafting(manifest.max_mask_slots)
+    drafting = decoding.drafting(manifest.max_mask_slots, exact=manifest.exact_drafts)
     idle = drafting.mask_slots == 0
     without = "--mask-slots 0" if manifest.max_mask_slots else "a bundle without mask slots"
     forks = manifest.tokens.fork is not None

@@ -30,6 +30,7 @@ class Pace:
     rows: int = 1  # of the text in a step
     requests: int = 1  # lines side by side
     parts: int | None = None  # rows of the prompt in a step; none: as plain decoding feeds it, whole and alone
+    gaps: bool = False  # between the slots of rows, as draft trees leave them
 
     def first(self, line: ThreadTokens) -> int:
         """The first row of steps of this width: they end with the line, so a short text's begin within its prompt."""
@@ -113,7 +114,7 @@ def feed(engine: Engine, lines: Sequence[ThreadTokens], pace: Pace, on_logits: O
         known_request(engine, line.tokens, line.start, observer)
         for line, observer in zip(lines, observers, strict=True)
     ]
-    gaps = [] if pace.parts is None else [_Gaps(request, index) for index, request in enumerate(requests)]
+    gaps = [_Gaps(request, index) for index, request in enumerate(requests)] if pace.gaps else []
     while live := [(index, request) for index, request in enumerate(requests) if request.live]:
         for gap in gaps:
             gap.close_one()
@@ -142,7 +143,7 @@ def logits_of(engine: Engine, line: ThreadTokens) -> Logits:
 class _Gaps:
     """Slots that no row sees, some of them released in each step: so rows stand with gaps, and in no order.
 
-    That is how drafts leave them, and the slots of a row decide in which order its sums are taken.
+    That is how draft trees leave them, and the slots of a row decide in which order its sums are taken.
     """
 
     def __init__(self, request: Request, seed: int) -> None:

@@ -69,6 +69,28 @@ def test_siblings_see_their_ancestors_and_not_each_other() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("known", "parents", "masks", "order"),
+    [
+        (1, (), (0,), [0]),
+        (3, (), (2,), [0, 1, 2, 3, 4]),
+        (1, (0, 1), (2, 2, 2), [0, 3, 6, 1, 2, 4, 5, 7, 8]),  # x m m c m m c m m
+        (2, (0, 1), (1, 1, 1), [0, 1, 3, 5, 2, 4, 6]),
+        (1, (0, 0, 1), (1, 0, 0, 2), [0, 2, 4, 3, 1, 5, 6]),  # x m c c' d m m: d follows c
+        (1, (0, 0, 2), (1, 0, 0, 2), [0, 2, 3, 4, 1, 5, 6]),  # d follows c', which is not on the first path
+    ],
+)
+def test_the_first_path_gets_the_lowest_slots_and_mask_slots_the_highest(
+    known: int, parents: tuple[int, ...], masks: tuple[int, ...], order: list[int]
+) -> None:
+    assert lay_out(known, parents, masks).slot_order.tolist() == order
+
+
+def test_the_first_paths_of_all_threads_get_the_lowest_slots() -> None:
+    part = part_for(K2)
+    assert Plan((part, part)).slot_order.tolist()[:6] == [0, 3, 6, 9, 12, 15]
+
+
 def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> None:
     thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
     first = plan_thread(thread, chain([], 2, room=100), IDS, chunk=3)

@@ -25,6 +25,15 @@ def test_scatter_gives_the_lowest_free_slots_and_never_the_spare_one() -> None:
         take(slots, 1)
 
 
+def test_an_order_says_who_gets_the_lowest_slot_of_a_scatter_engine() -> None:
+    order = np.array([2, 0, 1])
+    slots = Slots(8, "scatter")
+    slots.release(slots.take(np.zeros(4, np.int64))[1:2])  # 0, 2 and 3 stay
+    assert slots.take(np.array([7, 8, 9]), order).tolist() == [4, 5, 1]
+    assert (slots.positions[[1, 4, 5]].tolist(), slots.held, slots.height) == ([9, 7, 8], 6, 6)
+    assert Slots(8, "append").take(np.array([7, 8, 9]), order).tolist() == [0, 1, 2]
+
+
 def test_append_gives_a_run_behind_the_highest_held_slot() -> None:
     slots = Slots(16, "append")
     assert take(slots, 4) == [0, 1, 2, 3]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
+from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.pack import pack_many, pack_one
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
@@ -59,6 +60,31 @@ def test_drafted_text_is_plain_text(
     assert not request.threads[0].sees.any()
     assert request.statistics.tokens == len(expected)
     assert max(engine.widths) <= max(chunk + mask_slots, (mask_slots + 1) ** 2)
+
+
+@settings(max_examples=150)
+@given(
+    prompt=PROMPTS,
+    drafting=st.sampled_from(
+        (Drafting(3, "chain"), Drafting(4, siblings=1, lookup=5), Drafting(0, siblings=1, lookup=3))
+    ),
+    quality=st.sampled_from((0, 60, 100)),
+    chunk=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+    lowering=st.sampled_from(LOWERINGS),
+)
+def test_drafts_in_one_line_leave_every_token_in_the_slot_that_plain_decoding_gives_it(
+    prompt: list[int], drafting: Drafting, quality: int, chunk: int, seed: int, lowering: Lowering
+) -> None:
+    engine = engine_for(Language(seed, quality), len(prompt) + 40, 4, lowering)
+    request = request_for(engine, prompt, 40, drafting)
+    (thread,) = request.threads
+    while request.live:
+        advance(engine, request, chunk=chunk)
+        places = np.arange(thread.fed if request.live else 0)
+        assert thread.held.tolist() == places.tolist()
+        assert request.slots.positions[places].tolist() == places.tolist()
+        assert request.slots.held == places.size
 
 
 @settings(max_examples=150)

@@ -16,6 +16,8 @@ from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.audit.writing import AuditText, TextJob, write
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
+_IN_LINE = "drafts in one line"  # of bundles whose drafts are exact in no other shape
+
 
 def audit(
     runtime: Runtime,
@@ -34,8 +36,10 @@ def audit(
         plain.append(write(runtime, [group.plain], questions, _each(1, questions), together=False))
     stage("measuring the noise of other widths")
     engine, signature = runtime.engine, runtime.engine.signature
-    report = AuditReport(f"{type(engine).__name__}, {engine.device}, {signature.dtype}, {signature.lowering}")
-    report.noise = measure(engine, [text.lines[()] for text in plain[0] if not text.fault])
+    trees = runtime.bundle.manifest.exact_drafts == "tree"
+    said = (type(engine).__name__, engine.device, signature.dtype, signature.lowering, *(() if trees else (_IN_LINE,)))
+    report = AuditReport(", ".join(said))
+    report.noise = measure(engine, [text.lines[()] for text in plain[0] if not text.fault], gaps=trees)
     judges = [
         _Judge(runtime, group, texts, questions, report, max_tokens) for group, texts in zip(groups, plain, strict=True)
     ]

@@ -80,9 +80,9 @@ class NoiseTally:
         self.largest_logit = max(self.largest_logit, float(seen.max(initial=0.0)))
 
 
-def measure(engine: Engine, lines: Sequence[ThreadTokens]) -> list[Noise]:
-    """The noise of every width that an engine has, over these lines."""
-    ways = paces(engine)
+def measure(engine: Engine, lines: Sequence[ThreadTokens], gaps: bool = True) -> list[Noise]:
+    """The noise of every width that an engine has, over these lines, in slots with gaps or as plain decoding has them."""
+    ways = paces(engine, gaps)
     tallies = [NoiseTally() for _ in ways]
     room = min(_MOST_BESIDE, engine.requests)
     for first in range(0, len(lines), room):
@@ -109,11 +109,11 @@ def limit_of(tallies: Sequence[NoiseTally], tolerance: float) -> float:
     return min(tolerance * largest, _OUTSTANDING * usual)
 
 
-def paces(engine: Engine) -> list[Pace]:
+def paces(engine: Engine, gaps: bool = True) -> list[Pace]:
     """The ways to feed that are measured on an engine."""
-    alone = [Pace(rows, 1, _PARTS) for rows in WIDTHS if rows <= engine.rows]
+    alone = [Pace(rows, 1, _PARTS, gaps) for rows in WIDTHS if rows <= engine.rows]
     room = min(_MOST_BESIDE, engine.requests)
-    beside = [Pace(rows, count, _PARTS) for count in sorted({2, room}) if 1 < count <= room for rows in _BESIDE]
+    beside = [Pace(rows, count, _PARTS, gaps) for count in sorted({2, room}) if 1 < count <= room for rows in _BESIDE]
     return [*alone, *beside]
 
 

@@ -137,7 +137,7 @@ def test_other_slots_and_gaps_between_them_count_as_noise(tiny_bundle: Path) -> 
         line = plain_line(runtime)
         heard: list[NDArray[np.int64]] = []
         engine.before = lambda batch: heard.append(batch.slot_ids.copy())
-        feed(engine, [line], Pace(1, 1, 16), lambda *_: None)
+        feed(engine, [line], Pace(1, 1, 16, gaps=True), lambda *_: None)
     slots = np.concatenate([one[0] for one in heard])
     assert slots.size == len(line.tokens)
     assert (np.diff(slots[:16]) > 1).any()  # gaps

@@ -1,0 +1,117 @@
+"""int4 weights with int8 activations: drafts in one line have the logits of plain decoding, to the bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.signature import visible_length
+from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.session import Runtime
+from spaceport.tools.verify.audit.audit import audit
+from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from support.exported import exported_once
+from support.paths import TINY
+
+pytestmark = pytest.mark.torch  # exports the bundle
+
+PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
+START, END = 40, 140  # places that are fed row by row: the visible length grows at 64 and 128
+
+Array = NDArray[np.int64]
+Logits = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported_once(tmp_path_factory, "scatter", weights="int4", activations="int8")
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Engine:
+    return open_engine(open_bundle(bundle), "onnxruntime", Opening(capacity=256, requests=3))
+
+
+def feed(engine: Engine, tokens: Array, first: int, slots: Array, visible: int, requests: int = 1) -> Logits:
+    """The logits of a chain of tokens (requests x rows) behind `first` slots."""
+    rows = tokens.shape[1]
+    mask = np.zeros((rows, visible), np.bool_)
+    mask[:, :first] = True
+    mask[:, slots] = np.tril(np.ones((rows, rows), np.bool_))
+    everywhere = (np.broadcast_to(each, (requests, rows)).copy() for each in (first + np.arange(rows), slots))
+    positions, slot_ids = everywhere
+    masks = np.broadcast_to(mask, (requests, 1, rows, visible)).copy()
+    wanted = np.broadcast_to(np.arange(rows), (requests, rows)).copy()
+    return engine.run(Batch(0, tokens, positions, slot_ids, masks, wanted)).copy()
+
+
+def plain(engine: Engine, tokens: Array) -> Logits:
+    """The logits of steps of one row behind a prompt, from START on; the tokens are then in the KV cache."""
+    feed(engine, tokens[:, :START], 0, np.arange(START), 64)
+    rows = [feed(engine, tokens[:, n : n + 1], n, np.array([n]), visible_length(n + 1))[0] for n in range(START, END)]
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 9, 36])
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("ahead", [0, 64])  # slots of masks or of other requests that lengthen what is visible
+def test_a_chain_has_the_logits_of_steps_of_one_row_to_the_bit(
+    engine: Engine, rows: int, requests: int, ahead: int
+) -> None:
+    tokens = np.random.default_rng(0).integers(8, 600, (3, END))
+    for request in (2, 1, 0):  # the last one stays in the first request's buffers
+        expected = plain(engine, tokens[request : request + 1])
+    for first in range(START, END - rows, 7):
+        fed = tokens[:requests, first : first + rows]
+        visible = visible_length(first + rows + ahead)
+        got = feed(engine, fed, first, first + np.arange(rows), visible, requests)[0]
+        assert got.tobytes() == expected[first - START : first - START + rows].tobytes()
+
+
+def test_a_chain_with_a_gap_between_its_slots_has_other_logits(engine: Engine) -> None:
+    """Else the test above holds nothing, and trees would be exact as well."""
+    tokens = np.random.default_rng(0).integers(8, 600, (1, END))
+    expected = plain(engine, tokens)
+    moved = []
+    for first in range(START, END - 2, 7):
+        got = feed(engine, tokens[:, first : first + 2], first, np.array([first, first + 3]), visible_length(first + 4))
+        plain(engine, tokens)  # puts the second row back into the slot where the next one looks for it
+        moved.append(np.abs(got[0] - expected[first - START : first - START + 2]).max(axis=1))
+    assert np.array(moved)[:, 0].max() == 0.0
+    assert np.array(moved)[:, 1].max() > 0.0
+
+
+def test_all_that_such_a_bundle_promises_is_lossless_without_noise(bundle: Path) -> None:
+    with Runtime.open(bundle, max_seq_len=256, max_requests=3) as runtime:
+        prompts = [TokenizedPrompt(1, tuple(runtime.tokens_of(text))) for text in PROMPTS.values()]
+        report = audit(runtime, prompts, 24)
+    assert report.statement.startswith("lossless")
+    assert {one.largest for one in report.noise} == {0.0}
+    assert all(row.identical == row.texts for row in report.drafted)
+    assert {row.kind for row in report.kinds} == {
+        *("plain", "plain, drawn", "chain k = 5", "chain k = 1", "chain with look-up", "chain with look-up, drawn")
+    }
+    assert report.engine.endswith("scatter, drafts in one line")
+
+
+def test_its_drafts_are_one_line_unless_trees_are_asked_for(bundle: Path) -> None:
+    exact = open_bundle(bundle).manifest.exact_drafts
+    assert exact == "chain"
+    assert (Decoding().drafting(5, exact=exact).siblings, Decoding().threads(exact)) == (1, 1)
+    wide = Decoding(draft_siblings=3, max_threads=2)
+    assert (wide.drafting(5, exact=exact).siblings, wide.threads(exact)) == (3, 2)
+    assert (Decoding().drafting(5).siblings, Decoding().threads()) == (3, 16)
+    with Runtime.open(bundle, max_seq_len=256) as runtime:
+        (text, *_) = PROMPTS.values()
+        drafted = runtime.generate(text, Decoding(max_tokens=48, trace=True))
+        assert drafted.tokens == runtime.generate(text, replace(Decoding(max_tokens=48), mask_slots=0)).tokens
+        assert drafted.statistics.steps < 48

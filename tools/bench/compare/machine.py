@@ -20,12 +20,15 @@ _FLAGS = (
     "amx_bf16",
 )
 
+_NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
+
 
 @dataclass(frozen=True)
 class Machine:
     """A CPU and its operating system."""
 
     cpu: str
+    model: str  # family, model and stepping: virtual machines often hide the name
     cores: int  # that this process may use
     flags: tuple[str, ...]  # those of _FLAGS that it has
     system: str
@@ -40,6 +43,7 @@ def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
     present = set(fields.get("flags", "").split())
     return Machine(
         fields.get("model name", platform.processor() or "unknown"),
+        ", ".join(f"{name} {fields[key]}" for key, name in _NUMBERS.items() if key in fields),
         len(os.sched_getaffinity(0)),
         tuple(flag for flag in _FLAGS if flag in present),
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}",

@@ -17,7 +17,7 @@ def markdown_of(comparison: Comparison) -> str:
 def _lines(comparison: Comparison) -> Iterator[str]:
     machine, workload = comparison.machine, comparison.workload
     yield (
-        f"{machine.cpu} ({machine.cores} cores; {', '.join(machine.flags) or 'no vector extensions found'}), "
+        f"{machine.cpu} ({machine.model}; {machine.cores} cores; {', '.join(machine.flags) or 'no vector extensions found'}), "
         f"{machine.system}. Checkpoint {comparison.checkpoint}, {comparison.threads} thread(s), "
         f"{comparison.rounds} rounds; prompts from seed {workload.seed}."
     )

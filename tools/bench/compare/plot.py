@@ -73,10 +73,10 @@ def _panels(comparison: Comparison, colours: dict[str, str]) -> list[Panel]:
             )
             found.append(Panel(f"{measure.name}, {measure.unit} ({better} is better)", bars))
     memory = tuple(
-        (subject.name, colours[subject.name], Spread(*[subject.opened_bytes / 1e6] * 3))
+        (subject.name, colours[subject.name], Spread(*[subject.used_bytes / 1e6] * 3))
         for subject in comparison.subjects
     )
-    return [*found, Panel("resident memory once open, MB (lower is better)", memory)]
+    return [*found, Panel("resident memory in use, MB (lower is better)", memory)]
 
 
 def _draw_bars(drawing: Element, panel: Panel, top: float) -> None:

@@ -31,10 +31,11 @@ def set_up(work: WorkFolder, peers: Sequence[Peer], say: Say) -> list[Absent]:
     for peer in peers:
         try:
             create(work, peer.environment, say)
-            if peer.model is not None and not work.model(peer.model).exists():
-                create(work, "convert", say)
-                say(f"convert {work.checkpoint.name} for {peer.name}")
-                convert(work, peer.model)
+            for model in peer.models:
+                if not work.model(model).exists():
+                    create(work, "convert", say)
+                    say(f"convert {work.checkpoint.name} to {model}")
+                    convert(work, model)
         except CommandFailed as failure:
             failed.append(Absent(peer.name, f"set-up failed: {failure}"))
     return failed
@@ -68,15 +69,25 @@ def convert(work: WorkFolder, model: str) -> None:
 
 def conversion(model: str, python: Path, checkpoint: Path, target: Path) -> list[str]:
     """The command that converts a checkpoint, as the peer's documentation has it."""
-    format, source, output = model.rpartition("-")[2], str(checkpoint), str(target)
-    if model.startswith("genai"):
-        builder = [str(python), "-m", "onnxruntime_genai.models.builder"]
-        return [*builder, "-m", source, "-i", source, "-o", output, "-p", format, "-e", "cpu"]
-    if model.startswith("openvino"):
+    runtime, format, *variant = model.split("-")
+    source, output = str(checkpoint), str(target)
+    if runtime == "genai":
+        builder = [str(python), "-m", "onnxruntime_genai.models.builder", "-m", source, "-i", source, "-o", output]
+        pruned = ["--extra_options", "prune_lm_head=true"] if variant else []  # computes the last row's logits only
+        return [*builder, "-p", format, "-e", "cpu", *pruned]
+    if runtime == "openvino":
         export = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", source]
-        return [*export, "--task", "text-generation-with-past", "--weight-format", format, output]
+        group = ["--group-size", str(group_size(checkpoint))] if format == "int4" else []
+        return [*export, "--task", "text-generation-with-past", "--weight-format", format, *group, output]
     converter = str(python.parent / "ct2-transformers-converter")
     return [converter, "--model", source, "--output_dir", output, "--quantization", format]
+
+
+def group_size(checkpoint: Path) -> int:
+    """Weights that share a scale: optimum's default of 128, or less where the checkpoint's widths are no multiple of it."""
+    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+    widths = [config[name] for name in ("hidden_size", "intermediate_size") if name in config]
+    return next((size for size in (128, 64, 32) if all(width % size == 0 for width in widths)), 16)
 
 
 def give_begin_token(folder: Path) -> None:

@@ -23,27 +23,43 @@ class Peer:
     name: str  # as in --peers and in the tables
     environment: str  # its row in pins.py
     adapter: str  # file under adapters/
-    model: str | None  # its folder among the converted models; none: the checkpoint itself, or --gguf
+    models: tuple[str, ...]  # folders among the converted models; none: the checkpoint itself, or --gguf
     settings: str  # what it runs with, for the tables
     options: dict[str, Any] = field(default_factory=dict)  # more for its adapter
 
 
 PEERS = (
     Peer(
-        "onnxruntime-genai int4", "onnxruntime-genai", "on_genai.py", "genai-int4", "builder's int4, accuracy level 4"
+        "onnxruntime-genai int4",
+        "onnxruntime-genai",
+        "on_genai.py",
+        ("genai-int4-pruned", "genai-int4"),
+        "builder's int4, accuracy level 4; prune_lm_head except for steps of several rows",
     ),
     Peer(
-        "openvino-genai int8", "openvino-genai", "on_openvino.py", "openvino-int8", "optimum-cli --weight-format int8"
+        "openvino-genai int8",
+        "openvino-genai",
+        "on_openvino.py",
+        ("openvino-int8",),
+        "optimum-cli --weight-format int8",
     ),
     Peer(
-        "openvino-genai int4", "openvino-genai", "on_openvino.py", "openvino-int4", "optimum-cli --weight-format int4"
+        "openvino-genai int4",
+        "openvino-genai",
+        "on_openvino.py",
+        ("openvino-int4",),
+        "optimum-cli --weight-format int4",
     ),
     Peer(
-        *("ctranslate2 int8", "ctranslate2", "on_ctranslate2.py", "ctranslate2-int8"),
-        *("converter's int8, prompts fed at once", {"compute_type": "int8"}),
+        "ctranslate2 int8",
+        "ctranslate2",
+        "on_ctranslate2.py",
+        ("ctranslate2-int8",),
+        "converter's int8, prompts fed at once",
+        {"compute_type": "int8"},
     ),
-    Peer("transformers float32", "transformers", "on_transformers.py", None, "sdpa attention, DynamicCache"),
-    Peer("llama.cpp", "llama.cpp", "on_llama_cpp.py", None, "the file of --gguf, all logits of a step"),
+    Peer("transformers float32", "transformers", "on_transformers.py", (), "sdpa attention, DynamicCache"),
+    Peer("llama.cpp", "llama.cpp", "on_llama_cpp.py", (), "the file of --gguf, all logits of a step"),
 )
 
 
@@ -94,17 +110,16 @@ def chosen(names: str) -> tuple[Peer, ...]:
 
 
 def peer_subject(peer: Peer, work: WorkFolder, gguf: Path | None) -> Subject | Absent:
-    """The peer with its model and interpreter, or what is missing."""
-    if peer.environment == "llama.cpp" and gguf is None:
+    """The peer with its models and interpreter, or what is missing."""
+    reads_gguf = peer.environment == "llama.cpp"
+    if reads_gguf and gguf is None:
         return Absent(peer.name, "no GGUF file: add --gguf FILE of the same model")
+    python = work.python(peer.environment)
     if not work.installed(peer.environment):
-        python = work.python(peer.environment)
         return Absent(peer.name, f"no environment with the versions of pins.py at {python.parent.parent}: add --setup")
-    if peer.environment == "llama.cpp" and gguf is not None:
-        model = gguf
-    else:
-        model = work.checkpoint if peer.model is None else work.model(peer.model)
-    if not model.exists():
-        return Absent(peer.name, f"no converted model at {model}: add --setup")
-    name = f"{peer.name} {gguf.stem.rpartition('.')[2]}" if gguf and peer.environment == "llama.cpp" else peer.name
-    return Subject(name, work.python(peer.environment), ADAPTERS / peer.adapter, model, peer.settings, peer.options)
+    models = [work.model(name) for name in peer.models] or [gguf if reads_gguf and gguf else work.checkpoint]
+    if missing := [model for model in models if not model.exists()]:
+        return Absent(peer.name, f"no converted model at {missing[0]}: add --setup")
+    name = f"{peer.name} {models[0].stem.rpartition('.')[2]}" if reads_gguf else peer.name
+    options = {**peer.options, **({"rows_model": str(models[1])} if len(models) > 1 else {})}
+    return Subject(name, python, ADAPTERS / peer.adapter, models[0], peer.settings, options)

@@ -56,7 +56,7 @@ def test_a_peer_is_measured_beside_the_bundle(tiny_bundle: Path, tmp_path: Path)
     work.python("ctranslate2").parent.mkdir(parents=True)
     work.python("ctranslate2").symlink_to(Path(sys.executable))
     work.record_installed("ctranslate2")
-    peer = Peer("fake int4", "ctranslate2", str(FAKE), None, "none", {"step": 10.0})
+    peer = Peer("fake int4", "ctranslate2", str(FAKE), (), "none", {"step": 10.0})
     found = compare(Request(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), quiet)
     ours, fake = found.subjects
     assert (ours.name, fake.name) == ("spaceport float32", "fake int4")

@@ -22,13 +22,14 @@ def comparison(folder: Path, *names: str) -> Comparison:
             fake_subject(name, folder, ours=not place),
             {"versions": {}, "import_seconds": 0, "open_seconds": 0},
             5_000_000,
+            5_000_000,
         )
         record.turns = {"decode": {0: Turn(10.0 + place, 1, 0)}, "1 row": {0: Turn(10, 1, 0)}}
         if not place:
             record.turns["4 rows"] = {0: Turn(20, 1, 0)}
         records[name] = record
     measures = measures_of(WORKLOAD)
-    machine = Machine("A & B", 2, (), "Linux")
+    machine = Machine("A & B", "model 1", 2, (), "Linux")
     return Comparison("c<1>", machine, 1, 1, WORKLOAD, measures, summarized(records, measures), (), 0)
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.tools.bench.compare.setup import CommandFailed, conversion, convert, give_begin_token, run, set_up
+from spaceport.tools.bench.compare.setup import (
+    CommandFailed,
+    conversion,
+    convert,
+    give_begin_token,
+    group_size,
+    run,
+    set_up,
+)
 from spaceport.tools.bench.compare.subjects import chosen
 from spaceport.tools.bench.compare.work_folder import WorkFolder
 from support.paths import TINY
@@ -39,49 +47,42 @@ def installed(folder: Path, code: int = 0) -> WorkFolder:
     return work
 
 
-def test_conversions_are_the_documented_commands() -> None:
-    python, source, target = Path("e/bin/python"), Path("c"), Path("t")
-    assert conversion("genai-int4", python, source, target) == (
-        [
-            "e/bin/python",
-            "-m",
-            "onnxruntime_genai.models.builder",
-            "-m",
-            "c",
-            "-i",
-            "c",
-            "-o",
-            "t",
-            "-p",
-            "int4",
-            "-e",
-            "cpu",
-        ]
-    )
-    assert conversion("openvino-int8", python, source, target) == (
-        [
-            "e/bin/optimum-cli",
-            "export",
-            "openvino",
-            "--model",
-            "c",
-            "--task",
-            "text-generation-with-past",
-            "--weight-format",
-            "int8",
-            "t",
-        ]
-    )
-    assert conversion("ctranslate2-int8", python, source, target) == (
-        ["e/bin/ct2-transformers-converter", "--model", "c", "--output_dir", "t", "--quantization", "int8"]
-    )
+@pytest.mark.parametrize(
+    ("model", "command"),
+    [
+        ("genai-int4", "python -m onnxruntime_genai.models.builder -m C -i C -o t -p int4 -e cpu"),
+        (
+            "genai-int4-pruned",
+            "python -m onnxruntime_genai.models.builder -m C -i C -o t -p int4 -e cpu --extra_options prune_lm_head=true",
+        ),
+        (
+            "openvino-int8",
+            "optimum-cli export openvino --model C --task text-generation-with-past --weight-format int8 t",
+        ),
+        (
+            "openvino-int4",
+            "optimum-cli export openvino --model C --task text-generation-with-past --weight-format int4 --group-size 64 t",
+        ),
+        ("ctranslate2-int8", "ct2-transformers-converter --model C --output_dir t --quantization int8"),
+    ],
+)
+def test_conversions_are_the_documented_commands(model: str, command: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 576, "intermediate_size": 1536}', "utf-8")
+    expected = [str(tmp_path) if word == "C" else word for word in f"e/bin/{command}".split()]
+    assert conversion(model, Path("e/bin/python"), tmp_path, Path("t")) == expected
+
+
+@pytest.mark.parametrize(("width", "size"), [(768, 128), (576, 64), (96, 32), (80, 16)])
+def test_scales_are_shared_by_as_many_weights_as_the_widths_allow(width: int, size: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": width, "intermediate_size": 4096}), "utf-8")
+    assert group_size(tmp_path) == size
 
 
 def test_a_model_is_converted_once(tmp_path: Path) -> None:
     work, said = installed(tmp_path), []
     assert set_up(work, chosen("ctranslate2"), said.append) == []
     assert set_up(work, chosen("ctranslate2"), said.append) == []
-    assert said == [f"convert {TINY.name} for ctranslate2 int8"]
+    assert said == [f"convert {TINY.name} to ctranslate2-int8"]
     config = json.loads((work.model("ctranslate2-int8") / "config.json").read_text("utf-8"))
     assert config["bos_token"] == "</s>"
     assert "converted" in (work.logs / "convert-ctranslate2-int8.log").read_text("utf-8")

@@ -89,6 +89,19 @@ def test_an_environment_with_other_pins_is_not_used(tmp_path: Path) -> None:
     assert not work.installed("ctranslate2")
 
 
+def test_a_second_model_is_for_steps_of_several_rows(tmp_path: Path) -> None:
+    work, peer = WorkFolder(tmp_path, TINY), BY_NAME["onnxruntime-genai int4"]
+    ready(work, peer.environment)
+    work.model("genai-int4-pruned").mkdir(parents=True)
+    missing = peer_subject(peer, work, None)
+    assert isinstance(missing, Absent)
+    assert missing.reason.endswith("genai-int4: add --setup")
+    work.model("genai-int4").mkdir()
+    found = peer_subject(peer, work, None)
+    assert isinstance(found, Subject)
+    assert (found.model.name, found.options) == ("genai-int4-pruned", {"rows_model": str(work.model("genai-int4"))})
+
+
 def test_llama_cpp_needs_a_file_and_is_named_after_its_format(tmp_path: Path) -> None:
     work, peer = WorkFolder(tmp_path, TINY), BY_NAME["llama.cpp"]
     missing = peer_subject(peer, work, None)

@@ -11,18 +11,17 @@ PACKAGES = ("onnxruntime-genai", "onnxruntime", "numpy")
 
 
 class Runner:
-    """A model folder of onnxruntime-genai, open."""
+    """A model folder of onnxruntime-genai, open; one with the logits of all rows is opened when they are asked for."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import onnxruntime_genai as og
 
-        config = og.Config(settings["model"])
-        threads = {"session_options": {"intra_op_num_threads": settings["threads"]}}
-        config.overlay(json.dumps({"model": {"decoder": threads}}))
-        self.og, self.model, self.length = og, og.Model(config), settings["length"]
+        self.og, self.settings = og, settings
+        self.model = self._open(settings["model"])
+        self.rows_model: Any = None
 
     def decode(self, prompt: list[int], tokens: int) -> list[float]:
-        generator = self._generator([prompt], len(prompt) + tokens)
+        generator = self._generator(self.model, [prompt], len(prompt) + tokens)
         generator.generate_next_token()
         times = []
         for _ in range(tokens - 1):
@@ -34,7 +33,9 @@ class Runner:
     def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
         import numpy as np
 
-        generator = self._generator([prompt], self.length)
+        if self.rows_model is None:
+            self.rows_model = self._open(self.settings["rows_model"])
+        generator = self._generator(self.rows_model, [prompt], self.settings["length"])
         draft, times = np.array(rows, np.int32), []
         for _ in range(repeats + 1):
             before = perf_counter()
@@ -45,20 +46,26 @@ class Runner:
 
     def prefill(self, prompt: list[int]) -> float:
         before = perf_counter()
-        self._generator([prompt], len(prompt) + 1).generate_next_token()
+        self._generator(self.model, [prompt], len(prompt) + 1).generate_next_token()
         return perf_counter() - before
 
     def requests(self, prompts: list[list[int]], tokens: int) -> tuple[int, float]:
         before = perf_counter()
-        generator = self._generator(prompts, len(prompts[0]) + tokens)
+        generator = self._generator(self.model, prompts, len(prompts[0]) + tokens)
         for _ in range(tokens):
             generator.generate_next_token()
         return len(prompts) * tokens, perf_counter() - before
 
-    def _generator(self, prompts: list[list[int]], length: int) -> Any:
+    def _open(self, folder: str) -> Any:
+        config = self.og.Config(folder)
+        threads = {"session_options": {"intra_op_num_threads": self.settings["threads"]}}
+        config.overlay(json.dumps({"model": {"decoder": threads}}))
+        return self.og.Model(config)
+
+    def _generator(self, model: Any, prompts: list[list[int]], length: int) -> Any:
         import numpy as np
 
-        params = self.og.GeneratorParams(self.model)
+        params = self.og.GeneratorParams(model)
         params.set_search_options(
             do_sample=False,
             batch_size=len(prompts),
@@ -66,11 +73,11 @@ class Runner:
             max_length=length,
             past_present_share_buffer=True,
         )
-        generator = self.og.Generator(self.model, params)
+        generator = self.og.Generator(model, params)
         generator.append_tokens(np.array(prompts, np.int32))
         return generator
 
 
 def open_runner(settings: dict[str, Any]) -> Runner:
-    """The folder at `model` on the CPU."""
+    """The folder at `model` on the CPU; `rows_model` is the same model with the logits of all rows."""
     return Runner(settings)

@@ -13,9 +13,11 @@ import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
 
 from spaceport.exporter.projections import join_projections
 from spaceport.exporter.rounded_weights import LostWeights, store_rounded
+from spaceport.exporter.simplify import simplify
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
@@ -92,7 +94,7 @@ def trace(decoder: Decoder) -> ir.Model:
         marked(*given)
     marks = marked.names  # the tracer would keep what it notes of names for itself
     try:
-        with _quiet():
+        with _quiet(), dynamo.patch(fake_tensor_cache_enabled=False):  # its keys cost more than it saves
             program = torch.onnx.export(
                 marked,
                 given,
@@ -102,10 +104,12 @@ def trace(decoder: Decoder) -> ir.Model:
                 output_names=[tensor.name for tensor in signature.outputs],
                 dynamic_shapes=(shapes,),
                 verbose=False,
+                optimize=False,  # simplify does
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, NotImplementedError) as error:
         raise UntraceableModel(f"{_family(decoder)} could not be traced into a graph: {_reason(error)}") from error
     assert program is not None
+    simplify(program.model)
     _keep_marks(program.model, len(signature.outputs), marks)
     _name_dimensions(program.model, signature)
     return program.model

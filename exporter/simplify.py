@@ -1,0 +1,55 @@
+"""Simplification: the graph that the tracer writes, in fewer operators."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnxscript import optimizer, rewriter
+from onnxscript.rewriter import onnx_fusions
+from onnxscript.rewriter.rules import common as rules
+
+# Those of onnxscript's default rules that fit a decoder. The others look for convolutions and the like; the search for
+# pairs of slices takes the square of the number of nodes, a third of the time to trace a model of 30 layers.
+RULES = (
+    rules.mul_by_1_rule,
+    rules.add_0_rule,
+    rules.sub_0_rule,
+    rules.div_by_1_rule,
+    rules.cast_cast_rule,
+    rules.no_op_cast_rule,
+    rules.no_op_expand_rule,
+    rules.no_op_transpose_rule,
+    rules.no_op_static_scatter_nd_rule,
+    rules.no_op_dynamic_scatter_nd_rule,
+    rules.transpose_transpose_rule,
+    rules.reshape_reshape_rule,
+    rules.materialize_reshape_shape_rule,
+    rules.squeeze_reshape_1d_rule,
+    rules.unsqueeze_unsqueeze_rule,
+    rules.collapse_slice_rule,
+    rules.collapse_slice2_rule,
+)
+_ROUNDS = 2  # what a round folds lets rules of the next one match
+
+
+def simplify(model: ir.Model) -> None:
+    """Fold constants, remove operators without effect, fuse norms and rotary embeddings, merge equal operators."""
+    passes.InlinePass()(model)
+    for _ in range(_ROUNDS):
+        optimizer.fold_constants(model, onnx_shape_inference=True)
+        rewriter.rewrite(model, RULES)
+    _share(model)
+    onnx_fusions.fuse(model)
+    _share(model)  # each fused rotary embedding has a cosine and a sine of its own
+
+
+def _share(model: ir.Model) -> None:
+    """Merge operators and constants that are equal."""
+    passes.RemoveUnusedNodesPass()(model)
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    passes.LiftSubgraphInitializersToMainGraphPass()(model)
+    passes.DeduplicateInitializersPass()(model)
+    passes.CommonSubexpressionEliminationPass()(model)
+    passes.RemoveUnusedNodesPass()(model)
+    passes.OutputFixPass()(model)
+    passes.NameFixPass()(model)

@@ -8,21 +8,21 @@ from typing import Any
 
 from spaceport.tools.bench.compare.measures import Workload, measures_of
 from spaceport.tools.bench.compare.subjects import Subject
-from spaceport.tools.bench.compare.turns import Plan
+from spaceport.tools.bench.compare.turns import RunOptions
 from support.paths import TESTS
 
 FAKE = TESTS / "support" / "fake_runtime.py"
 WORKLOAD = Workload(context=8, tokens=3, rows=(1, 4), prefill=10, requests=2, request_context=4, request_tokens=5)
 
 
-def fake_subject(name: str, folder: Path, *, ours: bool = False, step: float = 0.01, **options: Any) -> Subject:
+def fake_subject(name: str, folder: Path, *, is_bundle: bool = False, step: float = 0.01, **options: Any) -> Subject:
     """A subject whose steps take what they are said to take."""
     model = folder / name
     model.mkdir(exist_ok=True)
     (model / "weights").write_bytes(b"12345")
-    return Subject(name, Path(sys.executable), FAKE, model, "fake", {"step": step, **options}, ours)
+    return Subject(name, Path(sys.executable), FAKE, model, "fake", {"step": step, **options}, is_bundle)
 
 
-def fake_plan(folder: Path, rounds: int = 2, patience: float = 20.0) -> Plan:
-    """A plan of a few small measures."""
-    return Plan(WORKLOAD, measures_of(WORKLOAD), rounds, 1, folder / "logs", patience, idle_limit=1.0)
+def fake_run_options(folder: Path, rounds: int = 2, patience: float = 20.0) -> RunOptions:
+    """Options of a few small measures."""
+    return RunOptions(WORKLOAD, measures_of(WORKLOAD), rounds, 1, folder / "logs", patience, idle_limit=1.0)

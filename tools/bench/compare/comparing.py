@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from spaceport.tools.bench.compare.measures import Workload, measures_of
 from spaceport.tools.bench.compare.setup import BUNDLES, export_bundles, set_up
 from spaceport.tools.bench.compare.subjects import Absent, Peer, Subject, bundle_subjects, peer_subject
 from spaceport.tools.bench.compare.summary import Comparison, summarized
-from spaceport.tools.bench.compare.turns import Plan, measure_all
+from spaceport.tools.bench.compare.turns import RunOptions, measure_all
 from spaceport.tools.bench.compare.work_folder import WorkFolder
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class CompareOptions:
     """What is to be compared, and how."""
 
     checkpoint: Path
@@ -35,35 +36,35 @@ class Request:
     setup: bool  # whether missing environments and models are made first
 
 
-def compare(request: Request, say: Say) -> Comparison:
+def compare(options: CompareOptions, say: Say) -> Comparison:
     """Every runtime that is there, measured; the others with their reasons."""
     if not sys.platform.startswith("linux"):
         raise MissingPart(f"bench compare reads CPU time and memory from /proc: expected Linux, this is {sys.platform}")
-    if request.gguf is not None and not request.gguf.is_file():
-        raise InputFault(f"--gguf {request.gguf}: no such file: expected a GGUF file")
-    work = WorkFolder(request.work, request.checkpoint)
-    failed = set_up(work, request.peers, say) if request.setup else []
-    if request.setup and not request.bundles:
+    if options.gguf is not None and not options.gguf.is_file():
+        raise InputFault(f"--gguf {options.gguf}: no such file: expected a GGUF file")
+    work = WorkFolder(options.work, options.checkpoint)
+    failed = set_up(work, options.peers, say) if options.setup else []
+    if options.setup and not options.bundles:
         failed += export_bundles(work, say)
-    bundles = bundle_subjects(request.bundles or exported(work))
-    check_lengths(bundles, request.workload)
+    bundles = bundle_subjects(options.bundles or exported(work))
+    check_bundles(bundles, options)
     found = [
-        peer_subject(peer, work, request.gguf) for peer in request.peers if peer.name not in {f.name for f in failed}
+        peer_subject(peer, work, options.gguf) for peer in options.peers if peer.name not in {f.name for f in failed}
     ]
     subjects = [*bundles, *(one for one in found if isinstance(one, Subject))]
-    measures = measures_of(request.workload)
-    plan = Plan(request.workload, measures, request.rounds, request.threads, work.logs)
-    session = measure_all(plan, subjects, say)
+    measures = measures_of(options.workload)
+    run_options = RunOptions(options.workload, measures, options.rounds, options.threads, work.logs)
+    pool = measure_all(run_options, subjects, say)
     return Comparison(
-        request.checkpoint.name,
+        options.checkpoint.name,
         this_machine(),
-        request.threads,
-        request.rounds,
-        request.workload,
+        options.threads,
+        options.rounds,
+        options.workload,
         measures,
-        summarized(session.records, measures),
-        (*failed, *(one for one in found if isinstance(one, Absent)), *session.absent),
-        session.repeated,
+        summarized(pool.records, measures),
+        (*failed, *(one for one in found if isinstance(one, Absent)), *pool.absent),
+        pool.repeated,
     )
 
 
@@ -75,11 +76,17 @@ def exported(work: WorkFolder) -> list[Path]:
     return bundles
 
 
-def check_lengths(bundles: Sequence[Subject], workload: Workload) -> None:
-    """Refuse lengths that a bundle has no positions for."""
-    for subject in bundles:
-        positions = open_bundle(subject.model).manifest.max_positions
-        if positions is not None and positions < workload.length:
+def check_bundles(bundles: Sequence[Subject], options: CompareOptions) -> None:
+    """Refuse bundles of another checkpoint, and lengths that a bundle has no positions for."""
+    layers = json.loads((options.checkpoint / "config.json").read_text("utf-8")).get("num_hidden_layers")
+    length = options.workload.length
+    for path in (subject.model for subject in bundles):
+        manifest = open_bundle(path).manifest
+        if layers not in (None, manifest.signature.layers):
             raise InputFault(
-                f"{subject.model}: has {positions} positions, {workload.length} are needed: lower --prefill or --context"
+                f"{path}: has {manifest.signature.layers} layers, {options.checkpoint} has {layers}: expected a bundle of it"
+            )
+        if manifest.max_positions < length:
+            raise InputFault(
+                f"{path}: has {manifest.max_positions} positions, {length} are needed: lower --prefill or --context"
             )

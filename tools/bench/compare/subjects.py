@@ -73,7 +73,7 @@ class Subject:
     model: Path
     settings: str
     options: dict[str, Any] = field(default_factory=dict)
-    ours: bool = False
+    is_bundle: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ def bundle_subjects(bundles: Sequence[Path]) -> list[Subject]:
         if any(subject.name == name for subject in subjects):
             raise OptionFault(f"--bundle {path}: given twice, or of the same name and weights as another: rename one")
         settings = f"{path.name}, plain decoding"
-        subjects.append(Subject(name, Path(sys.executable), ADAPTERS / "on_spaceport.py", path, settings, ours=True))
+        subjects.append(
+            Subject(name, Path(sys.executable), ADAPTERS / "on_spaceport.py", path, settings, is_bundle=True)
+        )
     return subjects
 
 

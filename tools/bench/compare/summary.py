@@ -40,7 +40,7 @@ class SubjectSummary:
     """Everything there is to tell of one subject."""
 
     name: str
-    ours: bool
+    is_bundle: bool
     settings: str
     versions: dict[str, str]
     import_seconds: float
@@ -69,12 +69,12 @@ class Comparison:
     @property
     def references(self) -> tuple[str, ...]:
         """The bundles, which the others' ratios are to."""
-        return tuple(subject.name for subject in self.subjects if subject.ours)
+        return tuple(subject.name for subject in self.subjects if subject.is_bundle)
 
 
 def summarized(records: Mapping[str, Record], measures: Sequence[Measure]) -> tuple[SubjectSummary, ...]:
     """The summaries of all subjects, with their ratios to each bundle."""
-    bundles = [record for record in records.values() if record.subject.ours]
+    bundles = [record for record in records.values() if record.subject.is_bundle]
     return tuple(_subject(record, measures, bundles) for record in records.values())
 
 
@@ -116,7 +116,7 @@ def _subject(record: Record, measures: Sequence[Measure], bundles: Sequence[Reco
     subject, opened = record.subject, record.opened
     return SubjectSummary(
         subject.name,
-        subject.ours,
+        subject.is_bundle,
         subject.settings,
         opened["versions"],
         opened["import_seconds"],

@@ -42,7 +42,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunOptions:
     """How a comparison is run."""
 
     workload: Workload
@@ -54,11 +54,11 @@ class Plan:
     idle_limit: float = 10.0  # seconds in which a process has to be idle after its turn
 
 
-class Session:
+class WorkerPool:
     """The open processes of a comparison and what was recorded of them."""
 
-    def __init__(self, plan: Plan, say: Say) -> None:
-        self.plan, self.say = plan, say
+    def __init__(self, options: RunOptions, say: Say) -> None:
+        self.options, self.say = options, say
         self.workers: dict[str, Worker] = {}
         self.records: dict[str, Record] = {}
         self.absent: list[Absent] = []
@@ -76,7 +76,7 @@ class Session:
     def run_round(self, round_: int) -> None:
         """One round: every measure of every subject, each round begun by another subject."""
         records = list(self.records.values())
-        for measure in self.plan.measures:
+        for measure in self.options.measures:
             for place in range(len(records)):
                 record = records[(place + round_) % len(records)]
                 if measure.name not in record.absent:
@@ -101,14 +101,14 @@ class Session:
             record.used_bytes = worker.resident_bytes()
 
     def _turn(self, worker: Worker, measure: Measure, round_: int) -> Turn | NoSuchCall:
-        asked = arguments(measure, self.plan.workload, round_)
+        asked = arguments(measure, self.options.workload, round_)
         for _ in range(_TRIES):
             others = {name: other.cpu_seconds() for name, other in self.workers.items() if other is not worker}
             began, own, machine = perf_counter(), worker.cpu_seconds(), busy_seconds()
             answer = worker.ask(measure.ask, asked)
             if isinstance(answer, NoSuchCall):
                 return answer
-            worker.wait_until_idle(self.plan.idle_limit)
+            worker.wait_until_idle(self.options.idle_limit)
             disturbing = self._disturbing(others, answer["seconds"])
             if not disturbing:
                 spent = worker.cpu_seconds() - own
@@ -127,22 +127,26 @@ class Session:
     def _calm(self, name: str) -> None:
         """Wait until a process is idle; one that never is ends, and none of its measures goes on."""
         try:
-            self.workers[name].wait_until_idle(self.plan.idle_limit)
+            self.workers[name].wait_until_idle(self.options.idle_limit)
         except WorkerFailed as failure:
             self.say(f"{name}: {failure}")
-            self.records[name].absent |= {measure.name: str(failure) for measure in self.plan.measures}
+            self.records[name].absent |= {measure.name: str(failure) for measure in self.options.measures}
             self._remove(name)
 
     def _open(self, subject: Subject) -> Worker:
-        worker = start(subject, self.plan.threads, self.plan.logs, self.plan.patience)
+        worker = start(subject, self.options.threads, self.options.logs, self.options.patience)
         read(subject.model)
-        settings = {"model": str(subject.model), "threads": self.plan.threads, "length": self.plan.workload.length}
+        settings = {
+            "model": str(subject.model),
+            "threads": self.options.threads,
+            "length": self.options.workload.length,
+        }
         try:
             answer = worker.ask("open", {**settings, **subject.options})
             if isinstance(answer, NoSuchCall):
                 raise WorkerFailed(answer.reason)
             worker.opened = answer
-            worker.wait_until_idle(self.plan.idle_limit)
+            worker.wait_until_idle(self.options.idle_limit)
         except WorkerFailed:
             worker.close()
             raise
@@ -160,23 +164,23 @@ class Session:
 
 
 @contextmanager
-def session(plan: Plan, say: Say) -> Iterator[Session]:
-    """A session without subjects, whose processes end with it."""
-    made = Session(plan, say)
+def worker_pool(options: RunOptions, say: Say) -> Iterator[WorkerPool]:
+    """A pool without subjects, whose processes end with it."""
+    made = WorkerPool(options, say)
     try:
         yield made
     finally:
         made.close()
 
 
-def measure_all(plan: Plan, subjects: Sequence[Subject], say: Say) -> Session:
+def measure_all(options: RunOptions, subjects: Sequence[Subject], say: Say) -> WorkerPool:
     """The records of all subjects after a warm-up and all rounds."""
-    with session(plan, say) as made:
+    with worker_pool(options, say) as made:
         for subject in subjects:
             say(f"open {subject.name}")
             made.add(subject)
-        for round_ in range(_WARM_UP, plan.rounds):
-            say("warm up" if round_ == _WARM_UP else f"round {round_ + 1} of {plan.rounds}")
+        for round_ in range(_WARM_UP, options.rounds):
+            say("warm up" if round_ == _WARM_UP else f"round {round_ + 1} of {options.rounds}")
             made.run_round(round_)
         return made
 

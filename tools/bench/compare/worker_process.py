@@ -106,7 +106,7 @@ def start(subject: Subject, threads: int, logs: Path, patience: float) -> Worker
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"worker-{subject.name.replace(' ', '-').replace('/', '-')}.log"
     environment = {**os.environ, **{name: str(threads) for name in _THREADS}, "PYTHONUNBUFFERED": "1"}
-    if not subject.ours:
+    if not subject.is_bundle:
         environment.pop("PYTHONPATH", None)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [str(subject.python), str(ADAPTERS / "worker.py"), str(subject.adapter)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.compare.comparing import Request, compare
+from spaceport.tools.bench.compare.comparing import CompareOptions, compare
 from spaceport.tools.bench.compare.markdown import markdown_of
 from spaceport.tools.bench.compare.measures import Workload
 from spaceport.tools.bench.compare.plot import plot_of
@@ -85,9 +85,9 @@ def command(
     for target in (plot, markdown):
         if target is not None:
             check_target(target)
-    request = Request(checkpoint, work, bundles, chosen(peers), gguf, workload, threads, rounds, setup)
+    options = CompareOptions(checkpoint, work, bundles, chosen(peers), gguf, workload, threads, rounds, setup)
     with stages() as say:
-        found = compare(request, say)
+        found = compare(options, say)
     if plot is not None:
         write_text(plot, plot_of(found))
     if markdown is not None:

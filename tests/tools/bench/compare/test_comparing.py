@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.bench.compare.comparing import Request, compare
+from spaceport.tools.bench.compare.comparing import CompareOptions, compare
 from spaceport.tools.bench.compare.markdown import markdown_of
 from spaceport.tools.bench.compare.measures import Workload
 from spaceport.tools.bench.compare.subjects import Peer
@@ -57,7 +57,7 @@ def test_a_peer_is_measured_beside_the_bundle(tiny_bundle: Path, tmp_path: Path)
     work.python("ctranslate2").symlink_to(Path(sys.executable))
     work.record_installed("ctranslate2")
     peer = Peer("fake int4", "ctranslate2", str(FAKE), (), "none", {"step": 10.0})
-    found = compare(Request(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), quiet)
+    found = compare(CompareOptions(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), quiet)
     ours, fake = found.subjects
     assert (ours.name, fake.name) == ("spaceport float32", "fake int4")
     assert found.references == ("spaceport float32",)
@@ -88,4 +88,9 @@ def test_mistakes_are_reported_before_anything_is_measured(
 def test_lengths_beyond_a_bundle_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     workload = Workload(prefill=10**6)
     with pytest.raises(InputFault, match="1000001 are needed: lower --prefill"):
-        compare(Request(TINY, tmp_path, (tiny_bundle,), (), None, workload, 1, 1, setup=False), quiet)
+        compare(CompareOptions(TINY, tmp_path, (tiny_bundle,), (), None, workload, 1, 1, setup=False), quiet)
+
+
+def test_a_bundle_of_another_checkpoint_is_refused(demo_bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputFault, match=r"has \d+ layers, .*tiny has \d+: expected a bundle of it"):
+        compare(CompareOptions(TINY, tmp_path, (demo_bundle,), (), None, WORKLOAD, 1, 1, setup=False), quiet)

@@ -19,7 +19,7 @@ def comparison(folder: Path, *names: str) -> Comparison:
     records = {}
     for place, name in enumerate(names):
         record = Record(
-            fake_subject(name, folder, ours=not place),
+            fake_subject(name, folder, is_bundle=not place),
             {"versions": {}, "import_seconds": 0, "open_seconds": 0},
             5_000_000,
             5_000_000,

@@ -60,7 +60,7 @@ def test_bundles_are_named_after_their_weights(tiny_bundle: Path, half_bundle: P
         "spaceport float16",
         "spaceport float32 (again)",
     ]
-    assert all(subject.ours and subject.python == Path(sys.executable) for subject in found)
+    assert all(subject.is_bundle and subject.python == Path(sys.executable) for subject in found)
     with pytest.raises(OptionFault, match="given twice"):
         bundle_subjects([tiny_bundle, tmp_path / "again", tmp_path / "again"])
 
@@ -77,7 +77,7 @@ def test_a_peer_says_what_is_missing_until_it_is_there(tmp_path: Path) -> None:
     work.model("ctranslate2-int8").mkdir(parents=True)
     found = peer_subject(peer, work, None)
     assert isinstance(found, Subject)
-    assert (found.name, found.options, found.ours) == ("ctranslate2 int8", {"compute_type": "int8"}, False)
+    assert (found.name, found.options, found.is_bundle) == ("ctranslate2 int8", {"compute_type": "int8"}, False)
 
 
 def test_an_environment_with_other_pins_is_not_used(tmp_path: Path) -> None:

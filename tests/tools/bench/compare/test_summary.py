@@ -25,7 +25,7 @@ def turns(*values: float) -> dict[int, Turn]:
 @pytest.fixture
 def comparison(tmp_path: Path) -> Comparison:
     """A bundle, a slower peer that takes no rows, and one that is not there."""
-    ours = Record(fake_subject("spaceport int8", tmp_path, ours=True), OPENED, 2_000_000, 3_000_000)
+    ours = Record(fake_subject("spaceport int8", tmp_path, is_bundle=True), OPENED, 2_000_000, 3_000_000)
     ours.turns = {"decode": turns(10, 20, 12), "4 rows": turns(11, 11, 11), "2 requests": turns(100, 100, 50)}
     ours.absent = {"prefill": "its process ended"}
     peer = Record(fake_subject("peer <int4>", tmp_path), OPENED, 9_000_000, 9_000_000)

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.tools.bench.compare.turns import Session, measure_all, read
-from support.fake_subjects import WORKLOAD, fake_plan, fake_subject
+from spaceport.tools.bench.compare.turns import WorkerPool, measure_all, read
+from support.fake_subjects import WORKLOAD, fake_run_options, fake_subject
 
 
 def quiet(_: str) -> None:
     pass
 
 
-def run(folder: Path, *options: dict[str, object], rounds: int = 2) -> Session:
+def run(folder: Path, *options: dict[str, object], rounds: int = 2) -> WorkerPool:
     subjects = [fake_subject(f"fake{i}", folder, **given) for i, given in enumerate(options)]  # type: ignore[arg-type]
-    return measure_all(fake_plan(folder, rounds), subjects, quiet)
+    return measure_all(fake_run_options(folder, rounds), subjects, quiet)
 
 
 def test_turns_never_overlap_and_every_round_begins_with_another_subject(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_records_hold_a_turn_of_each_round_without_the_warm_up(tmp_path: Path) -
 
 
 def test_a_measure_that_fails_is_left_out_and_the_process_starts_again(tmp_path: Path) -> None:
-    session = run(tmp_path, {"fails": "prefill"}, {})
-    failed, whole = session.records.values()
+    pool = run(tmp_path, {"fails": "prefill"}, {})
+    failed, whole = pool.records.values()
     assert "no prefill today" in failed.absent["prefill"]
     assert list(failed.turns) == ["decode", "2 requests"]
     assert list(whole.turns) == ["decode", "prefill", "2 requests"]
@@ -58,26 +58,26 @@ def test_a_measure_that_fails_is_left_out_and_the_process_starts_again(tmp_path:
 
 
 def test_a_subject_that_cannot_be_opened_is_absent(tmp_path: Path) -> None:
-    session = run(tmp_path, {"fails": "open"}, {}, rounds=1)
-    (absent,) = session.absent
+    pool = run(tmp_path, {"fails": "open"}, {}, rounds=1)
+    (absent,) = pool.absent
     assert absent.name == "fake0"
     assert "no model today" in absent.reason
-    assert list(session.records) == ["fake1"]
+    assert list(pool.records) == ["fake1"]
 
 
 def test_a_turn_during_which_another_process_works_does_not_count(tmp_path: Path) -> None:
-    plan = fake_plan(tmp_path, rounds=1)
-    session = Session(plan, quiet)
+    options = fake_run_options(tmp_path, rounds=1)
+    pool = WorkerPool(options, quiet)
     try:
-        session.add(fake_subject("first", tmp_path))
-        session.add(fake_subject("second", tmp_path, spins=60.0))
-        worker = session.workers["second"]
+        pool.add(fake_subject("first", tmp_path))
+        pool.add(fake_subject("second", tmp_path, spins=60.0))
+        worker = pool.workers["second"]
         worker.ask("decode", {"prompt": [3], "tokens": 2})  # its thread goes on, and nobody has waited for it
-        session.run_round(0)
+        pool.run_round(0)
     finally:
-        session.close()
-    first, second = session.records.values()
-    assert session.repeated == 1
+        pool.close()
+    first, second = pool.records.values()
+    assert pool.repeated == 1
     assert list(first.turns) == ["decode", "prefill", "2 requests"]
     assert second.turns == {}
     assert "still computes 1 s after its turn" in second.absent["decode"]
@@ -86,9 +86,9 @@ def test_a_turn_during_which_another_process_works_does_not_count(tmp_path: Path
 @pytest.mark.slow
 def test_spinning_threads_are_waited_for_between_turns(tmp_path: Path) -> None:
     log = tmp_path / "turns.txt"
-    session = run(tmp_path, {"spins": 0.2, "log": str(log)}, {"log": str(log)}, rounds=1)
-    assert session.repeated == 0
-    assert [len(record.turns) for record in session.records.values()] == [3, 3]
+    pool = run(tmp_path, {"spins": 0.2, "log": str(log)}, {"log": str(log)}, rounds=1)
+    assert pool.repeated == 0
+    assert [len(record.turns) for record in pool.records.values()] == [3, 3]
 
 
 def test_all_processes_end_with_the_measurement(tmp_path: Path) -> None:

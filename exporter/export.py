@@ -15,13 +15,15 @@ from spaceport.exporter.atomic_folder import check_target, require_space, writin
 from spaceport.exporter.bundle_files import seal
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
+from spaceport.exporter.input_scales import write_scales
+from spaceport.exporter.prompt_tokens import Prompt, prompt_tokens
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
-from spaceport.graphs.precision import round_model
+from spaceport.graphs.quantize import InputScales, quantize_model
 from spaceport.graphs.traits import Traits
 
 # Hears the name of each stage as it begins.
@@ -29,7 +31,11 @@ Stage = Callable[[str], None]
 
 
 # How activations can be quantized with these weights and this lowering, the default first; float where nothing is said.
-_ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {("int4", "scatter"): ("float", "int8")}
+_ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {
+    ("int4", "scatter"): ("float", "int8"),
+    ("int8", "scatter"): ("int8x2", "int8", "float"),
+    ("int8", "append"): ("int8x2", "int8", "float"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Options:
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
     asked_activations: Activations | None = None  # nothing: what suits the weights and the lowering
+    calibrate: tuple[Prompt, ...] = ()  # prompts behind which the model writes texts; none: behind single tokens
 
     @property
     def activations(self) -> Activations:
@@ -81,6 +88,8 @@ def export(
             stage(f"{rounded:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
         stage("tracing and writing the graph")
         to_onnx(decoder, partial, options.opset)
+        if decoder.rounding.integers is not None:
+            write_scales(partial, decoder.rounding.integers)
         (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
         if checkpoint.template is not None:
             (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
@@ -90,6 +99,10 @@ def export(
 
 def check_activations(options: Options) -> None:
     """Raise for activations that products with these weights cannot have."""
+    if options.weights == "int8" and options.activations != "float" and options.dtype != "float32":
+        raise OptionFault(
+            f"dtype is {options.dtype}: integer products are for the CPU, expected float32 with weights int8 (--dtype)"
+        )
     if options.activations not in options.activation_choices:
         raise OptionFault(
             f"activations is {options.activations}: expected {' or '.join(options.activation_choices)} with weights "
@@ -98,15 +111,28 @@ def check_activations(options: Options) -> None:
 
 
 def decoder_from(
-    checkpoint: Checkpoint, options: Options, stage: Stage = lambda name: None, arithmetic: Precision | None = None
+    checkpoint: Checkpoint,
+    options: Options,
+    stage: Stage = lambda name: None,
+    arithmetic: Precision | None = None,
+    scales: InputScales | None = None,
 ) -> tuple[Decoder, Traits]:
-    """The checkpoint's model as a graph module; it may reckon in another type than the one that its weights are in."""
+    """The checkpoint's model as a graph module; it may compute in another type than the one that its weights are in.
+
+    Without input scales, those of integer products are calibrated."""
     stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype)
         if options.weights != "same":
             stage(f"rounding weights to {options.weights}")
-        rounding = round_model(model, options.weights, options.lowering)
+        rounding = quantize_model(
+            model,
+            options.weights,
+            options.activations,
+            options.lowering,
+            scales,
+            prompt_tokens(checkpoint, options.calibrate),
+        )
         # As it was loaded it stays as it is: its rotary frequencies are in float32, whatever its weights are in.
         if arithmetic not in (None, options.dtype):
             model.to(getattr(torch, arithmetic))

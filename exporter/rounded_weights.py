@@ -5,8 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 
 import onnx_ir as ir
-import torch
 
+from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.precision import Rounded, Rounding
 
 Key = tuple[tuple[int, ...], bytes]  # shape and digest of a constant
@@ -21,7 +21,7 @@ def store_rounded(model: ir.Model, rounding: Rounding) -> None:
 
     A constant is known by its content, so that what an engine unpacks is what was traced, to the bit.
     """
-    wanted = {_key(ir.tensor(layer.values)): layer for layer in rounding.layers.values()}
+    wanted = {key_of(ir.tensor(layer.values)): layer for layer in rounding.layers.values()}
     names = {id(layer): name for name, layer in rounding.layers.items()}
     stored: dict[int, list[ir.Value]] = {}
     for node in list(model.graph):
@@ -30,11 +30,11 @@ def store_rounded(model: ir.Model, rounding: Rounding) -> None:
         if weight is None or constant is None:
             continue
         flipped = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
-        layer = wanted.get(_key(ir.tensor(constant.numpy().T.copy(), constant.dtype) if flipped else constant))
+        layer = wanted.get(key_of(ir.tensor(constant.numpy().T.copy(), constant.dtype) if flipped else constant))
         if layer is None:
             continue
         if id(layer) not in stored:
-            stored[id(layer)] = _constants(model.graph, names[id(layer)], layer)
+            stored[id(layer)] = _constants(model.graph, names[id(layer)], layer, rounding.weights)
         _unpack(node, stored[id(layer)], layer)
         if not weight.uses():
             del model.graph.initializers[str(weight.name)]
@@ -43,10 +43,10 @@ def store_rounded(model: ir.Model, rounding: Rounding) -> None:
         raise LostWeights(f"the graph has no product with the weight of {', '.join(lost[:3])} as it is")
 
 
-def _constants(graph: ir.Graph, name: str, layer: Rounded) -> list[ir.Value]:
+def _constants(graph: ir.Graph, name: str, layer: Rounded, weights: Weights) -> list[ir.Value]:
     """The small numbers and the scales as constants of a graph; two numbers of int4 share a byte in the file."""
     codes = layer.codes
-    small = ir.tensor(codes.numpy(), ir.DataType.INT4) if codes.dtype == torch.int8 else ir.tensor(codes)
+    small = ir.tensor(codes.numpy(), ir.DataType.INT4) if weights == "int4" else ir.tensor(codes)
     values = []
     for part, tensor, shape in (("codes", small, codes.shape), ("scale", ir.tensor(layer.scale), layer.scale.shape)):
         tensor.name = f"{name}.{part}"
@@ -69,5 +69,6 @@ def _unpack(node: ir.Node, constants: list[ir.Value], layer: Rounded) -> None:
         node.attributes["transB"] = ir.AttrInt64("transB", 0)
 
 
-def _key(tensor: ir.TensorProtocol) -> Key:
+def key_of(tensor: ir.TensorProtocol) -> Key:
+    """What tells a constant from others: its shape and the digest of its content."""
     return tuple(tensor.shape.numpy()), sha256(tensor.tobytes()).digest()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo
 
+from spaceport.exporter.integer_products import store_integers
 from spaceport.exporter.projections import join_projections
 from spaceport.exporter.rounded_weights import LostWeights, store_rounded
 from spaceport.exporter.simplify import simplify
@@ -59,6 +60,8 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     _give_norms_one_type(model)
     try:
         store_rounded(model, decoder.rounding)
+        if decoder.rounding.integers is not None:
+            store_integers(model, decoder.rounding.integers)
     except LostWeights as error:
         raise UntraceableModel(
             f"{_family(decoder)} cannot be stored with small weights: {error}: export it with weights as they are "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
@@ -79,6 +79,10 @@ class _Repetition(AbstractContextManager[None]):
         self._gate.rows = self._kept
 
 
+def _as_it_is(states: Tensor) -> Tensor:
+    return states
+
+
 class GatedLinear(nn.Linear):
     """A linear module with the weights of another, and what its adapter adds on mask rows."""
 
@@ -87,6 +91,7 @@ class GatedLinear(nn.Linear):
         self.weight, self.bias = base.weight, base.bias  # the same names and the same memory as before
         self.gate = gate
         self.scale = scale
+        self.base_input: Callable[[Tensor], Tensor] = _as_it_is  # what the base weights are multiplied by
         self.A = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.B = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
@@ -96,7 +101,7 @@ class GatedLinear(nn.Linear):
         # Gated where it is narrowest. Chosen, not multiplied by 0: an overflow of another row stays without effect.
         narrow = torch.where(self.gate.over(states), narrow, torch.zeros((), dtype=narrow.dtype, device=narrow.device))
         wide = self.B if self.scale == 1 else self.B * self.scale
-        return super().forward(states) + nn.functional.linear(narrow, wide)
+        return super().forward(self.base_input(states)) + nn.functional.linear(narrow, wide)
 
 
 def gate_model(

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.signature import Lowering, Weights
+from spaceport.graphs.int8 import IntegerModel, round_rows
 from spaceport.graphs.traits import UnsupportedModel, name_of
 
 # Inputs that share a scale in int4: the first of these that divides a layer's inputs. TensorRT takes each of them, and long
@@ -31,7 +32,7 @@ _AT_ONCE = 1 << 18  # weights whose scales are searched together: their passes s
 class Rounded:
     """A linear layer's weight: each value is the product of a small number and a scale, rounded to the model's type."""
 
-    codes: Tensor  # inputs x outputs: int8 that holds -8 to 7, or float8_e4m3fn
+    codes: Tensor  # inputs x outputs: int8 (of int4: -8 to 7) or float8_e4m3fn
     scale: Tensor  # in the model's type; inputs / block x outputs, or outputs alone where a column has one scale
     block: int | None  # inputs that share a scale; nothing: all of a column do
 
@@ -50,11 +51,13 @@ class Rounding:
 
     weights: Weights = "same"
     layers: Mapping[str, Rounded] = field(default_factory=dict)  # by the names of the linear modules
+    integers: IntegerModel | None = None  # products whose inputs are integers too, instead of layers
 
     @property
     def rounded(self) -> int:
         """How many weights have few bits."""
-        return sum(layer.codes.numel() for layer in self.layers.values())
+        integers = 0 if self.integers is None else self.integers.weights
+        return integers + sum(layer.codes.numel() for layer in self.layers.values())
 
 
 UNROUNDED = Rounding()
@@ -68,7 +71,7 @@ def round_model(model: PreTrainedModel, weights: Weights, lowering: Lowering) ->
     if weights == "same":
         return UNROUNDED
     layers = {}
-    for name, module in _linear_modules(model).items():
+    for name, module in linear_modules(model).items():
         try:
             rounded = round_weight(module.weight, weights, BLOCKS[lowering])
         except InputFault as error:
@@ -90,11 +93,14 @@ def round_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> Rou
         raise InputFault("its weight holds infinities or NaN: save the checkpoint again, or export it in float32")
     if weights == "float8":
         return _float8(weight.detach())
+    if weights == "int8":
+        codes, scale = round_rows(weight.detach())
+        return Rounded(codes.T.contiguous(), _scale(scale, weight.dtype), None)
     block = next((block for block in blocks if weight.shape[1] % block == 0), None)
     return None if block is None else _int4(weight.detach(), block)
 
 
-def _linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The modules whose weight is used for one product and nothing else, by name."""
     places: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):

@@ -12,10 +12,12 @@ import torch
 
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.export import Options, TokenFlags, decoder_from, manifest_for
+from spaceport.exporter.input_scales import read_scales
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
+from spaceport.graphs.quantize import RoundedInputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
@@ -48,7 +50,10 @@ def open_reference(
     options = Options(
         signature.lowering, stored, weights, "plain", remote_code=remote_code, asked_activations=activations
     )
-    decoder, _ = decoder_from(opened, options, arithmetic=dtype)
+    scales = read_scales(bundle.path) if bundle.manifest.integer_products else None
+    decoder, _ = decoder_from(opened, options, arithmetic=dtype, scales=scales)
+    if decoder.rounding.integers is not None:
+        RoundedInputs(decoder.model, decoder.rounding.integers)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:

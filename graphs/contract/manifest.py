@@ -147,6 +147,11 @@ class Manifest:
     def _graph_files(self) -> tuple[FileRecord, ...]:
         return tuple(self.files[name] for name in sorted(self.files) if name.startswith(MODEL_FILE))
 
+    @property
+    def integer_products(self) -> bool:
+        """Whether its products have integers on both sides."""
+        return self.weights == "int8" and self.activations != "float"
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 

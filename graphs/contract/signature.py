@@ -11,13 +11,13 @@ from spaceport.graphs.contract.json_fields import is_whole
 Lowering = Literal["scatter", "append"]
 Precision = Literal["float32", "float16", "bfloat16"]
 
-Weights = Literal["same", "int4", "float8"]
+Weights = Literal["same", "int8", "int4", "float8"]
 # How the inputs of products with quantized weights are quantized: not at all, to 8 bits, or to two numbers of 8 bits.
 Activations = Literal["int8x2", "int8", "float"]
 
 LOWERINGS: tuple[Lowering, ...] = ("scatter", "append")
 PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
-WEIGHTS: tuple[Weights, ...] = ("same", "int4", "float8")
+WEIGHTS: tuple[Weights, ...] = ("same", "int8", "int4", "float8")
 ACTIVATIONS: tuple[Activations, ...] = ("int8x2", "int8", "float")
 
 STEP_ROWS = 128  # most rows of a request in a step that writes, all its threads together

@@ -140,6 +140,11 @@ def require(bundle: Bundle, backend: str, opening: Opening) -> None:
             f"{bundle.path}: its graph is append-lowered, backend {backend} runs scatter-lowered graphs: export it with "
             "--lowering scatter, or `spaceport build` an engine"
         )
+    if backend != "onnxruntime" and bundle.manifest.integer_products:
+        raise InputFault(
+            f"{bundle.path}: its products are of 8-bit integers, which backend {backend} does not have: export it without "
+            "--weights int8"
+        )
     if backend == "onnxruntime" and signature.dtype == "bfloat16":
         raise InputFault(
             f"{bundle.path}: its graph is in bfloat16, for which backend {backend} has no matrix product: run it on a GPU, "

@@ -15,6 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Activations, Signature, Weights
+from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import PROCESSOR, Batch, EngineFault, Moves
@@ -36,6 +37,9 @@ FAULTS: tuple[type[Exception], ...] = (
 _SETTINGS: dict[tuple[Weights, Activations], tuple[str, str]] = {
     ("int4", "float"): ("session.qdq_matmulnbits_accuracy_level", "1"),
     ("int4", "int8"): ("session.qdq_matmulnbits_accuracy_level", "4"),
+    ("int8", "int8x2"): EXACT_SETTING,
+    ("int8", "int8"): EXACT_SETTING,
+    ("int8", "float"): ("session.disable_quant_qdq", "1"),
     ("float8", "float"): ("session.disable_quant_qdq", "1"),
 }
 
@@ -105,6 +109,11 @@ class OnnxRuntimeEngine:
 
 def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
+    if bundle.manifest.integer_products and not is_exact():
+        raise BundleError(
+            f"{bundle.path}: its weights are int8, and ONNX Runtime {ort.__version__} cuts sums of 8-bit products off on this CPU, "
+            "which has no VNNI: texts would not be the model's; export the checkpoint with --weights int4, or as it is"
+        )
     options = session_options(opening.threads, bundle.manifest.weights, bundle.manifest.activations)
     # Shapes change from step to step: without an arena and its plans one-row steps take 0.91 of the time, 36 rows 1.02.
     options.enable_cpu_mem_arena = False

@@ -83,6 +83,7 @@ HEAVY = (
 # The only modules that may need a heavy library in order to be imported: open_engine() imports one of them.
 NEEDS = {
     "spaceport.runtime.backends.on_torch": {"torch"},
+    "spaceport.runtime.backends.integer_kernels": {"onnxruntime"},
     "spaceport.runtime.backends.on_onnxruntime": {"onnxruntime"},
     "spaceport.runtime.backends.on_device": {"onnxruntime"},
     "spaceport.runtime.backends.on_cuda": {"onnxruntime"},

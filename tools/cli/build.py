@@ -13,7 +13,7 @@ from spaceport.exporter.tensorrt.append_graph import refuse_scatter
 from spaceport.exporter.tensorrt.build import Outcome, build_engine, host_memory
 from spaceport.exporter.tensorrt.profiles import Shapes
 from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, open_library, target_of
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
 from spaceport.runtime.backends import trust
@@ -98,6 +98,7 @@ def command(
     manifest = read_manifest(bundle)
     refuse_scatter(bundle, manifest.signature)
     _refuse_dtype(manifest, dtype)
+    _refuse_integers(bundle, manifest)
     targets = _targets(library, asked, refittable, timing_cache)
     _refuse_targets(manifest, targets)
     capacity = capacity_for(manifest, slots_for(seq_len(manifest, max_seq_len), max_slots))
@@ -164,6 +165,14 @@ def _refuse_targets(manifest: Manifest, targets: Sequence[str]) -> None:
                     f"--target is {name}: GPUs have {kind} from sm{least} on; expected such a target, or a bundle that was "
                     f"exported without {option}"
                 )
+
+
+def _refuse_integers(bundle: Path, manifest: Manifest) -> None:
+    if manifest.integer_products:
+        raise InputFault(
+            f"{bundle}: its products are of 8-bit integers, which TensorRT does not have in this form: export the checkpoint "
+            "with --weights float8 or int4, or as it is"
+        )
 
 
 def _refuse_dtype(manifest: Manifest, dtype: str | None) -> None:

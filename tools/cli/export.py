@@ -13,9 +13,11 @@ import click
 
 from spaceport.exporter.export import Options, TokenFlags, export
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, LOWERINGS, PRECISIONS, WEIGHTS
 from spaceport.tools.cli.options import PATH, bundle_argument, json_option, overwrite_option, remote_code_option
 from spaceport.tools.terminal.screen import show_json, size, stages
+from spaceport.tools.verify.audit.prompts import read_prompts
 
 
 @click.command("export")
@@ -46,6 +48,13 @@ from spaceport.tools.terminal.screen import show_json, size, stages
     "--activations",
     type=click.Choice(ACTIVATIONS),
     help="Inputs of products with quantized weights: in float, or quantized per row; by default what suits the weights.",
+)
+@click.option(
+    "--calibrate",
+    type=PATH,
+    metavar="PROMPTS",
+    help="File of prompts, one on each line; the model's answers decide how --weights int8 scales the inputs of products. "
+    "By default texts that the model writes by itself.",
 )
 @click.option(
     "--attention",
@@ -83,6 +92,7 @@ def command(
     dtype: Any,
     weights: Any,
     activations: Any,
+    calibrate: Path | None,
     attention: Any,
     mask: tuple[str, ...],
     fork: str | None,
@@ -100,7 +110,10 @@ def command(
     """
     quiet_libraries()
     tokens = TokenFlags(mask, fork, child, max_mask_slots)
-    options = Options(lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations)
+    if calibrate is not None and (weights != "int8" or activations == "float"):
+        raise OptionFault(f"--calibrate is {calibrate}: expected --weights int8 with it, whose inputs are rounded")
+    prompts = () if calibrate is None else tuple(one.prompt for one in read_prompts(calibrate))
+    options = Options(lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations, prompts)
     with listening() as interrupts, stages() as stage:
         manifest = export(checkpoint, bundle, options, overwrite, lambda name: _begin(name, stage, interrupts))
     if as_json:

@@ -23,8 +23,8 @@ from polygraphy.logger import G_LOGGER
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
-from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.contract.tolerance import TOLERANCE
+from spaceport.graphs.contract.signature import Activations, Precision
+from spaceport.graphs.contract.tolerance import tolerance_of
 
 Array = NDArray[Any]
 # Runs the rows of one feed on an engine, which keeps its KV buffers from feed to feed; the logits, B x R x V.
@@ -51,6 +51,11 @@ class ComparedSide:
     name: str
     dtype: Precision
     opened: Callable[[], AbstractContextManager[Call]]
+    activations: Activations = "float"
+
+    @property
+    def tolerance(self) -> float:
+        return tolerance_of(self.dtype, self.activations)
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,7 @@ class ComparedPair:
     second: str
     dtype: Precision  # the coarser of their types, from which the tolerance follows
     differences: tuple[LogitDifference, ...]
-
-    @property
-    def tolerance(self) -> float:
-        """The largest error that rounding explains, as a share of the largest logit."""
-        return TOLERANCE[self.dtype]
+    tolerance: float  # largest error that rounding explains, as a share of the largest logit
 
     @property
     def passed(self) -> bool:
@@ -161,23 +162,23 @@ class SideRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
         return OrderedDict(logits=logits)
 
 
-def recorded(name: str, dtype: Precision, feeds: Sequence[Feed]) -> ComparedSide:
+def recorded(name: str, dtype: Precision, feeds: Sequence[Feed], activations: Activations = "float") -> ComparedSide:
     """The side on which the feeds were recorded, whose logits are known."""
 
     def opened() -> AbstractContextManager[Call]:
         left = iter(feeds)
         return contextlib.nullcontext(lambda arrays: next(left).expected)
 
-    return ComparedSide(name, dtype, opened)
+    return ComparedSide(name, dtype, opened, activations)
 
 
 def compare(sides: Sequence[ComparedSide], feeds: Sequence[Feed]) -> list[ComparedPair]:
     """All pairs of the sides, which run one after the other, compared on all logits that were asked for."""
     runners = [SideRunner(side, feeds) for side in sides]
-    dtypes = {side.name: side.dtype for side in sides}
+    named = {side.name: side for side in sides}
 
     def compared(first: Any, second: Any) -> OrderedDict[str, LogitDifference]:
-        tolerance = TOLERANCE[_coarser(dtypes[first.runner_name], dtypes[second.runner_name])]
+        tolerance = _coarser(named[first.runner_name], named[second.runner_name]).tolerance
         return OrderedDict(logits=compare_logits("", first["logits"], second["logits"], tolerance))
 
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), contextlib.redirect_stdout(io.StringIO()):
@@ -189,8 +190,9 @@ def compare(sides: Sequence[ComparedSide], feeds: Sequence[Feed]) -> list[Compar
         ComparedPair(
             first,
             second,
-            _coarser(dtypes[first], dtypes[second]),
+            _coarser(named[first], named[second]).dtype,
             _by_case(feeds, calls, faults[first] | faults[second]),
+            _coarser(named[first], named[second]).tolerance,
         )
         for (first, second), calls in report.items()
     ]
@@ -241,8 +243,8 @@ def _by_case(feeds: Sequence[Feed], calls: Sequence[Any], faults: Mapping[str, s
     return tuple(replace(together(part), fault=faults.get(case)) for case, part in parts.items())
 
 
-def _coarser(first: Precision, second: Precision) -> Precision:
-    return max(first, second, key=lambda dtype: TOLERANCE[dtype])
+def _coarser(first: ComparedSide, second: ComparedSide) -> ComparedSide:
+    return max(first, second, key=lambda side: side.tolerance)
 
 
 def write_report(bundle: Path, report: Mapping[str, Any]) -> None:

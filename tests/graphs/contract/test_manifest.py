@@ -105,7 +105,7 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("files", MODEL_FILE, "sha256"), [5, None], "sha256 is .*: expected 64 hexadecimal digits"),
     (("files", MODEL_FILE, "sha256"), ["", "0" * 63, "G" * 64, "A" * 64], "expected 64 hexadecimal digits"),
     (("files", MODEL_FILE, "size"), [-1, "7", None, 7.0], f"size is .*: {NUMBER}"),
-    (("weights",), [5, None, "int8", ["int4"]], "weights is .*: expected same or int4 or float8"),
+    (("weights",), [5, None, "int7", ["int4"]], "weights is .*: expected same or int8 or int4 or float8"),
     (("activations",), [5, None, "int4"], "activations is .*: expected int8x2 or int8 or float"),
     (("activations",), ["int8"], "activations is int8, weights is same: expected float activations"),
     (("embeddings",), [5, None, "float8"], "embeddings is .*: expected same or int8 or int4"),

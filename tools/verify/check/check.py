@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spaceport.graphs.contract.tolerance import TOLERANCE
+from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.reference import open_reference
@@ -69,7 +69,10 @@ def check(bundle: Bundle, options: CheckOptions, stage: Callable[[str], None] = 
     lineup = line_up(bundle, options)
     recording = recorded_on_first(bundle, lineup, options.seed, stage)
     first, *others = lineup.contenders
-    sides = [recorded(first.name, first.dtype, recording.feeds), *(other.side(stage) for other in others)]
+    sides = [
+        recorded(first.name, first.dtype, recording.feeds, first.activations),
+        *(other.side(stage) for other in others),
+    ]
     pairs = compare(sides, recording.feeds)
     layers = layers_of(bundle, options, lineup, recording, pairs, stage) if options.layers else None
     graph, calls, left_out = bundle.manifest.graph, len(recording.feeds), tuple(recording.left_out)
@@ -110,4 +113,5 @@ def layers_of(
     through = f"PyTorch {signature.dtype} and the graph on onnxruntime {graph.device}"
     stage(f"comparing the layers of {through}")
     parts = parts_of(signature, graph.marks)
-    return compare_layers(ModelInside(engine, room), graph, parts, feeds, TOLERANCE[signature.dtype], through)
+    tolerance = tolerance_of(signature.dtype, bundle.manifest.activations)
+    return compare_layers(ModelInside(engine, room), graph, parts, feeds, tolerance, through)

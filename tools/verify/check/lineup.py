@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import MissingPart, OptionFault
 from spaceport.graphs.contract.manifest import EngineRecord, Manifest
-from spaceport.graphs.contract.signature import Precision
+from spaceport.graphs.contract.signature import Activations, Precision
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.opening import Opening
@@ -51,6 +51,7 @@ class Contender:
     backend: str | None  # nothing: PyTorch
     dtype: Precision
     open: Callable[[], Engine]
+    activations: Activations = "float"
 
     def side(self, stage: Callable[[str], None]) -> ComparedSide:
         """The same for a comparison, which opens it, feeds it all that was recorded and closes it."""
@@ -64,7 +65,7 @@ class Contender:
             finally:
                 engine.close()
 
-        return ComparedSide(self.name, self.dtype, opened)
+        return ComparedSide(self.name, self.dtype, opened, self.activations)
 
 
 @dataclass(frozen=True)
@@ -155,13 +156,13 @@ def _reference(bundle: Bundle, options: CheckOptions, checkpoint: Path, room: Ro
             bundle, checkpoint, room.capacity, room.requests, dtype, options.remote_code, options.threads
         )
 
-    return Contender(f"PyTorch {dtype}", None, dtype, opened)
+    return Contender(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.activations)
 
 
 def _backend(bundle: Bundle, name: str, opening: Opening) -> Contender:
     dtype, weights = bundle.manifest.signature.dtype, bundle.manifest.weights
     label = f"{name} {dtype}" + ("" if weights == "same" else f" {weights}")
-    return Contender(label, name, dtype, lambda: open_engine(bundle, name, opening))
+    return Contender(label, name, dtype, lambda: open_engine(bundle, name, opening), bundle.manifest.activations)
 
 
 def _alone(bundle: Bundle, contenders: list[Contender], absent: Mapping[str, str], options: CheckOptions) -> str:

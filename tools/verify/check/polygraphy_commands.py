@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MODEL_FILE, EngineRecord
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MODEL_FILE, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature, logit_rows
-from spaceport.graphs.contract.tolerance import TOLERANCE
+from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.bundle import Bundle
 
 LOADER = Path(__file__).with_name("polygraphy_loader.py")
@@ -54,16 +54,16 @@ def commands_for(bundle: Bundle, checkpoint: Path | None, largest_logit: float) 
     return list(dict.fromkeys(lines))  # engines of one size are compared with the same outputs
 
 
-def tolerances(signature: Signature, largest_logit: float) -> list[str]:
+def tolerances(manifest: Manifest, largest_logit: float) -> list[str]:
     """As a check has them: the largest error of a logit, as a share of the largest one. Buffers are held by their mean."""
-    share = TOLERANCE[signature.dtype]
+    share = tolerance_of(manifest.signature.dtype, manifest.activations)
     allowed = share * max(1.0, largest_logit)
     return ["--atol", f"{share:g}", f"logits:{allowed:.3g}", "--rtol", "0", "--check-error-stat", "mean", "logits:max"]
 
 
 def _on_onnxruntime(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[PolygraphyCommand]:
     model = str((bundle.path / MODEL_FILE).resolve())
-    compared = tolerances(bundle.manifest.signature, largest_logit)
+    compared = tolerances(bundle.manifest, largest_logit)
 
     def on(provider: str, *flags: str) -> str:
         return _run(bundle, {}, model, "--onnxrt", "--providers", provider, *flags)
@@ -133,7 +133,7 @@ def _against(
     else:
         file, source = f"pytorch-{room.capacity}.json", "PyTorch"
         saved = _saved(bundle, sizes, checkpoint, file)
-    compared = tolerances(bundle.manifest.signature, largest_logit)
+    compared = tolerances(bundle.manifest, largest_logit)
     return [
         PolygraphyCommand(f"what {source} gives with {room.capacity} slots", saved),
         PolygraphyCommand(

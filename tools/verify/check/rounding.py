@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.input_scales import read_scales
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import Weights
-from spaceport.graphs.precision import round_model
+from spaceport.graphs.quantize import RoundedInputs, quantize_model
 from spaceport.runtime.bundle import Bundle
 
 TEXTS = 4
@@ -28,6 +29,8 @@ class Agreement:
     rows: int
     agreeing: int  # rows whose likeliest token is the same
     divergence: float  # mean of KL(unrounded || rounded), in nats
+    inputs: int = 0  # values that were rounded to integers on their way into products
+    cut: int = 0  # of them beyond what their scale can tell
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -37,7 +40,7 @@ class Agreement:
         return (
             f"weights {self.weights}: top-1 agrees with the unrounded model in {share:.1f} % of {self.rows} rows, "
             f"mean KL {self.divergence:.2g}"
-        )
+        ) + (f", {self.cut:,} of {self.inputs:,} inputs beyond their calibrated range" if self.inputs else "")
 
 
 def measure_rounding(bundle: Bundle, folder: Path, remote_code: bool = False, seed: int = 0) -> Agreement | None:
@@ -53,9 +56,16 @@ def measure_rounding(bundle: Bundle, folder: Path, remote_code: bool = False, se
         expected = log_probabilities(unrounded, texts)
         del unrounded  # two models need not fit into the memory
         rounded = load_model(checkpoint, manifest.signature.dtype)
-        round_model(rounded, manifest.weights, manifest.signature.lowering)
+        scales = read_scales(bundle.path) if manifest.integer_products else None
+        found = quantize_model(
+            rounded, manifest.weights, manifest.activations, manifest.signature.lowering, scales
+        ).integers
+        inputs = None if found is None else RoundedInputs(rounded, found)
         got = log_probabilities(cast(PreTrainedModel, rounded.to(torch.float32)), texts)  # type: ignore[arg-type]
-    return agreement(manifest.weights, expected, got)
+    measured = agreement(manifest.weights, expected, got)
+    if inputs is None:
+        return measured
+    return replace(measured, inputs=inputs.values, cut=sum(inputs.cut.values()))
 
 
 def agreement(weights: Weights, expected: Tensor, got: Tensor) -> Agreement:

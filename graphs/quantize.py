@@ -1,0 +1,115 @@
+"""Quantize: a model whose weights are rounded in place, so that from here on it computes with what its engines will."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spaceport.graphs.calibration import calibrate, own_texts
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.signature import Activations, Lowering, Weights
+from spaceport.graphs.gated import GatedLinear
+from spaceport.graphs.int8 import (
+    InputScale,
+    IntegerModel,
+    IntegerProduct,
+    IntegerTable,
+    round_input,
+    round_product,
+    round_rows,
+)
+from spaceport.graphs.precision import Rounding, linear_modules, round_model
+from spaceport.graphs.traits import UnsupportedModel, name_of
+
+LIMBS: dict[Activations, int] = {"int8": 1, "int8x2": 2}
+
+# How the input of each linear module is scaled, by its name; those that are given the same rows share one.
+InputScales = Mapping[str, InputScale]
+
+
+def quantize_model(
+    model: PreTrainedModel,
+    weights: Weights,
+    activations: Activations,
+    lowering: Lowering,
+    scales: InputScales | None = None,
+    prompts: tuple[Tensor, ...] = (),
+) -> Rounding:
+    """Round the weights of a model. The inputs of integer products are scaled as `scales` says; without them, as the texts
+    ask for that the model writes behind the prompts."""
+    if weights != "int8" or activations == "float":
+        return round_model(model, weights, lowering)
+    limbs = LIMBS[activations]
+    modules = integer_modules(model)
+    for name, module in modules.items():
+        if not bool(torch.isfinite(module.weight).all()):
+            raise UnsupportedModel(
+                f"{name_of(model)}, {name}: its weight holds infinities or NaN: save the checkpoint again"
+            )
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
+    if scales is None:
+        fixed = frozenset(name for name, module in modules.items() if module.weight is embedding.weight)
+        scales = calibrate(model, modules, own_texts(model, prompts), limbs, fixed)
+    if missing := sorted(modules.keys() - scales.keys()):
+        raise InputFault(f"no input scale of {missing[0]}: expected one for each of {len(modules)} linear layers")
+    return Rounding("int8", integers=_integers(model, modules, scales, limbs))
+
+
+def integer_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The modules that become integer products: linear ones with a weight of their own, and the output embedding."""
+    found = linear_modules(model)
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear:
+        found |= {name: module for name, module in model.named_modules() if module is head}
+    return found
+
+
+def _integers(
+    model: PreTrainedModel, modules: Mapping[str, nn.Linear], scales: InputScales, limbs: int
+) -> IntegerModel:
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
+    tied = any(module.weight is embedding.weight for module in modules.values())
+    table = IntegerTable(*round_rows(embedding.weight.detach()))
+    products = {}
+    for name, module in modules.items():
+        if module.weight is embedding.weight:
+            products[name] = IntegerProduct(table.codes.T, table.scale, scales[name])
+        else:
+            products[name] = round_product(module.weight.detach(), scales[name])
+    for name, module in modules.items():
+        module.weight.data.copy_(products[name].values.T)
+    embedding.weight.data.copy_(table.values)
+    return IntegerModel(limbs, products, table, tied)
+
+
+class RoundedInputs:
+    """Rounds the inputs of a model's linear modules as its engines do, while the model runs in PyTorch."""
+
+    def __init__(self, model: PreTrainedModel, integers: IntegerModel) -> None:
+        self.values = 0  # that were rounded
+        self.cut: dict[str, int] = {}  # values beyond the range of a fixed scale, by the name of the module
+        self._limbs = integers.limbs
+        for name, product in integers.products.items():
+            module = model.get_submodule(name)
+            if isinstance(module, GatedLinear):  # what adapters are given is not rounded
+                module.base_input = self._rounding(name, product.input)
+            else:
+                module.register_forward_pre_hook(self._hook(name, product.input))
+
+    def _hook(self, name: str, scale: InputScale) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+        rounding = self._rounding(name, scale)
+        return lambda module, given: (rounding(given[0]), *given[1:])
+
+    def _rounding(self, name: str, scale: InputScale) -> Callable[[Tensor], Tensor]:
+        def rounding(states: Tensor) -> Tensor:
+            rounded, cut = round_input(states, scale, self._limbs)
+            self.values += states.numel()
+            if cut:
+                self.cut[name] = self.cut.get(name, 0) + cut
+            return rounded
+
+        return rounding

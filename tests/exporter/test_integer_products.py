@@ -1,0 +1,219 @@
+"""Integer products: graphs of int8 bundles multiply integers, each row by itself, as the PyTorch reference does."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Activations, Lowering
+from spaceport.graphs.contract.tolerance import tolerance_of
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_session, session_options
+from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.engine import Batch, Engine
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, USAGE
+from spaceport.tools.reference import open_reference
+from support.exported import exported_once
+from support.paths import DEMO, TINY
+
+SLOTS, LAYERS = 192, 3
+Logits = NDArray[np.float32]
+Capture = pytest.CaptureFixture[str]
+
+
+def exported(
+    factory: pytest.TempPathFactory, lowering: Lowering = "scatter", activations: Activations = "int8x2"
+) -> Path:
+    return exported_once(factory, lowering, TINY, weights="int8", activations=activations)
+
+
+def engine_of(bundle: Path) -> OnnxRuntimeEngine:
+    opened = open_bundle(bundle)
+    return unchecked(Bundle(bundle, opened.manifest))
+
+
+def unchecked(bundle: Bundle) -> OnnxRuntimeEngine:
+    options = session_options(1, bundle.manifest.weights, bundle.manifest.activations)
+    session = open_session(bundle, options, ["CPUExecutionProvider"])
+    return OnnxRuntimeEngine(session, bundle.manifest.signature, SLOTS, 3)
+
+
+def fed(engine: Engine, ids: NDArray[np.int64], widths: list[int], beside: int = 0) -> Logits:
+    """The logits of a text fed in steps of these widths, with so many other requests in each call."""
+    dice, found, start = np.random.default_rng(5), [], 0
+    others = dice.integers(3, 600, (beside, ids.size))
+    texts = np.concatenate((ids[None], others))
+    for width in widths:
+        rows = np.arange(start, start + width)
+        mask = np.arange(SLOTS)[None, :] <= rows[:, None]
+        batch = Batch(
+            first=0,
+            input_ids=texts[:, rows].copy(),
+            position_ids=np.repeat(rows[None], beside + 1, 0),
+            slot_ids=np.repeat(rows[None], beside + 1, 0),
+            attention_mask=np.repeat(mask[None, None], beside + 1, 0),
+            logit_rows=np.repeat(np.arange(width)[None], beside + 1, 0),
+        )
+        found.append(engine.run(batch)[0].copy())
+        start += width
+    return np.concatenate(found)
+
+
+@pytest.fixture(scope="module")
+def text() -> NDArray[np.int64]:
+    return np.random.default_rng(1).integers(3, 600, 72)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["int8x2", "int8"])
+def test_rows_are_bit_equal_alone_among_others_and_beside_requests(
+    tmp_path_factory: pytest.TempPathFactory, text: NDArray[np.int64], activations: Activations
+) -> None:
+    engine = engine_of(exported(tmp_path_factory, activations=activations))
+    alone = fed(engine, text, [1] * 72)
+    for widths in ([36, 36], [9] * 8, [2, 4, 66]):
+        np.testing.assert_array_equal(fed(engine, text, widths), alone)
+    np.testing.assert_array_equal(fed(engine, text, [36, 36], beside=2), alone)
+
+
+@pytest.mark.parametrize(
+    ("lowering", "activations"), [("scatter", "int8x2"), ("append", "int8x2"), ("scatter", "int8")]
+)
+def test_the_reference_rounds_as_the_graph_does(
+    tmp_path_factory: pytest.TempPathFactory, text: NDArray[np.int64], lowering: Lowering, activations: Activations
+) -> None:
+    bundle = exported(tmp_path_factory, lowering, activations)
+    assert error_of(bundle, engine_of(bundle), text) <= tolerance_of("float32", activations)
+
+
+def test_all_products_with_weights_are_of_integers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    graph = onnx.load(str(exported(tmp_path_factory) / MODEL_FILE), load_external_data=False).graph
+    kinds = Counter(node.op_type for node in graph.node)
+    assert (
+        kinds["MatMulIntegerToFloat"] == 4 * LAYERS + 1
+    )  # query, key and value; output; gate and up; down; and the head
+    large = [value for value in graph.initializer if np.prod(value.dims) > 4096]
+    assert large
+    assert all(value.data_type == onnx.TensorProto.INT8 for value in large)
+
+
+def test_inputs_of_several_products_are_rounded_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    graph = onnx.load(str(exported(tmp_path_factory) / MODEL_FILE), load_external_data=False).graph
+    kinds = Counter(node.op_type for node in graph.node)
+    assert kinds["QuantizeLinear"] == 2 * kinds["MatMulIntegerToFloat"]  # a high and a low limb
+
+
+Change = Callable[[onnx.ModelProto], int]
+
+
+def constants(model: onnx.ModelProto, matching: str) -> list[onnx.TensorProto]:
+    return [value for value in model.graph.initializer if matching in value.name]
+
+
+def no_low_limb(model: onnx.ModelProto) -> int:
+    for value in constants(model, "integer.factors"):
+        value.CopyFrom(numpy_helper.from_array(np.array([[1, 0]], np.float32), value.name))
+    return len(constants(model, "integer.factors"))
+
+
+def wrong_zero(model: onnx.ModelProto) -> int:
+    products = [node for node in model.graph.node if node.op_type == "MatMulIntegerToFloat"]
+    model.graph.initializer.append(numpy_helper.from_array(np.array(127, np.uint8), "wrong"))
+    products[0].input[4] = "wrong"
+    return len(products)
+
+
+def shifted_scale(model: onnx.ModelProto) -> int:
+    (scale,) = constants(model, "layers.0.mlp.down_proj.scale")
+    scale.CopyFrom(numpy_helper.from_array(np.roll(numpy_helper.to_array(scale), 1), scale.name))
+    return 1
+
+
+def one_scale_for_all_rows(model: onnx.ModelProto) -> int:
+    """The size of the largest row of the call for each of them."""
+    sizes = [node for node in model.graph.node if node.op_type == "ReduceMax"]
+    for node in sizes:
+        del node.input[1:]
+    return len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "activations"), [(no_low_limb, "int8x2"), (wrong_zero, "int8x2"), (shifted_scale, "int8x2")]
+)
+def test_a_wrong_constant_is_out_of_tolerance(
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    text: NDArray[np.int64],
+    change: Change,
+    activations: Activations,
+) -> None:
+    bundle = exported(tmp_path_factory, activations=activations)
+    changed = changed_bundle(bundle, tmp_path / "changed", change)
+    assert error_of(bundle, unchecked(changed), text) > tolerance_of("float32", activations)
+
+
+def test_one_scale_for_all_rows_would_make_them_depend_on_each_other(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, text: NDArray[np.int64]
+) -> None:
+    bundle = exported(tmp_path_factory, activations="int8")
+    engine = unchecked(changed_bundle(bundle, tmp_path / "changed", one_scale_for_all_rows))
+    assert not np.array_equal(fed(engine, text, [36, 36]), fed(engine, text, [1] * 72))
+
+
+def changed_bundle(bundle: Path, target: Path, change: Change) -> Bundle:
+    """A copy of a bundle with another graph, which is opened without a look at its hashes."""
+    shutil.copytree(bundle, target)
+    model = onnx.load(str(target / MODEL_FILE))
+    assert change(model) > 0
+    onnx.save(model, str(target / MODEL_FILE))
+    return Bundle(target, open_bundle(bundle).manifest)
+
+
+def error_of(bundle: Path, engine: Engine, text: NDArray[np.int64]) -> float:
+    """The largest difference to the PyTorch reference, as a share of the largest logit."""
+    expected = fed(open_reference(open_bundle(bundle), TINY, SLOTS, 3), text, [36, 36])
+    return float(np.abs(fed(engine, text, [36, 36]) - expected).max() / max(1.0, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--dtype", "float16"], USAGE, "dtype is float16: integer products are for the CPU, expected float32"),
+        (["--calibrate", "{prompts}", "--activations", "float"], USAGE, "expected --weights int8 with it"),
+        (["--calibrate", "{missing}"], INPUT, "expected a file of prompts, one on each line"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, capfd: Capture, flags: list[str], code: int, message: str
+) -> None:
+    (tmp_path / "prompts.txt").write_text("import json\n", "utf-8")
+    named = {"prompts": str(tmp_path / "prompts.txt"), "missing": str(tmp_path / "missing.txt")}
+    given = [flag.format(**named) for flag in flags]
+    assert run(["export", str(TINY), str(tmp_path / "bundle"), "--weights", "int8", *given]) == code
+    assert message in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path_factory: pytest.TempPathFactory, capfd: Capture) -> None:
+    bundle = exported(tmp_path_factory, "append")
+    assert run(["build", str(bundle), "--target", "sm89"]) == INPUT
+    assert "its products are of 8-bit integers, which TensorRT does not have" in " ".join(
+        capfd.readouterr().err.split()
+    )
+
+
+@pytest.mark.slow
+def test_prompts_of_a_file_calibrate(tmp_path: Path, capfd: Capture) -> None:
+    (tmp_path / "prompts.txt").write_text("import json\nclass Reader:\n", "utf-8")
+    prompts = ["--calibrate", str(tmp_path / "prompts.txt")]
+    assert run(["export", str(DEMO), str(tmp_path / "bundle"), "--weights", "int8", *prompts, "--json"]) == 0
+    assert '"activations": "int8x2"' in capfd.readouterr().out

@@ -1,0 +1,35 @@
+"""Prompt tokens: prompts to calibrate with, in the checkpoint's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer
+
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.prompt_tokens import MOST_TOKENS, prompt_tokens
+from spaceport.graphs.contract.faults import InputFault
+from support.paths import DEMO, TINY
+
+
+def test_a_text_becomes_its_tokens() -> None:
+    checkpoint = open_checkpoint(TINY, TokenFlags())
+    (ids,) = prompt_tokens(checkpoint, ["import json"])
+    assert ids[0].tolist() == Tokenizer.from_str(checkpoint.tokenizer).encode("import json").ids
+
+
+def test_of_a_long_prompt_the_end_is_kept() -> None:
+    (ids,) = prompt_tokens(open_checkpoint(TINY, TokenFlags()), ["begin " + "x = 1\n" * 2000 + "end"])
+    (end,) = prompt_tokens(open_checkpoint(TINY, TokenFlags()), ["\nend"])
+    assert ids.shape == (1, MOST_TOKENS)
+    assert ids[0, -1] == end[0, -1]
+
+
+def test_a_chat_goes_through_the_template_and_needs_one() -> None:
+    checkpoint = open_checkpoint(DEMO, TokenFlags())
+    chat = [{"role": "user", "content": "List three colours."}]
+    (ids,) = prompt_tokens(checkpoint, [chat])
+    assert "List three colours." in Tokenizer.from_str(checkpoint.tokenizer).decode(ids[0].tolist())
+    with pytest.raises(InputFault, match=r"calibration prompt 2 is a chat, .* has no chat template: expected a text"):
+        prompt_tokens(replace(checkpoint, template=None), ["a", chat])

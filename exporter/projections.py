@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from spaceport.exporter.constants import constant
+
 # What products that are joined have in common: their input, whether they are an adapter's, and the blocks of a weight of
 # few bits.
 JoinKey = tuple[ir.Value, bool, tuple[tuple[str, object], ...]]
@@ -68,15 +70,18 @@ def _join(graph: ir.Graph, nodes: list[ir.Node]) -> None:
         made.append(ir.node("DequantizeLinear", weights, dict(unpacking[0].attributes)))
         weights = list(made[0].outputs)
     product = ir.node("MatMul", [nodes[0].inputs[0], *weights])
-    split_sizes = _constant(graph, f"{name}_sizes", ir.tensor(sizes))
+    product.outputs[0].type = nodes[0].outputs[0].type
+    if (first := nodes[0].outputs[0].shape) is not None:
+        product.outputs[0].shape = ir.Shape([*first[:-1], int(sizes.sum())])
+    split_sizes = constant(graph, f"{name}_sizes", sizes)
     split = ir.node("Split", [product.outputs[0], split_sizes], {"axis": -1}, num_outputs=len(nodes))
     graph.insert_before(nodes[0], [*made, product, split])
     for node, unpacked, part in zip(nodes, unpacking, split.outputs, strict=True):
         part.type, part.shape = node.outputs[0].type, node.outputs[0].shape
         node.outputs[0].replace_all_uses_with(part)
         graph.remove([node] if unpacked is None else [node, unpacked], safe=True)
-    for constant in (value for parts in constants for value in parts):
-        del graph.initializers[str(constant.name)]
+    for old in (value for parts in constants for value in parts):
+        del graph.initializers[str(old.name)]
 
 
 def _outputs(constants: Sequence[ir.Value]) -> int:
@@ -88,12 +93,4 @@ def _joined(graph: ir.Graph, parts: Sequence[ir.Value]) -> ir.Value:
     """Constants side by side as one."""
     tensors = [part.const_value for part in parts if part.const_value is not None]
     together = ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=-1), tensors[0].dtype)
-    return _constant(graph, f"{parts[0].name}_joined", together)
-
-
-def _constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    tensor.name = name
-    shape = ir.Shape(tensor.shape.numpy())
-    value = ir.Value(name=name, const_value=tensor, shape=shape, type=ir.TensorType(tensor.dtype))
-    graph.register_initializer(value)
-    return value
+    return constant(graph, f"{parts[0].name}_joined", together)

@@ -17,8 +17,10 @@ from torch._dynamo import config as dynamo
 
 from spaceport.exporter.integer_products import store_integers
 from spaceport.exporter.projections import join_projections
+from spaceport.exporter.reshapes import fix_reshapes
 from spaceport.exporter.rounded_weights import LostWeights, store_rounded
 from spaceport.exporter.simplify import simplify
+from spaceport.exporter.splits import hoist_above_splits
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
@@ -69,6 +71,8 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
         ) from error
     if signature.lowering == "scatter":  # TensorRT joins what it likes itself
         join_projections(model)
+        fix_reshapes(model)
+        hoist_above_splits(model)
     _forget_sources(model)
     model.graph.sort()
     model.opset_imports[""] = opset

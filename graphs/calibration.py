@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.int8 import InputScale, round_rows
 
-# A fixed scale keeps this many times the largest value that was seen: two limbs have bits to spare.
-_HEADROOM = 2.0
+# A fixed scale keeps this many times the largest value that was seen. Finer steps make less of the float noise of attention:
+# on the demo model gaps in the slots move logits by 1.4e-3 with 1, by 2.9e-3 with 2; what is cut off is the same in all drafts.
+_HEADROOM = 1.25
 # A fixed scale keeps at most this many times the size of a usual row, so that the steps of two limbs stay below 0.4 % of it;
 # beyond it each row is scaled by itself. One down projection of a 135M model reaches 3,065 where most stay below 40.
 _WIDEST = 32.0

@@ -39,7 +39,9 @@ def audit(
     trees = runtime.bundle.manifest.exact_drafts == "tree"
     said = (type(engine).__name__, engine.device, signature.dtype, signature.lowering, *(() if trees else (_IN_LINE,)))
     report = AuditReport(", ".join(said))
-    report.noise = measure(engine, [text.lines[()] for text in plain[0] if not text.fault], gaps=trees)
+    report.noise = measure(
+        engine, [text.lines[()] for text in plain[0] if not text.fault], trees, runtime.bundle.manifest.activations
+    )
     judges = [
         _Judge(runtime, group, texts, questions, report, max_tokens) for group, texts in zip(groups, plain, strict=True)
     ]

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from spaceport.graphs.contract.tolerance import TOLERANCE
+from spaceport.graphs.contract.signature import Activations
+from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.logprobs import likeliest_in
 from spaceport.tools.verify.feeding import Logits, Pace, feed, logits_of
@@ -80,7 +81,9 @@ class NoiseTally:
         self.largest_logit = max(self.largest_logit, float(seen.max(initial=0.0)))
 
 
-def measure(engine: Engine, lines: Sequence[ThreadTokens], gaps: bool = True) -> list[Noise]:
+def measure(
+    engine: Engine, lines: Sequence[ThreadTokens], gaps: bool = True, activations: Activations = "float"
+) -> list[Noise]:
     """The noise of every width that an engine has, over these lines, in slots with gaps or as plain decoding has them."""
     ways = paces(engine, gaps)
     tallies = [NoiseTally() for _ in ways]
@@ -93,7 +96,7 @@ def measure(engine: Engine, lines: Sequence[ThreadTokens], gaps: bool = True) ->
                 beside = slice(begin, begin + pace.requests)
                 tally.feed(engine, group[beside], plain[beside], pace)
     fed = [(pace, tally) for pace, tally in zip(ways, tallies, strict=True) if tally.places]
-    limit = limit_of([tally for _, tally in fed], TOLERANCE[engine.signature.dtype])
+    limit = limit_of([tally for _, tally in fed], tolerance_of(engine.signature.dtype, activations))
     return [Noise(pace.rows, pace.requests, tally.places, tally.largest, limit) for pace, tally in fed]
 
 

@@ -37,8 +37,6 @@ FAULTS: tuple[type[Exception], ...] = (
 _SETTINGS: dict[tuple[Weights, Activations], tuple[str, str]] = {
     ("int4", "float"): ("session.qdq_matmulnbits_accuracy_level", "1"),
     ("int4", "int8"): ("session.qdq_matmulnbits_accuracy_level", "4"),
-    ("int8", "int8x2"): EXACT_SETTING,
-    ("int8", "int8"): EXACT_SETTING,
     ("int8", "float"): ("session.disable_quant_qdq", "1"),
     ("float8", "float"): ("session.disable_quant_qdq", "1"),
 }
@@ -109,7 +107,7 @@ class OnnxRuntimeEngine:
 
 def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
-    if bundle.manifest.integer_products and not is_exact():
+    if bundle.manifest.integer_products and not (is_exact(setting=False) or is_exact(setting=True)):
         raise BundleError(
             f"{bundle.path}: its weights are int8, and ONNX Runtime {ort.__version__} cuts sums of 8-bit products off on this CPU, "
             "which has no VNNI: texts would not be the model's; export the checkpoint with --weights int4, or as it is"
@@ -133,6 +131,8 @@ def session_options(threads: int, weights: Weights, activations: Activations = "
     options.enable_mem_pattern = False
     if (setting := _SETTINGS.get((weights, activations))) is not None:
         options.add_session_config_entry(*setting)
+    if weights == "int8" and activations != "float" and not is_exact(setting=False):
+        options.add_session_config_entry(*EXACT_SETTING)
     return options
 
 

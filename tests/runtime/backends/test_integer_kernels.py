@@ -44,7 +44,22 @@ def test_the_model_that_is_asked_is_the_one_described_here() -> None:
 
 
 def test_products_are_exact_here() -> None:
-    assert integer_kernels.is_exact()
+    assert integer_kernels.is_exact(setting=False)
+
+
+def test_the_slower_kernels_are_exact_too_and_chosen_only_where_the_usual_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert integer_kernels.is_exact(setting=True)
+    name = integer_kernels.EXACT_SETTING[0]
+    for usual in (True, False):
+        monkeypatch.setattr(on_onnxruntime, "is_exact", lambda setting, usual=usual: usual or setting)
+        options = on_onnxruntime.session_options(1, "int8", "int8x2")
+        try:
+            chosen = options.get_session_config_entry(name)
+        except RuntimeError:  # there is no such entry
+            chosen = "0"
+        assert chosen == ("0" if usual else "1")
 
 
 def test_products_that_are_cut_off_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +72,7 @@ def test_products_that_are_cut_off_are_noticed(monkeypatch: pytest.MonkeyPatch) 
 
     integer_kernels.is_exact.cache_clear()
     monkeypatch.setattr(integer_kernels.ort, "InferenceSession", Saturating)
-    assert not integer_kernels.is_exact()
+    assert not integer_kernels.is_exact(setting=False)
     integer_kernels.is_exact.cache_clear()
 
 
@@ -65,6 +80,6 @@ def test_a_bundle_is_refused_where_products_are_not_exact(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle: Path = exported_once(tmp_path_factory, "scatter", weights="int8")
-    monkeypatch.setattr(on_onnxruntime, "is_exact", lambda: False)
+    monkeypatch.setattr(on_onnxruntime, "is_exact", lambda setting: False)
     with pytest.raises(BundleError, match=r"cuts sums of 8-bit products off on this CPU.*--weights int4"):
         Runtime.open(bundle)

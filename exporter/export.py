@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,7 +32,7 @@ Stage = Callable[[str], None]
 
 # How activations can be quantized with these weights and this lowering, the default first; float where nothing is said.
 _ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {
-    ("int4", "scatter"): ("float", "int8"),
+    ("int4", "scatter"): ("int8", "float"),
     ("int8", "scatter"): ("int8x2", "int8", "float"),
     ("int8", "append"): ("int8x2", "int8", "float"),
 }
@@ -59,6 +59,8 @@ class Options:
     @property
     def activation_choices(self) -> tuple[Activations, ...]:
         """How activations can be quantized with these weights and this lowering, the default first."""
+        if self.weights == "int4" and (self.dtype, self.form) != ("float32", "plain"):
+            return ("float",)  # int8 is for the CPU, and its drafts are exact with matrix products only
         return _ACTIVATIONS.get((self.weights, self.lowering), ("float",))
 
     @property
@@ -79,9 +81,10 @@ def export(
     check_target(target, overwrite)
     stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code)
+    options = options_for(checkpoint, options)
     decoder, traits = decoder_from(checkpoint, options, stage)
     with writing(target, overwrite) as partial:
-        parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        parameters = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.rounding.untied
         rounded = decoder.rounding.rounded  # in at most a byte each
         require_space(partial.parent, (parameters - rounded) * DTYPES[options.dtype].bytes + rounded)
         if rounded:
@@ -106,8 +109,27 @@ def check_activations(options: Options) -> None:
     if options.activations not in options.activation_choices:
         raise OptionFault(
             f"activations is {options.activations}: expected {' or '.join(options.activation_choices)} with weights "
-            f"{options.weights} and the {options.lowering} lowering (--activations)"
+            f"{options.weights}, {options.dtype}, {options.form} attention and the {options.lowering} lowering (--activations)"
         )
+
+
+def options_for(checkpoint: Checkpoint, options: Options) -> Options:
+    """The options with activations that suit the checkpoint's model.
+
+    Where each KV head has one query head, ONNX Runtime computes the attention of a single row by another kernel, whose
+    sums are in another order: with int4 weights and int8 activations no draft would be exact.
+    """
+    config = checkpoint.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    grouped = heads is not None and (getattr(config, "num_key_value_heads", None) or heads) < heads
+    if options.weights != "int4" or options.activations != "int8" or grouped:
+        return options
+    if options.asked_activations == "int8":
+        raise OptionFault(
+            f"activations is int8: {config.model_type} has {heads} query heads and as many KV heads, and drafts would not be "
+            "exact; expected float (--activations)"
+        )
+    return replace(options, asked_activations="float")
 
 
 def decoder_from(
@@ -156,6 +178,7 @@ def manifest_for(
         attention=options.form,
         weights=options.weights,
         activations=options.activations,
+        embeddings=decoder.rounding.embeddings,
         special_tokens=checkpoint.special_tokens,
         generation=checkpoint.generation,
         versions={

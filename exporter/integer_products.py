@@ -11,7 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from spaceport.exporter.rounded_weights import Key, LostWeights, key_of
+from spaceport.exporter.constant_key import Key, LostWeights, key_of
+from spaceport.exporter.rounded_weights import weight_of
 from spaceport.graphs.int8 import LIMB, MOST, NEVER_ZERO, ZERO, InputScale, IntegerModel, IntegerProduct
 
 DOMAIN = "com.microsoft"
@@ -58,7 +59,7 @@ def _products(model: ir.Model, integers: IntegerModel) -> list[_Product]:
     known: dict[int, str | None] = {}
     found = []
     for node in model.graph:
-        constant = _weight(node)
+        constant = weight_of(node)
         if constant is None or constant.const_value is None:
             continue
         if id(constant) not in known:
@@ -67,17 +68,6 @@ def _products(model: ir.Model, integers: IntegerModel) -> list[_Product]:
         if known_name is not None:
             found.append(_Product(node, known_name, integers.products[known_name]))
     return found
-
-
-def _weight(node: ir.Node) -> ir.Value | None:
-    """The constant that a product multiplies by, if it is one; that of a tied embedding is transposed first."""
-    if node.op_type not in ("MatMul", "Gemm"):
-        return None
-    weight = node.inputs[1]
-    producer = None if weight is None else weight.producer()
-    if producer is not None and producer.op_type == "Transpose":
-        weight = producer.inputs[0]
-    return weight if weight is not None and weight.is_initializer() else None
 
 
 class _Writer:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
+from typing import cast
 
 import onnx_ir as ir
 
+from spaceport.exporter.constant_key import LostWeights, key_of
+from spaceport.exporter.rounded_table import store_table
 from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.precision import Rounded, Rounding
-
-Key = tuple[tuple[int, ...], bytes]  # shape and digest of a constant
-
-
-class LostWeights(ValueError):
-    """A rounded weight that the graph does not multiply by as it is; the message names its layer."""
 
 
 def store_rounded(model: ir.Model, rounding: Rounding) -> None:
@@ -25,22 +21,27 @@ def store_rounded(model: ir.Model, rounding: Rounding) -> None:
     names = {id(layer): name for name, layer in rounding.layers.items()}
     stored: dict[int, list[ir.Value]] = {}
     for node in list(model.graph):
-        weight = node.inputs[1] if node.op_type in ("MatMul", "Gemm") else None
-        constant = weight.const_value if weight is not None and weight.is_initializer() else None
+        weight = weight_of(node)
+        constant = None if weight is None else weight.const_value
         if weight is None or constant is None:
             continue
-        flipped = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+        transposed = None if weight is node.inputs[1] else node.inputs[1]
+        flipped = transposed is not None or bool(node.attributes.get_int("transB", 0))
         layer = wanted.get(key_of(ir.tensor(constant.numpy().T.copy(), constant.dtype) if flipped else constant))
         if layer is None:
             continue
         if id(layer) not in stored:
             stored[id(layer)] = _constants(model.graph, names[id(layer)], layer, rounding.weights)
         _unpack(node, stored[id(layer)], layer)
+        if transposed is not None and not transposed.uses():
+            model.graph.remove(cast(ir.Node, transposed.producer()), safe=True)
         if not weight.uses():
             del model.graph.initializers[str(weight.name)]
     lost = sorted(names[id(layer)] for layer in wanted.values() if id(layer) not in stored)
     if lost:
         raise LostWeights(f"the graph has no product with the weight of {', '.join(lost[:3])} as it is")
+    if rounding.table is not None:
+        store_table(model.graph, rounding.table)
 
 
 def _constants(graph: ir.Graph, name: str, layer: Rounded, weights: Weights) -> list[ir.Value]:
@@ -69,6 +70,12 @@ def _unpack(node: ir.Node, constants: list[ir.Value], layer: Rounded) -> None:
         node.attributes["transB"] = ir.AttrInt64("transB", 0)
 
 
-def key_of(tensor: ir.TensorProtocol) -> Key:
-    """What tells a constant from others: its shape and the digest of its content."""
-    return tuple(tensor.shape.numpy()), sha256(tensor.tobytes()).digest()
+def weight_of(node: ir.Node) -> ir.Value | None:
+    """The constant that a product multiplies by, if it is one; that of a tied embedding is transposed first."""
+    if node.op_type not in ("MatMul", "Gemm"):
+        return None
+    weight = node.inputs[1]
+    producer = None if weight is None else weight.producer()
+    if producer is not None and producer.op_type == "Transpose":
+        weight = producer.inputs[0]
+    return weight if weight is not None and weight.is_initializer() else None

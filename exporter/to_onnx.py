@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo
 
+from spaceport.exporter.constant_key import LostWeights
 from spaceport.exporter.integer_products import store_integers
 from spaceport.exporter.projections import join_projections
 from spaceport.exporter.reshapes import fix_reshapes
-from spaceport.exporter.rounded_weights import LostWeights, store_rounded
+from spaceport.exporter.rounded_weights import store_rounded
 from spaceport.exporter.simplify import simplify
 from spaceport.exporter.splits import hoist_above_splits
 from spaceport.graphs.contract.dtypes import DTYPES

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import Embeddings
 from spaceport.graphs.contract.signature import Lowering, Weights
-from spaceport.graphs.int8 import IntegerModel, round_rows
+from spaceport.graphs.int8 import IntegerModel, IntegerTable, round_rows
 from spaceport.graphs.traits import UnsupportedModel, name_of
 
 # Inputs that share a scale in int4: the first of these that divides a layer's inputs. TensorRT takes each of them, and long
@@ -52,12 +53,23 @@ class Rounding:
     weights: Weights = "same"
     layers: Mapping[str, Rounded] = field(default_factory=dict)  # by the names of the linear modules
     integers: IntegerModel | None = None  # products whose inputs are integers too, instead of layers
+    table: IntegerTable | None = None  # the input embedding of a model whose output embedding is among the layers
+
+    untied: int = 0  # weights that the two embeddings shared before they were rounded apart
 
     @property
     def rounded(self) -> int:
         """How many weights have few bits."""
         integers = 0 if self.integers is None else self.integers.weights
-        return integers + sum(layer.codes.numel() for layer in self.layers.values())
+        table = 0 if self.table is None else self.table.codes.numel()
+        return integers + table + sum(layer.codes.numel() for layer in self.layers.values())
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """How the output embedding is stored; the input embedding is then in int8."""
+        if self.table is not None:
+            return "int4"
+        return "same" if self.integers is None else "int8"
 
 
 UNROUNDED = Rounding()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from spaceport.graphs.int8 import (
     round_product,
     round_rows,
 )
-from spaceport.graphs.precision import Rounding, linear_modules, round_model
+from spaceport.graphs.precision import BLOCKS, Rounding, linear_modules, round_model, round_weight
 from spaceport.graphs.traits import UnsupportedModel, name_of
 
 LIMBS: dict[Activations, int] = {"int8": 1, "int8x2": 2}
@@ -41,6 +42,8 @@ def quantize_model(
 ) -> Rounding:
     """Round the weights of a model. The inputs of integer products are scaled as `scales` says; without them, as the texts
     ask for that the model writes behind the prompts."""
+    if weights == "int4" and activations == "int8":
+        return _with_embeddings(model, round_model(model, weights, lowering), BLOCKS[lowering])
     if weights != "int8" or activations == "float":
         return round_model(model, weights, lowering)
     limbs = LIMBS[activations]
@@ -57,6 +60,20 @@ def quantize_model(
     if missing := sorted(modules.keys() - scales.keys()):
         raise InputFault(f"no input scale of {missing[0]}: expected one for each of {len(modules)} linear layers")
     return Rounding("int8", integers=_integers(model, modules, scales, limbs))
+
+
+def _with_embeddings(model: PreTrainedModel, rounding: Rounding, blocks: Sequence[int]) -> Rounding:
+    """The same with the output embedding among the layers, and the input embedding in int8; tied ones are no longer tied."""
+    embedding, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
+    rounded = round_weight(head.weight, "int4", blocks) if type(head) is nn.Linear else None
+    if rounded is None:
+        return rounding
+    (name,) = [name for name, module in model.named_modules() if module is head]
+    table = IntegerTable(*round_rows(embedding.weight.detach()))
+    tied = table.codes.numel() if head.weight is embedding.weight else 0
+    head.weight = nn.Parameter(rounded.values.T.contiguous(), requires_grad=False)
+    embedding.weight.data.copy_(table.values)
+    return replace(rounding, layers={**rounding.layers, name: rounded}, table=table, untied=tied)
 
 
 def integer_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:

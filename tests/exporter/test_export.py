@@ -206,11 +206,16 @@ def test_dynamic_rope_is_exported_up_to_where_it_stays_the_same(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(asked_activations="int8"), "activations is int8: expected float with weights same and the scatter"),
+        (Options(asked_activations="int8"), "activations is int8: expected float with weights same, float32"),
         (
             Options("append", weights="int4", asked_activations="int8"),
-            "expected float with weights int4 and the append",
+            "expected float with weights int4, float32, operator attention and the append",
         ),
+        (
+            Options(weights="int4", dtype="float16", asked_activations="int8"),
+            "expected float with weights int4, float16",
+        ),
+        (Options(weights="int4", attention="operator", asked_activations="int8"), "int4, float32, operator attention"),
         (Options(weights="int4", asked_activations="int8x2"), "activations is int8x2: expected .* with weights int4"),
     ],
 )

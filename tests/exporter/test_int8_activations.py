@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.export import Options, options_for
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
@@ -115,3 +118,13 @@ def test_its_drafts_are_one_line_unless_trees_are_asked_for(bundle: Path) -> Non
         drafted = runtime.generate(text, Decoding(max_tokens=48, trace=True))
         assert drafted.tokens == runtime.generate(text, replace(Decoding(max_tokens=48), mask_slots=0)).tokens
         assert drafted.statistics.steps < 48
+
+
+def test_a_model_without_grouped_heads_keeps_float_activations() -> None:
+    """One row of such a model goes through another kernel of attention than several do."""
+    checkpoint = open_checkpoint(TINY, TokenFlags())
+    assert options_for(checkpoint, Options(weights="int4")).activations == "int8"
+    checkpoint.config.num_key_value_heads = checkpoint.config.num_attention_heads
+    assert options_for(checkpoint, Options(weights="int4")).activations == "float"
+    with pytest.raises(OptionFault, match="6 query heads and as many KV heads, and drafts would not be exact"):
+        options_for(checkpoint, Options(weights="int4", asked_activations="int8"))

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from safetensors.torch import load_file, save_file
 
-from spaceport.exporter.rounded_weights import LostWeights, store_rounded
+from spaceport.exporter.constant_key import LostWeights
+from spaceport.exporter.rounded_weights import store_rounded
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Lowering, Precision, Weights
 from spaceport.graphs.precision import BLOCKS, Rounded, Rounding, round_weight
@@ -117,13 +118,18 @@ def test_small_weights_are_joined_for_onnxruntime_and_multiplied_as_they_are(
 ) -> None:
     bundle = exported(tmp_path_factory, INT4)
     kinds = Counter(node.op_type for node in graph_of(bundle).node)
-    assert (kinds["DequantizeLinear"], kinds["Split"]) == (4 * 3, 2 * 3)  # q k v, o, gate up, down of three layers
+    # q k v, o, gate up, down of three layers, and the output embedding
+    assert (kinds["DequantizeLinear"], kinds["Split"]) == (4 * 3 + 1, 2 * 3)
     types = {tensor.name: tensor.data_type for tensor in graph_of(bundle).initializer}
     codes = [types[node.input[0]] for node in graph_of(bundle).node if node.op_type == "DequantizeLinear"]
     assert set(codes) == {TensorProto.INT4}
     session_of(str(bundle / MODEL_FILE), "int4", tmp_path / "optimized.onnx")
     ran = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node)
-    assert (ran["MatMulNBits"], ran["DequantizeLinear"]) == (4 * 3, 0)
+    assert (ran["MatMulNBits"], ran["DequantizeLinear"], ran["Gather"]) == (4 * 3 + 1, 0, 2)
+    tables = {tuple(tensor.dims): tensor.data_type for tensor in graph_of(bundle).initializer}
+    assert tables[640, 96] == TensorProto.INT8  # the input embedding, with a scale for each token
+    assert tables[640, 1] == TensorProto.FLOAT
+    assert open_bundle(bundle).manifest.embeddings == "int4"
     kinds = Counter(node.op_type for node in graph_of(exported(tmp_path_factory, FLOAT8)).node)
     assert (kinds["DequantizeLinear"], kinds["Split"]) == (7 * 3, 0)  # TensorRT joins what it likes
 
@@ -131,7 +137,7 @@ def test_small_weights_are_joined_for_onnxruntime_and_multiplied_as_they_are(
 def test_small_weights_take_few_bytes(tmp_path_factory: pytest.TempPathFactory) -> None:
     others, rounded = 301_728 - 239_616, 239_616
     for kind, most in (
-        (INT4, 4 * others + rounded * (0.5 + 4 / 32)),
+        (INT4, 4 * others + rounded * (0.5 + 4 / 32) - 640 * 96 * (4 - 1 - 0.5 - 4 / 32)),  # and the embeddings
         (FLOAT8, 2 * others + rounded * 1.02),
         (BFLOAT16_INT4, 2 * others + rounded * (0.5 + 2 / 32)),
     ):

@@ -1,0 +1,42 @@
+"""Rounded table: the input embedding of a traced graph as int8 and a scale for each token."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from spaceport.exporter.constant_key import LostWeights, key_of
+from spaceport.graphs.int8 import IntegerTable
+
+
+def store_table(graph: ir.Graph, table: IntegerTable) -> None:
+    """Let the graph gather codes and scales, in the place of the constant that holds the rounded embedding."""
+    wanted = key_of(ir.tensor(table.values))
+    for node in graph:
+        weight = node.inputs[0] if node.op_type == "Gather" else None
+        if weight is None or weight.const_value is None or key_of(weight.const_value) != wanted:
+            continue
+        _gather(graph, node, table)
+        if not weight.uses():
+            del graph.initializers[str(weight.name)]
+        return
+    raise LostWeights("the graph does not gather from the input embedding as it is")
+
+
+def _gather(graph: ir.Graph, node: ir.Node, table: IntegerTable) -> None:
+    name, ids, old = str(node.inputs[0].name if node.inputs[0] else ""), node.inputs[1], node.outputs[0]
+    codes = _constant(graph, f"{name}.codes", ir.tensor(table.codes))
+    scale = _constant(graph, f"{name}.scale", ir.tensor(table.scale[:, None].contiguous()))
+    rows = ir.node("Gather", [codes, ids], {"axis": 0})
+    cast = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT})
+    scales = ir.node("Gather", [scale, ids], {"axis": 0})
+    product = ir.node("Mul", [cast.outputs[0], scales.outputs[0]])
+    new = [rows, cast, scales, product]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], new, [old], product.outputs)
+
+
+def _constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    tensor.name = name
+    shape = ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=name, const_value=tensor, shape=shape, type=ir.TensorType(tensor.dtype))
+    graph.register_initializer(value)
+    return value

@@ -15,7 +15,7 @@ from spaceport.exporter.atomic_folder import check_target, require_space, writin
 from spaceport.exporter.bundle_files import seal
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
-from spaceport.exporter.input_scales import write_scales
+from spaceport.exporter.product_scales import write_scales
 from spaceport.exporter.prompt_tokens import Prompt, prompt_tokens
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
 from spaceport.graphs.contract.dtypes import DTYPES
@@ -23,7 +23,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
-from spaceport.graphs.quantize import InputScales, quantize_model
+from spaceport.graphs.quantize import ProductScales, quantize_model
 from spaceport.graphs.traits import Traits
 
 # Hears the name of each stage as it begins.
@@ -137,7 +137,7 @@ def decoder_from(
     options: Options,
     stage: Stage = lambda name: None,
     arithmetic: Precision | None = None,
-    scales: InputScales | None = None,
+    scales: ProductScales | None = None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as a graph module; it may compute in another type than the one that its weights are in.
 

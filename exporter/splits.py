@@ -63,8 +63,8 @@ def _reshape(graph: ir.Graph, whole: ir.Value, users: Sequence[ir.Node], axis: i
     """One reshape for all parts, if each cuts its last axis into heads of one size and keeps the others."""
     heads = set()
     for user in users:
-        target = None if user.inputs[1] is None else user.inputs[1].const_value
-        sizes = [] if target is None else target.numpy().tolist()
+        given = None if user.inputs[1] is None else user.inputs[1].const_value
+        sizes = [] if given is None else given.numpy().tolist()
         if len(sizes) != axis + 2 or any(sizes[:axis]) or sizes[-1] < 1 or user.attributes.get_int("allowzero", 0):
             return None
         heads.add(sizes[-1])

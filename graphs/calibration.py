@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.int8 import InputScale, round_rows
+from spaceport.graphs.int8 import InputScale, ProductScale, best_scales, round_rows
 
 # A fixed scale keeps this many times the largest value that was seen. Finer steps make less of the float noise of attention:
 # on the demo model gaps in the slots move logits by 1.4e-3 with 1, by 2.9e-3 with 2; what is cut off is the same in all drafts.
@@ -42,9 +42,9 @@ class _SharedInput:
 
 def calibrate(
     model: PreTrainedModel, modules: Mapping[str, nn.Linear], texts: Sequence[Tensor], limbs: int, fixed: frozenset[str]
-) -> dict[str, InputScale]:
-    """The scale of the input of each of these modules. Modules that are given the same rows share it, so that the rows are
-    rounded once; the inputs of those in `fixed`, whose weights have another use, keep their channels as they are."""
+) -> dict[str, ProductScale]:
+    """The scales of each of these modules. Those that are given the same rows share the scale of their input, so that the rows
+    are rounded once; those in `fixed`, whose weights have another use, keep their channels and their weights' scales."""
     found = {}
     for shared in _shared_inputs(model, modules, texts):
         weights = [modules[name].weight for name in shared.names]
@@ -52,10 +52,10 @@ def calibrate(
         if not fixed & set(shared.names) and (limbs == 2 or shared.reach is not None):
             move = _move(weights, shared.sizes)
         scale = InputScale(_bound(shared, move, limbs), move)
-        if scale.bound is not None and shared.reach is None:
-            scale = InputScale(_bound(shared, None, limbs))  # a move would take an operator more
-        found.update(dict.fromkeys(shared.names, scale))
-    return found | {name: InputScale(None) for name in modules.keys() - found.keys()}  # experts that no text reached
+        for name, weight in zip(shared.names, weights, strict=True):
+            found[name] = ProductScale(scale, None if name in fixed else _outputs(weight, shared.sizes, move))
+    # experts that no text reached
+    return found | {name: ProductScale(InputScale(None)) for name in modules.keys() - found.keys()}
 
 
 def own_texts(model: PreTrainedModel, prompts: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -105,6 +105,13 @@ def _move(weights: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
         if error < least:
             best, least = (None if power == 0 else move), error
     return best
+
+
+def _outputs(weight: Tensor, sizes: Tensor, move: Tensor | None) -> Tensor:
+    """The scales of a weight's outputs, once scales were moved into it."""
+    if move is None:
+        return best_scales(weight.detach(), sizes)
+    return best_scales(weight.detach().float() * move, sizes / move)
 
 
 def _rounding_error(weight: Tensor) -> Tensor:

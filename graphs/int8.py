@@ -17,6 +17,8 @@ from torch import Tensor
 MOST = 127  # largest magnitude of a weight, and of the high limb of an input within its bound
 LIMB = 256  # steps of the low limb in one of the high limb: a power of two, so that joining the limbs rounds once
 ZERO = 128  # an input's limbs are stored as unsigned bytes around it
+_SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75)  # of the scale that cuts nothing off
+_AT_ONCE = 1 << 18  # weights whose scales are searched together: their passes stay in the CPU's caches
 NEVER_ZERO = 1e-30  # added to the size of a row, so that a row of zeros can be divided by it
 
 
@@ -33,6 +35,14 @@ class InputScale:
         if limbs == 1:
             return 1.0
         return math.sqrt(inputs) * (1.0 if self.move is None else float((1 / self.move).max()))
+
+
+@dataclass(frozen=True, eq=False)
+class ProductScale:
+    """How both sides of a product are scaled."""
+
+    input: InputScale
+    outputs: Tensor | None = None  # float32, a scale per output of the weight; nothing: those that cut no weight off
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,22 +88,45 @@ class IntegerModel:
         return table + sum(product.codes.numel() for product in self.products.values())
 
 
+def row_scales(weight: Tensor) -> Tensor:
+    """The smallest scale of each row of a matrix that cuts none of its values off."""
+    return (weight.float().abs().amax(dim=1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
+
+
 def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, int8, and the scale of each of its rows.
+    """Codes of a matrix, int8, and scales of its rows that cut nothing off."""
+    scale = row_scales(weight)
+    return codes_of(weight, scale), scale
 
-    No weight is cut off: the largest ones matter more than the others' finer steps (mean KL of a 135M model: 0.0038, with
-    scales of the smallest squared error 0.0043).
+
+def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
+    """Codes of a matrix, int8, with these scales of its rows."""
+    return (weight.float() / scale[:, None]).round_().clamp_(-MOST, MOST).to(torch.int8)
+
+
+def best_scales(weight: Tensor, sizes: Tensor) -> Tensor:
+    """The scale of each row that makes the smallest error of products with inputs whose channels have these sizes.
+
+    Weighted by the sizes, a smaller scale may cut off weights that matter little. By the plain squared error it cuts off those
+    that matter: mean KL of a 135M model 0.0040 with scales that cut nothing off, 0.0034 with these, 0.0043 with those.
     """
-    rows = weight.float()
-    scale = (rows.abs().amax(dim=1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
-    return (rows / scale[:, None]).round_().clamp_(-MOST, MOST).to(torch.int8), scale
+    found = []
+    for rows in torch.split(weight.float(), max(1, _AT_ONCE // weight.shape[1])):
+        whole = row_scales(rows)
+        best, least = whole, torch.full_like(whole, torch.inf)
+        for share in _SHARES:
+            scale = whole * share
+            error = ((codes_of(rows, scale).float() * scale[:, None] - rows) * sizes).square().sum(dim=1)
+            best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        found.append(best)
+    return torch.cat(found)
 
 
-def round_product(weight: Tensor, scale: InputScale) -> IntegerProduct:
+def round_product(weight: Tensor, scale: ProductScale) -> IntegerProduct:
     """A linear layer's weight (outputs x inputs) as a product of integers."""
-    moved = weight.float() if scale.move is None else weight.float() * scale.move
-    codes, outputs = round_rows(moved)
-    return IntegerProduct(codes.T.contiguous(), outputs, scale)
+    moved = weight.float() if scale.input.move is None else weight.float() * scale.input.move
+    outputs = row_scales(moved) if scale.outputs is None else scale.outputs
+    return IntegerProduct(codes_of(moved, outputs).T.contiguous(), outputs, scale.input)
 
 
 def round_input(states: Tensor, scale: InputScale, limbs: int) -> tuple[Tensor, int]:

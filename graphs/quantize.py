@@ -19,6 +19,7 @@ from spaceport.graphs.int8 import (
     IntegerModel,
     IntegerProduct,
     IntegerTable,
+    ProductScale,
     round_input,
     round_product,
     round_rows,
@@ -28,8 +29,8 @@ from spaceport.graphs.traits import UnsupportedModel, name_of
 
 LIMBS: dict[Activations, int] = {"int8": 1, "int8x2": 2}
 
-# How the input of each linear module is scaled, by its name; those that are given the same rows share one.
-InputScales = Mapping[str, InputScale]
+# How the products of linear modules are scaled, by their names; those that are given the same rows share an input scale.
+ProductScales = Mapping[str, ProductScale]
 
 
 def quantize_model(
@@ -37,11 +38,11 @@ def quantize_model(
     weights: Weights,
     activations: Activations,
     lowering: Lowering,
-    scales: InputScales | None = None,
+    scales: ProductScales | None = None,
     prompts: tuple[Tensor, ...] = (),
 ) -> Rounding:
-    """Round the weights of a model. The inputs of integer products are scaled as `scales` says; without them, as the texts
-    ask for that the model writes behind the prompts."""
+    """Round the weights of a model. Integer products are scaled as `scales` says; without them, as the texts ask for that
+    the model writes behind the prompts."""
     if weights == "int4" and activations == "int8":
         return _with_embeddings(model, round_model(model, weights, lowering), BLOCKS[lowering])
     if weights != "int8" or activations == "float":
@@ -58,7 +59,7 @@ def quantize_model(
         fixed = frozenset(name for name, module in modules.items() if module.weight is embedding.weight)
         scales = calibrate(model, modules, own_texts(model, prompts), limbs, fixed)
     if missing := sorted(modules.keys() - scales.keys()):
-        raise InputFault(f"no input scale of {missing[0]}: expected one for each of {len(modules)} linear layers")
+        raise InputFault(f"no scale of {missing[0]}: expected one for each of {len(modules)} linear layers")
     return Rounding("int8", integers=_integers(model, modules, scales, limbs))
 
 
@@ -86,7 +87,7 @@ def integer_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def _integers(
-    model: PreTrainedModel, modules: Mapping[str, nn.Linear], scales: InputScales, limbs: int
+    model: PreTrainedModel, modules: Mapping[str, nn.Linear], scales: ProductScales, limbs: int
 ) -> IntegerModel:
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     tied = any(module.weight is embedding.weight for module in modules.values())
@@ -94,7 +95,7 @@ def _integers(
     products = {}
     for name, module in modules.items():
         if module.weight is embedding.weight:
-            products[name] = IntegerProduct(table.codes.T, table.scale, scales[name])
+            products[name] = IntegerProduct(table.codes.T, table.scale, scales[name].input)
         else:
             products[name] = round_product(module.weight.detach(), scales[name])
     for name, module in modules.items():

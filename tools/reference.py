@@ -12,7 +12,7 @@ import torch
 
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.export import Options, TokenFlags, decoder_from, manifest_for
-from spaceport.exporter.input_scales import read_scales
+from spaceport.exporter.product_scales import read_scales
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of

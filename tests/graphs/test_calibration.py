@@ -24,7 +24,8 @@ def tiny() -> PreTrainedModel:
 
 
 def scales_of(model: PreTrainedModel, limbs: int = 2, fixed: frozenset[str] = frozenset()) -> dict[str, InputScale]:
-    return calibrate(model, integer_modules(model), own_texts(model), limbs, fixed)
+    found = calibrate(model, integer_modules(model), own_texts(model), limbs, fixed)
+    return {name: scale.input for name, scale in found.items()}
 
 
 def test_every_product_has_a_scale_and_those_of_the_same_rows_share_it(tiny: PreTrainedModel) -> None:

@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spaceport.graphs.int8 import LIMB, MOST, InputScale, IntegerProduct, round_input, round_product, round_rows
+from spaceport.graphs.int8 import (
+    LIMB,
+    MOST,
+    InputScale,
+    IntegerProduct,
+    ProductScale,
+    best_scales,
+    codes_of,
+    round_input,
+    round_product,
+    round_rows,
+    row_scales,
+)
 
 
 def drawn(seed: int, rows: int, inputs: int, size: float) -> Tensor:
@@ -81,7 +93,7 @@ def test_moved_scales_cancel_out() -> None:
     move = torch.linspace(0.25, 4.0, 32)
     expected = states @ weight.T
     for scale in (InputScale(None), InputScale(None, move), InputScale(200.0, move)):
-        product = round_product(weight, scale)
+        product = round_product(weight, ProductScale(scale))
         got = round_input(states, scale, 2)[0] @ product.values
         assert float((got - expected).norm()) <= 0.03 * float(expected.norm())
 
@@ -97,3 +109,14 @@ def test_the_sums_of_a_product_are_those_of_its_codes() -> None:
         torch.tensor([[1, -2], [3, 4]], dtype=torch.int8), torch.tensor([0.5, 0.25]), InputScale(1.0)
     )
     assert torch.equal(product.values, torch.tensor([[0.5, -0.5], [1.5, 1.0]]))
+
+
+def test_scales_of_outputs_follow_the_sizes_of_channels() -> None:
+    weight = drawn(0, 6, 64, 0.1)
+    sizes = torch.where(torch.arange(64) < 32, 1.0, 1e-3)
+    weight[:, 40] = 3.0  # large where it matters little
+    scale = best_scales(weight, sizes)
+    assert bool((scale <= row_scales(weight)).all())
+    error = ((codes_of(weight, scale).float() * scale[:, None] - weight) * sizes).square().sum()
+    whole = row_scales(weight)
+    assert float(error) < float(((codes_of(weight, whole).float() * whole[:, None] - weight) * sizes).square().sum())

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.gated import GatedLinear, gate_model
-from spaceport.graphs.int8 import InputScale
+from spaceport.graphs.int8 import InputScale, ProductScale
 from spaceport.graphs.quantize import RoundedInputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
 from support.families import FAMILIES, build
@@ -72,7 +72,8 @@ def test_values_beyond_a_fixed_scale_are_counted_by_module() -> None:
     found = quantize_model(model, "int8", "int8x2", "scatter").integers
     assert found is not None
     name = "model.layers.0.self_attn.o_proj"
-    scales = {key: product.input for key, product in found.products.items()} | {name: InputScale(1e-4)}
+    scales = {key: ProductScale(product.input) for key, product in found.products.items()}
+    scales[name] = ProductScale(InputScale(1e-4))
     again = opened()
     integers = quantize_model(again, "int8", "int8x2", "scatter", scales).integers
     assert integers is not None
@@ -104,7 +105,7 @@ def test_adapters_are_given_what_is_not_rounded() -> None:
 
 
 def test_scales_of_another_model_are_refused() -> None:
-    with pytest.raises(InputFault, match="no input scale of lm_head: expected one for each of"):
+    with pytest.raises(InputFault, match="no scale of lm_head: expected one for each of"):
         quantize_model(opened(), "int8", "int8x2", "scatter", {})
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.input_scales import read_scales
+from spaceport.exporter.product_scales import read_scales
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.quantize import RoundedInputs, quantize_model

@@ -1,4 +1,4 @@
-"""Input scales: the file of a bundle that says how the inputs of its integer products are scaled."""
+"""Product scales: the file of a bundle that says how its integer products are scaled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.int8 import InputScale, IntegerModel
-from spaceport.graphs.quantize import InputScales
+from spaceport.graphs.int8 import InputScale, IntegerModel, ProductScale
+from spaceport.graphs.quantize import ProductScales
 
-SCALES_FILE = "input_scales.safetensors"
+SCALES_FILE = "product_scales.safetensors"
 
 
 def write_scales(folder: Path, integers: IntegerModel) -> None:
-    """Write the input scales of a model into a bundle's folder."""
+    """Write the scales of a model's products into a bundle's folder."""
     names: dict[int, list[str]] = {}
     scales: dict[int, InputScale] = {}
     for name, product in integers.products.items():
@@ -32,12 +32,14 @@ def write_scales(folder: Path, integers: IntegerModel) -> None:
         )
         if scale.move is not None:
             tensors[f"{number}.move"] = scale.move.contiguous()
+    for name, product in integers.products.items():
+        tensors[f"{name}.outputs"] = product.scale.clone()
     save_file(tensors, folder / SCALES_FILE, {"modules": json.dumps(shared)})
 
 
-def read_scales(folder: Path) -> InputScales:
-    """The input scales in a bundle's folder, by the names of the linear modules."""
-    found: dict[str, InputScale] = {}
+def read_scales(folder: Path) -> ProductScales:
+    """The scales of products in a bundle's folder, by the names of the linear modules."""
+    found: dict[str, ProductScale] = {}
     try:
         with safe_open(folder / SCALES_FILE, "pt") as file:
             keys = set(file.keys())
@@ -45,10 +47,10 @@ def read_scales(folder: Path) -> InputScales:
                 bound = float(file.get_tensor(f"{number}.bound"))
                 move = file.get_tensor(f"{number}.move") if f"{number}.move" in keys else None
                 scale = InputScale(None if bound != bound else bound, move)
-                found.update(dict.fromkeys(names, scale))
+                found.update({name: ProductScale(scale, file.get_tensor(f"{name}.outputs")) for name in names})
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputFault(
-            f"{folder / SCALES_FILE}: {error}: expected the input scales that `spaceport export --weights int8` writes; "
+            f"{folder / SCALES_FILE}: {error}: expected the scales that `spaceport export --weights int8` writes; "
             "export the checkpoint again"
         ) from error
     return found

@@ -13,11 +13,15 @@ from spaceport.graphs.contract.faults import InputFault
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text, or the messages of a chat
 
+ASKED = ("Hello!", "Write a short story.", "Explain how rain forms.")
 MOST_TOKENS = 512  # of a prompt; of a longer one the last
 
 
 def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
-    """Each prompt as 1 x tokens; messages go through the checkpoint's chat template."""
+    """Each prompt as 1 x tokens; messages go through the checkpoint's chat template. Without prompts, those of a few chats if
+    the checkpoint has a template."""
+    if not prompts:
+        prompts = [] if checkpoint.template is None else [[{"role": "user", "content": asked}] for asked in ASKED]
     if not prompts:
         return ()
     tokenizer = AutoTokenizer.from_pretrained(

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.int8 import InputScale, ProductScale, best_scales, round_rows
 
-# A fixed scale keeps this many times the largest value that was seen. Finer steps make less of the float noise of attention:
-# on the demo model gaps in the slots move logits by 1.4e-3 with 1, by 2.9e-3 with 2; what is cut off is the same in all drafts.
-_HEADROOM = 1.25
-# A fixed scale keeps at most this many times the size of a usual row, so that the steps of two limbs stay below 0.4 % of it;
-# beyond it each row is scaled by itself. One down projection of a 135M model reaches 3,065 where most stay below 40.
-_WIDEST = 32.0
+# A fixed scale keeps this many times the largest value that was seen. Behind a norm that is ample; elsewhere a few tokens reach
+# hundreds of times what others do: one down projection of a 135M model has inputs of up to 3,065 where most stay below 40.
+_HEADROOM_BEHIND_NORMS = 2.0
+_HEADROOM = 8.0
+# A fixed scale keeps at most this many times the size of a usual row, so that the steps of two limbs stay below 0.2 % of it;
+# beyond it each row is scaled by itself.
+_WIDEST = 64.0
 # Scales are moved between channels of an input and their weights by these powers of the channels' sizes.
 _POWERS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.75)
 _ALIKE = 0.02  # a module whose output differs from a norm's by less is one
@@ -35,7 +36,7 @@ class _SharedInput:
 
     names: tuple[str, ...]
     largest: Tensor  # of each channel
-    sizes: Tensor  # root mean square of each channel
+    sizes: Tensor  # root mean square of each channel over rows of size 1
     usual: float  # root mean square of the middle row
     reach: Tensor | None  # what no channel can exceed, if the rows come from a norm
 
@@ -59,12 +60,10 @@ def calibrate(
 
 
 def own_texts(model: PreTrainedModel, prompts: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Texts to calibrate with, each 1 x tokens: what the model writes behind the prompts, or behind single tokens."""
+    """Texts to calibrate with, each of rows x tokens: what the model writes behind single tokens, and behind the prompts."""
     vocab = int(model.config.get_text_config().vocab_size)
     first = torch.randint(0, vocab, (_TEXTS, 1), generator=torch.Generator().manual_seed(0))
-    if not prompts:
-        return [_continued(model, first.to(model.device))]
-    return [_continued(model, prompt.to(model.device)) for prompt in prompts]
+    return [_continued(model, prompt.to(model.device)) for prompt in (first, *prompts)]
 
 
 def _continued(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -87,9 +86,10 @@ def _bound(shared: _SharedInput, move: Tensor | None, limbs: int) -> float | Non
         return None  # 8 bits are too few to spare some for rows that were not seen
     divisor = torch.ones_like(shared.largest) if move is None else move
     usual = shared.usual * float((shared.sizes / divisor).norm() / shared.sizes.norm())
-    bound = _HEADROOM * float((shared.largest / divisor).max())
+    seen = float((shared.largest / divisor).max())
+    bound = _HEADROOM * seen
     if shared.reach is not None:
-        bound = min(bound, float((shared.reach / divisor).max()))
+        bound = min(_HEADROOM_BEHIND_NORMS * seen, float((shared.reach / divisor).max()))
     return bound if 0 < bound <= _WIDEST * usual else None
 
 
@@ -131,9 +131,11 @@ class _Tally:
     def add(self, states: Tensor, reach: Tensor | None) -> None:
         rows = states.detach().flatten(0, -2).float()
         self._reach = reach
+        sizes = rows.square().mean(dim=-1).sqrt()
         self._largest.append(rows.abs().amax(dim=0))
-        self._squares.append(rows.square().sum(dim=0))
-        self._sizes.append(rows.square().mean(dim=-1).sqrt())
+        # every row counts the same: one that is 1000 times as large as others would decide alone
+        self._squares.append((rows / sizes.clamp(min=1e-12)[:, None]).square().sum(dim=0))
+        self._sizes.append(sizes)
 
     def shared(self, names: tuple[str, ...]) -> _SharedInput:
         sizes = torch.cat(self._sizes)

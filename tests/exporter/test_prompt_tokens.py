@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.prompt_tokens import MOST_TOKENS, prompt_tokens
+from spaceport.exporter.prompt_tokens import ASKED, MOST_TOKENS, prompt_tokens
 from spaceport.graphs.contract.faults import InputFault
 from support.paths import DEMO, TINY
 
@@ -33,3 +33,9 @@ def test_a_chat_goes_through_the_template_and_needs_one() -> None:
     assert "List three colours." in Tokenizer.from_str(checkpoint.tokenizer).decode(ids[0].tolist())
     with pytest.raises(InputFault, match=r"calibration prompt 2 is a chat, .* has no chat template: expected a text"):
         prompt_tokens(replace(checkpoint, template=None), ["a", chat])
+
+
+def test_without_prompts_a_chat_model_is_asked_a_few_things() -> None:
+    checkpoint = open_checkpoint(DEMO, TokenFlags())
+    assert len(prompt_tokens(checkpoint, ())) == len(ASKED)
+    assert prompt_tokens(replace(checkpoint, template=None), ()) == ()

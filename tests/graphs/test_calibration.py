@@ -98,6 +98,6 @@ def test_norms_are_known_by_what_they_give(family: str) -> None:
 
 
 def test_calibration_texts_begin_with_the_prompts(tiny: PreTrainedModel) -> None:
-    (text,) = own_texts(tiny, (torch.tensor([[5, 6, 7]]),))
+    _, text = own_texts(tiny, (torch.tensor([[5, 6, 7]]),))
     assert text[0, :3].tolist() == [5, 6, 7]
     assert text.shape[1] > 3

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -50,23 +51,30 @@ def store_integers(model: ir.Model, integers: IntegerModel) -> None:
 
 
 def _products(model: ir.Model, integers: IntegerModel) -> list[_Product]:
-    """The products with rounded weights, known by the content of their constants."""
-    wanted: dict[Key, str] = {}
+    """The products with rounded weights, known by the content of their constants. Modules of equal weights, as in models of
+    repeated layers, are taken in their order, which is that of the graph."""
+    wanted: dict[Key, list[str]] = defaultdict(list)
     for name, layer in integers.products.items():
         values = layer.values
-        wanted[key_of(ir.tensor(values))] = name
-        wanted[key_of(ir.tensor(values.T.contiguous()))] = name
-    known: dict[int, str | None] = {}
+        for key in {key_of(ir.tensor(values)), key_of(ir.tensor(values.T.contiguous()))}:
+            wanted[key].append(name)
+    known: dict[int, list[str]] = {}
+    taken: Counter[str] = Counter()
     found = []
     for node in model.graph:
         constant = weight_of(node)
         if constant is None or constant.const_value is None:
             continue
         if id(constant) not in known:
-            known[id(constant)] = wanted.get(key_of(constant.const_value))
-        known_name = known[id(constant)]
-        if known_name is not None:
-            found.append(_Product(node, known_name, integers.products[known_name]))
+            known[id(constant)] = wanted.get(key_of(constant.const_value), [])
+        if not (names := known[id(constant)]):
+            continue
+        place = taken[names[0]] if len(names) > 1 else 0  # one module may be called several times
+        if place == len(names):
+            raise LostWeights(f"the graph has more products with the weight of {names[0]} than modules have it")
+        name = names[place]
+        taken[names[0]] += 1
+        found.append(_Product(node, name, integers.products[name]))
     return found
 
 
@@ -231,10 +239,11 @@ class _Writer:
         return self._constant(name, np.array(number, np.float32))
 
     def _constant(self, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
-        """A constant with this content: one that is there already, if it is small."""
-        key = f"{name} {array.dtype} {array.shape} {array.tobytes().hex()}" if array.size <= 16384 else name
+        """A constant with this name, or a longer one, and this content. Products never share their codes: on CPUs that need
+        unsigned weights ONNX Runtime cannot convert them twice."""
+        key = f"{name} {array.dtype} {array.shape} {sha256(np.ascontiguousarray(array).data).hexdigest()}"
         if key not in self._constants:
-            named = name if array.size > 16384 else f"{name}.{len(self._constants)}"
+            named = f"{name}.{len(self._constants)}" if name in self._graph.initializers else name
             tensor = ir.tensor(array, name=named)
             value = ir.Value(
                 name=named, const_value=tensor, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype)

@@ -1,0 +1,144 @@
+"""Integer graphs: small graphs of integer products against the values that their weights and inputs are rounded to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor
+
+from spaceport.exporter.integer_products import store_integers
+from spaceport.exporter.rounded_weights import LostWeights
+from spaceport.graphs.int8 import InputScale, IntegerModel, IntegerProduct, round_input, round_product
+from spaceport.runtime.backends.on_onnxruntime import session_options
+
+Array = NDArray[np.float32]
+Products = Mapping[str, IntegerProduct]
+
+
+def dice(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def product(seed: int, inputs: int, outputs: int, bound: float | None, moved: bool) -> IntegerProduct:
+    move = torch.rand(inputs, generator=dice(seed)) + 0.5 if moved else None
+    return round_product(torch.randn(outputs, inputs, generator=dice(seed)), InputScale(bound, move))
+
+
+def stored(products: Products, shape: list[str | int], limbs: int, inputs: Mapping[str, str]) -> onnx.ModelProto:
+    """A graph with an output for each product of the input that is named beside it, with integers in its place."""
+    nodes, constants, outputs = [], [], []
+    for name, product in products.items():
+        constants.append(numpy_helper.from_array(product.values.numpy(), f"{name}.weight"))
+        nodes.append(helper.make_node("MatMul", [inputs[name], f"{name}.weight"], [f"{name}.out"]))
+        rows: list[str | int] = [*shape, product.codes.shape[1]]
+        outputs.append(helper.make_tensor_value_info(f"{name}.out", TensorProto.FLOAT, rows))
+    given = {inputs[name]: [*shape, product.codes.shape[0]] for name, product in products.items()}
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, size) for name, size in given.items()]
+    graph = helper.make_graph(nodes, "products", values, outputs, constants)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
+    store_integers(model, IntegerModel(limbs, products))
+    model.graph.sort()
+    return ir.to_proto(model)
+
+
+def outputs_of(model: onnx.ModelProto, arrays: Mapping[str, Array]) -> list[Array]:
+    options = session_options(1, "int8", "int8x2")
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found: list[Array] = session.run(None, dict(arrays))
+    return found
+
+
+def expected_of(product: IntegerProduct, states: Tensor, limbs: int) -> Array:
+    values: Array = (round_input(states, product.input, limbs)[0] @ product.values).numpy()
+    return values
+
+
+def hold(products: Products, shape: tuple[int, ...], limbs: int, inputs: Mapping[str, str]) -> None:
+    """Compare each product with the reference; rows differ by a factor of thousands, so that scales of rows matter."""
+    widths = {inputs[name]: product.codes.shape[0] for name, product in products.items()}
+    sizes = torch.logspace(-2, 1, shape[-1])[:, None]
+    states = {name: torch.randn((*shape, size), generator=dice(9)) * sizes for name, size in widths.items()}
+    names: list[str | int] = ["B", "T"][-len(shape) :]
+    model = stored(products, names, limbs, inputs)
+    found = outputs_of(model, {name: values.numpy() for name, values in states.items()})
+    for got, (name, product) in zip(found, products.items(), strict=True):
+        expected = expected_of(product, states[inputs[name]], limbs)
+        for row, other in zip(got.reshape(-1, got.shape[-1]), expected.reshape(-1, got.shape[-1]), strict=True):
+            # a sum that lies between two steps of the low limb may be rounded either way
+            assert np.abs(row - other).max() <= 2e-4 * max(np.abs(other).max(), (product.input.bound or 0) / 10)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize(("limbs", "bound"), [(2, None), (2, 6.0), (1, None)])
+@pytest.mark.parametrize("shape", [(7,), (3, 7)])
+def test_products_are_those_of_the_rounded_values(
+    shape: tuple[int, ...], limbs: int, bound: float | None, moved: bool
+) -> None:
+    """Two that share their input, of different sizes, and one with an input of its own."""
+    first = product(1, 24, 40, bound, moved)
+    second = round_product(torch.randn(9, 24, generator=dice(2)), first.input)
+    products = {"query": first, "key": second, "down": product(3, 16, 8, bound, moved)}
+    hold(products, shape, limbs, {"query": "states", "key": "states", "down": "others"})
+
+
+def test_wide_inputs_are_moved_by_factors_of_their_own() -> None:
+    products = {name: product(seed, 16400, 4, None, True) for seed, name in enumerate(("first", "second"))}
+    hold(products, (3,), 2, {"first": "a", "second": "b"})
+
+
+def repeated() -> dict[str, IntegerProduct]:
+    weight = torch.randn(8, 16, generator=dice(1))
+    return {name: round_product(weight, InputScale(bound)) for name, bound in (("0", 4.0), ("1", 60.0))}
+
+
+def test_equal_weights_of_repeated_layers_keep_their_own_input_scales() -> None:
+    hold(repeated(), (3,), 2, {"0": "a", "1": "b"})
+
+
+def test_more_products_than_modules_of_equal_weights_are_refused() -> None:
+    first, second = repeated().values()
+    weights = torch.randn(8, 16, generator=dice(1))
+    graph = {"0": first, "1": second, "2": round_product(weights, InputScale(4.0))}
+    constants = [numpy_helper.from_array(each.values.numpy(), f"w{name}") for name, each in graph.items()]
+    nodes = [helper.make_node("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in graph]
+    told = helper.make_tensor_value_info
+    outputs = [told(f"y{name}", TensorProto.FLOAT, ["T", 8]) for name in graph]
+    made = helper.make_graph(nodes, "g", [told("x", TensorProto.FLOAT, ["T", 16])], outputs, constants)
+    model = ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
+    with pytest.raises(LostWeights, match="more products with the weight of 0 than modules have it"):
+        store_integers(model, IntegerModel(2, {"0": first, "1": second}))
+
+
+@pytest.mark.parametrize("other", ["none", "output", "consumer"])
+def test_moves_go_into_the_gain_of_a_norm_only_where_it_has_no_other_use(other: str) -> None:
+    own = product(1, 16, 8, 6.0, True)
+    gain = torch.rand(16, generator=dice(4)) + 0.5
+    told, float32 = helper.make_tensor_value_info, TensorProto.FLOAT
+    nodes = [
+        helper.make_node("RMSNormalization", ["x", "gain"], ["normed"], axis=-1),
+        helper.make_node("MatMul", ["normed", "weight"], ["y"]),
+        helper.make_node("Neg", ["normed" if other == "consumer" else "x"], ["rest"]),
+    ]
+    sizes = {"y": 8, "rest": 16} | ({"normed": 16} if other == "output" else {})
+    outputs = [told(name, float32, ["T", size]) for name, size in sizes.items()]
+    constants = [numpy_helper.from_array(each.numpy(), name) for name, each in (("gain", gain), ("weight", own.values))]
+    between = [told("normed", float32, ["T", 16])] if other != "output" else []
+    graph = helper.make_graph(nodes, "g", [told("x", float32, ["T", 16])], outputs, constants, value_info=between)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
+    store_integers(model, IntegerModel(2, {"y": own}))
+    model.graph.sort()
+    x = torch.randn(5, 16, generator=dice(5))
+    found = dict(zip(sizes, outputs_of(ir.to_proto(model), {"x": x.numpy()}), strict=True))
+    normed = x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * gain
+    assert np.abs(found["y"] - expected_of(own, normed, 2)).max() < 1e-3 * np.abs(found["y"]).max()
+    assert np.abs(found["rest"] + (normed if other == "consumer" else x).numpy()).max() < 1e-5
+    assert other != "output" or np.abs(found["normed"] - normed.numpy()).max() < 1e-5
+    assert sum(node.op_type == "Mul" for node in model.graph) == (0 if other == "none" else 1)

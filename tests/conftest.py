@@ -75,13 +75,35 @@ def half_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported_once(tmp_path_factory, "scatter", dtype="float16")
 
 
-@pytest.fixture(scope="session", params=("scatter", "append"))
+@pytest.fixture(scope="session")
+def tiny_int8_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny trained checkpoint with int8 weights and integer products."""
+    return exported_once(tmp_path_factory, "scatter", weights="int8")
+
+
+@pytest.fixture(scope="session")
+def demo_int8_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with int8 weights and integer products."""
+    return exported_once(tmp_path_factory, "scatter", DEMO, weights="int8")
+
+
+# Lowerings and weights of bundles on which drafted text has to be plain text.
+_FLOAT = (pytest.param(("scatter", "same"), id="scatter"), pytest.param(("append", "same"), id="append"))
+_APPEND_INT8 = pytest.param(("append", "int8"), id="append int8", marks=pytest.mark.nightly)
+
+
+@pytest.fixture(scope="session", params=(*_FLOAT, pytest.param(("scatter", "int8"), id="scatter int8"), _APPEND_INT8))
 def any_tiny_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny trained checkpoint with each lowering in turn."""
-    return exported_once(tmp_path_factory, request.param)
+    """The tiny trained checkpoint with each lowering and kind of weights in turn."""
+    lowering, weights = request.param
+    return exported_once(tmp_path_factory, lowering, weights=weights)
 
 
-@pytest.fixture(scope="session", params=("scatter", "append"))
+@pytest.fixture(
+    scope="session",
+    params=(*_FLOAT, pytest.param(("scatter", "int8"), id="scatter int8", marks=pytest.mark.nightly), _APPEND_INT8),
+)
 def any_demo_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with each lowering in turn."""
-    return exported_once(tmp_path_factory, request.param, DEMO)
+    """The demo model with each lowering and kind of weights in turn."""
+    lowering, weights = request.param
+    return exported_once(tmp_path_factory, lowering, DEMO, weights=weights)

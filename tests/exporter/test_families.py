@@ -21,10 +21,20 @@ from spaceport.exporter.checkpoint import CheckpointError
 from spaceport.exporter.export import Options, export
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
 from spaceport.graphs.contract.manifest import MODEL_FILE
-from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Precision, Signature, visible_length
+from spaceport.graphs.contract.signature import (
+    LOWERINGS,
+    Activations,
+    Lowering,
+    Precision,
+    Signature,
+    Weights,
+    visible_length,
+)
+from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.graphs.decoder import AttentionForm, decoder_of
+from spaceport.graphs.quantize import RoundedInputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.engine import Batch, Engine
 from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, Structure, build
 from support.paths import TINY as TOKENIZER
@@ -171,16 +181,24 @@ class Pair:
 
 
 @cache
-def pair_of(name: str, lowering: Lowering, dtype: Precision = "float32") -> Pair:
-    """The family's graph in ONNX Runtime, and a model of the same weights that nothing was done to."""
+def pair_of(
+    name: str, lowering: Lowering, dtype: Precision = "float32", weights: Weights = "same", layers: int | None = None
+) -> Pair:
+    """The family's graph in ONNX Runtime, and a model of the same weights that nothing was done to but to round the same
+    inputs."""
     (family,) = [family for family in FAMILIES if family.name == name]
+    if layers is not None:
+        family = replace(family, options={**family.options, "num_hidden_layers": layers})
     model = build(family, torch.float16 if dtype == "float16" else torch.float32)
+    activations: Activations = "int8x2" if weights == "int8" else "float"
+    rounding = quantize_model(model, weights, activations, lowering)
     reference = build(family, attention="eager")
-    reference.load_state_dict(model.state_dict())  # rounded to half precision or as it is
+    reference.load_state_dict(model.state_dict())  # rounded or as it is
+    if rounding.integers is not None:
+        RoundedInputs(reference, rounding.integers)
     form: AttentionForm = "operator" if lowering == "append" and family.replaceable else "plain"
-    decoder, _ = decoder_of(model, lowering, form)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
+    decoder, _ = decoder_of(model, lowering, form, rounding)
+    options = session_options(1, weights, activations)
     with TemporaryDirectory() as folder:
         to_onnx(decoder, Path(folder), DEFAULT_OPSET[lowering])
         session = ort.InferenceSession(Path(folder) / MODEL_FILE, options, providers=["CPUExecutionProvider"])
@@ -270,6 +288,34 @@ def test_a_half_precision_graph_says_nearly_what_the_model_says(name: str, lower
     found = walk(pair_of(name, lowering, "float16"), relative=True)
     print(f"largest difference {max(found.values()):.1e}")  # pytest -rP shows it
     assert {step: worst for step, worst in found.items() if not worst <= HALF_TOLERANCE} == {}
+
+
+# Families whose products with weights are of different forms; the others run in the night.
+INT8_EACH_RUN = ("phi3", "gemma2", "qwen3_moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "lowering"),
+    [
+        pytest.param(
+            family,
+            family.lowerings[0],
+            marks=() if family.name in INT8_EACH_RUN else pytest.mark.nightly,
+            id=str(family),
+        )
+        for family in FAMILIES
+    ],
+)
+def test_an_int8_graph_says_what_the_model_with_the_same_roundings_says(family: Family, lowering: Lowering) -> None:
+    brief = family.name in INT8_EACH_RUN
+    pair = pair_of(family.name, lowering, weights="int8", layers=1 if brief else None)
+    tolerance = tolerance_of("float32", "int8x2")
+    if not brief:
+        found = walk(pair, relative=True)
+        assert {step: worst for step, worst in found.items() if not worst <= tolerance} == {}
+    assert pair.difference([space_step(pair)], relative=True) <= tolerance
+    assert difference_of_a_hidden_slot(pair) > BITES
 
 
 WINDOWED = pytest.mark.parametrize(("name", "lowering"), [("mistral", "scatter"), ("gemma2", "append")])

@@ -168,6 +168,17 @@ def test_drafts_of_an_adapter_change_no_text(tiny_bundle: Path, gated_bundle: Pa
     assert steps[0] < steps[1]  # a random adapter drafts worse: the one that was exported is at work
 
 
+@pytest.mark.nightly
+def test_drafts_of_an_adapter_change_no_text_of_an_int8_bundle(tuned: Path, tmp_path: Path) -> None:
+    export(tuned, tmp_path / "bundle", Options(weights="int8"))
+    assert run(["check", str(tmp_path / "bundle"), str(tuned), "--threads", "1", "--long", "40"]) == 0
+    with Runtime.open(tmp_path / "bundle", max_seq_len=256, threads=1) as runtime:
+        for prompt in json.loads((TINY / "prompts.json").read_text("utf-8")).values():
+            plain = runtime.generate(prompt, Decoding(max_tokens=40, mask_slots=0))
+            for drafts in ({}, {"draft": "chain"}, {"mask_slots": 1}):
+                assert runtime.generate(prompt, Decoding(max_tokens=40, **drafts)).tokens == plain.tokens
+
+
 def test_a_gated_bundle_holds_its_adapter_and_equals_its_checkpoint(
     tiny_bundle: Path, gated_bundle: Path, tuned: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Weights
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Form
@@ -36,40 +37,45 @@ DRAFTS: tuple[dict[str, Any], ...] = (
 FORM = Form(regex="(self|object|[a-z_]{2,9} = None;)( [a-z]{1,5}){2,8}")
 
 
-@pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "torch"])
-def runtime(request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundle: Path) -> Iterator[Runtime]:
+@pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "onnxruntime int8", "torch"])
+def runtime(
+    request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundle: Path, tiny_int8_bundle: Path
+) -> Iterator[Runtime]:
     if request.param == "torch":
         opened = open_reference_runtime(open_bundle(tiny_bundle), TINY, 128)
     else:
-        bundle = tiny_bundle if request.param.endswith("scatter") else tiny_append_bundle
-        opened = Runtime.open(bundle, max_seq_len=128, max_requests=2, threads=1)
+        bundles = {"scatter": tiny_bundle, "append": tiny_append_bundle, "int8": tiny_int8_bundle}
+        opened = Runtime.open(bundles[request.param.split()[-1]], max_seq_len=128, max_requests=2, threads=1)
     with opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def sampled(tiny_bundle: Path) -> list[tuple[int, ...]]:
-    """What each way of sampling writes plainly, on one backend: the others have to write the same."""
-    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
-        found = [runtime.generate(PROMPT, Decoding(mask_slots=0, sampling=how)).tokens for how in SAMPLINGS]
-    assert len(set(found)) == len(found)
+def sampled(tiny_bundle: Path, tiny_int8_bundle: Path) -> dict[Weights, list[tuple[int, ...]]]:
+    """Plain texts of each way of sampling, by the kind of weights; every backend writes the same ones."""
+    found: dict[Weights, list[tuple[int, ...]]] = {}
+    for bundle in (tiny_bundle, tiny_int8_bundle):
+        with Runtime.open(bundle, max_seq_len=128, threads=1) as runtime:
+            texts = [runtime.generate(PROMPT, Decoding(mask_slots=0, sampling=how)).tokens for how in SAMPLINGS]
+        assert len(set(texts)) == len(texts)
+        found[runtime.bundle.manifest.weights] = texts
     return found
 
 
 def test_a_seed_means_one_text_on_every_backend_with_every_draft(
-    runtime: Runtime, sampled: list[tuple[int, ...]]
+    runtime: Runtime, sampled: dict[Weights, list[tuple[int, ...]]]
 ) -> None:
-    for how, expected in zip(SAMPLINGS, sampled, strict=True):
+    for how, expected in zip(SAMPLINGS, sampled[runtime.bundle.manifest.weights], strict=True):
         for drafts in ({"mask_slots": 0}, *DRAFTS):
             assert runtime.generate(PROMPT, Decoding(sampling=how, **drafts)).tokens == expected
 
 
 def test_sampled_texts_side_by_side_are_what_each_is_alone(
-    any_tiny_bundle: Path, sampled: list[tuple[int, ...]]
+    any_tiny_bundle: Path, sampled: dict[Weights, list[tuple[int, ...]]]
 ) -> None:
     with Runtime.open(any_tiny_bundle, max_seq_len=128, max_requests=4, threads=1) as runtime:
         streams = [runtime.stream(PROMPT, Decoding(sampling=how)) for how in SAMPLINGS]
-        assert [stream.completion().tokens for stream in streams] == sampled
+        assert [stream.completion().tokens for stream in streams] == sampled[runtime.bundle.manifest.weights]
 
 
 def test_a_form_is_kept_and_drafts_do_not_change_it(runtime: Runtime) -> None:

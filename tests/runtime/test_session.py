@@ -38,13 +38,15 @@ def chain(mask_slots: int, max_tokens: int = 96) -> Decoding:
     return Decoding(max_tokens=max_tokens, mask_slots=mask_slots, draft="chain")
 
 
-@pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "torch"])
-def runtime(request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundle: Path) -> Iterator[Runtime]:
+@pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "onnxruntime int8", "torch"])
+def runtime(
+    request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundle: Path, tiny_int8_bundle: Path
+) -> Iterator[Runtime]:
     if request.param == "torch":
         opened = open_reference_runtime(open_bundle(tiny_bundle), TINY, 512)
     else:
-        bundle = tiny_append_bundle if request.param.endswith("append") else tiny_bundle
-        opened = Runtime.open(bundle, max_seq_len=512, threads=1)
+        bundles = {"scatter": tiny_bundle, "append": tiny_append_bundle, "int8": tiny_int8_bundle}
+        opened = Runtime.open(bundles[request.param.split()[-1]], max_seq_len=512, threads=1)
     with opened:
         yield opened
 

@@ -26,6 +26,8 @@ def exported_once(
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # each worker has a folder of its own within the session's
+    if weights == "int8" and activations is None:
+        activations = "int8x2"  # the default: one bundle for both ways to ask for it
     parts = (checkpoint.name, lowering, dtype, weights, activations)
     target = folder / "-".join(part for part in parts if part)
     with target.with_suffix(".lock").open("w") as lock:

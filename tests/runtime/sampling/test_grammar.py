@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -529,8 +528,11 @@ def test_only_the_masks_of_the_last_places_are_kept() -> None:
     assert len(choose.lines[()].masks) <= 6
 
 
-def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(tiny_bundle: Path) -> None:
-    bundle = open_bundle(tiny_bundle)
+@pytest.mark.parametrize("name", ["tiny_bundle", "tiny_int8_bundle"])
+def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    bundle = open_bundle(request.getfixturevalue(name))
     manifest, tokenizer = bundle.manifest, open_tokenizer(bundle)
     engine = open_engine(bundle, "auto", Opening(512, 1))
     vocabulary = open_vocabulary(tokenizer, manifest.signature.vocab_size, manifest.tokens.end)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
+from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.selector import NotANumber
@@ -24,6 +25,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob, likeliest_in, logprob_in
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
+from spaceport.tools.reference import open_reference_runtime
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, request_for
 from support.hash_runtime import BrokenEngine, expected_logprobs, hash_runtime, same
 from support.paths import DOCS, TINY
@@ -262,6 +264,21 @@ def test_they_are_those_of_the_model_in_transformers(tiny: Runtime) -> None:
             assert [token for token, _ in one.top] == line.topk(5).indices.tolist()
     again = tiny.score(plain.prompt_tokens, plain.tokens, top=5)
     assert same(again.logprobs, plain.logprobs, within=1e-4)
+
+
+def test_those_of_an_int8_bundle_are_the_references_whatever_is_drafted(tiny_int8_bundle: Path) -> None:
+    with open_reference_runtime(open_bundle(tiny_int8_bundle), TINY, 256) as reference:
+        expected = reference.generate(PROMPT, Decoding(max_tokens=60, mask_slots=0, logprobs=5))
+    with Runtime.open(tiny_int8_bundle, max_seq_len=256, threads=1) as runtime:
+        plain = runtime.generate(PROMPT, Decoding(max_tokens=60, mask_slots=0, logprobs=5))
+        assert same(plain.logprobs, expected.logprobs, within=5e-3)
+        scores = [runtime.score(plain.prompt_tokens, plain.tokens, top=5).logprobs]
+        scores.append(runtime.score([*plain.prompt_tokens, *plain.tokens], top=5).logprobs[-60:])
+        assert scores == [plain.logprobs] * 2  # to the bit: they stand in the same slots
+        for drafts in ({"draft": "chain"}, {}, {"mask_slots": 2, "lookup": 6}):
+            found = runtime.generate(PROMPT, Decoding(max_tokens=60, logprobs=5, **drafts))
+            assert found.tokens == plain.tokens
+            assert same(found.logprobs, plain.logprobs, within=5e-3)  # drafts leave gaps between slots
 
 
 def test_the_programs_of_the_page_print_what_stands_behind_them(

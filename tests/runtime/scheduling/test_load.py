@@ -157,15 +157,17 @@ class Breaking(list[tuple[int, int]]):
 
 
 @pytest.mark.slow
-def test_sixty_texts_of_the_demo_model_are_what_each_is_alone(demo_bundle: Path) -> None:
+@pytest.mark.parametrize("bundle", ["demo_bundle", pytest.param("demo_int8_bundle", marks=pytest.mark.nightly)])
+def test_sixty_texts_of_the_demo_model_are_what_each_is_alone(request: pytest.FixtureRequest, bundle: str) -> None:
+    folder: Path = request.getfixturevalue(bundle)
     random = np.random.default_rng(5)
     chat = [{"role": "user", "content": ASKED["triangular"]["user"]}]
     prompts = [chat, ASKED["source"], "import json\n", "class Reader:\n", "def close(self):\n", chat]
     plain = Decoding(max_tokens=48, mask_slots=0, max_threads=1)
-    with Runtime.open(demo_bundle, threads=1, max_seq_len=192) as runtime:
+    with Runtime.open(folder, threads=1, max_seq_len=192) as runtime:
         alone = [runtime.generate(prompt, plain) for prompt in prompts]
     with (
-        Runtime.open(demo_bundle, threads=1, max_seq_len=192, max_requests=PLACES) as runtime,
+        Runtime.open(folder, threads=1, max_seq_len=192, max_requests=PLACES) as runtime,
         ThreadPoolExecutor(24) as pool,
     ):
 

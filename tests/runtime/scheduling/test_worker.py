@@ -154,10 +154,11 @@ def test_a_reader_that_is_interrupted_leaves_the_runtime_as_it_was() -> None:
         assert runtime.generate([4, 5], Decoding(max_tokens=9)).tokens == tuple(ENDLESS.write([4, 5], 9))
 
 
+@pytest.mark.parametrize("bundle", ["demo_bundle", pytest.param("demo_int8_bundle", marks=pytest.mark.nightly)])
 def test_a_text_ends_at_its_deadline_with_what_there_is(
-    demo_bundle: Path, open_runtime: Callable[..., Runtime]
+    request: pytest.FixtureRequest, bundle: str, open_runtime: Callable[..., Runtime]
 ) -> None:
-    runtime = open_runtime(demo_bundle, threads=1, max_seq_len=512)
+    runtime = open_runtime(request.getfixturevalue(bundle), threads=1, max_seq_len=512)
     whole = runtime.generate(PROMPTS[1], PLAIN)
     late = runtime.generate(PROMPTS[1], Decoding(mask_slots=0, timeout=1e-9))
     assert (late.ending, late.text, late.tokens) == ("deadline", "", ())

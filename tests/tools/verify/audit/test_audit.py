@@ -26,7 +26,7 @@ from support.forking_bundle import forking_copy
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 from support.paths import TINY
-from support.spoilt_engine import Logits, SpoiltEngine, places, spoilt_runtime, tied
+from support.spoilt_engine import LENGTH, Logits, SpoiltEngine, places, spoilt_runtime, tied
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
 DECODER, SCANNER, FOREIGN = PROMPTS.values()
@@ -71,6 +71,16 @@ def test_a_sound_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Path,
     assert report.statement.startswith("lossless: 30 texts, 720 tokens, 0 faults, 0 near-ties (noise ")
 
 
+@pytest.mark.parametrize("bundle", ["tiny_int8_bundle", pytest.param("demo_int8_bundle", marks=pytest.mark.nightly)])
+def test_int8_bundles_are_lossless_without_near_ties(request: pytest.FixtureRequest, bundle: str) -> None:
+    runtime = Runtime.open(request.getfixturevalue(bundle), max_seq_len=LENGTH, max_requests=2, threads=1)
+    report = found_in(runtime, SCANNER, FOREIGN, max_tokens=16)
+    assert report.passed
+    assert all(row.near_ties == row.faults == 0 for row in report.kinds)
+    assert all(row.identical == row.texts for row in report.drafted)
+    assert any("forked" in row.kind for row in report.drafted) == bundle.startswith("demo")
+
+
 def test_a_bundle_without_mask_slots_is_audited_with_look_up_alone(tiny_bundle: Path) -> None:
     runtime, _ = spoilt_runtime(tiny_bundle)
     manifest = runtime.bundle.manifest
@@ -82,8 +92,10 @@ def test_a_bundle_without_mask_slots_is_audited_with_look_up_alone(tiny_bundle: 
     assert kinds(report, 1)["look-up"].steps < 2 * TOKENS
 
 
-def test_the_threads_of_a_text_are_audited_each(tiny_bundle: Path, tmp_path: Path) -> None:
-    runtime = Runtime.open(forking_copy(tiny_bundle, tmp_path / "bundle"), max_seq_len=160, max_requests=2, threads=1)
+@pytest.mark.parametrize("bundle", ["tiny_bundle", "tiny_int8_bundle"])
+def test_the_threads_of_a_text_are_audited_each(request: pytest.FixtureRequest, bundle: str, tmp_path: Path) -> None:
+    forking = forking_copy(request.getfixturevalue(bundle), tmp_path / "bundle")
+    runtime = Runtime.open(forking, max_seq_len=160, max_requests=2, threads=1)
     report = found_in(runtime, DECODER, max_tokens=40)
     forked = [row for row in report.drafted if "forked" in row.kind]
     assert {(row.kind, row.requests) for row in forked} >= {

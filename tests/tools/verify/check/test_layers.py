@@ -159,6 +159,14 @@ def test_a_sound_bundle_agrees_in_every_value_of_every_layer(
     assert re.match(r"all 3 layers agree in keys, values, attention and output \(at most 0\.0\d+ of", told["told"])
 
 
+def test_a_sound_int8_bundle_agrees_in_every_value_and_a_fault_is_found(tiny_int8_bundle: Path, tmp_path: Path) -> None:
+    sound = found(tiny_int8_bundle)
+    assert sound.passed
+    assert str(sound.layers).startswith("all 3 layers agree in keys, values, attention and output")
+    changed = planted(tiny_int8_bundle, tmp_path / "bundle", partial(swap_key_and_value, layer=1))
+    assert first_of(found(changed))[0] == "layer 1, keys"
+
+
 def test_a_graph_without_marks_is_compared_by_its_buffers(tiny_bundle: Path, tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         perturb_layer(model, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spaceport.exporter.integer_products import store_integers
 from spaceport.exporter.rounded_weights import LostWeights
-from spaceport.graphs.int8 import InputScale, IntegerModel, IntegerProduct, round_input, round_product
+from spaceport.graphs.int8 import InputScale, IntegerModel, IntegerProduct, ProductScale, round_input, round_product
 from spaceport.runtime.backends.on_onnxruntime import session_options
 
 Array = NDArray[np.float32]
@@ -29,7 +29,7 @@ def dice(seed: int) -> torch.Generator:
 
 def product(seed: int, inputs: int, outputs: int, bound: float | None, moved: bool) -> IntegerProduct:
     move = torch.rand(inputs, generator=dice(seed)) + 0.5 if moved else None
-    return round_product(torch.randn(outputs, inputs, generator=dice(seed)), InputScale(bound, move))
+    return round_product(torch.randn(outputs, inputs, generator=dice(seed)), ProductScale(InputScale(bound, move)))
 
 
 def stored(products: Products, shape: list[str | int], limbs: int, inputs: Mapping[str, str]) -> onnx.ModelProto:
@@ -84,7 +84,7 @@ def test_products_are_those_of_the_rounded_values(
 ) -> None:
     """Two that share their input, of different sizes, and one with an input of its own."""
     first = product(1, 24, 40, bound, moved)
-    second = round_product(torch.randn(9, 24, generator=dice(2)), first.input)
+    second = round_product(torch.randn(9, 24, generator=dice(2)), ProductScale(first.input))
     products = {"query": first, "key": second, "down": product(3, 16, 8, bound, moved)}
     hold(products, shape, limbs, {"query": "states", "key": "states", "down": "others"})
 
@@ -96,7 +96,7 @@ def test_wide_inputs_are_moved_by_factors_of_their_own() -> None:
 
 def repeated() -> dict[str, IntegerProduct]:
     weight = torch.randn(8, 16, generator=dice(1))
-    return {name: round_product(weight, InputScale(bound)) for name, bound in (("0", 4.0), ("1", 60.0))}
+    return {name: round_product(weight, ProductScale(InputScale(bound))) for name, bound in (("0", 4.0), ("1", 60.0))}
 
 
 def test_equal_weights_of_repeated_layers_keep_their_own_input_scales() -> None:
@@ -106,7 +106,7 @@ def test_equal_weights_of_repeated_layers_keep_their_own_input_scales() -> None:
 def test_more_products_than_modules_of_equal_weights_are_refused() -> None:
     first, second = repeated().values()
     weights = torch.randn(8, 16, generator=dice(1))
-    graph = {"0": first, "1": second, "2": round_product(weights, InputScale(4.0))}
+    graph = {"0": first, "1": second, "2": round_product(weights, ProductScale(InputScale(4.0)))}
     constants = [numpy_helper.from_array(each.values.numpy(), f"w{name}") for name, each in graph.items()]
     nodes = [helper.make_node("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in graph]
     told = helper.make_tensor_value_info

@@ -26,9 +26,11 @@ class Costs:
 
     row: float  # time that one more row adds to a call, in calls of one row
     call_rows: int  # number of rows whose time equals the fixed cost of a call
+    prompt_rows: int = 512  # prompt rows of a call: many keep matrix products busy, few keep a call short
 
 
-PROCESSOR = Costs(0.08, 16)  # of a CPU; measured, see docs/performance.md
+# Of a CPU; measured, see docs/performance.md. Attention scores of more prompt rows do not fit into its caches.
+PROCESSOR = Costs(0.08, 16, 128)
 
 
 @dataclass(frozen=True)

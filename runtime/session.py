@@ -12,7 +12,6 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import resolve
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.scoring import Score
@@ -42,7 +41,7 @@ class Runtime:
         max_seq_len: int,
         max_slots: int | None = None,
         queue_limit: int = DEFAULT_QUEUE_LIMIT,
-        prompt_rows: int = PREFILL_ROWS,
+        prompt_rows: int | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.bundle = bundle

@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.decode.request import ScheduledStep
-from spaceport.runtime.decode.step import PREFILL_ROWS, Call, StepInput, step
+from spaceport.runtime.decode.step import Call, StepInput, step
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.task import Task
@@ -30,12 +30,12 @@ class Scheduler:
         self,
         engine: Engine,
         queue_limit: int,
-        prompt_rows: int = PREFILL_ROWS,
+        prompt_rows: int | None = None,  # of a call; none: as many as suit the engine
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.engine = engine
         self.queue_limit = queue_limit
-        self._prompt_rows = min(prompt_rows, engine.rows)
+        self._prompt_rows = min(prompt_rows or engine.costs.prompt_rows, engine.rows)
         self._clock = clock  # what deadlines are measured with
         self._waiting: deque[Task] = deque()
         self._lock = Lock()  # over the waiting tasks

@@ -16,7 +16,7 @@ from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
-from spaceport.runtime.engine import PROCESSOR, Batch, Costs, EngineFault, Moves
+from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
 
 _UINT8 = 2  # onnx.TensorProto.UINT8; numpy has no bfloat16, so types are named by their numbers
 
@@ -72,7 +72,7 @@ class DeviceEngine:
     graphs hold them.
     """
 
-    costs: Costs = PROCESSOR
+    costs: Costs = UNTIMED
 
     def __init__(
         self,

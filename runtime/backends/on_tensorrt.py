@@ -26,7 +26,7 @@ from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
 from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.backends.torch_device import Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.engine import PROCESSOR, Batch, Costs, EngineFault, Moves
+from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
 
 STEPS, PROMPTS = 0, 1  # profiles of an engine
 
@@ -58,7 +58,7 @@ class _Context:
 class TensorRtEngine:
     """A TensorRT or TensorRT-RTX engine on a GPU."""
 
-    costs: Costs = PROCESSOR
+    costs: Costs = UNTIMED
 
     def __init__(
         self,

@@ -117,17 +117,18 @@ def options_for(checkpoint: Checkpoint, options: Options) -> Options:
     """The options with activations that suit the checkpoint's model.
 
     Where each KV head has one query head, ONNX Runtime computes the attention of a single row by another kernel, whose
-    sums are in another order: with int4 weights and int8 activations no draft would be exact.
+    sums are in another order: with int8 activations no draft would be exact.
     """
     config = checkpoint.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     grouped = heads is not None and (getattr(config, "num_key_value_heads", None) or heads) < heads
-    if options.weights != "int4" or options.activations != "int8" or grouped:
+    if options.activations != "int8" or grouped:
         return options
     if options.asked_activations == "int8":
+        exact = "int8x2" if options.weights == "int8" else "float"
         raise OptionFault(
             f"activations is int8: {config.model_type} has {heads} query heads and as many KV heads, and drafts would not be "
-            "exact; expected float (--activations)"
+            f"exact; expected {exact} (--activations)"
         )
     return replace(options, asked_activations="float")
 

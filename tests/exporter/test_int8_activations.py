@@ -128,3 +128,6 @@ def test_a_model_without_grouped_heads_keeps_float_activations() -> None:
     assert options_for(checkpoint, Options(weights="int4")).activations == "float"
     with pytest.raises(OptionFault, match="6 query heads and as many KV heads, and drafts would not be exact"):
         options_for(checkpoint, Options(weights="int4", asked_activations="int8"))
+    with pytest.raises(OptionFault, match=r"drafts would not be exact; expected int8x2 \(--activations\)"):
+        options_for(checkpoint, Options(weights="int8", asked_activations="int8"))
+    assert options_for(checkpoint, Options(weights="int8")).activations == "int8x2"

@@ -142,19 +142,20 @@ def decoder_from(
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as a graph module; it may compute in another type than the one that its weights are in.
 
-    Without input scales, those of integer products are calibrated."""
+    Without scales, those of integer products are calibrated."""
     stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype)
+        calibrates = scales is None and options.weights == "int8" and options.activations != "float"
         if options.weights != "same":
-            stage(f"rounding weights to {options.weights}")
+            stage(f"{'calibrating and ' if calibrates else ''}rounding weights to {options.weights}")
         rounding = quantize_model(
             model,
             options.weights,
             options.activations,
             options.lowering,
             scales,
-            prompt_tokens(checkpoint, options.calibrate),
+            prompt_tokens(checkpoint, options.calibrate) if calibrates else (),
         )
         # As it was loaded it stays as it is: its rotary frequencies are in float32, whatever its weights are in.
         if arithmetic not in (None, options.dtype):

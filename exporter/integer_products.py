@@ -96,7 +96,7 @@ class _Writer:
         scale = group[0].layer.input
         inputs = group[0].layer.codes.shape[0]
         rows, size = self._rounded(states, scale, inputs, [product.node for product in group])
-        bound = scale.row_bound(inputs, self._limbs) if scale.bound is None else scale.bound
+        bound = scale.kept(inputs, self._limbs)
         factor = bound / MOST / (inputs**0.5 if scale.bound is None and self._limbs == 2 else 1)
         codes, scales = self._weights(group)
         zero, one = self._zero(), self._scalar("integer.step", np.float32(factor))
@@ -128,7 +128,7 @@ class _Writer:
     ) -> tuple[ir.Value, ir.Value | None]:
         """An input as unsigned bytes, its limbs one behind the other, and what its rows are to be multiplied by."""
         moved, size = self._scaled(states, scale, inputs, users)
-        bound = scale.row_bound(inputs, self._limbs) if scale.bound is None else scale.bound
+        bound = scale.kept(inputs, self._limbs)
         step, zero = np.float32(bound / MOST), self._zero()
         high = self._op("QuantizeLinear", moved, self._scalar("integer.step", step), zero)
         if self._limbs == 1:

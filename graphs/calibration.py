@@ -67,14 +67,18 @@ def own_texts(model: PreTrainedModel, prompts: Sequence[Tensor] = ()) -> list[Te
 
 
 def _continued(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """What the model writes behind the end of a prompt, within the positions that it has."""
+    positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
+    length = max(1, min(_LENGTH, positions // 2))
+    ids = ids[:, -(positions - length) :]
     return cast(
         Tensor,
         model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=_LENGTH,
-            min_new_tokens=_LENGTH,
+            max_new_tokens=length,
+            min_new_tokens=length,
             pad_token_id=0,
         ),
     )

@@ -30,8 +30,10 @@ class InputScale:
     bound: float | None
     move: Tensor | None = None  # float32, inputs: a channel is divided by it, and its weights are multiplied by it
 
-    def row_bound(self, inputs: int, limbs: int) -> float:
-        """The largest magnitude of a row that was divided by its own size."""
+    def kept(self, inputs: int, limbs: int) -> float:
+        """The largest magnitude that is kept; of a row that was divided by its own size, the largest that it can have."""
+        if self.bound is not None:
+            return self.bound
         if limbs == 1:
             return 1.0
         return math.sqrt(inputs) * (1.0 if self.move is None else float((1 / self.move).max()))
@@ -137,7 +139,7 @@ def round_input(states: Tensor, scale: InputScale, limbs: int) -> tuple[Tensor, 
         cut = int((moved.abs() > scale.bound * (1 + 1 / LIMB)).sum())
     else:
         size = row_size(states if limbs == 2 else moved, limbs)
-        rounded = _limbs(moved / size, scale.row_bound(states.shape[-1], limbs), limbs) * size
+        rounded = _limbs(moved / size, scale.kept(states.shape[-1], limbs), limbs) * size
         cut = 0
     return (rounded if scale.move is None else rounded * scale.move), cut
 

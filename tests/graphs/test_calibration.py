@@ -101,3 +101,11 @@ def test_calibration_texts_begin_with_the_prompts(tiny: PreTrainedModel) -> None
     _, text = own_texts(tiny, (torch.tensor([[5, 6, 7]]),))
     assert text[0, :3].tolist() == [5, 6, 7]
     assert text.shape[1] > 3
+
+
+def test_texts_stay_within_the_positions_of_the_model() -> None:
+    model = build(NAMED["opt"])  # learned positions: a longer text would be an error
+    positions = model.config.max_position_embeddings
+    texts = own_texts(model, (torch.arange(positions + 40)[None] % 60,))
+    assert [text.shape[1] <= positions for text in texts] == [True, True]
+    assert texts[1].shape[1] > 40

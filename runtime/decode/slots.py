@@ -16,7 +16,8 @@ class SlotsExhausted(RuntimeError):
 class Slots:
     """The slots of one request: each is free or held by one thread or more.
 
-    A scatter engine writes rows to any slots: the lowest free ones are given, in an order that the caller chooses. An append engine writes them to a run:
+    A scatter engine writes rows to any slots: the lowest free ones are given, in an order that the caller chooses.
+    An append engine writes them to a run:
     the run starts behind the highest held slot, and `settle` says which kept rows then move down into the gaps.
     The last slot is never given: padding rows write there.
     """

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo
 
+from spaceport.exporter.attention_operator import LEAST_HEADS, join_attention
 from spaceport.exporter.constant_key import LostWeights
 from spaceport.exporter.integer_products import store_integers
 from spaceport.exporter.projections import join_projections
@@ -74,6 +75,8 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
         join_projections(model)
         fix_reshapes(model)
         hoist_above_splits(model)
+        if decoder.rounding.integers is not None and signature.kv_heads >= LEAST_HEADS:  # for CPUs alone
+            join_attention(model)
     _forget_sources(model)
     model.graph.sort()
     model.opset_imports[""] = opset

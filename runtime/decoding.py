@@ -10,12 +10,11 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ExactDrafts
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting, Shape
-from spaceport.runtime.engine import PROCESSOR, Costs
 from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.sampler import Sampling
 
 _LONGEST_STOP = 1000  # characters; the beginnings of a stop string are held for each thread
-_LOOKUP = 6  # tokens; more are rarely all right, fewer waste what is free
+_LOOKUP = 16  # tokens; how many of them are drafted depends on how often they are right
 MAX_THREADS = 16
 
 # Whole numbers, the least and the most that each may be, and those that may be left open.
@@ -110,12 +109,12 @@ class Decoding:
         """How many threads write at the same time with a bundle that has such exact drafts."""
         return self.max_threads or (MAX_THREADS if exact == "tree" else 1)
 
-    def drafting(self, most: int, costs: Costs = PROCESSOR, exact: ExactDrafts = "tree") -> Drafting:
-        """How threads draft with a bundle that has so many mask slots and such exact drafts, on an engine of such costs."""
+    def drafting(self, most: int, exact: ExactDrafts = "tree") -> Drafting:
+        """How threads draft with a bundle that has so many mask slots and such exact drafts."""
         slots = most if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
         rows = self.draft_rows or Drafting.rows
         siblings = self.draft_siblings or (Drafting.siblings if exact == "tree" else 1)
-        return Drafting(slots, self.draft, rows, siblings, lookup, costs.row)
+        return Drafting(slots, self.draft, rows, siblings, lookup)

@@ -11,7 +11,10 @@ from types import TracebackType
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import resolve
 from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.step_costs import step_costs as costs_of
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.costs import CostSource, StepCosts, fixed_costs
+from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.scoring import Score
@@ -43,14 +46,19 @@ class Runtime:
         queue_limit: int = DEFAULT_QUEUE_LIMIT,
         prompt_rows: int | None = None,
         notes: tuple[str, ...] = (),
+        costs: StepCosts | None = None,
     ) -> None:
         self.bundle = bundle
         self.engine = engine
         self.max_seq_len = max_seq_len
         self.notes = (*notes, *engine.notes)  # what there is to know of the engine that was opened: a sentence each
         self.tokenizer = open_tokenizer(bundle)
-        self._admission = Admission(bundle, self.tokenizer, engine, max_seq_len, slots_for(max_seq_len, max_slots))
-        self._worker = Worker(Scheduler(engine, queue_limit, prompt_rows))
+        self.costs = costs or fixed_costs(engine.costs.row)
+        planner = DraftPlanner(self.costs, repeatable=self.costs.fixed)
+        self._admission = Admission(
+            bundle, self.tokenizer, engine, max_seq_len, slots_for(max_seq_len, max_slots), planner
+        )
+        self._worker = Worker(Scheduler(engine, queue_limit, prompt_rows, costs=self.costs))
 
     @classmethod
     def open(
@@ -64,12 +72,15 @@ class Runtime:
         queue_limit: int = DEFAULT_QUEUE_LIMIT,
         threads: int = 0,
         trust_engines: bool = False,
+        step_costs: CostSource = "measured",
     ) -> Runtime:
         """The bundle on the best backend that is installed.
 
         There is room for `max_requests` texts at a time, each up to `max_seq_len` tokens long with its prompt and up to
         `max_slots` with all its threads; up to `queue_limit` more may wait. `threads` are the processor's. Engines are code:
-        those that were not built on this machine are only run with `trust_engines`.
+        those that were not built on this machine are only run with `trust_engines`. Drafts are as wide as they pay:
+        `step_costs` is "measured" (once for each machine and bundle, in at most two seconds), or "standard": constants, and
+        requests learn nothing from each other, so that the same request takes the same steps each time.
         """
         opened = open_bundle(bundle)
         length = seq_len(opened.manifest, max_seq_len)
@@ -80,7 +91,8 @@ class Runtime:
             raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
         opening = Opening(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
         resolved = resolve(opened, backend, opening)
-        return cls(opened, resolved.engine, length, slots, queue_limit, notes=resolved.notes)
+        costs = costs_of(opened, resolved.name, resolved.engine, opening, step_costs)
+        return cls(opened, resolved.engine, length, slots, queue_limit, notes=resolved.notes, costs=costs)
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The text that follows a prompt."""

@@ -16,9 +16,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads cost more than they save
 
-# What is noted of engines that the tests build is not the user's.
+# What is noted of engines that the tests build and time is not the user's.
 _STATE = tempfile.TemporaryDirectory(prefix="spaceport-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+os.environ["XDG_CACHE_HOME"] = _STATE.name
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")

@@ -15,7 +15,6 @@ from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.on_device import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_session, session_options, unloadable
 from spaceport.runtime.backends.opening import Opening
-from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault
 
@@ -39,7 +38,7 @@ _NO_MEMORY = re.compile("out of memory|Failed to allocate memory|CUBLAS_STATUS_A
 
 
 def open_engine(bundle: Bundle, opening: Opening) -> DeviceEngine:
-    """The bundle's graph on the first GPU, measured."""
+    """The bundle's graph on the first GPU."""
     lacking = preload()
     try:
         session, notes = open_on_gpu(bundle, opening.graphs)
@@ -48,7 +47,6 @@ def open_engine(bundle: Bundle, opening: Opening) -> DeviceEngine:
         name = f"cuda:0 ({gpu().name})"
         graphs = opening.graphs and not notes
         engine = DeviceEngine(session, bundle.manifest.signature, opening, "cuda", name, graphs, notes)
-        engine.costs = timed(engine)
     except FAULTS as error:
         if _NO_MEMORY.search(str(error)):
             raise OptionFault(no_room(bundle, opening)) from error

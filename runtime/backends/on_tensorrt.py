@@ -23,7 +23,6 @@ from spaceport.runtime.backends.kernels import Kernels
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
-from spaceport.runtime.backends.timing import timed
 from spaceport.runtime.backends.torch_device import Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
@@ -207,14 +206,13 @@ def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
 
 
 def open_engine(bundle: Bundle, opening: Opening, flavour: Flavour) -> TensorRtEngine:
-    """The bundle's engine for this GPU, measured."""
+    """The bundle's engine for this GPU."""
     api: Any = import_module(LIBRARIES[flavour])
     named = engine_for(bundle, flavour, api.__version__, gpu().target, opening)
     plan = read_engine(bundle, named, opening.trust_engines)
     name = f"cuda:0 ({gpu().name}, {flavour} {api.__version__})"
     try:
         engine = deserialized(api, plan, named, bundle, opening, Cuda(), name)
-        engine.costs = timed(engine)
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         gigabytes = bundle.manifest.signature.kv_bytes(opening.requests, named.record.capacity) / 1e9
         raise OptionFault(

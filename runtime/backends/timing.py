@@ -1,49 +1,99 @@
-"""Timing: what the calls of an engine take, measured when it is opened."""
+"""Timing: the step costs of an engine, measured on requests that nobody uses yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
-from spaceport.runtime.engine import Batch, Costs, Engine
+from spaceport.runtime.costs import CostTable, Points
+from spaceport.runtime.engine import Batch, Engine
 
-ROWS = 36  # of the wide call: a usual draft, and a width that no engine fills up
-_WARM, _ROUNDS = 4, 9  # calls before and while a call is timed; the first ones load, compile and capture
-_VISIBLE = 256
-
-_LEAST_ROW = 0.0005  # a lower cost cannot be told from noise
-_MOST_CALL_ROWS = 1024
-
-
-def timed(engine: Engine, clock: Callable[[], float] = perf_counter) -> Costs:
-    """The costs of an engine's calls, measured behind a short text on a request that nobody uses yet."""
-
-    def seconds(rows: int) -> float:
-        batch, times = idle(engine, rows), []
-        for _ in range(_WARM + _ROUNDS):
-            started = clock()
-            engine.run(batch)
-            times.append(clock() - started)
-        return median(times[_WARM:])
-
-    return measured(seconds, min(ROWS, engine.rows))
+SECONDS = 2.0  # of measuring, at most by one call
+_ROUNDS, _FEWEST = 7, 3  # calls of each shape: all of a small model's, and those that a shape is not left without
+_VISIBLE, _FAR = 256, 1024  # KV slots
+# The most telling first: a large model has no time for all. GPUs take jumps at 8/9, 17, 33 and 64 rows.
+_SINGLE = (1, 16, 4, 9, 36, 2, 24, 6, 12, 64, 8, 17, 33)
+_BATCHED = (1, 4, 9)
+_FAR_ROWS = (1, 16)
 
 
-def measured(seconds: Callable[[int], float], rows: int = 32) -> Costs:
-    """The costs of an engine, from the seconds that its calls take by their number of rows."""
-    one, many = seconds(1), seconds(rows)
-    row = max(_LEAST_ROW, (many / one - 1) / (rows - 1))
-    return Costs(row, min(_MOST_CALL_ROWS, max(1, round(1 / row))))
+class _Shape(NamedTuple):
+    rows: int
+    requests: int
+    visible: int
 
 
-def idle(engine: Engine, rows: int) -> Batch:
+def measure(engine: Engine, budget: float = SECONDS, clock: Callable[[], float] = perf_counter) -> CostTable:
+    """The costs of an engine's calls. Shapes take turns, so that they share a busy machine's moods."""
+    deadline = clock() + budget
+    times: dict[_Shape, list[float]] = {}
+    for shape in _shapes(engine):  # calls of a new shape load, compile and capture: their first times do not count
+        slowest = max((max(found) for found in times.values()), default=0.0)
+        if times and clock() + 2 * slowest > deadline - _FEWEST * sum(map(min, times.values())):
+            break
+        _call(engine, shape, clock)
+        times[shape] = [_call(engine, shape, clock)]
+    for _ in range(_ROUNDS):
+        for shape, found in times.items():
+            if clock() + found[-1] > deadline:
+                return _table(engine, times)
+            found.append(_call(engine, shape, clock))
+    return _table(engine, times)
+
+
+def idle(engine: Engine, rows: int, requests: int = 1, visible: int = _VISIBLE) -> Batch:
     """A call that computes as any other, and writes what nobody sees."""
-    ids = np.zeros((1, rows), np.int64)
-    mask = np.zeros((1, 1, rows, min(_VISIBLE, engine.capacity)), np.bool_)
+    visible = min(visible, engine.capacity)
+    ids = np.zeros((requests, rows), np.int64)
+    mask = np.zeros((requests, 1, rows, visible), np.bool_)
     mask[..., 0] = True
-    slots = np.arange(engine.capacity - rows, engine.capacity)[None]
-    near = mask if engine.signature.window else None
-    return Batch(0, ids, ids, slots, mask, np.arange(rows)[None], near)
+    slots = np.broadcast_to(np.arange(visible - rows, visible), ids.shape).copy()
+    wanted = np.broadcast_to(np.arange(rows), ids.shape).copy()
+    return Batch(0, ids, ids, slots, mask, wanted, mask if engine.signature.window else None)
+
+
+def _shapes(engine: Engine) -> Iterator[_Shape]:
+    near, far = min(_VISIBLE, engine.capacity), min(_FAR, engine.capacity)
+    for rows in _SINGLE:
+        if rows <= min(engine.rows, near):
+            yield _Shape(rows, 1, near)
+            if rows in _FAR_ROWS and far >= 2 * near:
+                yield _Shape(rows, 1, far)
+            if rows in _BATCHED and engine.requests > 1:
+                yield _Shape(rows, engine.requests, near)
+
+
+def _call(engine: Engine, shape: _Shape, clock: Callable[[], float]) -> float:
+    batch = idle(engine, shape.rows, shape.requests, shape.visible)
+    started = clock()
+    engine.run(batch)
+    return max(clock() - started, 1e-9)
+
+
+def _table(engine: Engine, times: dict[_Shape, list[float]]) -> CostTable:
+    seconds = {shape: median(found) for shape, found in times.items()}
+    near = min(shape.visible for shape in seconds)
+    single = _points(seconds, 1, near)
+    further = {
+        shape.rows: max(0.0, (found - seconds[shape._replace(visible=near)]) / (shape.visible - near))
+        for shape, found in seconds.items()
+        if shape.visible > near
+    }
+    slot = further.get(1, 0.0)
+    rows = max(further, default=1)
+    row_slot = max(0.0, further[rows] - slot) / (rows - 1) if rows > 1 else 0.0
+    batched = _points(seconds, engine.requests, near) if engine.requests > 1 else ()
+    return CostTable(near, single, engine.requests, batched, slot, row_slot)
+
+
+def _points(seconds: dict[_Shape, float], requests: int, visible: int) -> Points:
+    """The points of calls of one kind; a wider call is never cheaper."""
+    found: list[tuple[int, float]] = []
+    for shape, time in sorted(seconds.items()):
+        if (shape.requests, shape.visible) == (requests, visible):
+            found.append((shape.rows, max(time, found[-1][1] if found else 0.0)))
+    return tuple(found)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import Draft, Drafting, Rates, chain, tree
+from spaceport.runtime.decode.acceptance import is_copying
+from spaceport.runtime.decode.budget import DraftBudget
+from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, chain
+from spaceport.runtime.decode.long_run import LongRun
 from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.planner import DraftPlanner, Sharing
 from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.tree import Curve, Outlook, tree
+
+_IMPROVE = 8  # steps between rounds of value iteration
+_PACE = 0.1  # weight of a step in the average of tokens and time
 
 
 class Drafter(Protocol):
     """Proposes the draft of each thread of a request, and learns from what was accepted."""
 
-    def draft(self, thread: Thread, remaining: int, rows: int) -> Draft:
+    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         """A draft for a thread that may write `remaining` more tokens, of at most `rows` rows with its last token.
 
         Also called while a prompt is fed in chunks; such a draft is not used unless the chunk is the last one.
@@ -34,7 +43,7 @@ class ChainDrafter:
     def __init__(self, drafting: Drafting) -> None:
         self._mask_slots = drafting.mask_slots
 
-    def draft(self, thread: Thread, remaining: int, rows: int) -> Draft:
+    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         rows = min(rows, (self._mask_slots + 1) ** 2)
         return chain([guess.tokens[0] for guess in thread.guesses], self._mask_slots, remaining, rows)
 
@@ -43,24 +52,89 @@ class ChainDrafter:
 
 
 class TreeDrafter:
-    """The tree of mask-slot predictions and prompt lookup that promises the most tokens for its rows."""
+    """The tree of mask-slot predictions and prompt lookup that writes the most tokens in the same time."""
 
-    def __init__(self, drafting: Drafting) -> None:
-        self._drafting = drafting
-        self._rates = Rates()
+    def __init__(self, drafting: Drafting, planner: DraftPlanner, kind: Hashable) -> None:
+        self._drafting, self._planner, self._kind = drafting, planner, kind
+        self._resting = replace(drafting, mask_slots=0)
+        self._shared = planner.acceptance(kind)
+        self._acceptance = self._shared.copy()
+        self._budget = DraftBudget()
+        self._tokens = self._time = 1.0  # of a step, on average
+        self._steps = 0
+        self._planned: dict[tuple[int, ...], _Planned] = {}  # by thread
+        self._copied: dict[tuple[int, ...], int] = {}  # by thread: looked-up tokens in a row that were right
+        self._long_runs: dict[tuple[int, int, bool], LongRun] = {}
 
-    def draft(self, thread: Thread, remaining: int, rows: int) -> Draft:
+    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
+        drafting = self._drafting
+        curve = self._planner.curve(drafting.rows, sharing)
         looked_up: Sequence[int] = ()
+        equal, copied = 0, 0
         if thread.lookup is not None:
-            looked_up = thread.lookup.following(thread.tokens, self._drafting.lookup)
-        rows = min(rows, self._drafting.rows)
-        return tree(thread.guesses, looked_up, self._drafting, remaining, rows, self._rates)
+            looked_up, equal = thread.lookup.following(thread.tokens, drafting.lookup)
+            copied = self._copied.get(thread.path, 0)
+        self._planned[thread.path] = _Planned(curve, looked_up, equal, copied)
+        if not self._budget.allows_masks:
+            drafting = self._resting
+        if not thread.guesses and not looked_up and not drafting.mask_slots:
+            return PLAIN
+        acceptance = self._acceptance
+        long_run = self._long_run(curve, sharing, is_copying(copied))
+        outlook = Outlook(
+            curve,
+            max(long_run.rate, self._tokens / self._time),
+            long_run.gains.tolist(),
+            [acceptance.trust(depth) for depth in range(len(thread.guesses))],
+            acceptance.looked_up(equal, copied, len(looked_up)),
+        )
+        return tree(thread.guesses, looked_up, drafting, remaining, min(rows, self._budget.rows(curve.times)), outlook)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
-        accepted = [part.layout.nodes.index(row) for row in verdict.kept[part.layout.known :]]
-        self._rates.heard(part.draft, len(part.thread.guesses), accepted)
+        thread, draft, written = part.thread, part.draft, verdict.tokens
+        planned = self._planned.pop(thread.path, None)
+        if planned is None or not written:
+            return
+        times = planned.curve.times
+        time = times[min(len(times), 1 + len(draft.tokens) + sum(draft.masks)) - 1]
+        self._budget.spend(time, len(written))
+        self._tokens += _PACE * (len(written) - self._tokens)
+        self._time += _PACE * (time - self._time)
+        right, copied = 0, planned.copied
+        for acceptance in (self._acceptance, self._shared):
+            if thread.lookup is not None:
+                right = acceptance.learn_lookup(planned.looked_up, written, planned.equal, copied)
+            acceptance.learn_masks(thread.guesses, written, right, is_copying(copied))
+        if thread.lookup is not None:
+            whole = right == min(len(planned.looked_up), len(written))
+            self._copied[thread.path] = copied + right if whole and right else 0
+
+    def _long_run(self, curve: Curve, sharing: Sharing, copying: bool) -> LongRun:
+        """The long run of threads that share a step in this way, improved from time to time."""
+        mask_slots = self._drafting.mask_slots
+        key = (sharing.threads, sharing.requests, copying)
+        shared_key = (self._kind, mask_slots, *key)
+        found = self._long_runs.get(key)
+        self._steps += 1
+        if found is None:
+            found = self._long_runs[key] = self._planner.long_run(shared_key, mask_slots)
+            if not found.rate:
+                found.solve(curve.times, self._acceptance.reach(mask_slots, copying))
+                self._planner.keep(shared_key, found)
+        elif self._steps % _IMPROVE == 0:
+            found.improve(curve.times, self._acceptance.reach(mask_slots, copying))
+        return found
 
 
-def drafter_for(drafting: Drafting) -> Drafter:
-    """The drafter of one request."""
-    return ChainDrafter(drafting) if drafting.shape == "chain" else TreeDrafter(drafting)
+class _Planned(NamedTuple):
+    """What a draft was planned with."""
+
+    curve: Curve
+    looked_up: Sequence[int]
+    equal: int  # tokens before the looked-up ones that are the same in both places
+    copied: int  # looked-up tokens in a row that were right
+
+
+def drafter_for(drafting: Drafting, planner: DraftPlanner, kind: Hashable = None) -> Drafter:
+    """The drafter of one request; requests of one kind share what they learn."""
+    return ChainDrafter(drafting) if drafting.shape == "chain" else TreeDrafter(drafting, planner, kind)

@@ -21,8 +21,8 @@ class Lookup:
         other._known = self._known
         return other
 
-    def following(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """What followed the last words of a text before, the more of them the better; nothing if they are new.
+    def following(self, tokens: Sequence[int], most: int) -> tuple[Sequence[int], int]:
+        """What followed the last tokens of a text before, and how many of these are equal; nothing if they are new.
 
         The text may only have grown since it was last asked about.
         """
@@ -34,5 +34,5 @@ class Lookup:
         for words in range(min(_LONGEST, end), _SHORTEST - 1, -1):
             place = self._places.get(tuple(tokens[end - words :]), end)
             if place < end:
-                return tokens[place : place + most]
-        return ()
+                return tokens[place : place + most], words
+        return (), 0

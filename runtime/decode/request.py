@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -11,16 +11,18 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
+from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.drafter import Drafter, drafter_for
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.plan import Part, Plan, plan_thread
+from spaceport.runtime.decode.planner import DraftPlanner, Sharing
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.threads import Ending, Thread, new_thread
-from spaceport.runtime.engine import NO_MOVES, Moves
+from spaceport.runtime.engine import NO_MOVES, PROCESSOR, Moves
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class RequestConfig:
     max_length: int  # tokens of a thread, the prompt and everything before its forks included
     max_total: int  # new tokens of all threads together; 0: the request ends when its prompt is in the KV cache
     drafting: Drafting = field(default_factory=Drafting)
+    planner: DraftPlanner = field(default_factory=lambda: DraftPlanner(fixed_costs(PROCESSOR.row)))
+    kind: Hashable = None  # requests of one kind share what they learn about acceptance
     max_rows: int | None = None  # rows of a step that the engine takes; None: any number
     max_threads: int = 1  # threads that write at the same time; the others are queued
     echo: int | None = None  # index of the first prompt token whose logits observers see too
@@ -92,7 +96,7 @@ class Request:
         self.observers = tuple(observers)
         self.statistics = Statistics(prompt_tokens=len(prompt))
         self._listener = listener or NullListener()
-        self._drafter = drafter or drafter_for(config.drafting)
+        self._drafter = drafter or drafter_for(config.drafting, config.planner, config.kind)
         self._written = 0  # tokens, of all threads
         self._prefilled = False
 
@@ -112,17 +116,21 @@ class Request:
         root, echo = self.threads[0], self.config.echo
         return max(0, (len(root.tokens) if echo is None else echo) - root.fed)
 
-    def plan(self, prefill_rows: int) -> Plan:
-        """The rows of the next step, those of every live thread; none of them feeds more known tokens than this."""
+    def plan(self, prefill_rows: int, requests: int = 1) -> Plan:
+        """The rows of the next step, those of every live thread; none of them feeds more known tokens than this.
+
+        `requests` is how many requests decode in the step.
+        """
         rows = max(1, STEP_ROWS // len(self.live))
+        sharing = Sharing(len(self.live), requests, self.slots.height)
         if len(self.live) == 1 and not self.live[0].waits_for_fork:
-            return Plan((self._part(self.live[0], rows, prefill_rows, None),))
+            return Plan((self._part(self.live[0], rows, prefill_rows, None, sharing),))
         parts: list[Part] = []
         first = 0
         feeding: dict[tuple[int, ...], int] = {}  # thread that feeds nothing but its last token -> that row
         for thread in self.live:
             anchor = feeding.get(thread.path[:-1]) if thread.waits_for_fork else None
-            part = self._part(thread, rows, prefill_rows, anchor)
+            part = self._part(thread, rows, prefill_rows, anchor, sharing)
             if len(thread.tokens) - thread.fed == 1:
                 feeding[thread.path] = first
             first += part.layout.rows
@@ -162,13 +170,13 @@ class Request:
         self.live, self.queue = [], []
         self.slots.clear()
 
-    def _part(self, thread: Thread, rows: int, prefill_rows: int, anchor: int | None) -> Part:
+    def _part(self, thread: Thread, rows: int, prefill_rows: int, anchor: int | None, sharing: Sharing) -> Part:
         config = self.config
         if config.max_rows is not None:  # the end of a prompt takes rows that its draft then cannot have
             known = min(len(thread.tokens) - thread.fed - (anchor is not None), prefill_rows)
             rows = max(1, min(rows, config.max_rows // len(self.live) - known + 1))
         remaining = min(config.max_length - len(thread.tokens), config.max_total - self.added)
-        draft = self._drafter.draft(thread, remaining, rows)
+        draft = self._drafter.draft(thread, remaining, rows, sharing)
         return plan_thread(thread, draft, config.tokens, prefill_rows, anchor, config.echo)
 
     def _feed(self, part: Part, own: NDArray[np.int64]) -> None:

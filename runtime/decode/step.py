@@ -22,6 +22,7 @@ Grouping = Callable[[Sequence[ScheduledStep]], Sequence[Call]]
 # Called with the index of a request that failed, and why; the other requests of the step go on. When a whole call fails
 # it is called for each request of it, also for those that failed before or have ended in this step.
 OnFailure = Callable[[int, Exception], None]
+OnCall = Callable[[int, int, int, float], None]  # called with the rows, requests, visible slots and seconds of a call
 
 
 class StepInput(NamedTuple):
@@ -39,6 +40,7 @@ class Ran(NamedTuple):
     requests: int  # from the first to the last one, with those between that took no part
     logits: NDArray[np.float32]  # requests x wanted rows x vocabulary
     seconds: float
+    shape: tuple[int, int, int]  # rows of each request, requests, visible KV slots
 
 
 def one_call(steps: Sequence[ScheduledStep]) -> Sequence[Call]:
@@ -47,7 +49,11 @@ def one_call(steps: Sequence[ScheduledStep]) -> Sequence[Call]:
 
 
 def step(
-    engine: Engine, inputs: Sequence[StepInput], group: Grouping = one_call, on_failure: OnFailure | None = None
+    engine: Engine,
+    inputs: Sequence[StepInput],
+    group: Grouping = one_call,
+    on_failure: OnFailure | None = None,
+    on_call: OnCall | None = None,
 ) -> float:
     """Feed a prompt chunk or write at least one token in every live thread; the seconds spent in the engine.
 
@@ -58,6 +64,8 @@ def step(
         with _Isolated(call, on_failure):
             ran = run(engine, call)
             seconds += ran.seconds
+            if on_call is not None:
+                on_call(*ran.shape, ran.seconds)
             verified = verify(call, ran, on_failure)
             keep(engine, ran, verified, on_failure)
     return seconds
@@ -66,9 +74,10 @@ def step(
 def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> list[ScheduledStep]:
     """The rows of each request, and a KV slot for each row."""
     steps = []
+    requests = max(1, sum(not each.request.prefilling for each in inputs))
     for each in inputs:
         with _Isolated((each,), on_failure):
-            planned = each.request.plan(each.prefill_rows)
+            planned = each.request.plan(each.prefill_rows, requests)
             slots = each.request.slots.take(planned.positions, planned.slot_order)
             steps.append(ScheduledStep(each.request, each.engine_index, planned, slots))
     return steps
@@ -82,7 +91,8 @@ def run(engine: Engine, call: Call) -> Ran:
     seconds = perf_counter() - started
     for each in call:
         each.request.statistics.engine_seconds += seconds
-    return Ran(batch.first, batch.requests, logits, seconds)
+    shape = batch.input_ids.shape[1], batch.requests, batch.attention_mask.shape[-1]
+    return Ran(batch.first, batch.requests, logits, seconds, shape)
 
 
 def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:

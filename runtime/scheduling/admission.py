@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.events import Listener
+from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Observer, Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decoding import Decoding
@@ -37,6 +38,7 @@ class Admission:
     engine: Engine
     max_seq_len: int  # longest prompt and text of one thread
     max_slots: int  # most tokens of a prompt and all its threads
+    planner: DraftPlanner
 
     @cached_property
     def prompts(self) -> PromptEncoder:
@@ -51,7 +53,7 @@ class Admission:
         manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
-        drafting = decoding.drafting(manifest.max_mask_slots, self.engine.costs, manifest.exact_drafts)
+        drafting = decoding.drafting(manifest.max_mask_slots, manifest.exact_drafts)
         self._check_mask_slots(drafting.mask_slots)
         decoding.sampling.check(manifest.signature.vocab_size)
         sampling = seeded(decoding.sampling)
@@ -62,6 +64,8 @@ class Admission:
             max_length=max_length,
             max_total=self._max_total(ids, decoding.max_total_tokens),
             drafting=drafting,
+            planner=self.planner,
+            kind=(round(sampling.temperature, 1), decoding.form is not None),
             max_rows=self.engine.rows,
             max_threads=decoding.threads(manifest.exact_drafts),
             end=frozenset(manifest.tokens.end),

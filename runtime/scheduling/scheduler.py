@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from operator import attrgetter
 from threading import Lock
 from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES
+from spaceport.runtime.costs import StepCosts, fixed_costs
 from spaceport.runtime.decode.request import ScheduledStep
 from spaceport.runtime.decode.step import Call, StepInput, step
 from spaceport.runtime.engine import Engine
@@ -32,10 +34,12 @@ class Scheduler:
         queue_limit: int,
         prompt_rows: int | None = None,  # of a call; none: as many as suit the engine
         clock: Callable[[], float] = monotonic,
+        costs: StepCosts | None = None,
     ) -> None:
         self.engine = engine
         self.queue_limit = queue_limit
         self._prompt_rows = min(prompt_rows or engine.costs.prompt_rows, engine.rows)
+        self._costs = costs or fixed_costs(engine.costs.row)
         self._clock = clock  # what deadlines are measured with
         self._waiting: deque[Task] = deque()
         self._lock = Lock()  # over the waiting tasks
@@ -64,8 +68,12 @@ class Scheduler:
         self._dismiss()
         self._admit()
         inputs = self._inputs()
-        inside = step(self.engine, inputs, self._group, self._failed)
+        beginning = any(each.request.prefilling for each in inputs)
+        calls: list[tuple[int, int]] = []  # rows of each request, requests
+        inside = step(self.engine, inputs, self._group, self._failed, partial(self._observe, calls))
         outside = perf_counter() - started - inside
+        if len(calls) == 1 and not beginning:
+            self._costs.observe_outside(*calls[0], outside)
         for request, index, _ in inputs:
             request.statistics.outside_seconds += outside
             self._report(self._running[index])
@@ -135,7 +143,7 @@ class Scheduler:
             request = task.request
             echoes = request.config.echo is not None
             budget = min(rows, request.silent_rows + lines) if echoes else rows
-            if request.prefilling and (budget >= self.engine.costs.call_rows or not chosen):
+            if request.prefilling and (budget >= self._call_rows or not chosen):
                 feeds = min(budget, len(request.threads[0].tokens) - request.threads[0].fed)
                 rows -= feeds
                 if echoes:
@@ -145,7 +153,15 @@ class Scheduler:
         return chosen
 
     def _group(self, steps: Sequence[ScheduledStep]) -> Sequence[Call]:
-        return group_by_width(steps, self.engine.costs.call_rows)
+        return group_by_width(steps, self._call_rows)
+
+    def _observe(self, calls: list[tuple[int, int]], rows: int, requests: int, visible: int, seconds: float) -> None:
+        calls.append((rows, requests))
+        self._costs.observe(rows, requests, visible, seconds)
+
+    @property
+    def _call_rows(self) -> int:
+        return self.engine.costs.call_rows if self._costs.fixed else self._costs.call_rows
 
     def _failed(self, index: int, error: Exception) -> None:
         self._give_up(self._running[index], error)

@@ -81,6 +81,17 @@ ROW = re.compile(
 THREAD = re.compile(r"^(?:spine|thread \d)  .*(?:\n {10}.*)*", re.MULTILINE)
 
 
+def repeatable(row: tuple[str, str, str]) -> tuple[str, str, str]:
+    """What a row of the demo says on any machine: drafts are as wide as they pay on it, so their steps differ."""
+    name, counts, verdict = row
+    return name, counts.split()[0] if "drafted" in name else counts, verdict
+
+
+def unmarked(thread: str) -> str:
+    """A thread without the marks of its accepted drafts, which depend on the machine as well."""
+    return re.sub(r"[\[\]\s]+", "", thread)
+
+
 def test_the_demo_checks_the_graph_and_finds_every_drafted_text_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["demo"]) == 0
     out = capsys.readouterr().out
@@ -89,8 +100,8 @@ def test_the_demo_checks_the_graph_and_finds_every_drafted_text_the_same(capsys:
     assert [row[2] for row in table] == ["same" if "drafted" in row[0] else "-" for row in table]
     shown = ROW.findall(README)
     assert len(shown) == 4 + 2
-    assert set(shown) <= set(table), "the README shows what the demo prints, times apart"
-    assert THREAD.findall(README) == THREAD.findall(out)
+    assert set(map(repeatable, shown)) <= set(map(repeatable, table)), "the README shows what the demo prints"
+    assert list(map(unmarked, THREAD.findall(README))) == list(map(unmarked, THREAD.findall(out)))
     assert len(THREAD.findall(out)) == 4
     assert re.search(r"^checked: 15 kinds of calls, .* passed$", out, re.MULTILINE)
     assert "checked: 15 kinds of calls, " in README

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from spaceport.runtime.backends import BACKENDS, open_engine, why_not
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import Costs
 from spaceport.tools.bench import outside
 from spaceport.tools.bench.steps import StepCost, step_costs
 
@@ -34,7 +33,6 @@ class EngineMeasurement:
     device: str
     steps: tuple[StepCost, ...]
     outside: tuple[outside.RoundCost, ...]  # of rounds beside the engine
-    costs: Costs  # as the engine tells them
     notes: tuple[str, ...]
 
 
@@ -62,6 +60,6 @@ def measure(
         steps = step_costs(engine, rows, context, rounds)
         cases = [case for case in outside.CASES if case[0] <= opening.requests]
         beside = [outside.measure(bundle, engine, requests, wide, rounds, None) for requests, wide in cases]
-        return EngineMeasurement(variant, engine.device, tuple(steps), tuple(beside), engine.costs, engine.notes)
+        return EngineMeasurement(variant, engine.device, tuple(steps), tuple(beside), engine.notes)
     finally:
         engine.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spaceport.tools.bench.engines import EngineMeasurement
+from spaceport.tools.bench.steps import StepCost
 
 
 @dataclass
@@ -57,7 +58,7 @@ def _of_model(model: MeasuredModel, context: int) -> Iterable[str]:
         rows = [step.rows for step in model.measured[0].steps]
         yield f"Median milliseconds of a step behind {context} tokens by its rows (and how many steps of one row that is):"
         yield table(("way", *(f"{count}" for count in rows)), [_steps(found) for found in model.measured])
-        yield "Median milliseconds of a round beside the engine, by requests x rows, and what rows cost by the engine's own measure:"
+        yield "Median milliseconds of a round beside the engine, by requests x rows, and what a row adds on average:"
         cases = max((found.outside for found in model.measured), key=len)
         heads = tuple(f"{cost.requests} x {cost.rows:.0f}" for cost in cases)
         yield table(("way", *heads, "a row, in steps"), [_beside(found, len(heads)) for found in model.measured])
@@ -72,7 +73,13 @@ def _steps(found: EngineMeasurement) -> list[str]:
 
 def _beside(found: EngineMeasurement, columns: int) -> list[str]:
     cells = [f"{cost.milliseconds:.2f}" for cost in found.outside]
-    return [str(found.variant), *cells, *[""] * (columns - len(cells)), f"{found.costs.row:.4f}"]
+    return [str(found.variant), *cells, *[""] * (columns - len(cells)), f"{_row(found.steps):.4f}"]
+
+
+def _row(steps: Sequence[StepCost]) -> float:
+    """What a row costs on average, in steps of the fewest rows."""
+    first, last = steps[0], steps[-1]
+    return (last.ratio - first.ratio) / max(1, last.rows - first.rows)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

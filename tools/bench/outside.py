@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.costs import fixed_costs
+from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PROCESSOR, Batch, Engine, Moves
 from spaceport.runtime.scheduling.admission import Admission
@@ -104,7 +106,8 @@ def texts(bundle: Bundle, engine: MadeUpEngine, rows: int) -> list[Generation]:
     """A text for each of the engine's places."""
     manifest = bundle.manifest
     endless = replace(manifest, tokens=replace(manifest.tokens, end=()))  # made-up logits know no end
-    admission = Admission(replace(bundle, manifest=endless), open_tokenizer(bundle), engine, LENGTH, LENGTH)
+    planner = DraftPlanner(fixed_costs(engine.costs.row))
+    admission = Admission(replace(bundle, manifest=endless), open_tokenizer(bundle), engine, LENGTH, LENGTH, planner)
     random = np.random.default_rng(0)
     mask_slots = 0 if rows == 1 else manifest.max_mask_slots
     decoding = Decoding(mask_slots=mask_slots, draft_rows=rows, fork=False)

@@ -88,6 +88,7 @@ def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
             max_slots=max_slots,
             threads=told["threads"],
             trust_engines=told["trust_engines"],
+            step_costs=told["step_costs"],
         )
     from spaceport.tools.reference import open_reference
 

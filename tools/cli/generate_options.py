@@ -18,7 +18,16 @@ from spaceport.runtime.decoding import MAX_THREADS, Decoding
 from spaceport.runtime.sampling.grammar import Form
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.text.tokenizer import encode
-from spaceport.tools.cli.options import PATH, Idle, Sectioned, json_option, options, refuse_idle, threads_option
+from spaceport.tools.cli.options import (
+    PATH,
+    Idle,
+    Sectioned,
+    json_option,
+    options,
+    refuse_idle,
+    step_costs_option,
+    threads_option,
+)
 
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
@@ -98,6 +107,7 @@ engines = options(
     click.option("--checkpoint", type=PATH, metavar="FOLDER", help="With --backend torch: the checkpoint that the bundle was made from."),
     click.option("--trust-engines", is_flag=True, help="Run engines of the bundle that were not built on this machine: they are code of whoever built them."),
     threads_option,
+    step_costs_option,
 )  # fmt: skip
 
 

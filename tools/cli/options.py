@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.costs import CostSource
 
 PATH = click.Path(path_type=Path)
 
 bundle_argument = click.argument("bundle", type=PATH)
 backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
 threads_option = click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
+step_costs_option = click.option(
+    "--step-costs",
+    type=click.Choice(get_args(CostSource)),
+    default="measured",
+    show_default=True,
+    help="Plan drafts by step times measured on this machine, or by constants that give the same steps every time.",
+)
 trust_engines_option = click.option(
     "--trust-engines", is_flag=True, help="Also open engines that were not built on this machine."
 )

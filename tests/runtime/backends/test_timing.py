@@ -1,46 +1,69 @@
-"""Timing: what calls cost is read off those that have become usual."""
+"""Timing: step costs are read off calls that have become usual, within a budget."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from spaceport.runtime.backends.staging import CallShape, Limits, filled_up
-from spaceport.runtime.backends.timing import ROWS, idle, timed
+from spaceport.runtime.backends.timing import idle, measure
 from spaceport.runtime.engine import Batch
 from support.hash_engine import HashEngine, Language
 
 
+@dataclass
 class TickingEngine(HashEngine):
-    """An engine whose calls take a while for themselves and for each row; the first ones, and some later, much longer."""
+    """An engine whose calls take a while for themselves, each row and each visible slot; now and then much longer."""
 
-    time = 0.0
+    time: float = 0.0
+    call: float = 0.01
 
-    def run(self, batch: Batch) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    def run(self, batch: Batch) -> NDArray[np.float32]:
         self.calls += 1
-        slow = self.calls <= 4 or self.calls % 3 == 0
-        self.time += 100.0 if slow else 1.0 + 0.1 * batch.input_ids.shape[1]
+        visible = batch.attention_mask.shape[-1]
+        requests, rows = batch.input_ids.shape
+        usual = self.call * (1 + 0.1 * requests * rows + requests * rows * visible / 10_000)
+        self.time += 50 * usual if self.calls <= 1 or self.calls % 7 == 0 else usual
         return np.zeros((1, 1, 1), np.float32)
 
 
 def test_costs_are_those_of_calls_that_have_become_usual() -> None:
-    engine = TickingEngine(Language(1), 128, 1)
-    costs = timed(engine, lambda: engine.time)
-    assert costs.row == pytest.approx(0.1 / 1.1)
-    assert costs.call_rows == 11
+    engine = TickingEngine(Language(1), 2048, 4)
+    table = measure(engine, 1e9, lambda: engine.time)
+    single = dict(table.single)
+    assert [*single] == [1, 2, 4, 6, 8, 9, 12, 16, 17, 24, 33, 36, 64]
+    for rows, seconds in table.single:
+        assert seconds == pytest.approx(0.01 * (1 + 0.1256 * rows), rel=1e-6)
+    assert dict(table.batched) == pytest.approx({rows: 0.01 * (1 + 0.1256 * 4 * rows) for rows in (1, 4, 9)})
+    assert (table.visible, table.requests) == (256, 4)
+    assert (table.slot, table.row_slot) == (pytest.approx(1e-6), pytest.approx(1e-6))
 
 
-def test_an_engine_with_little_room_is_measured_too() -> None:
+def test_an_engine_with_few_slots_is_measured_too() -> None:
     engine = TickingEngine(Language(1), 16, 1)
     engine.rows = 8
-    assert timed(engine, lambda: engine.time).row == pytest.approx(0.1 / 1.1)
+    table = measure(engine, 1e9, lambda: engine.time)
+    assert [rows for rows, _ in table.single] == [1, 2, 4, 6, 8]
+    assert (table.visible, table.slot, table.batched) == (16, 0.0, ())
+
+
+@pytest.mark.parametrize(("call", "most"), [(0.0001, 13), (0.05, 6), (1.0, 1)])
+def test_measuring_takes_no_longer_than_the_budget_by_much(call: float, most: int) -> None:
+    """A large model is measured at fewer points, the most telling ones."""
+    engine = TickingEngine(Language(1), 256, 1, call=call)
+    table = measure(engine, 2.0, lambda: engine.time)
+    assert len(table.single) <= most
+    assert table.single[0][0] == 1
 
 
 def test_the_calls_that_are_timed_are_what_they_seem() -> None:
-    """None of their rows only fills up, and none is seen by another request."""
+    """None of their rows only fills up, and all of them are visible."""
     engine = HashEngine(Language(1, window=8), 512, 2)
-    for rows in (1, ROWS):
+    for rows in (1, 36):
         batch = idle(engine, rows)
         assert filled_up(batch, engine.signature, Limits(512, 512, 512)) == CallShape(1, rows, 256, rows)
-        assert batch.slot_ids.tolist() == [[*range(512 - rows, 512)]]
+        assert batch.slot_ids.tolist() == [[*range(256 - rows, 256)]]
         assert batch.sliding_attention_mask is batch.attention_mask

@@ -30,7 +30,7 @@ def read_through(tokens: Sequence[int], most: int) -> list[int]:
 def test_a_text_that_grows_is_looked_up_as_if_it_were_read_through(text: list[int], cuts: set[int], most: int) -> None:
     lookup = Lookup()
     for end in sorted({*(cut for cut in cuts if cut < len(text)), len(text)}):
-        assert list(lookup.following(text[:end], most)) == read_through(text[:end], most)
+        assert list(lookup.following(text[:end], most)[0]) == read_through(text[:end], most)
 
 
 @given(text=TEXTS, own=TEXTS, other=TEXTS, asked=st.sets(st.integers(1, 40)))
@@ -48,8 +48,8 @@ def test_a_forked_thread_looks_up_its_own_text(
     for token, its_token in zip(own, other, strict=False):
         parent.tokens.append(token)
         child.tokens.append(its_token)
-        assert list(parent.lookup.following(parent.tokens, 3)) == read_through(parent.tokens, 3)
-        assert list(child.lookup.following(child.tokens, 3)) == read_through(child.tokens, 3)
+        assert list(parent.lookup.following(parent.tokens, 3)[0]) == read_through(parent.tokens, 3)
+        assert list(child.lookup.following(child.tokens, 3)[0]) == read_through(child.tokens, 3)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_forked_thread_looks_up_its_own_text(
     ],
 )
 def test_what_is_proposed_stood_behind_the_same_words(text: list[int], following: list[int]) -> None:
-    assert list(Lookup().following(text, 3)) == following
+    assert list(Lookup().following(text, 3)[0]) == following
 
 
 def test_a_thread_that_looks_nothing_up_has_nothing_to_look_up_in() -> None:

@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.runtime.backends.timing import measured
 from spaceport.runtime.decode.request import ScheduledStep
 from spaceport.runtime.decode.step import StepInput, plan
-from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import PROCESSOR, Costs
 from spaceport.runtime.scheduling.calls import group_by_width
 from support.hash_engine import HashEngine, Language, request_for
 
@@ -72,15 +69,3 @@ def test_where_calls_are_dear_they_are_shared() -> None:
     steps = steps_of({0: 1, 1: 1, 2: 40, 3: 40})
     assert len(group_by_width(steps, CALL)) == 2
     assert len(group_by_width(steps, 200)) == 1
-
-
-def test_costs_are_measured_between_one_row_and_many() -> None:
-    assert measured(lambda rows: 1e-3 * (1 + 0.02 * (rows - 1))) == Costs(pytest.approx(0.02), 50)
-    assert measured(lambda rows: 1e-3) == Costs(0.0005, 1024)  # what cannot be told from noise is not free
-    assert measured(lambda rows: 1e-3 * rows) == Costs(1.0, 1)
-    assert measured(lambda rows: 1e-3 if rows == 1 else 9e-4).row > 0
-
-
-def test_drafts_pay_what_rows_cost_on_their_engine() -> None:
-    assert Decoding().drafting(5).row_cost == PROCESSOR.row
-    assert Decoding().drafting(5, Costs(0.003, 300)).row_cost == 0.003

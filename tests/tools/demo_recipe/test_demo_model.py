@@ -53,7 +53,7 @@ Of these 3, 2 are required."""
 
 @pytest.fixture(scope="module")
 def runtime(demo_bundle: Path) -> Iterator[Runtime]:
-    with Runtime.open(demo_bundle, threads=1, max_seq_len=512) as opened:
+    with Runtime.open(demo_bundle, threads=1, max_seq_len=512, step_costs="standard") as opened:
         yield opened
 
 

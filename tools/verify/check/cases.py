@@ -15,6 +15,7 @@ from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, Guess, chain
 from spaceport.runtime.decode.drafter import Drafter
 from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.planner import Sharing
 from spaceport.runtime.decode.request import Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
@@ -167,7 +168,7 @@ class _Scripted:
 
     left: list[Draft]
 
-    def draft(self, thread: Thread, remaining: int, rows: int) -> Draft:
+    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         return self.left.pop(0)
 
     def learn(self, part: Part, verdict: Verdict) -> None:

@@ -1,0 +1,109 @@
+"""Step costs of an engine: measured once for a machine and a bundle, and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, get_args
+
+from spaceport.graphs.contract.atomic_file import replace_text
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.timing import measure
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.costs import CostSource, CostTable, Points, StepCosts, fixed_costs
+from spaceport.runtime.engine import Engine
+
+_SCHEMA = 1
+_PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
+_MOST_BYTES = 100_000  # of a file; a larger one is none of ours
+
+
+def step_costs(bundle: Bundle, backend: str, engine: Engine, opening: Opening, source: CostSource) -> StepCosts:
+    """What steps cost on an engine that has just been opened: as measured here, or the constants of its kind."""
+    if source not in get_args(CostSource):
+        raise OptionFault(f"step_costs is {source!r}: expected {' or '.join(get_args(CostSource))}")
+    if source == "standard":
+        return fixed_costs(engine.costs.row)
+    file = cache_folder() / f"{_key(bundle, backend, engine, opening)}.json"
+    table = load(file)
+    if table is None or table.requests != engine.requests:
+        table = measure(engine)
+        with suppress(OSError):  # a full disk, a read-only folder: it is measured again the next time
+            store(file, table)
+    return StepCosts(table)
+
+
+def load(file: Path) -> CostTable | None:
+    """The table in a file; nothing if there is none that could be used."""
+    try:
+        with file.open("rb") as stream:
+            found = json.loads(stream.read(_MOST_BYTES))
+        if found.pop("schema") != _SCHEMA:
+            return None
+        return CostTable(
+            visible=int(found["visible"]),
+            single=_points(found["single"]),
+            requests=int(found["requests"]),
+            batched=_points(found["batched"]),
+            slot=float(found["slot"]),
+            row_slot=float(found["row_slot"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def store(file: Path, table: CostTable) -> None:
+    """Write a table; another process that does the same at the same time does no harm."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(file, json.dumps({"schema": _SCHEMA, **asdict(table)}))
+
+
+def cache_folder() -> Path:
+    """Where the tables of this user are."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:  # the machine knows no home of this user
+            cache = Path(os.devnull)
+    return cache / "spaceport" / "step-costs"
+
+
+def _key(bundle: Bundle, backend: str, engine: Engine, opening: Opening) -> str:
+    """A digest of everything that the costs depend on; times and dates are not among it, so clocks may be wrong."""
+    facts = (
+        bundle.manifest.graph,
+        backend,
+        engine.device,
+        (opening.capacity, opening.requests, opening.threads),
+        [(package, _version(package)) for package in _PACKAGES],
+        (_processor(), os.cpu_count()),
+    )
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _points(found: Any) -> Points:
+    return tuple((int(rows), float(seconds)) for rows, seconds in found)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    """The name of the CPU."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

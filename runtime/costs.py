@@ -1,0 +1,157 @@
+"""Step costs: the seconds of a step by its rows, requests and visible KV slots, refined by the steps that run."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, isfinite, log
+from typing import Literal
+
+# Of Python code around a call, until real rounds have shown it; see docs/performance.md.
+_OUTSIDE_REQUEST, _OUTSIDE_ROW = 5e-5, 8e-6
+_LEVEL, _POINT = 0.1, 0.02  # weight of a step for the speed of the machine, and for the points of the table next to it
+_MOST_ERROR = 0.3  # a step that took longer than e^0.3 times the expected time was disturbed
+_MOST_CORRECTION = 1.5  # natural logarithm; no table is wrong by more than a factor of 4.5
+_LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
+_CHANGED = 0.03  # a table whose points have moved by less is still the same table to a planner
+
+CostSource = Literal["measured", "standard"]  # where a runtime takes its costs from
+Points = tuple[tuple[int, float], ...]  # rows of each request, seconds; rows ascending
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """What was measured of one engine."""
+
+    visible: int  # visible KV slots of the calls below
+    single: Points  # calls of one request
+    requests: int = 1  # of the batched calls
+    batched: Points = ()  # calls of that many requests; empty where the engine takes one
+    slot: float = 0.0  # seconds that one more visible slot adds to a call of one row
+    row_slot: float = 0.0  # and to each further row
+
+    def __post_init__(self) -> None:
+        points = (*self.single, *self.batched)
+        numbers = (self.slot, self.row_slot, *(seconds for _, seconds in points))
+        ascending = all(list(map(_rows, each)) == sorted({*map(_rows, each)}) for each in (self.single, self.batched))
+        if not self.single or not ascending or min(map(_rows, points)) < 1 or self.visible < 0 or self.requests < 1:
+            raise ValueError("step costs: expected ascending numbers of rows, each at least 1")
+        if not all(isfinite(number) and number >= 0 for number in numbers) or min(s for _, s in points) <= 0:
+            raise ValueError("step costs: expected seconds above 0")
+
+
+def linear_table(row: float) -> CostTable:
+    """A table in steps of one row, in which each further row costs `row`."""
+    return CostTable(0, ((1, 1.0), (2, 1.0 + row)))
+
+
+class StepCosts:
+    """The expected seconds of steps on one engine; safe to read while another thread reports a step."""
+
+    def __init__(self, table: CostTable, *, fixed: bool = False) -> None:
+        self.table = table
+        self.fixed = fixed  # steps that run refine nothing, and Python code around them counts nothing
+        self.version = 0  # changes when plans that were made from these costs are worth making again
+        self._single = [log(seconds) for _, seconds in table.single]
+        self._batched = [log(seconds) for _, seconds in table.batched]
+        self._planned = list(self._single)  # as of this version
+        self._outside = 0.0  # natural logarithm of what Python code takes, over what is expected of it
+
+    def seconds(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
+        """A step with this many rows for each of its requests, the Python code around the engine included."""
+        found = self._engine(rows, requests, visible)
+        return found if self.fixed else found + exp(self._outside) * _outside(rows, requests)
+
+    def curve(self, most: int, threads: int = 1, requests: int = 1, visible: int | None = None) -> list[float]:
+        """What a step costs one of the threads that share it, by the rows of each of them: 1 to `most`."""
+        sharers = threads * requests
+        shared = [self.seconds(threads * rows, requests, visible) / sharers for rows in range(1, most + 1)]
+        for index in range(1, most):  # noise: a wider step is never cheaper
+            shared[index] = max(shared[index], shared[index - 1])
+        return shared
+
+    @property
+    def call_rows(self) -> int:
+        """The number of rows that cost as much as a call's fixed part."""
+        one, many = self._engine(1), self._engine(33)
+        return min(1024, max(1, round(32 * one / max(many - one, one / 32))))
+
+    def observe(self, rows: int, requests: int, visible: int, seconds: float) -> None:
+        """Refine the table by a call that ran; `seconds` is its time in the engine."""
+        if self.fixed or not seconds > 0:
+            return
+        error = _clipped(log(seconds / self._engine(rows, requests, visible)))
+        table = self.table
+        _shift(self._single, _LEVEL * error)
+        _shift(self._batched, _LEVEL * error)
+        if requests == 1:
+            _correct(self._single, table.single, rows, _POINT * error)
+        elif table.batched:
+            _correct(self._batched, table.batched, rows, _POINT * error)
+        level = self._single[0] - self._planned[0]
+        if any(abs(a - b - level) > _CHANGED for a, b in zip(self._single, self._planned, strict=True)):
+            self._planned = list(self._single)
+            self.version += 1
+
+    def observe_outside(self, rows: int, requests: int, seconds: float) -> None:
+        """Refine what the Python code around a call takes."""
+        if not self.fixed and seconds > 0:
+            error = _clipped(log(seconds / _outside(rows, requests)) - self._outside)
+            self._outside = max(-_MOST_CORRECTION, min(_MOST_CORRECTION, self._outside + _LEVEL * error))
+
+    def _engine(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
+        table = self.table
+        found = _interpolated(table.single, self._single, rows * requests)
+        if requests > 1 and table.batched:
+            apart = _interpolated(table.batched, self._batched, rows)
+            same = _interpolated(table.single, self._single, rows * table.requests)
+            found *= 1 + (apart / same - 1) * min(1.0, (requests - 1) / (table.requests - 1))
+        if visible is not None:
+            further = (visible - table.visible) * requests * (table.slot + table.row_slot * (rows - 1))
+            found = max(_LEAST_SHARE * found, found + further)
+        return found
+
+
+def fixed_costs(row: float) -> StepCosts:
+    """Costs that nothing refines: every further row of a step costs `row` steps of one row."""
+    return StepCosts(linear_table(row), fixed=True)
+
+
+def _rows(point: tuple[int, float]) -> int:
+    return point[0]
+
+
+def _outside(rows: int, requests: int) -> float:
+    return requests * (_OUTSIDE_REQUEST + _OUTSIDE_ROW * (rows - 1))
+
+
+def _clipped(error: float) -> float:
+    return max(-_MOST_ERROR, min(_MOST_ERROR, error))
+
+
+def _shift(logs: list[float], by: float) -> None:
+    for index in range(len(logs)):
+        logs[index] += by
+
+
+def _correct(logs: list[float], points: Points, rows: int, by: float) -> None:
+    """Move the points on both sides of a number of rows, the nearer one more."""
+    left, share = _place(points, rows)
+    logs[left] += by * (1 - min(1.0, share))
+    if share > 0:
+        logs[left + 1] += by * min(1.0, share)
+
+
+def _place(points: Points, rows: int) -> tuple[int, float]:
+    """The point at or before a number of rows, and how far that is on the way to the next; beyond the last one: > 1."""
+    if len(points) == 1 or rows <= points[0][0]:
+        return 0, 0.0
+    left = min(bisect_left(points, rows, key=_rows) - 1, len(points) - 2)
+    return left, (rows - points[left][0]) / (points[left + 1][0] - points[left][0])
+
+
+def _interpolated(points: Points, logs: Sequence[float], rows: int) -> float:
+    left, share = _place(points, rows)
+    first = exp(logs[left])
+    return first + share * max(0.0, exp(logs[left + 1]) - first) if share else first

@@ -1,0 +1,136 @@
+"""Acceptance: how probable it is that draft tokens are accepted, by their source and depth.
+
+Every written token says whether each source had predicted it, whether or not it was drafted. So nothing has to be tried
+in order to be known, but for mask slots that are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from spaceport.runtime.decode.draft import Guess
+
+_FIRST, _LATER = 0.7, 0.85  # of mask slots before anything is known: the first, and each behind one that was right
+_NEW, SHARED = 0.1, 0.03  # least weight of a step in the averages of one request, and in those that requests share
+_PRIOR = 3  # steps that what is known at the beginning counts for
+_RETRY = 0.01  # how fast mask slots that are not used get their first probability back, so that they are tried again
+_LEAST_RETRY = 0.0005
+_LEAST_TRUST, _MOST_TRUST = 0.1, 1.5
+_COPIED = (4, 16)  # looked-up tokens in a row that were right: few, many
+# Of prompt lookup behind 2, 3 or 4 equal tokens, and behind few or many looked-up tokens in a row that were right.
+_LOOKUP = (0.3, 0.45, 0.6, 0.85, 0.95)
+_MASKS_SEEN, _TRUST_SEEN, _LOOKUP_SEEN = 0, 2, 3  # averages, by how much each has seen
+
+
+@dataclass
+class Acceptance:
+    """Probabilities of acceptance; each is a moving average over the steps of one request, or of all that share it."""
+
+    # By depth: how often mask slots added that many tokens to what prompt lookup had. Apart for texts that are copied.
+    masks: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    promised: list[float] = field(default_factory=list)  # by depth: probability that the mask slots gave to their token
+    kept: list[float] = field(default_factory=list)  # by depth: how often it was right, behind one that was right
+    lookup: list[float] = field(default_factory=lambda: list(_LOOKUP))  # by kind of match
+    retry: float = _RETRY
+    weight: float = _NEW  # of a step, at least
+    seen: list[int] = field(default_factory=lambda: [0] * (_LOOKUP_SEEN + len(_LOOKUP)))  # steps, by average
+
+    def copy(self) -> Acceptance:
+        """The same, for one request."""
+        return replace(
+            self,
+            masks=(list(self.masks[0]), list(self.masks[1])),
+            promised=list(self.promised),
+            kept=list(self.kept),
+            lookup=list(self.lookup),
+            weight=_NEW,
+            seen=[0] * len(self.seen),
+        )
+
+    def reach(self, mask_slots: int, copying: bool) -> list[float]:
+        """The probability that mask slots add one token, two tokens, ... to those of prompt lookup."""
+        masks = self.masks[copying]
+        while len(masks) < mask_slots:
+            masks.append(_first(len(masks)))
+        return list(accumulate(masks, min))
+
+    def trust(self, depth: int) -> float:
+        """What the probabilities that mask slots give at a depth have to be multiplied with to be true."""
+        if depth >= len(self.kept):
+            return self.trust(depth - 1) if depth else 1.0
+        return min(_MOST_TRUST, max(_LEAST_TRUST, self.kept[depth] / self.promised[depth]))
+
+    def looked_up(self, equal: int, copied: int, count: int) -> list[float]:
+        """The probability of each looked-up token behind right ones; `equal` and `copied` as for `learn_lookup`."""
+        return [self.lookup[_kind(equal + depth, copied + depth)] for depth in range(count)]
+
+    def learn_lookup(self, looked_up: Sequence[int], written: Sequence[int], equal: int, copied: int) -> int:
+        """Learn from the written tokens of a step; the number of looked-up tokens that were right.
+
+        `equal` is how many tokens before them were the same in both places, `copied` how many of these had been looked up
+        and were right.
+        """
+        right = _common(looked_up, written)
+        for depth in range(min(right + 1, len(looked_up), len(written))):
+            kind = _kind(equal + depth, copied + depth)
+            self.lookup[kind] += self._weight(_LOOKUP_SEEN + kind) * ((depth < right) - self.lookup[kind])
+        return right
+
+    def learn_masks(self, guesses: Sequence[Guess], written: Sequence[int], looked_up: int, copying: bool) -> None:
+        """Learn from the written tokens of a step; `looked_up` is how many of them prompt lookup had as well."""
+        best = [guess.tokens[0] for guess in guesses if guess.tokens]
+        right = _common(best, written)
+        self._learn_reach(right - looked_up, len(guesses), min(len(guesses), len(written)), copying)
+        if best:
+            weight = self._weight(_TRUST_SEEN)
+            for depth in range(min(right + 1, len(best), len(written))):
+                if depth == len(self.kept):
+                    self.promised.append(_FIRST)
+                    self.kept.append(_FIRST * self.trust(depth))
+                self.promised[depth] += weight * (guesses[depth].odds[0] - self.promised[depth])
+                self.kept[depth] += weight * ((depth < right) - self.kept[depth])
+
+    def _learn_reach(self, added: int, guesses: int, known: int, copying: bool) -> None:
+        """The fate of the first `known` of the `guesses` is known; the others were wrong unless all of these were right."""
+        masks = self.masks[copying]
+        known = known if added >= known else guesses
+        weight = self._weight(_MASKS_SEEN + copying) if known else 0.0
+        for depth in range(max(known, len(masks))):
+            if depth == len(masks):
+                masks.append(_first(depth))
+            if depth < known:
+                masks[depth] += weight * ((depth < added) - masks[depth])
+            elif depth >= guesses:
+                masks[depth] += self.retry * (_first(depth) - masks[depth])
+        if known:
+            self.retry = _RETRY if added > 0 else max(_LEAST_RETRY, self.retry * 0.9)
+
+    def _weight(self, average: int) -> float:
+        """The weight of the step that an average sees now: the first ones count more."""
+        self.seen[average] += 1
+        return max(self.weight, 1 / (self.seen[average] + _PRIOR))
+
+
+def is_copying(copied: int) -> bool:
+    """Whether so many looked-up tokens in a row were right that a text is being copied."""
+    return copied >= _COPIED[0]
+
+
+def _first(depth: int) -> float:
+    return _FIRST * _LATER**depth
+
+
+def _kind(equal: int, copied: int) -> int:
+    if copied >= _COPIED[0]:
+        return 3 + (copied >= _COPIED[1])
+    return max(0, min(equal - 2, 2))
+
+
+def _common(tokens: Sequence[int], written: Sequence[int]) -> int:
+    """How many tokens at the beginning are the same."""
+    for index, (token, other) in enumerate(zip(tokens, written, strict=False)):
+        if token != other:
+            return index
+    return min(len(tokens), len(written))

@@ -1,0 +1,189 @@
+"""Tree: the draft that is worth the most for the time of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+
+from spaceport.runtime.decode.draft import Draft, Drafting, Guess, Source
+
+_MOST = 0.97  # no prediction is so sure that nothing needs to be ready for its failure
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The time of a step by its number of rows, in plain steps."""
+
+    times: Sequence[float]  # of 1, 2, ... rows; the first is 1
+
+    @cached_property
+    def slopes(self) -> list[float]:
+        """By number of rows: the lowest time of a further row that any wider step has on average."""
+        found: list[float] = []
+        for rows, time in enumerate(self.times, 1):
+            wider = self.times[rows:]
+            found.append(min(((each - time) / more for more, each in enumerate(wider, 1)), default=float("inf")))
+        return found
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a draft is planned with: what rows cost, how probable acceptance is, and what tokens are worth."""
+
+    curve: Curve
+    rate: float  # tokens that are written otherwise in the time of a plain step
+    gains: Sequence[float]  # tokens: worth of the first, the second, ... draft token at hand in the next step
+    trust: Sequence[float] = ()  # by depth: factor on the probabilities that mask slots give; the last one: all deeper
+    lookup: Sequence[float] = ()  # by depth: probability of a looked-up token, behind one that was accepted
+
+
+def tree(
+    guesses: Sequence[Guess], looked_up: Sequence[int], drafting: Drafting, room: int, rows: int, outlook: Outlook
+) -> Draft:
+    """The rows that are worth more than their time, in the best number of rows.
+
+    A candidate is worth the probability that it is accepted. A mask slot is worth a draft token in the next step, if the
+    node that it stands behind is the last one that is accepted. `rows` is the maximum, the last known token's included.
+    """
+    growth = _Growth(guesses, looked_up, drafting, room, outlook)
+    growth.grow(min(rows, len(outlook.curve.times)))
+    return growth.draft()
+
+
+class _Growth:
+    """A tree that grows row by row; the heap holds what could come next: a candidate or a mask slot."""
+
+    def __init__(
+        self, guesses: Sequence[Guess], looked_up: Sequence[int], drafting: Drafting, room: int, outlook: Outlook
+    ) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._masks: list[int] = [0]
+        self._sources: list[Source] = []
+        self._odds: list[float] = []
+        self._order: list[int] = []  # of the rows: the node of a mask slot, or -1 for a candidate
+        self._guesses, self._looked_up, self._outlook = guesses, looked_up, outlook
+        self._mask_slots, self._siblings, self._room = drafting.mask_slots, drafting.siblings, room
+        self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
+        self._followers = [0]  # candidates behind each node
+        self._heap: list[tuple[float, int, Source | None, int, int, int, float]] = []
+        self._offered = 0
+        self._least = outlook.rate * min(outlook.curve.slopes)  # what a row has to be worth in any step
+
+    def grow(self, rows: int) -> None:
+        """Add rows while any further ones can be worth their time, then cut to the best number of rows."""
+        times, slopes, rate = self._outlook.curve.times, self._outlook.curve.slopes, self._outlook.rate
+        count, worth = 1, 0.0
+        best_count, best = 1, -rate * times[0]
+        self._behind(0, 0, 1.0, guessed=True)
+        self._offer("lookup", 0, 0, 0, 1.0)
+        while count < rows and self._heap:
+            promise, _, source, node, depth, rank, odds = heappop(self._heap)
+            if -promise < rate * slopes[count - 1]:
+                break
+            if not self._take(source, node, depth, rank, odds, -promise):
+                continue
+            count += 1
+            worth -= promise
+            if worth - rate * times[count - 1] > best:
+                best_count, best = count, worth - rate * times[count - 1]
+        self._cut(best_count)
+
+    def draft(self) -> Draft:
+        return Draft(
+            tuple(self._tokens),
+            tuple(self._parents),
+            tuple(self._masks),
+            tuple(self._sources),
+            tuple(self._odds),
+        )
+
+    def _cut(self, rows: int) -> None:
+        for node in self._order[rows - 1 :]:
+            if node >= 0:
+                self._masks[node] -= 1
+        kept = self._order[: rows - 1].count(-1)
+        for each in (self._tokens, self._parents, self._sources, self._odds):
+            del each[kept:]
+        del self._masks[kept + 1 :]
+
+    def _take(self, source: Source | None, node: int, depth: int, rank: int, odds: float, promise: float) -> bool:
+        """Whether what was offered takes a row."""
+        if source is None:
+            self._order.append(node)
+            self._masks[node] += 1
+            self._offer_mask(node, depth, odds)
+            return True
+        if source == "mask":
+            self._offer(source, node, depth, rank + 1, odds)
+        return self._add(source, node, depth, rank, promise)
+
+    def _add(self, source: Source, parent: int, depth: int, rank: int, odds: float) -> bool:
+        """A candidate behind a node: one row, unless the other source has proposed it already or there are enough."""
+        token = self._guesses[depth].tokens[rank] if source == "mask" else self._looked_up[depth]
+        node = self._nodes.get((parent, token))
+        fresh = node is None
+        if node is None:
+            if self._followers[parent] == self._siblings:
+                return False
+            self._followers[parent] += 1
+            self._followers.append(0)
+            node = self._nodes[parent, token] = len(self._masks)
+            self._order.append(-1)
+            self._tokens.append(token)
+            self._parents.append(parent)
+            self._masks.append(0)
+            self._sources.append(source)
+            self._odds.append(odds)
+        else:
+            self._sources[node - 1] = "both"
+        if source == "lookup":
+            self._offer(source, node, depth + 1, 0, odds)
+            if fresh:
+                self._offer_mask(node, depth + 1, odds * (1 - self._lookup_odds(depth + 1)))
+        else:
+            self._behind(node, depth + 1, odds, guessed=fresh)
+        return fresh
+
+    def _behind(self, node: int, depth: int, odds: float, guessed: bool) -> None:
+        """Offer what may follow a node that is reached with these odds."""
+        last = odds
+        if depth < len(self._guesses) and self._guesses[depth].tokens:
+            self._offer("mask", node, depth, 0, odds)
+            last *= 1 - self._mask_odds(depth, 0)
+        if node == 0 and self._looked_up:
+            last *= 1 - self._lookup_odds(0)
+        if guessed:
+            self._offer_mask(node, depth, last)
+
+    def _offer(self, source: Source, node: int, depth: int, rank: int, odds: float) -> None:
+        """Offer the candidate of this rank behind a node that is reached with these odds."""
+        if depth + 1 >= self._room:
+            return
+        if source == "lookup":
+            if depth < len(self._looked_up):
+                self._push(odds * self._lookup_odds(depth), source, node, depth, rank, odds)
+        elif rank < min(self._siblings, len(self._guesses[depth].tokens)):
+            self._push(odds * self._mask_odds(depth, rank), source, node, depth, rank, odds)
+
+    def _lookup_odds(self, depth: int) -> float:
+        """Of a looked-up token, behind one that was accepted."""
+        return min(_MOST, self._outlook.lookup[depth]) if depth < len(self._looked_up) else 0.0
+
+    def _mask_odds(self, depth: int, rank: int) -> float:
+        """Of a mask slot's token, behind one that was accepted."""
+        trust = self._outlook.trust
+        return min(_MOST, self._guesses[depth].odds[rank]) * (trust[min(depth, len(trust) - 1)] if trust else 1.0)
+
+    def _offer_mask(self, node: int, depth: int, odds: float) -> None:
+        """Offer one mask slot more behind a node that is the last accepted one with these odds."""
+        index = self._masks[node]
+        if index < min(self._mask_slots, self._room - 2 - depth):
+            self._push(odds * self._outlook.gains[index], None, node, depth, 0, odds)
+
+    def _push(self, promise: float, source: Source | None, node: int, depth: int, rank: int, odds: float) -> None:
+        if promise > self._least:
+            self._offered += 1  # of equals the first comes first
+            heappush(self._heap, (-promise, self._offered, source, node, depth, rank, odds))

@@ -1,0 +1,145 @@
+"""Acceptance: what is learned from written tokens, by source and depth, whether or not they were drafted."""
+
+from __future__ import annotations
+
+import pytest
+
+from spaceport.runtime.decode.acceptance import Acceptance, is_copying
+from spaceport.runtime.decode.draft import Guess
+
+
+def guesses_of(*tokens: int, odds: float = 0.5) -> tuple[Guess, ...]:
+    """What mask slots predict, one token each."""
+    return tuple(Guess((token,), (odds,)) for token in tokens)
+
+
+def learned(guesses: tuple[Guess, ...], written: tuple[int, ...], looked_up: int = 0, times: int = 300) -> Acceptance:
+    """What is known after mask slots had the same fate over and over."""
+    found = Acceptance()
+    for _ in range(times):
+        found.learn_masks(guesses, written, looked_up, copying=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("written", "looked_up", "reach"),
+    [
+        ((7, 8, 9, 1), 0, [1, 1, 1]),
+        ((7, 8, 1), 0, [1, 1, 0]),
+        ((7, 1), 0, [1, 0, 0]),  # a wrong one makes those behind it wrong as well
+        ((1,), 0, [0, 0, 0]),
+        ((7, 8, 9, 1), 1, [1, 1, 0]),  # prompt lookup had the first one as well
+        ((7, 8, 9, 1), 3, [0, 0, 0]),
+    ],
+)
+def test_the_reach_is_how_many_tokens_mask_slots_add(
+    written: tuple[int, ...], looked_up: int, reach: list[float]
+) -> None:
+    found = learned(guesses_of(7, 8, 9), written, looked_up)
+    assert found.reach(3, copying=False) == pytest.approx(reach, abs=1e-3)
+
+
+def test_what_a_plain_step_does_not_show_stays_unknown() -> None:
+    """One token was written and predicted: of the second nothing is known."""
+    found = learned(guesses_of(7, 8), (7,))
+    assert found.reach(2, copying=False) == pytest.approx([1, Acceptance().reach(2, copying=False)[1]], abs=1e-3)
+
+
+def test_texts_that_are_copied_have_rates_of_their_own() -> None:
+    found = Acceptance()
+    for _ in range(300):
+        found.learn_masks(guesses_of(7, 8), (1,), 0, copying=True)
+    assert found.reach(2, copying=True) == pytest.approx([0, 0], abs=1e-3)
+    assert found.reach(2, copying=False) == Acceptance().reach(2, copying=False)
+
+
+def test_depths_without_predictions_slowly_get_their_first_rate_back() -> None:
+    first = Acceptance().reach(3, copying=False)
+    found = learned(guesses_of(7, 8, 9), (1,))
+    after = found.reach(3, copying=False)
+    for _ in range(20_000):
+        found.learn_masks((), (1,), 0, copying=False)
+    assert after == pytest.approx([0, 0, 0], abs=1e-3)
+    assert found.reach(3, copying=False) == pytest.approx(first, abs=1e-3)
+
+
+def test_mask_slots_that_fail_again_and_again_are_tried_less_and_less_often() -> None:
+    """The share of its first rate that a depth gets back while it is not used."""
+    first = Acceptance().reach(1, copying=False)[0]
+
+    def regained(failures: int) -> float:
+        found = learned(guesses_of(7), (1,), times=failures)
+        (before,) = found.reach(1, copying=False)
+        for _ in range(20):
+            found.learn_masks((), (1,), 0, copying=False)
+        return (found.reach(1, copying=False)[0] - before) / (first - before)
+
+    assert regained(100) < 0.2 * regained(1)
+
+
+@pytest.mark.parametrize(
+    ("equal", "copied", "kinds"),
+    [(2, 0, [0, 1, 2, 2]), (3, 0, [1, 2, 2, 2]), (4, 2, [2, 2, 3, 3]), (4, 14, [3, 3, 4, 4]), (9, 99, [4, 4, 4, 4])],
+)
+def test_each_looked_up_token_has_the_rate_of_its_match(equal: int, copied: int, kinds: list[int]) -> None:
+    found = Acceptance()
+    assert found.looked_up(equal, copied, 4) == [found.lookup[kind] for kind in kinds]
+
+
+def test_prompt_lookup_is_learned_token_by_token_until_it_is_wrong() -> None:
+    found = Acceptance()
+    for _ in range(300):
+        assert found.learn_lookup((7, 8, 9), (7, 8, 1), 2, 0) == 2
+    assert found.lookup[:3] == pytest.approx([1, 1, 0], abs=1e-3)
+    assert found.lookup[3:] == Acceptance().lookup[3:]
+
+
+def test_looked_up_tokens_that_were_not_drafted_are_learned_too() -> None:
+    found = Acceptance()
+    for _ in range(300):
+        assert found.learn_lookup((7, 8, 9), (7,), 4, 0) == 1
+    assert found.lookup[2] == pytest.approx(1, abs=1e-3)
+
+
+def test_a_step_without_lookup_says_nothing_about_it() -> None:
+    assert Acceptance().learn_lookup((), (1, 2), 0, 0) == 0
+    assert learned(guesses_of(7, 8), (7, 8, 9)).lookup == Acceptance().lookup
+
+
+def test_trust_is_what_mask_slots_kept_of_what_they_promised_at_each_depth() -> None:
+    found = Acceptance()
+    for step in range(600):
+        found.learn_masks(guesses_of(7, 8, odds=0.8), ((7, 8, 1), (7, 1), (1,), (1,))[step % 4], 0, copying=False)
+    assert found.trust(0) == pytest.approx(0.5 / 0.8, rel=0.25)
+    assert found.trust(5) == found.trust(1)
+
+
+def test_depths_behind_a_wrong_token_say_nothing_about_trust() -> None:
+    found = learned(guesses_of(7, 8, odds=0.8), (1, 8))
+    assert found.trust(0) == pytest.approx(0.1)
+    assert len(found.kept) == 1
+
+
+def test_the_first_steps_count_more_than_the_later_ones() -> None:
+    found, before = Acceptance(), Acceptance().lookup[0]
+    found.learn_lookup((7,), (1,), 2, 0)
+    assert found.lookup[0] == pytest.approx(before * 3 / 4)
+
+
+def test_a_copy_learns_for_itself() -> None:
+    shared = Acceptance()
+    copy = shared.copy()
+    for _ in range(9):
+        copy.learn_masks(guesses_of(7), (1,), 0, copying=False)
+        copy.learn_lookup((7,), (1,), 2, 0)
+    assert shared == Acceptance()
+    assert copy.reach(1, copying=False) < shared.reach(1, copying=False)
+
+
+def test_no_depth_is_rated_better_than_those_before_it() -> None:
+    found = Acceptance(masks=([0.4, 0.9, 0.2], []))
+    assert found.reach(3, copying=False) == [0.4, 0.4, 0.2]
+
+
+def test_a_text_is_copied_once_a_few_looked_up_tokens_in_a_row_were_right() -> None:
+    assert [is_copying(copied) for copied in (0, 3, 4, 40)] == [False, False, True, True]

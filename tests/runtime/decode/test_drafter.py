@@ -1,0 +1,102 @@
+"""Drafters: drafts pay where they are accepted, and cost next to nothing where they are not; in modelled time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.runtime.costs import CostTable, StepCosts
+from spaceport.runtime.decode.budget import CREDIT, SHARE
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.planner import DraftPlanner
+from support.acceptance_process import Fate, decode
+
+FLOAT32 = CostTable(64, ((1, 1.0), (4, 1.12), (9, 1.4), (16, 1.6), (36, 2.5)))
+INT8 = CostTable(64, ((1, 1.0), (4, 1.2), (9, 1.4), (16, 1.65), (36, 2.7)))
+INT4 = CostTable(64, ((1, 1.0), (2, 2.1), (4, 2.3), (9, 3.0), (16, 4.0), (36, 7.0)))
+FLAT = CostTable(64, ((1, 1.0), (36, 1.05), (64, 1.1)))
+JUMPS = CostTable(64, ((1, 1.0), (8, 1.0), (9, 1.9), (16, 1.9), (17, 2.8), (64, 2.9)))
+TABLES = st.sampled_from((FLOAT32, INT8, INT4, FLAT, JUMPS))
+
+
+def planner(table: CostTable) -> DraftPlanner:
+    """One that has seen nothing yet."""
+    return DraftPlanner(StepCosts(table, fixed=True))
+
+
+def coin(accepted: float, seed: int = 0) -> Fate:
+    """Mask slots that are right with one probability at each depth, if those before them were."""
+    draws = random.Random(seed)
+    fate: dict[int, int] = {}  # first index of a group -> how many of it are right
+
+    def right(index: int, depth: int) -> bool:
+        if depth == 0:
+            fate[index] = 0
+            while draws.random() < accepted and fate[index] < 9:
+                fate[index] += 1
+        return depth < fate[index - depth]
+
+    return right
+
+
+@st.composite
+def fates(draw: st.DrawFn) -> Fate:
+    """Acceptance that is steady, drifts, comes in bursts, or turns against what was just learned."""
+    kind = draw(st.sampled_from(("steady", "drift", "bursts", "adverse")))
+    seed, accepted = draw(st.integers(0, 99)), draw(st.floats(0, 1))
+    draws = random.Random(seed)
+    period = draw(st.integers(5, 80))
+    state = {"streak": 0}
+
+    def right(index: int, depth: int) -> bool:
+        if kind == "steady":
+            return draws.random() < accepted
+        if kind == "drift":
+            return draws.random() < (accepted if index % (4 * period) < 2 * period else 0.05)
+        if kind == "bursts":
+            return index // period % 2 == 0
+        state["streak"] += 1
+        return state["streak"] % period < period // 3
+
+    return right
+
+
+@given(TABLES, fates(), st.integers(1, 8), st.integers(30, 300))
+@settings(max_examples=60)
+def test_no_fate_of_drafts_costs_more_than_the_bound(table: CostTable, fate: Fate, slots: int, length: int) -> None:
+    told = decode(planner(table), Drafting(slots), fate, length)
+    assert told.time <= (1 + SHARE) * told.tokens + CREDIT + 1e-9
+
+
+@pytest.mark.parametrize("table", [FLOAT32, INT8, INT4, FLAT, JUMPS])
+def test_drafts_that_are_never_right_stop(table: CostTable) -> None:
+    assert decode(planner(table), Drafting(5), lambda index, depth: False, 1000).speedup >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("table", "accepted", "least"),
+    [(FLOAT32, 0.79, 1.75), (INT8, 0.79, 1.75), (INT4, 0.79, 1.0), (FLAT, 0.79, 3.0), (FLOAT32, 0.46, 1.15)],
+)
+def test_drafts_that_are_right_pay(table: CostTable, accepted: float, least: float) -> None:
+    told = decode(planner(table), Drafting(5, siblings=1), coin(accepted), 3000)
+    assert told.speedup >= least
+
+
+def test_what_one_request_learned_the_next_one_knows() -> None:
+    """Where no draft is ever right, the second text of a runtime does not try them all again."""
+    shared = planner(INT8)
+    first = decode(shared, Drafting(5), lambda index, depth: False, 60)
+    for _ in range(8):
+        decode(shared, Drafting(5), lambda index, depth: False, 60)
+    assert decode(shared, Drafting(5), lambda index, depth: False, 60).time < first.time
+
+
+def test_kinds_of_requests_learn_apart() -> None:
+    shared = planner(INT8)
+    for _ in range(8):
+        decode(shared, Drafting(5), lambda index, depth: False, 60, "sampled")
+    again = decode(shared, Drafting(5), coin(0.9), 200, "greedy")
+    assert again.time == decode(planner(INT8), Drafting(5), coin(0.9), 200, "greedy").time

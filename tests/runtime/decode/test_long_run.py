@@ -1,0 +1,98 @@
+"""The long run: the best rate of tokens, held against brute force over all plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.runtime.decode.long_run import LongRun
+
+# Of the 1.2B model of docs: rows and the time of a step, in plain steps.
+FLOAT32 = ((1, 1.0), (2, 1.13), (4, 1.22), (9, 1.64), (16, 2.45), (36, 5.0), (64, 8.6))
+FLAT = ((1, 1.0), (36, 1.05), (64, 1.1))
+JUMPS = ((1, 1.0), (8, 1.0), (9, 1.8), (16, 1.8), (17, 2.6), (64, 2.6))
+
+
+def curve(points: Sequence[tuple[int, float]]) -> list[float]:
+    """The time of 1 to 64 rows between points."""
+    times = []
+    for rows in range(1, 65):
+        right = next(index for index, (count, _) in enumerate(points) if count >= rows)
+        (low, first), (high, last) = points[max(0, right - 1)], points[right]
+        times.append(first + (last - first) * ((rows - low) / (high - low) if high > low else 0))
+    return times
+
+
+def actions(at_hand: int, mask_slots: int) -> Iterator[tuple[int, ...]]:
+    """The mask slots behind each node, for any number of verified draft tokens."""
+    for verified in range(at_hand + 1):
+        yield from product(range(mask_slots + 1), repeat=verified + 1)
+
+
+def best_rate(times: Sequence[float], reach: Sequence[float]) -> float:
+    """The best rate that any policy has, by value iteration over every action there is."""
+    mask_slots = len(reach)
+    reached = [1.0, *reach]
+    worth = [0.0] * (mask_slots + 1)
+    rate = 1.0
+    for _ in range(200):
+        states = []
+        for at_hand in range(mask_slots + 1):
+            values = []
+            for masks in actions(at_hand, mask_slots):
+                rows, verified = len(masks) + sum(masks), len(masks) - 1
+                last = [reached[node] - (reached[node + 1] if node < verified else 0) for node in range(verified + 1)]
+                tokens = sum(reached[: verified + 1]) + sum(p * worth[m] for p, m in zip(last, masks, strict=True))
+                values.append((tokens - rate * times[rows - 1], rows))
+            states.append(max(values))
+        rate += states[0][0] / times[states[0][1] - 1]
+        worth = [value - states[0][0] for value, _ in states]
+    return rate
+
+
+@pytest.mark.parametrize("points", [FLOAT32, FLAT, JUMPS])
+@pytest.mark.parametrize("accepted", [0.3, 0.6, 0.9])
+def test_the_rate_is_that_of_the_best_policy(points: Sequence[tuple[int, float]], accepted: float) -> None:
+    reach = [accepted, accepted**2]
+    found = LongRun(2).solve(curve(points), reach)
+    assert found.rate == pytest.approx(best_rate(curve(points), reach), rel=0.01)
+
+
+@given(
+    first=st.floats(0.05, 0.95),
+    later=st.floats(0.05, 0.95),
+    row=st.floats(0.005, 1.2),
+    wide=st.floats(0.005, 1.2),
+)
+@settings(max_examples=30)
+def test_no_policy_beats_the_rate_by_more_than_a_little(first: float, later: float, row: float, wide: float) -> None:
+    """The marginal choice of mask slots is optimal for worth that falls with depth, which it nearly always does."""
+    times = curve(((1, 1.0), (4, 1 + 3 * row), (64, 1 + 3 * row + 60 * wide)))
+    reach = [first, first * later]
+    best = best_rate(times, reach)
+    assert 0.97 * best <= LongRun(2).solve(times, reach).rate <= 1.001 * best
+
+
+def test_published_acceptance_gives_the_rates_of_the_model() -> None:
+    reach = [0.79**depth for depth in range(1, 6)]
+    assert LongRun(5).solve(curve(FLOAT32), reach).rate == pytest.approx(1.717, abs=0.01)
+    assert LongRun(5).solve(curve(FLAT), reach).rate == pytest.approx(3.43, abs=0.01)
+
+
+def test_drafts_that_never_pay_leave_the_plain_rate_and_no_worth() -> None:
+    found = LongRun(3).solve([1.0, 3.0, 5.0, 7.0, 9.0], [0.5, 0.2, 0.1])
+    assert found.rate == pytest.approx(1.0)
+
+
+def test_more_draft_tokens_at_hand_are_worth_less_each() -> None:
+    gains = LongRun(5).solve(curve(FLOAT32), [0.79**depth for depth in range(1, 6)]).gains.tolist()
+    assert gains == sorted(gains, reverse=True)
+    assert 0 < gains[-1] < gains[0] < 1
+
+
+def test_without_mask_slots_there_is_the_plain_rate() -> None:
+    assert LongRun(0).solve([1.0, 1.1], []).rate == pytest.approx(1.0)

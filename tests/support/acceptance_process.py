@@ -1,0 +1,85 @@
+"""Acceptance process: steps of one thread whose drafts meet a given fate, with the time that a cost table gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.costs import StepCosts
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.drafter import TreeDrafter
+from spaceport.runtime.decode.plan import Part, plan_thread
+from spaceport.runtime.decode.planner import DraftPlanner, Sharing
+from spaceport.runtime.decode.threads import Thread, new_thread
+
+TOKENS = TokenIds(mask=(999,))
+Fate = Callable[[int, int], bool]  # index of the token in the text, depth of the mask slot -> whether it is right
+ODDS = 0.7  # that each mask slot claims
+
+
+@dataclass
+class Told:
+    """What was spent on a text."""
+
+    tokens: int = 0
+    steps: int = 0
+    rows: int = 0
+    time: float = 0.0  # plain steps
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens / self.time
+
+
+def decode(planner: DraftPlanner, drafting: Drafting, fate: Fate, length: int, kind: str = "") -> Told:
+    """A text of at least `length` tokens; drafts are chains, since each mask slot names one token."""
+    drafter = TreeDrafter(drafting, planner, kind)
+    thread, told = new_thread([1, 2, 3], 8), Told()
+    thread.fed = 2
+    plain = planner.costs.seconds(1)
+    while told.tokens < length:
+        draft = drafter.draft(thread, 10**6, 64, Sharing(1, 1, 64))
+        part = plan_thread(thread, draft, TOKENS, 512)
+        verdict = _verdict(part, fate)
+        drafter.learn(part, verdict)
+        thread.tokens += verdict.tokens
+        thread.fed = len(thread.tokens) - 1
+        thread.guesses = verdict.guesses
+        told.tokens += len(verdict.tokens)
+        told.steps += 1
+        told.rows += part.layout.rows
+        told.time += planner.costs.seconds(part.layout.rows) / plain
+    return told
+
+
+def _verdict(part: Part, fate: Fate) -> Verdict:
+    """The draft's tokens are their depths, as long as they are right: a wrong one never comes again."""
+    thread, layout = part.thread, part.layout
+    at = len(thread.tokens)
+    node, kept = 0, list(range(layout.known))
+    tokens = []
+    for index, parent in enumerate(part.draft.parents):
+        if parent == node and part.draft.tokens[index] == _right(at + len(tokens)):
+            node = index + 1
+            kept.append(layout.nodes[node])
+            tokens.append(part.draft.tokens[index])
+    tokens.append(_right(at + len(tokens)))
+    following = at + len(tokens)
+    guesses = tuple(_guess(thread, following, depth, fate) for depth in range(len(layout.groups[node])))
+    return Verdict(tuple(kept), tuple(tokens), guesses)
+
+
+def _guess(thread: Thread, following: int, depth: int, fate: Fate) -> Guess:
+    index = following + depth
+    return Guess((_right(index) if fate(index, depth) else 900,), (ODDS,))
+
+
+def _right(index: int) -> int:
+    return index % 800
+
+
+def planner_of(costs: StepCosts) -> DraftPlanner:
+    """A planner that has seen nothing yet."""
+    return DraftPlanner(costs)

@@ -10,12 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 60  # of value iteration; it converges in fewer
 _CLOSE = 1e-4  # relative change of the rate that is none
+
+
+class PlannedStep(NamedTuple):
+    """The best step for a number of draft tokens at hand."""
+
+    at_hand: int
+    masks: tuple[int, ...]  # mask slots behind the last known token, and behind each draft token that is verified
+    tokens: float  # that the step writes, on average
+    time: float
+
+    @property
+    def rows(self) -> int:
+        return len(self.masks) + sum(self.masks)
 
 
 @dataclass
@@ -53,15 +67,35 @@ class LongRun:
         times = np.asarray(curve)
         if not self.rate:
             self.rate = 1 / times[0]
-        tokens, rows = _actions(np.asarray(reach[: self.mask_slots]), self.gains)
-        inside = np.minimum(rows, times.size)
-        values = np.where(rows == inside, tokens - self.rate * times[inside - 1], -np.inf)
-        best = values.argmax(axis=1)  # number of mask slots, for each number of verified draft tokens
-        values = values[np.arange(len(best)), best]
+        values, best = self._best(times, np.asarray(reach[: self.mask_slots]))
         states = np.maximum.accumulate(values)  # verifying fewer than there are is allowed
-        spent = times[rows[0, best[0]] - 1]
+        spent = times[best[0]]
         self.gains = np.array(_concave([0.0, *np.minimum(np.diff(states), 1.0).cumsum().tolist()]))
         self.rate = max(self.rate + states[0] / spent, 1 / times[0])
+
+    def policy(self, curve: Sequence[float], reach: Sequence[float]) -> list[PlannedStep]:
+        """The best step for each number of draft tokens at hand, from none on."""
+        times, reached = np.asarray(curve), np.asarray(reach[: self.mask_slots])
+        values, best = self._best(times, reached)
+        steps = []
+        for at_hand in range(self.mask_slots + 1):
+            verified = int(values[: at_hand + 1].argmax())
+            worth = (_last_accepted(reached)[verified, : verified + 1, None] * self.gains).ravel()
+            chosen = np.argsort(-worth, kind="stable")[: best[verified]]
+            masks = np.bincount(chosen // max(1, self.mask_slots), minlength=verified + 1)
+            tokens = 1 + float(reached[:verified].sum())
+            steps.append(PlannedStep(at_hand, tuple(masks.tolist()), tokens, float(times[verified + masks.sum()])))
+        return steps
+
+    def _best(
+        self, times: NDArray[np.float64], reach: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """By number of verified draft tokens: the value of the best step, and its number of mask slots."""
+        tokens, rows = _actions(reach, self.gains)
+        inside = np.minimum(rows, times.size)
+        values = np.where(rows == inside, tokens - self.rate * times[inside - 1], -np.inf)
+        best = values.argmax(axis=1)
+        return values[np.arange(len(best)), best], best
 
 
 def _concave(worth: Sequence[float]) -> list[float]:
@@ -86,10 +120,16 @@ def _actions(reach: NDArray[np.float64], gains: NDArray[np.float64]) -> tuple[ND
     """
     count = reach.size
     reached = np.concatenate(([1.0], reach))
-    last = np.tril(np.broadcast_to(reached - np.append(reached[1:], 0.0), (count + 1, count + 1)))
-    np.fill_diagonal(last, reached)
-    worth = np.sort((last[:, :, None] * gains).reshape(count + 1, -1), axis=1)[:, ::-1]
+    worth = np.sort((_last_accepted(reach)[:, :, None] * gains).reshape(count + 1, -1), axis=1)[:, ::-1]
     masked = np.concatenate((np.zeros((count + 1, 1)), worth.cumsum(axis=1)), axis=1)
     tokens = reached.cumsum()[:, None] + masked
     rows = np.arange(1, count + 2)[:, None] + np.arange(masked.shape[1])
     return tokens, rows
+
+
+def _last_accepted(reach: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The probability that a node is the last accepted one: by number of verified draft tokens, then by node."""
+    reached = np.concatenate(([1.0], reach))
+    last = np.tril(np.broadcast_to(reached - np.append(reached[1:], 0.0), (reached.size, reached.size)))
+    np.fill_diagonal(last, reached)
+    return last

@@ -39,6 +39,7 @@ class Commands(LazyGroup):
         "check": "Compare all engines of a bundle, pair by pair.",
         "audit": "Hold a bundle's drafted texts against its plain ones.",
         "inspect": "Show what a bundle holds.",
+        "plan": "Show what steps cost here, and the drafts that pay.",
         "generate": "Write text from a prompt.",
         "bench": "Measure what steps cost.",
         "demo": "Export, check and decode a small model.",

@@ -1,0 +1,98 @@
+"""`spaceport plan`: what steps cost on this machine, and the drafts that pay."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.planning import PlannedDrafts, drafts_of, rows_of
+from spaceport.tools.cli.options import (
+    backend_option,
+    bundle_argument,
+    json_option,
+    threads_option,
+    trust_engines_option,
+)
+from spaceport.tools.terminal.screen import show_json, show_notes, show_table
+
+
+@click.command("plan")
+@bundle_argument
+@click.option(
+    "--acceptance",
+    multiple=True,
+    metavar="P,P,…",
+    default=("0.5", "0.7", "0.9"),
+    show_default=True,
+    help="Acceptance rate by depth, each behind an accepted token; the last one counts for all deeper. Repeatable.",
+)
+@click.option("--requests", default=1, show_default=True, metavar="N", help="Requests that share each step.")
+@click.option("--context", default=256, show_default=True, metavar="N", help="Visible tokens of each request.")
+@backend_option
+@threads_option
+@trust_engines_option
+@json_option("both tables")
+def command(
+    bundle: Path,
+    acceptance: tuple[str, ...],
+    requests: int,
+    context: int,
+    backend: str,
+    threads: int,
+    trust_engines: bool,
+    as_json: bool,
+) -> None:
+    """Show what the steps of BUNDLE cost on this machine, and the drafts that this implies.
+
+    The costs are those that the runtime plans with: measured once, in at most two seconds, and kept in the cache folder.
+    """
+    rates = [_rates(text) for text in acceptance]
+    if requests < 1 or context < 1:
+        raise OptionFault(f"--requests is {requests}, --context {context}: expected numbers of at least 1")
+    options = {"backend": backend, "threads": threads, "trust_engines": trust_engines}
+    with Runtime.open(bundle, max_requests=requests, **options) as runtime:  # type: ignore[arg-type]
+        costs, most = runtime.costs, runtime.bundle.manifest.max_mask_slots
+        show_notes(runtime.notes)
+    rows = rows_of(costs, requests, context)
+    drafts = [drafts_of(costs, each, most, requests, context) for each in rates]
+    if as_json:
+        plans = [asdict(each) | {"steps": [step._asdict() for step in each.steps]} for each in drafts]
+        show_json({"requests": requests, "context": context, "rows": [asdict(each) for each in rows], "drafts": plans})
+        return
+    title = f"Steps of {requests} request{'s' * (requests > 1)} behind {context} tokens"
+    show_table(title, ("rows", "ms", "ratio"), [(each.rows, each.milliseconds, each.ratio) for each in rows])
+    if not most:
+        click.echo("\nno mask slots: the bundle drafts by prompt lookup only")
+    for each in drafts if most else ():
+        click.echo()
+        _show(each)
+
+
+def _show(drafts: PlannedDrafts) -> None:
+    rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(drafts.acceptance))
+    title = (
+        f"Acceptance {rates}: {drafts.speedup:.2f} times plain speed with {drafts.tokens_per_step:.2f} tokens per step"
+    )
+    columns = ("draft tokens at hand", "verified", "mask slots behind each", "rows", "tokens", "time")
+    show_table(
+        title,
+        columns,
+        [
+            (step.at_hand, len(step.masks) - 1, " ".join(map(str, step.masks)), step.rows, step.tokens, step.time)
+            for step in drafts.steps
+        ],
+    )
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = [-1.0]
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise OptionFault(f"--acceptance is {text!r}: expected probabilities from 0 to 1, such as 0.8,0.7,0.6")
+    return rates

@@ -20,11 +20,10 @@ from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
-from spaceport.runtime.scheduling.generation import Completion, ScoringTask
+from spaceport.runtime.scheduling.generation import Completion, Delivery, ScoringTask
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream, deliver_to_loop
 from spaceport.runtime.scheduling.worker import Worker
-from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
@@ -101,7 +100,7 @@ class Runtime:
 
     def stream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Stream:
         """The text that follows a prompt, piece by piece; a prompt is text, token ids, or chat messages."""
-        deliveries: SimpleQueue[list[Piece] | None] = SimpleQueue()
+        deliveries: SimpleQueue[Delivery | None] = SimpleQueue()
         generation = self._admission.generation(prompt, decoding, deliveries.put)
         self._worker.submit(generation)
         return Stream(generation, deliveries)
@@ -113,7 +112,7 @@ class Runtime:
 
     def astream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> AsyncStream:
         """The same for asyncio, piece by piece: `async for piece in runtime.astream(prompt)`."""
-        deliveries: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
+        deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
         put = deliver_to_loop(deliveries, asyncio.get_running_loop())
         generation = self._admission.generation(prompt, decoding, put)
         self._worker.submit(generation)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.decode.events import Listener
+from spaceport.runtime.decode.events import EventLog, Listener
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Observer, Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
@@ -71,12 +71,14 @@ class Admission:
             end=frozenset(manifest.tokens.end),
         )
         transcript = Transcript(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)
+        events = None if decoding.stops else EventLog()
         trace = Trace() if decoding.trace else None
         observers = [observer for observer in (logprobs, trace) if observer is not None]
         return Generation(
-            request=self._request(ids, config, observers, transcript),
+            request=self._request(ids, config, observers, events or transcript),
             deadline=None if decoding.timeout is None else monotonic() + decoding.timeout,
             transcript=transcript,
+            events=events,
             deliver=deliver,
             seed=sampling.seed if sampling.temperature else None,
             trace=trace,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import cast
 
+from spaceport.runtime.decode.events import Event, EventLog, replay
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.sampling.logprobs import TokenLogprob
@@ -17,9 +19,12 @@ from spaceport.runtime.trace.trace import Trace
 
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
 
-# Takes the new pieces of a text after each step, and None when there will be no more; called from the worker's OS thread
-# or from the one that closes the runtime.
-Deliver = Callable[[list[Piece] | None], None]
+# What a step added to a text: its pieces, or the events that the reader makes them of.
+Delivery = list[Piece] | list[Event]
+
+# Takes what each step added, and None when there will be no more; called from the worker's OS thread or from the one that
+# closes the runtime.
+Deliver = Callable[[Delivery | None], None]
 
 
 @dataclass(frozen=True)
@@ -41,23 +46,42 @@ class Completion:
 
 @dataclass(eq=False, kw_only=True)
 class Generation(Task):
-    """A request that writes a text, with the text so far."""
+    """A request that writes a text, with the text so far.
+
+    Without stop strings the text decides nothing, so it is made where it is read, while the engine runs: `events` holds
+    what the transcript has not seen. With stop strings there are no `events`: the transcript listens to the request.
+    """
 
     transcript: Transcript
+    events: EventLog | None
     deliver: Deliver
     seed: int | None  # None: nothing is sampled
     trace: Trace | None
 
+    text_fault: Exception | None = None  # why its text could not be read
+
     def on_progress(self) -> None:
-        if pieces := self.transcript.take():
-            self.deliver(pieces)
+        delivery = self.transcript.take() if self.events is None else self.events.take()
+        if delivery:
+            self.deliver(delivery)
         if self.done:
             self.deliver(None)
 
+    def read(self, delivery: Delivery) -> list[Piece]:
+        """The pieces of a delivery; called by the reader, once for each delivery and in their order."""
+        if self.events is None:
+            return cast(list[Piece], delivery)
+        try:
+            replay(cast(list[Event], delivery), self.transcript)
+            return self.transcript.take()
+        except Exception as error:
+            self.text_fault, self.cancelled = error, True
+            raise
+
     def completion(self) -> Completion:
-        """The finished text; raises the error that the request failed with."""
-        if self.fault is not None:
-            raise self.fault
+        """The finished text, once all deliveries were read; raises the error that the request failed with."""
+        if (fault := self.fault or self.text_fault) is not None:
+            raise fault
         root = self.request.threads[0]
         threads = self.transcript.finished()
         wide = next((thread.ending for thread in threads if thread.ending in _REQUEST_WIDE), None)

@@ -6,10 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from queue import SimpleQueue
+from threading import Lock
 from types import TracebackType
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.scheduling.generation import Completion, Deliver, Generation
+from spaceport.runtime.scheduling.generation import Completion, Deliver, Delivery, Generation
 from spaceport.runtime.text.piece import Piece
 
 
@@ -33,10 +34,10 @@ class _Reader:
     def __del__(self) -> None:
         self._generation.cancelled = True
 
-    def _receive(self, delivered: list[Piece] | None) -> bool:
+    def _receive(self, delivered: Delivery | None) -> bool:
         """Take a delivery; whether it was the last one."""
         if delivered is not None:
-            self._pieces.extend(delivered)
+            self._pieces.extend(self._generation.read(delivered))
             return False
         self._over = True
         return True
@@ -45,22 +46,22 @@ class _Reader:
 class Stream(_Reader):
     """A text under way: iterate for its pieces, then ask for the completion; closing it early ends it."""
 
-    def __init__(self, generation: Generation, deliveries: SimpleQueue[list[Piece] | None]) -> None:
+    def __init__(self, generation: Generation, deliveries: SimpleQueue[Delivery | None]) -> None:
         super().__init__(generation)
+        self._reading = Lock()  # deliveries are read one at a time and in their order
         self._deliveries = deliveries
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
-        while not self._pieces:
-            if self._over:
-                raise StopIteration
-            if self._receive(self._deliveries.get()):
-                self._deliveries.put(None)  # for other readers of the same stream
-                if self._generation.fault is not None:
+        with self._reading:
+            while not self._pieces:
+                if self._over:
+                    raise StopIteration
+                if self._receive(self._deliveries.get()) and self._generation.fault is not None:
                     raise self._generation.fault
-        return self._pieces.popleft()
+            return self._pieces.popleft()
 
     def __enter__(self) -> Stream:
         return self
@@ -80,7 +81,7 @@ class Stream(_Reader):
 class AsyncStream(_Reader):
     """The same for asyncio: what is written meanwhile waits in order; leaving the `async with` early ends the text."""
 
-    def __init__(self, generation: Generation, deliveries: asyncio.Queue[list[Piece] | None]) -> None:
+    def __init__(self, generation: Generation, deliveries: asyncio.Queue[Delivery | None]) -> None:
         super().__init__(generation)
         self._deliveries = deliveries
 
@@ -117,10 +118,10 @@ class AsyncStream(_Reader):
         return self._generation.completion()
 
 
-def deliver_to_loop(queue: asyncio.Queue[list[Piece] | None], loop: asyncio.AbstractEventLoop) -> Deliver:
+def deliver_to_loop(queue: asyncio.Queue[Delivery | None], loop: asyncio.AbstractEventLoop) -> Deliver:
     """Puts deliveries into a queue of an event loop, from any OS thread."""
 
-    def put(delivered: list[Piece] | None) -> None:
+    def put(delivered: Delivery | None) -> None:
         loop.call_soon_threadsafe(queue.put_nowait, delivered)  # raises once the loop is closed: that ends the text
 
     return put

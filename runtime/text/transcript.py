@@ -162,7 +162,8 @@ class Transcript:
 
     def _split(self, line: _ThreadState, thread: Thread) -> None:
         """Begin the segment behind a [Fork]."""
-        context = context_of(self._tokenizer, thread.tokens)
+        # up to the [Fork]: when events are replayed, the thread may be longer by now
+        context = context_of(self._tokenizer, thread.tokens[: thread.start + len(line.tokens)])
         line.segments.append(_Segment(TextStream(self._tokenizer, self._stops, context), len(line.tokens)))
         line.children.append(None)
         if self._front is line:

@@ -24,10 +24,9 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PROCESSOR, Batch, Engine, Moves
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.runtime.scheduling.generation import Generation
+from spaceport.runtime.scheduling.generation import Delivery, Generation
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.task import Task
-from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
 CASES = ((1, 1), (1, 9), (1, 36), (8, 1), (8, 9))  # requests, and rows of each in a step
@@ -74,7 +73,7 @@ class MadeUpEngine:
         places, tokens = batch.position_ids[lines, batch.logit_rows], batch.input_ids[lines, batch.logit_rows]
         wrong = np.isin(tokens, self._masks) & (places * 7919 % 100 >= _RIGHT)
         likely = places * 31 + wrong
-        self._logits[:, :, self._letters] = 0
+        self._logits.fill(0)  # all of them, so that they are in the caches like any engine's
         rows = np.arange(shape[1])[None]
         for rank in range(3):
             self._logits[lines, rows, self._letters[(likely + rank) % _LETTERS]] = _LIKELY - 2 * rank
@@ -117,7 +116,7 @@ def texts(bundle: Bundle, engine: MadeUpEngine, rows: int) -> list[Generation]:
     ]
 
 
-def _nobody(pieces: list[Piece] | None) -> None:
+def _nobody(delivery: Delivery | None) -> None:
     """Nobody reads what is written."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,7 @@ from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.selector import NotANumber, TokenSelector
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What is kept of one thread's rows, and what it writes."""
 
     kept: tuple[int, ...]  # rows of the part whose slots the thread holds from now on
@@ -32,10 +31,11 @@ def accept(part: Part, logits: NDArray[np.float32], selector: TokenSelector, mos
 
     `logits` holds one line for each wanted row of the part; `most` is how many tokens of each mask slot are of use.
     """
-    layout, known, thread = part.layout, part.layout.known, part.thread
+    layout, thread = part.layout, part.thread
+    known = layout.known
     if not part.complete:
         return Verdict(tuple(range(known)), (), ())
-    first = int(part.rows_wanted[0])
+    first = part.first_wanted
     node, kept = 0, list(range(known))
     tokens = [selector.token(logits[known - 1 - first], thread, ())]
     while (follower := _child(part, node, tokens[-1])) is not None:
@@ -56,7 +56,8 @@ def accept(part: Part, logits: NDArray[np.float32], selector: TokenSelector, mos
 
 def _child(part: Part, node: int, token: int) -> int | None:
     """The candidate behind a node that stands for this token."""
-    for index, (parent, candidate) in enumerate(zip(part.draft.parents, part.draft.tokens, strict=True)):
-        if parent == node and candidate == token:
+    parents, tokens = part.draft.parents, part.draft.tokens
+    for index in range(node, len(tokens)):  # a candidate comes behind its node
+        if parents[index] == node and tokens[index] == token:
             return index + 1
     return None

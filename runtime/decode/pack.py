@@ -70,6 +70,8 @@ def pack_one(signature: Signature, step: ScheduledStep) -> Batch:
 
 def split(plan: Plan, logits: NDArray[np.float32]) -> list[NDArray[np.float32]]:
     """The logits of one request, R x V, part by part."""
+    if len(plan.parts) == 1:
+        return [logits[: plan.parts[0].wanted]]
     parts, first = [], 0
     for part in plan.parts:
         parts.append(logits[first : first + part.wanted])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ class Layout:
     parents: NDArray[np.int64]  # rows; NO_PARENT: hangs from what the thread holds already
     offsets: NDArray[np.int64]  # rows; position less that of the first row
     mask_depths: NDArray[np.int64]  # rows; place of a mask slot in its group from 0, or -1
+    mask_rows: NDArray[np.int64]  # the rows of mask slots
+    candidates: NDArray[np.int64]  # the row of each candidate
     known: int  # rows of known tokens
     nodes: tuple[int, ...]  # row of each node of the draft: the last known token, then the candidates
     groups: tuple[tuple[int, ...], ...]  # rows of the mask slots behind each node
@@ -45,8 +48,7 @@ class Layout:
         return np.argsort(self.slot_ranks, kind="stable")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The rows of one thread in a step."""
 
     thread: Thread
@@ -71,6 +73,11 @@ class Part:
     def wanted(self) -> int:
         """How many rows' logits are wanted."""
         return self.rows_wanted.size
+
+    @property
+    def first_wanted(self) -> int:
+        """The first row whose logits are wanted, of a complete part."""
+        return self.layout.known - 1 if self.echo is None else int(self.rows_wanted[0])
 
 
 @dataclass(frozen=True)
@@ -122,12 +129,10 @@ def plan_thread(
     ids = np.empty(layout.rows, np.int64)
     ids[:known] = thread.tokens[begin : begin + known]
     if draft.tokens:
-        ids[list(layout.nodes[1:])] = draft.tokens
-    masked = layout.mask_depths >= 0
-    if len(tokens.mask) > 1:
-        ids[masked] = np.array(tokens.mask)[layout.mask_depths[masked]]
-    elif tokens.mask:
-        ids[masked] = tokens.mask[0]
+        ids[layout.candidates] = draft.tokens
+    if layout.mask_rows.size:
+        masks = tokens.mask
+        ids[layout.mask_rows] = np.array(masks)[layout.mask_depths[layout.mask_rows]] if len(masks) > 1 else masks[0]
     return Part(thread, draft, layout, ids, layout.offsets + begin, complete, anchor, echo)
 
 
@@ -158,10 +163,13 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         groups.append(tuple(group))
     ancestry = _ancestry(parents)
     offsets = ancestry.sum(axis=1) - 1
+    depths = np.array(mask_depths, np.int64)
     layout = Layout(
         parents=np.array(parents, np.int64),
         offsets=offsets,
-        mask_depths=np.array(mask_depths, np.int64),
+        mask_depths=depths,
+        mask_rows=np.flatnonzero(depths >= 0),
+        candidates=np.array(nodes[1:], np.int64),
         known=known,
         nodes=tuple(nodes),
         groups=tuple(groups),
@@ -170,9 +178,9 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         drafted=tuple(np.bincount(offsets[nodes[1:]] - known).tolist()),
         slot_ranks=np.array(ranks, np.int64),
     )
-    kept = (layout.parents, layout.offsets, layout.mask_depths, layout.ancestry, layout.wanted, layout.slot_ranks)
-    for array in kept:
-        array.setflags(write=False)  # one layout serves many steps
+    for array in vars(layout).values():
+        if isinstance(array, np.ndarray):
+            array.setflags(write=False)  # one layout serves many steps
     return layout
 
 

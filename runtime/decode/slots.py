@@ -50,7 +50,7 @@ class Slots:
         if slots.size < count:
             raise SlotsExhausted(f"step needs {count} slots, {slots.size} are free: raise max_seq_len (--max-seq-len)")
         self.height = max(self.height, int(slots[-1]) + 1)
-        if order is not None and self.lowering == "scatter":
+        if order is not None and count > 1 and self.lowering == "scatter":
             ascending, slots = slots, np.empty_like(slots)
             slots[order] = ascending
         self._holders[slots] = 1
@@ -68,11 +68,12 @@ class Slots:
         """One holder less for each of these slots; without holders a slot is free."""
         if not slots.size:
             return
-        left = self._holders[slots] - 1
-        if left.min() < 0:
+        holders = self._holders[slots]
+        freed = np.count_nonzero(holders == 1)
+        if freed < slots.size and holders.min() < 1:
             raise ValueError("only held slots can be released")
-        self._holders[slots] = left
-        self.held -= int(np.count_nonzero(left == 0))
+        self._holders[slots] = holders - 1
+        self.held -= int(freed)
         self._lower()
 
     def still_held(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

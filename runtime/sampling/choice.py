@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +54,7 @@ class Greedy:
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         token = int(logits.argmax())
-        if np.isnan(logits[token]):
+        if (score := logits[token]) != score:  # NaN, at a fraction of the price of np.isnan
             raise not_a_number(len(thread.tokens) + len(ahead))
         if token in (banned := self.bans.at(thread, ahead)):
             token = int(without(logits, banned).argmax())
@@ -90,27 +89,27 @@ def likeliest(scores: NDArray[np.float32], most: int, banned: Collection[int] = 
     line that says nothing gives no tokens.
     """
     with np.errstate(all="ignore"):  # what is not a number is nobody's guess
-        highest = scores.max(axis=-1, keepdims=True)
-        below = scores[:, ::_SAMPLE] - highest
-        weights = np.exp(below) * _SAMPLE
-        flat = np.count_nonzero(below > _LEAST, axis=-1) * _SAMPLE > _MANY
-        least = np.where(flat, np.log(weights.sum(axis=-1) * _LEAST_ODDS), _LEAST)[:, None]
-        rest = np.where(below > least, 0, weights).sum(axis=-1)
-        owners, tokens = np.divmod(np.flatnonzero(scores > highest + least), scores.shape[1])
-        found = np.exp(scores[owners, tokens] - highest[owners, 0])
-    ends = np.searchsorted(owners, np.arange(len(scores) + 1)).tolist()
-    return tuple(
-        _best(tokens[first:last], found[first:last], float(rest[line]), most, banned)
-        for line, (first, last) in enumerate(pairwise(ends))
-    )
+        return tuple([_likeliest(line, most, banned) for line in scores])
 
 
-def _best(
-    tokens: NDArray[np.int64], weights: NDArray[np.float32], rest: float, most: int, banned: Collection[int]
-) -> Guess:
-    """The guess that the likely tokens of a line make, and what the others weigh."""
-    order = np.argsort(-weights, kind="stable")[: most + len(banned)]
-    total = float(weights.sum()) + rest
-    ranked = zip(tokens[order].tolist(), weights[order].tolist(), strict=True)
-    allowed = [(token, weight / total) for token, weight in ranked if token not in banned][:most]
-    return Guess(tuple(token for token, _ in allowed), tuple(odds for _, odds in allowed))
+def _likeliest(line: NDArray[np.float32], most: int, banned: Collection[int]) -> Guess:
+    highest = line[line.argmax()]
+    sampled = line[::_SAMPLE] - highest
+    likely = sampled > _LEAST
+    weights = np.exp(sampled, out=sampled)
+    least = _LEAST
+    if np.count_nonzero(likely) > _MANY // _SAMPLE:
+        least = np.log(weights.sum() * _SAMPLE * _LEAST_ODDS)
+        likely = weights > weights.sum() * _SAMPLE * _LEAST_ODDS
+    weights[likely] = 0
+    tokens = (line > highest + least).nonzero()[0]
+    found = np.exp(line[tokens] - highest).tolist()
+    total = sum(found) + float(weights.sum()) * _SAMPLE
+    return _best(tokens.tolist(), found, total, most, banned)
+
+
+def _best(tokens: list[int], weights: list[float], total: float, most: int, banned: Collection[int]) -> Guess:
+    """The guess that the likely tokens of a line make, by what they and all others weigh."""
+    order = sorted(range(len(tokens)), key=weights.__getitem__, reverse=True)  # of equals the lowest id comes first
+    allowed = [place for place in order[: most + len(banned)] if tokens[place] not in banned][:most]
+    return Guess(tuple([tokens[place] for place in allowed]), tuple([weights[place] / total for place in allowed]))

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
-from operator import attrgetter
+from operator import itemgetter
 from threading import Lock
 from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.costs import StepCosts, fixed_costs
 from spaceport.runtime.decode.request import ScheduledStep
-from spaceport.runtime.decode.step import Call, StepInput, step
+from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.task import Task
@@ -89,22 +89,25 @@ class Scheduler:
     def _dismiss(self) -> None:
         """End what was cancelled and what is past its deadline."""
         now = self._clock()
-        with self._lock:
-            tasks = [*self._waiting, *self._running.values()]
+        tasks = list(self._running.values())
+        if self._waiting:
+            with self._lock:
+                tasks = [*self._waiting, *tasks]
         gone = [task for task in tasks if task.cancelled or (task.deadline is not None and now >= task.deadline)]
+        if not gone:
+            return
         for task in gone:
             try:
                 task.request.finish("cancelled" if task.cancelled else "deadline")
             except Exception as error:  # noqa: BLE001  (an error of its listener: the request fails with it)
                 self._give_up(task, error)
             self._report(task)
-        if gone:
-            with self._lock:
-                self._waiting = deque(task for task in self._waiting if not task.done)
+        with self._lock:
+            self._waiting = deque(task for task in self._waiting if not task.done)
 
     def _admit(self) -> None:
         """Give each free index to the request that waits longest."""
-        while (admitted := self._next()) is not None:
+        while self._waiting and (admitted := self._next()) is not None:
             index, task = admitted
             self._running[index] = task
             task.request.statistics.waiting_seconds = perf_counter() - task.submitted
@@ -132,7 +135,9 @@ class Scheduler:
             for index, task in self._running.items()
             if not task.request.prefilling
         ]
-        return sorted((*decoding, *self._prefilling(bool(decoding))), key=attrgetter("engine_index"))
+        if len(decoding) < len(self._running):
+            decoding += self._prefilling(bool(decoding))
+        return sorted(decoding, key=itemgetter(1)) if len(decoding) > 1 else decoding  # by engine index
 
     def _prefilling(self, beside: bool) -> list[StepInput]:
         """The requests whose prompts are fed in this round: as many as there are rows for, the longest waiting first."""
@@ -153,7 +158,7 @@ class Scheduler:
         return chosen
 
     def _group(self, steps: Sequence[ScheduledStep]) -> Sequence[Call]:
-        return group_by_width(steps, self._call_rows)
+        return one_call(steps) if len(steps) < 2 else group_by_width(steps, self._call_rows)
 
     def _observe(self, calls: list[tuple[int, int]], rows: int, requests: int, visible: int, seconds: float) -> None:
         calls.append((rows, requests))

@@ -17,10 +17,11 @@ from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoin
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.product_scales import write_scales
 from spaceport.exporter.prompt_tokens import Prompt, prompt_tokens
+from spaceport.exporter.selection_graph import write_selection
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest
+from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
 from spaceport.graphs.quantize import ProductScales, quantize_model
@@ -93,6 +94,8 @@ def export(
         to_onnx(decoder, partial, options.opset)
         if decoder.rounding.integers is not None:
             write_scales(partial, decoder.rounding.integers)
+        elif options.lowering == "scatter":  # what a GPU may run by onnxruntime
+            write_selection(partial / SELECTION_FILE, decoder.signature.vocab_size)
         (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
         if checkpoint.template is not None:
             (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")

@@ -19,6 +19,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 MODEL_FILE = "model.onnx"
 DATA_FILE = f"{MODEL_FILE}.data"  # its weights
+SELECTION_FILE = "selection.onnx"  # from logits to the best tokens, for engines that select tokens
 ENGINES_FOLDER = "engines"
 
 MOST_MASK_SLOTS = 64

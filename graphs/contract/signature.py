@@ -21,6 +21,8 @@ WEIGHTS: tuple[Weights, ...] = ("same", "int8", "int4", "float8")
 ACTIVATIONS: tuple[Activations, ...] = ("int8x2", "int8", "float")
 
 STEP_ROWS = 128  # most rows of a request in a step that writes, all its threads together
+# Tokens of a row that an engine selects: more than those that may not be written, and the candidates that a draft takes.
+BEST_TOKENS = 16
 LOGIT_BYTES = 32 << 20  # of logits of prompts' rows in a call: a whole prompt's would be gigabytes
 
 # The visible length is rounded up to a multiple of this, so that few distinct shapes reach an engine.
@@ -112,6 +114,11 @@ class Signature:
 def visible_length(slots: int) -> int:
     """The shortest allowed visible length that covers the first `slots` slots."""
     return max(1, -(-slots // VISIBLE_STEP)) * VISIBLE_STEP
+
+
+def selection_width(vocab_size: int) -> int:
+    """Numbers in the selection of a row: scores and tokens of the best ones, and the log of the sum of all exp."""
+    return 2 * min(BEST_TOKENS, vocab_size) + 1
 
 
 def logit_rows(prompt_rows: int, vocab_size: int) -> int:

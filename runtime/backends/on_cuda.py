@@ -13,7 +13,7 @@ import onnxruntime as ort
 from spaceport.graphs.contract.faults import MissingPart, OptionFault
 from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.on_device import DeviceEngine
-from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_session, session_options, unloadable
+from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, session_options, unloadable
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault
@@ -46,7 +46,8 @@ def open_engine(bundle: Bundle, opening: Opening) -> DeviceEngine:
             raise MissingPart(without_cuda(lacking))
         name = f"cuda:0 ({gpu().name})"
         graphs = opening.graphs and not notes
-        engine = DeviceEngine(session, bundle.manifest.signature, opening, "cuda", name, graphs, notes)
+        selection = open_selection(bundle, [_PROVIDER, "CPUExecutionProvider"])
+        engine = DeviceEngine(session, bundle.manifest.signature, opening, "cuda", name, graphs, notes, selection)
     except FAULTS as error:
         if _NO_MEMORY.search(str(error)):
             raise OptionFault(no_room(bundle, opening)) from error

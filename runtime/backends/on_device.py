@@ -12,11 +12,12 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.dtypes import DTYPES
-from spaceport.graphs.contract.signature import Signature, logit_rows
+from spaceport.graphs.contract.signature import Signature, logit_rows, selection_width
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
+from spaceport.runtime.selection import SelectedRows, selected_rows
 
 _UINT8 = 2  # onnx.TensorProto.UINT8; numpy has no bfloat16, so types are named by their numbers
 
@@ -83,7 +84,9 @@ class DeviceEngine:
         device: str,
         graphs: bool = False,
         notes: tuple[str, ...] = (),
+        selection: ort.InferenceSession | None = None,  # of the bundle's graph that selects tokens
     ) -> None:
+        self.selects = selection is not None
         self.signature = signature
         self.capacity = self.rows = opening.capacity
         self.requests = opening.requests
@@ -97,15 +100,39 @@ class DeviceEngine:
         self._kv = ort.OrtValue.ortvalue_from_numpy(kv, kind, 0)
         self._staged: dict[int, Staged] = {}  # by its bytes
         self._logits: dict[int, ort.OrtValue] = {}  # the same
+        self._selected: dict[int, ort.OrtValue] = {}  # the same
         self._graphs = Graphs(MOST_GRAPHS if graphs else 0)
         # onnxruntime keeps graphs by the OS thread that captured them, and as long as the session: all are of this one,
         # since the runtime's worker ends when it has nothing to do, and those of another thread would be captured again
         self._thread = ThreadPoolExecutor(1, "spaceport-graphs") if graphs else None
         self._binding = session.io_binding()
+        self._selection = selection
         self._shape: CallShape | None = None  # of the call that is bound
         self._range: tuple[int, int] | None = None  # of requests whose buffers are bound
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
+        self._compute(batch)
+        return self._copied()[:, : batch.logit_rows.shape[1]]
+
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        """The best tokens of the wanted rows of each request; only these are copied to the host."""
+        assert self._selection is not None
+        shape = self._compute(batch)
+        logits = (shape.requests, shape.wanted, self.signature.vocab_size)
+        packed = (*logits[:2], selection_width(self.signature.vocab_size))
+        kind, binding = DTYPES["float32"].onnx, self._selection.io_binding()
+        try:
+            binding.bind_input("logits", self._kind, 0, kind, logits, self._logits_memory(logits).data_ptr())
+            memory = self._logits_memory(packed, selected=True)
+            binding.bind_output("selection", self._kind, 0, kind, packed, memory.data_ptr())
+            self._selection.run_with_iobinding(binding)
+            found: NDArray[np.float32] = binding.get_outputs()[0].numpy()
+        except FAULTS as error:
+            raise self._fault(error) from error
+        return selected_rows(found, self._copied, batch.logit_rows.shape[1])
+
+    def _compute(self, batch: Batch) -> CallShape:
+        """Run a call, whose logits then are in the device's memory; the sizes that it was filled up to."""
         if self._session is None:
             raise EngineFault(f"onnxruntime on {self.device}: the engine is closed")
         shape = filled_up(batch, self.signature, self._limits)
@@ -115,13 +142,20 @@ class DeviceEngine:
             staged.memory.update_inplace(staged.block.memory)
             self._bind(batch.first, shape, staged.memory.data_ptr())
             self._start(self._session, self._graphs.options(batch.first, shape))
-            # what was bound first, so only the logits are copied, and only the rows of this call
+        except FAULTS as error:
+            raise self._fault(error) from error
+        return shape
+
+    def _copied(self) -> NDArray[np.float32]:
+        """The logits of the last call; they were bound first, so only they are copied, and only the rows of the call."""
+        try:
             logits: NDArray[np.float32] = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
         except FAULTS as error:
-            raise EngineFault(
-                f"onnxruntime on {self.device} ({self.signature.dtype}) failed in a step: {error}"
-            ) from error
-        return logits[:, : batch.logit_rows.shape[1]]
+            raise self._fault(error) from error
+        return logits
+
+    def _fault(self, error: Exception) -> EngineFault:
+        return EngineFault(f"onnxruntime on {self.device} ({self.signature.dtype}) failed in a step: {error}")
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         if any(sources.size for sources, _ in moves):
@@ -139,9 +173,12 @@ class DeviceEngine:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
-        self._session = self._binding = None  # the graphs that hold addresses go before the memory does
+        self._session = self._binding = self._selection = (
+            None  # the graphs that hold addresses go before the memory does
+        )
         self._staged.clear()
         self._logits.clear()
+        self._selected.clear()
         self._kv = None
 
     @property
@@ -165,6 +202,13 @@ class DeviceEngine:
             self._staged[size] = Staged(block, self._memory(size))
         return self._staged[size]
 
+    def _logits_memory(self, shape: tuple[int, ...], selected: bool = False) -> ort.OrtValue:
+        """The memory that logits of a shape are written to, or their selection."""
+        size, kept = _power(DTYPES["float32"].bytes * int(np.prod(shape))), self._selected if selected else self._logits
+        if size not in kept:
+            kept[size] = self._memory(size)
+        return kept[size]
+
     def _memory(self, size: int) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_shape_and_type((size,), _UINT8, self._kind, 0)
 
@@ -182,12 +226,8 @@ class DeviceEngine:
             for name, part in ranges_of(self.signature, shape).items():
                 self._binding.bind_input(name, self._kind, 0, types[name], part.shape, rows + part.offset)
             logits = (shape.requests, shape.wanted, self.signature.vocab_size)
-            size = _power(DTYPES["float32"].bytes * int(np.prod(logits)))
-            if size not in self._logits:
-                self._logits[size] = self._memory(size)
-            self._binding.bind_output(
-                "logits", self._kind, 0, DTYPES["float32"].onnx, logits, self._logits[size].data_ptr()
-            )
+            memory = self._logits_memory(logits)
+            self._binding.bind_output("logits", self._kind, 0, DTYPES["float32"].onnx, logits, memory.data_ptr())
             self._shape = shape
         if self._range != (first, shape.requests):
             self._bind_buffers(first, shape.requests)

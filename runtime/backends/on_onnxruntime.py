@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
-from spaceport.graphs.contract.manifest import MODEL_FILE
-from spaceport.graphs.contract.signature import Activations, Signature, Weights
+from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
+from spaceport.graphs.contract.signature import Activations, Signature, Tensor, Weights, selection_width
 from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
@@ -142,6 +142,24 @@ def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequenc
     return session
 
 
+def open_selection(bundle: Bundle, providers: Sequence[Any]) -> ort.InferenceSession | None:
+    """The bundle's graph from logits to the best tokens, if it has one, in a session of these providers.
+
+    It is for devices from which logits would have to be copied: on a CPU it takes longer than numpy's argmax.
+    """
+    if SELECTION_FILE not in bundle.manifest.files:
+        return None
+    path, size = bundle.path / SELECTION_FILE, bundle.manifest.signature.vocab_size
+    session = ort.InferenceSession(str(path), session_options(1, "same"), providers=providers, enable_fallback=0)
+    tensors = {
+        "input": (session.get_inputs(), Tensor("logits", "float32", ("B", "R", size))),
+        "output": (session.get_outputs(), Tensor("selection", "float32", ("B", "R", selection_width(size)))),
+    }
+    for kind, (values, tensor) in tensors.items():
+        _hold_to(path, kind, values, (tensor,))
+    return session
+
+
 def unloadable(bundle: Bundle, error: Exception) -> BundleError:
     """What to say of a graph that onnxruntime does not load."""
     return BundleError(
@@ -156,13 +174,15 @@ def _hold_to_contract(session: ort.InferenceSession, signature: Signature, path:
         ("input", session.get_inputs(), signature.inputs),
         ("output", session.get_outputs(), signature.outputs),
     ):
-        got = [_tensor(value.name, value.type, value.shape) for value in values]
-        expected = [
-            _tensor(tensor.name, f"tensor({DTYPES[tensor.dtype].onnxruntime})", tensor.shape) for tensor in tensors
-        ]
-        for ours, theirs in zip_longest(got, expected, fillvalue="nothing more"):
-            if ours != theirs:
-                raise BundleError(f"{path}: has the {kind} {ours}, the manifest says {theirs}: export it again")
+        _hold_to(path, kind, values, tensors)
+
+
+def _hold_to(path: Path, kind: str, values: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    got = [_tensor(value.name, value.type, value.shape) for value in values]
+    expected = [_tensor(tensor.name, f"tensor({DTYPES[tensor.dtype].onnxruntime})", tensor.shape) for tensor in tensors]
+    for ours, theirs in zip_longest(got, expected, fillvalue="nothing more"):
+        if ours != theirs:
+            raise BundleError(f"{path}: has the {kind} {ours}, the manifest says {theirs}: export it again")
 
 
 def _tensor(name: str, kind: str, shape: Sequence[int | str]) -> str:

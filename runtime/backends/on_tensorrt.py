@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import LIBRARIES, EngineRecord, Flavour
-from spaceport.graphs.contract.signature import Signature, logit_rows
+from spaceport.graphs.contract.signature import BEST_TOKENS, Signature, logit_rows
 from spaceport.runtime.backends.built import Named, engine_for, read_engine
 from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu
@@ -26,6 +26,7 @@ from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
 from spaceport.runtime.backends.torch_device import Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
+from spaceport.runtime.selection import SelectedRows, selected_rows
 
 STEPS, PROMPTS = 0, 1  # profiles of an engine
 
@@ -58,6 +59,7 @@ class TensorRtEngine:
     """A TensorRT or TensorRT-RTX engine on a GPU."""
 
     costs: Costs = UNTIMED
+    selects = True
 
     def __init__(
         self,
@@ -96,15 +98,34 @@ class TensorRtEngine:
         self._captured = Captured(self._capture) if opening.graphs else None
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
+        with self._device.working():
+            shape = self._compute(batch)
+            logits = self._take(shape)
+        return logits[:, : batch.logit_rows.shape[1]]
+
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        """The best tokens of the wanted rows of each request; only these are copied to the host."""
+        with self._device.working():
+            shape = self._compute(batch)
+            size = shape.requests * shape.wanted * self.signature.vocab_size
+            packed = selection(self._logits[:size].view(shape.requests, shape.wanted, self.signature.vocab_size))
+            found: NDArray[np.float32] = packed.cpu().numpy()  # waits for the stream
+
+        def logits() -> NDArray[np.float32]:
+            with self._device.working():
+                return self._take(shape)
+
+        return selected_rows(found, logits, batch.logit_rows.shape[1])
+
+    def _compute(self, batch: Batch) -> CallShape:
+        """Put a call on the stream, with its inputs; the sizes that it was filled up to."""
         if self._engine is None:
             raise EngineFault(f"{self._record.flavour}: the engine is closed")
         shape = filled_up(batch, self.signature, self._limits)
         used = self._block.write(batch, shape, self.capacity)
-        with self._device.working():
-            self._rows[:used].copy_(self._rows_in[:used], non_blocking=True)
-            self._play(batch.first, shape)
-            logits = self._take(shape)
-        return logits[:, : batch.logit_rows.shape[1]]
+        self._rows[:used].copy_(self._rows_in[:used], non_blocking=True)
+        self._play(batch.first, shape)
+        return shape
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         with self._device.working():
@@ -192,6 +213,12 @@ class TensorRtEngine:
         if not context.run.set_input_shape(name, shape) or not context.run.set_tensor_address(name, address):
             context.shape = None
             raise EngineFault(f"{self._record.flavour} takes no {name} of shape {list(shape)}: {self._words}")
+
+
+def selection(logits: torch.Tensor) -> torch.Tensor:
+    """The best tokens of each row of logits, ... x V, as `SelectedRows` reads them: ... x (2n + 1)."""
+    scores, tokens = logits.topk(min(BEST_TOKENS, logits.shape[-1]), dim=-1)
+    return torch.cat((scores, tokens.to(scores.dtype), logits.logsumexp(dim=-1, keepdim=True)), dim=-1)
 
 
 def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:

@@ -59,7 +59,9 @@ class VerifiedStep(NamedTuple):
     plan: Plan
     slots: NDArray[np.int64]
     verdicts: list[Verdict]  # one for each part of the plan
-    logits: list[NDArray[np.float32]]  # of the wanted rows of each part; valid until the next engine call
+    logits: list[
+        NDArray[np.float32]
+    ]  # of the wanted rows of each part, valid until the next engine call; [] if unneeded
     held: int  # KV slots held during the step
     queued: tuple[Thread, ...]  # threads that waited during the step
     engine_seconds: float  # of the call that the step was part of
@@ -67,7 +69,7 @@ class VerifiedStep(NamedTuple):
 
 
 class Observer(Protocol):
-    """Sees every step of a request with its verdicts and logits."""
+    """Sees every step of a request with its verdicts, and with its logits unless its `needs_logits` is False."""
 
     def on_step(self, verified: VerifiedStep) -> None:
         """Called once per verified step; what it needs is in the step, so observers may come in any order."""
@@ -95,6 +97,10 @@ class Request:
         self.queue: list[Thread] = []  # those that wait for one of these to end
         self.observers = tuple(observers)
         self.statistics = Statistics(prompt_tokens=len(prompt))
+        # whether the best tokens of each row serve it as well as all logits do
+        self.selects = getattr(config.selector, "selects", False) and not (
+            config.echo is not None or any(getattr(observer, "needs_logits", True) for observer in observers)
+        )
         self._listener = listener or NullListener()
         self._drafter = drafter or drafter_for(config.drafting, config.planner, config.kind)
         self._written = 0  # tokens, of all threads

@@ -17,7 +17,10 @@ class NotANumber(RuntimeError):
 
 
 class TokenSelector(Protocol):
-    """Chooses tokens from logits; for the same text and the same logits it always chooses the same."""
+    """Chooses tokens from logits; for the same text and the same logits it always chooses the same.
+
+    One with a true attribute `selects` takes the best tokens of rows too, as `runtime.selection.SelectedRows`.
+    """
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         """The token after a thread's tokens and those `ahead` of them, which this step has chosen already."""

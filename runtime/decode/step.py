@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from spaceport.runtime.decode.accept import accept
 from spaceport.runtime.decode.pack import pack, split
 from spaceport.runtime.decode.request import Request, ScheduledStep, VerifiedStep
-from spaceport.runtime.engine import NO_MOVES, Engine
+from spaceport.runtime.engine import NO_MOVES, Batch, Engine
+from spaceport.runtime.selection import SelectedRows, selecting
 
 PREFILL_ROWS = 512  # prompt rows of a call: keeps matrix products busy, and a call short enough to be interrupted
 
@@ -38,7 +39,7 @@ class Ran(NamedTuple):
 
     first: int  # index of the first request of the call
     requests: int  # from the first to the last one, with those between that took no part
-    logits: NDArray[np.float32]  # requests x wanted rows x vocabulary
+    logits: NDArray[np.float32] | list[SelectedRows]  # requests x wanted rows x vocabulary, or what stands for them
     seconds: float
     shape: tuple[int, int, int]  # rows of each request, requests, visible KV slots
 
@@ -87,7 +88,7 @@ def run(engine: Engine, call: Call) -> Ran:
     """The logits of a call; its time counts for every request of it."""
     batch = pack(engine, call)
     started = perf_counter()
-    logits = engine.run(batch)
+    logits = _logits(engine, call, batch)
     seconds = perf_counter() - started
     for each in call:
         each.request.statistics.engine_seconds += seconds
@@ -116,16 +117,26 @@ def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure:
     engine.move(ran.first, moves)
 
 
+def _logits(engine: Engine, call: Call, batch: Batch) -> NDArray[np.float32] | list[SelectedRows]:
+    """The logits of the wanted rows, or the tokens that the engine selects if no request needs more."""
+    selector = selecting(engine)
+    if selector is not None and all(each.request.selects for each in call):
+        return selector.select(batch)
+    return engine.run(batch)
+
+
 def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
     request, index, planned, slots = each
     config = request.config
-    logits = split(planned, ran.logits[index - ran.first])
+    # selected rows only come to selectors that take them, and are cut into parts like logits
+    logits = split(planned, cast(NDArray[np.float32], ran.logits[index - ran.first]))
     verdicts = [
         accept(part, own, config.selector, config.drafting.guesses)
         for part, own in zip(planned.parts, logits, strict=True)
     ]
     held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds
-    return VerifiedStep(request, index, planned, slots, verdicts, logits, held, queued, ran.seconds, outside)
+    seen = logits if isinstance(ran.logits, np.ndarray) else []
+    return VerifiedStep(request, index, planned, slots, verdicts, seen, held, queued, ran.seconds, outside)
 
 
 class _Isolated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 from spaceport.runtime.decode.draft import Guess
 from spaceport.runtime.decode.selector import not_a_number
 from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.selection import SelectedRows
 
 _LEAST = -7.0  # a candidate whose logit is so far below the best is not worth a row in any tree
 _LEAST_ODDS = 2e-3  # nor one with such odds
+_LEAST_PROBABILITY = 1e-3  # the same of candidates whose probability is known exactly
 _MANY = 512  # tokens near the best: a line with more says little, and is held to odds instead
 _SAMPLE = 32  # one token in so many is looked at to tell what the unlikely ones weigh
 
@@ -51,8 +54,12 @@ class Greedy:
     """The likeliest token that is not banned; of equals the lowest id."""
 
     bans: Bans
+    selects: ClassVar = True
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, ahead: Sequence[int]) -> int:
+        if isinstance(logits, SelectedRows):
+            best = logits.best(self.bans.at(thread, ahead))
+            return self.token(logits.logits[0], thread, ahead) if best is None else best[0]
         token = int(logits.argmax())
         if (score := logits[token]) != score:  # NaN, at a fraction of the price of np.isnan
             raise not_a_number(len(thread.tokens) + len(ahead))
@@ -60,8 +67,16 @@ class Greedy:
             token = int(without(logits, banned).argmax())
         return token
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+    def guesses(
+        self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, place: int, most: int
+    ) -> tuple[Guess, ...]:
         banned = self.bans.among_guesses(thread)
+        if isinstance(logits, SelectedRows):
+            if most > 1:
+                return tuple([_guess(ranked) for ranked in logits.probable(most, _LEAST_PROBABILITY, banned)])
+            if (known := logits.best(banned)) is not None:
+                return tuple([Guess((token,), (1.0,)) for token in known])
+            return self.guesses(logits.logits, thread, place, most)
         if most > 1:
             return likeliest(logits, most, banned)
         best = logits.argmax(axis=-1).tolist()
@@ -106,6 +121,10 @@ def _likeliest(line: NDArray[np.float32], most: int, banned: Collection[int]) ->
     found = np.exp(line[tokens] - highest).tolist()
     total = sum(found) + float(weights.sum()) * _SAMPLE
     return _best(tokens.tolist(), found, total, most, banned)
+
+
+def _guess(ranked: list[tuple[int, float]]) -> Guess:
+    return Guess(tuple([token for token, _ in ranked]), tuple([odds for _, odds in ranked]))
 
 
 def _best(tokens: list[int], weights: list[float], total: float, most: int, banned: Collection[int]) -> Guess:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -32,6 +32,8 @@ class _Seen(NamedTuple):
 @dataclass
 class Trace:
     """Notes every step of one request; the record is worked out when somebody asks for it."""
+
+    needs_logits: ClassVar = False
 
     _seen: list[_Seen] = field(default_factory=list)
     _request: Request | None = None

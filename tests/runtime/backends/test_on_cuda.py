@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +14,24 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from spaceport.exporter.selection_graph import write_selection
 from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.manifest import SELECTION_FILE
 from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
 from spaceport.runtime.backends.device import Gpu, no_gpu
 from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
-from spaceport.runtime.backends.on_onnxruntime import open_session, session_options
+from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
 from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import CallShape
-from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineFault
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.selection import SelectedRows
 from spaceport.runtime.session import Runtime
 from support.forking_bundle import forking_copy
 from support.paths import TINY
@@ -46,10 +52,12 @@ def opening_of(bundle: Bundle) -> Opening:
     return Opening(capacity_for(bundle.manifest, LENGTH), REQUESTS)
 
 
-def device_engine(bundle: Bundle) -> tuple[DeviceEngine, ReplayingSession]:
+def device_engine(bundle: Bundle, selects: bool = True) -> tuple[DeviceEngine, ReplayingSession]:
     """What a GPU would run, with memory and session of the processor."""
     session = ReplayingSession(session_of(bundle))
-    return DeviceEngine(session, bundle.manifest.signature, opening_of(bundle), "cpu", "cpu", graphs=True), session
+    selection = open_selection(bundle, ["CPUExecutionProvider"]) if selects else None
+    signature = bundle.manifest.signature
+    return DeviceEngine(session, signature, opening_of(bundle), "cpu", "cpu", True, selection=selection), session
 
 
 def texts(runtime: Runtime, asked: Sequence[tuple[str, Decoding]]) -> list[list[int]]:
@@ -81,6 +89,69 @@ def test_texts_are_those_of_the_plain_engine(kind: str, request: pytest.FixtureR
         assert texts(ours, asked) == texts(plain, asked)
     assert session.replays > 10
     assert session.plain > 10
+
+
+class CountingDevice:
+    """Counts the calls of an engine that select tokens, and those that do not."""
+
+    def __init__(self, engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.selected = self.whole = 0
+        select, run = engine.select, engine.run
+
+        def count_select(batch: Batch) -> list[SelectedRows]:
+            self.selected += 1
+            return select(batch)
+
+        def count_run(batch: Batch) -> NDArray[np.float32]:
+            self.whole += 1
+            return run(batch)
+
+        monkeypatch.setattr(engine, "select", count_select)
+        monkeypatch.setattr(engine, "run", count_run)
+
+
+def test_texts_are_the_same_with_selected_tokens_with_logits_and_in_turns(
+    forking_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that needs logits has them, and the others in its calls have them too."""
+    bundle = open_bundle(forking_bundle)
+    engine, _ = device_engine(bundle)
+    counted = CountingDevice(engine, monkeypatch)
+    greedy = [Decoding(max_tokens=40, mask_slots=slots, trace=slots == 5) for slots in (5, 3, 0)]
+    others = [Decoding(max_tokens=12, logprobs=2), Decoding(max_tokens=25, sampling=Sampling(temperature=1.0, seed=3))]
+    with (
+        Runtime(bundle, engine, LENGTH) as selecting,
+        Runtime(bundle, device_engine(bundle, selects=False)[0], LENGTH) as whole,
+    ):
+        for asked in ([(PROMPTS[0], one)] for one in greedy):
+            assert texts(selecting, asked) == texts(whole, asked)
+        assert counted.selected > 20
+        assert counted.whole == 0
+        mixed = [(PROMPTS[number % 3], one) for number, one in enumerate((*greedy, *others))]
+        assert texts(selecting, mixed) == texts(whole, mixed)
+        assert counted.whole > 10
+        before = counted.whole
+        assert texts(selecting, [(PROMPTS[1], greedy[0])]) == texts(whole, [(PROMPTS[1], greedy[0])])
+        assert counted.whole == before
+
+
+def test_a_bundle_without_a_selection_graph_runs_by_its_logits(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    files = {name: record for name, record in bundle.manifest.files.items() if name != SELECTION_FILE}
+    assert SELECTION_FILE in bundle.manifest.files
+    older = replace(bundle, manifest=replace(bundle.manifest, files=files))
+    assert open_selection(older, ["CPUExecutionProvider"]) is None
+    engine, _ = device_engine(older)
+    assert not engine.selects
+    with Runtime(older, engine, LENGTH) as runtime:
+        assert runtime.generate(PROMPTS[0], Decoding(max_tokens=8)).tokens
+
+
+def test_a_selection_graph_of_another_vocabulary_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    write_selection(tmp_path / SELECTION_FILE, 11)
+    with pytest.raises(BundleError, match=r"selection.onnx: has the input logits tensor\(float\) \[\?, \?, 11\]"):
+        open_selection(replace(bundle, path=tmp_path), ["CPUExecutionProvider"])
 
 
 @st.composite

@@ -1,0 +1,89 @@
+"""Selection: the best tokens of each row of a call, chosen where the logits are, so that these need not be copied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.runtime.engine import Batch, Engine
+
+
+class SelectedRows:
+    """The best tokens of some rows, and their logits, which are copied only when they are asked for."""
+
+    def __init__(self, packed: NDArray[np.float32], logits: Callable[[], NDArray[np.float32]]) -> None:
+        self._packed = packed  # rows x (2n + 1): scores of the n best tokens, those tokens, log of the sum of all exp
+        self._logits = logits
+
+    def __getitem__(self, index: int | slice) -> SelectedRows:
+        rows = slice(index, index + 1) if isinstance(index, int) else index
+        return SelectedRows(self._packed[rows], lambda: self._logits()[rows])
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """All logits of the rows."""
+        return self._logits()
+
+    def best(self, banned: Collection[int]) -> list[int] | None:
+        """The token with the highest score in each row that is not banned, of equals the lowest; None: not known.
+
+        It is unknown where all selected tokens are banned, where tokens that were not selected may have the same score,
+        and where a logit is not a number.
+        """
+        found = []
+        for line in self._packed.tolist():
+            if (token := _best(line, banned)) is None:
+                return None
+            found.append(token)
+        return found
+
+    def probable(self, most: int, least: float, banned: Collection[int]) -> list[list[tuple[int, float]]]:
+        """Up to `most` tokens of each row whose probability is `least` or more, with it."""
+        found = []
+        for *line, total in self._packed.tolist():
+            count = len(line) // 2
+            ranked = [
+                (int(token), math.exp(score - total))
+                for score, token in zip(line[:count], line[count:], strict=True)
+                if math.isfinite(score - total) and token not in banned
+            ]
+            found.append([(token, odds) for token, odds in ranked if odds >= least][:most])
+        return found
+
+
+class SelectingEngine(Engine, Protocol):
+    """An engine that can select tokens where its logits are."""
+
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        """The best tokens of the wanted rows of each request; valid until the next call."""
+
+
+def selecting(engine: Engine) -> SelectingEngine | None:
+    """The engine, if it can select tokens and that saves time."""
+    return cast(SelectingEngine, engine) if getattr(engine, "selects", False) else None
+
+
+def selected_rows(
+    packed: NDArray[np.float32], logits: Callable[[], NDArray[np.float32]], wanted: int
+) -> list[SelectedRows]:
+    """The rows of each request, of a call that was filled up to more wanted rows."""
+
+    def of(request: int) -> Callable[[], NDArray[np.float32]]:
+        return lambda: logits()[request, :wanted]
+
+    return [SelectedRows(lines[:wanted], of(request)) for request, lines in enumerate(packed)]
+
+
+def _best(line: list[float], banned: Collection[int]) -> int | None:
+    count = len(line) // 2
+    if not math.isfinite(line[-1]):
+        return None
+    allowed = [(-line[rank], int(line[count + rank])) for rank in range(count) if int(line[count + rank]) not in banned]
+    if not allowed:
+        return None
+    score, token = min(allowed)
+    return token if -score > line[count - 1] else None

@@ -1,6 +1,11 @@
-"""Attention operator: written-out attention of a traced graph as one operator, its groups still folded into rows."""
+"""Attention operator: written-out attention of a traced graph as one operator, its groups still folded into rows.
+
+Slices of the KV buffers are copies. Buffers that are as long as what rows may see are read as they are.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -16,6 +21,10 @@ def join_attention(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.op_type == "Softmax" and node.attributes.get_int("axis", -1) in (-1, 3):
             joined += _join(model.graph, node)
+    conditions: dict[int, ir.Value] = {}
+    for node in list(model.graph):
+        if node.op_type == "Attention":
+            _read_whole(model.graph, node, conditions)
     passes.RemoveUnusedNodesPass()(model)  # and the factors that are attributes now
     return joined
 
@@ -43,6 +52,49 @@ def _join(graph: ir.Graph, softmax: ir.Node) -> bool:
     graph.remove([after, softmax, added, scores, scaled, turned], safe=True)
     new.name = name
     return True
+
+
+def _read_whole(graph: ir.Graph, attention: ir.Node, conditions: dict[int, ir.Value]) -> None:
+    """Slice the buffers of an attention only if they are longer than what is visible."""
+    slices = [_made(value, "Slice") for value in attention.inputs[1:3]]
+    key, value = slices
+    if key is None or value is None or (visible := key.inputs[2]) is None or value.inputs[2] is not visible:
+        return
+    if id(visible) not in conditions:
+        slots = ir.node("Shape", [key.inputs[0]], {"start": 2, "end": 3})
+        equal = ir.node("Equal", [slots.outputs[0], visible])
+        whole = ir.node("Squeeze", [equal.outputs[0]])
+        graph.insert_before(attention, [slots, equal, whole])
+        conditions[id(visible)] = whole.outputs[0]
+    branches = {
+        "then_branch": _branch(attention, [key.inputs[0], value.inputs[0]], []),
+        "else_branch": _branch(attention, *_copies([key, value])),
+    }
+    either = ir.node("If", [conditions[id(visible)]], branches)
+    old, new = attention.outputs[0], either.outputs[0]
+    new.type, new.shape, name = old.type, old.shape, old.name
+    graph.insert_before(attention, either)
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    graph.remove([attention, key, value], safe=True)
+    new.name = name
+
+
+def _branch(attention: ir.Node, buffers: Sequence[ir.Value | None], before: Sequence[ir.Node]) -> ir.Graph:
+    """A graph of an attention over these buffers, behind other nodes."""
+    inputs = [attention.inputs[0], *buffers, *attention.inputs[3:]]
+    node = ir.node("Attention", inputs, dict(attention.attributes))
+    node.outputs[0].type, node.outputs[0].shape = attention.outputs[0].type, attention.outputs[0].shape
+    name = f"{attention.outputs[0].name}/{'visible' if before else 'whole'}"
+    node.outputs[0].name = name
+    return ir.Graph([], [node.outputs[0]], nodes=[*before, node], name=name)
+
+
+def _copies(slices: Sequence[ir.Node]) -> tuple[list[ir.Value], list[ir.Node]]:
+    nodes = [ir.node("Slice", node.inputs) for node in slices]
+    for node, old in zip(nodes, slices, strict=True):
+        node.outputs[0].type, node.outputs[0].shape = old.outputs[0].type, old.outputs[0].shape
+        node.outputs[0].name = f"{old.outputs[0].name}/copy"
+    return [node.outputs[0] for node in nodes], nodes
 
 
 def _made(value: ir.Value | None, kind: str) -> ir.Node | None:

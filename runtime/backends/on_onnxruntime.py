@@ -54,9 +54,10 @@ class OnnxRuntimeEngine:
         self.capacity = capacity
         self.requests = requests
         self.rows = capacity
-        shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
         # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
-        self._kv = np.zeros(shape, NUMPY[signature.dtype])
+        size = requests * signature.kv_heads * capacity * signature.head_dim
+        self._memory = np.zeros((2 * signature.layers, size), NUMPY[signature.dtype])
+        self._kv = self._laid_out(capacity)
         self._session: ort.InferenceSession | None = session
         self._binding = session.io_binding()
         self._bound: tuple[int, int] | None = None  # range of requests whose buffers are bound
@@ -65,6 +66,7 @@ class OnnxRuntimeEngine:
     def run(self, batch: Batch) -> NDArray[np.float32]:
         if self._session is None:
             raise EngineFault("onnxruntime: the engine is closed")
+        self._fit(batch)
         self._bind_buffers(batch.first, batch.requests)
         self._bind_logits(batch.requests, batch.logit_rows.shape[1])
         for name, array in batch.arrays(self.signature):
@@ -87,6 +89,32 @@ class OnnxRuntimeEngine:
 
     def close(self) -> None:
         self._session = None
+
+    def _laid_out(self, slots: int) -> NDArray[np.generic]:
+        """The front of the memory as buffers of this length."""
+        heads, dim = self.signature.kv_heads, self.signature.head_dim
+        size = self.requests * heads * slots * dim
+        return self._memory[:, :size].reshape(len(self._memory), self.requests, heads, slots, dim)
+
+    def _fit(self, batch: Batch) -> None:
+        """Keep the buffers of a single request as long as what its rows may see: such buffers are read without a copy.
+
+        The visible part covers every slot that the request holds. Drafts lengthen it by turns, so buffers become shorter
+        only where less than half of them is enough.
+        """
+        if self.requests > 1 or self.signature.lowering == "append":  # padding rows, which need the last slot, or moves
+            return
+        visible, slots = batch.attention_mask.shape[-1], self._kv.shape[-2]
+        if int(batch.slot_ids.max()) >= visible:
+            visible = self.capacity
+        if slots // 2 <= visible <= slots:
+            return
+        fitted = self._laid_out(visible)
+        for old, new in zip(self._kv, fitted, strict=True):
+            kept = old[:, :, : min(slots, visible)].copy()
+            new[:, :, : kept.shape[2]] = kept
+            new[:, :, kept.shape[2] :] = 0
+        self._kv, self._bound = fitted, None
 
     def _bind_buffers(self, first: int, count: int) -> None:
         if self._bound == (first, count):

@@ -12,11 +12,13 @@ from typing import Literal
 _OUTSIDE_REQUEST, _OUTSIDE_ROW = 5e-5, 8e-6
 _LEVEL, _POINT = 0.1, 0.02  # weight of a step for the speed of the machine, and for the points of the table next to it
 _MOST_ERROR = 0.3  # a step that took longer than e^0.3 times the expected time was disturbed
-_MOST_CORRECTION = 1.5  # natural logarithm; no table is wrong by more than a factor of 4.5
+_DISTURBED = 4  # a round whose Python code took so many times the expected time was disturbed
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
 _CHANGED = 0.03  # a table whose points have moved by less is still the same table to a planner
 
-CostSource = Literal["measured", "standard"]  # where a runtime takes its costs from
+CostSource = Literal[
+    "measured", "standard", "free"
+]  # where a runtime takes its costs from; free: drafts are as wide as they may be
 Points = tuple[tuple[int, float], ...]  # rows of each request, seconds; rows ascending
 
 
@@ -56,12 +58,15 @@ class StepCosts:
         self._single = [log(seconds) for _, seconds in table.single]
         self._batched = [log(seconds) for _, seconds in table.batched]
         self._planned = list(self._single)  # as of this version
-        self._outside = 0.0  # natural logarithm of what Python code takes, over what is expected of it
+        self._outside = [
+            _OUTSIDE_REQUEST,
+            _OUTSIDE_ROW,
+        ]  # seconds of Python code for each request, and each further row
 
     def seconds(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
         """A step with this many rows for each of its requests, the Python code around the engine included."""
         found = self._engine(rows, requests, visible)
-        return found if self.fixed else found + exp(self._outside) * _outside(rows, requests)
+        return found if self.fixed else found + self._beside(rows, requests)
 
     def curve(self, most: int, threads: int = 1, requests: int = 1, visible: int | None = None) -> list[float]:
         """What a step costs one of the threads that share it, by the rows of each of them: 1 to `most`."""
@@ -96,9 +101,18 @@ class StepCosts:
 
     def observe_outside(self, rows: int, requests: int, seconds: float) -> None:
         """Refine what the Python code around a call takes."""
-        if not self.fixed and seconds > 0:
-            error = _clipped(log(seconds / _outside(rows, requests)) - self._outside)
-            self._outside = max(-_MOST_CORRECTION, min(_MOST_CORRECTION, self._outside + _LEVEL * error))
+        if self.fixed or not seconds > 0:
+            return
+        seconds = min(seconds, _DISTURBED * self._beside(rows, requests)) / requests
+        if rows == 1:
+            self._outside[0] += _LEVEL * (seconds - self._outside[0])
+        else:
+            row = max(0.0, seconds - self._outside[0]) / (rows - 1)
+            self._outside[1] += _LEVEL * (row - self._outside[1])
+
+    def _beside(self, rows: int, requests: int) -> float:
+        """What the Python code around a call takes."""
+        return requests * (self._outside[0] + self._outside[1] * (rows - 1))
 
     def _engine(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
         table = self.table
@@ -120,10 +134,6 @@ def fixed_costs(row: float) -> StepCosts:
 
 def _rows(point: tuple[int, float]) -> int:
     return point[0]
-
-
-def _outside(rows: int, requests: int) -> float:
-    return requests * (_OUTSIDE_REQUEST + _OUTSIDE_ROW * (rows - 1))
 
 
 def _clipped(error: float) -> float:

@@ -79,7 +79,8 @@ class Runtime:
         `max_slots` with all its threads; up to `queue_limit` more may wait. `threads` are the processor's. Engines are code:
         those that were not built on this machine are only run with `trust_engines`. Drafts are as wide as they pay:
         `step_costs` is "measured" (once for each machine and bundle, in at most two seconds), or "standard": constants, and
-        requests learn nothing from each other, so that the same request takes the same steps each time.
+        requests learn nothing from each other, so that the same request takes the same steps each time. With "free" rows
+        count as free: drafts are as wide as their limits, which finds faults and not speed.
         """
         opened = open_bundle(bundle)
         length = seq_len(opened.manifest, max_seq_len)

@@ -26,11 +26,11 @@ _MOST_BYTES = 100_000  # of a file; a larger one is none of ours
 
 
 def step_costs(bundle: Bundle, backend: str, engine: Engine, opening: Opening, source: CostSource) -> StepCosts:
-    """What steps cost on an engine that has just been opened: as measured here, or the constants of its kind."""
+    """What steps cost on an engine that has just been opened: as measured here, the constants of its kind, or nothing."""
     if source not in get_args(CostSource):
-        raise OptionFault(f"step_costs is {source!r}: expected {' or '.join(get_args(CostSource))}")
-    if source == "standard":
-        return fixed_costs(engine.costs.row)
+        raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
+    if source != "measured":
+        return fixed_costs(engine.costs.row if source == "standard" else 0.0)
     file = cache_folder() / f"{_key(bundle, backend, engine, opening)}.json"
     table = load(file)
     if table is None or table.requests != engine.requests:

@@ -109,3 +109,12 @@ def test_costs_stay_numbers_whatever_is_observed(steps: list[tuple[int, int, int
 def test_a_table_that_makes_no_sense_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="step costs"):
         CostTable(256, **values)  # type: ignore[arg-type]
+
+
+def test_the_python_code_of_plain_and_of_wide_steps_is_learned_apart() -> None:
+    costs = StepCosts(TABLE)
+    for _ in range(200):
+        costs.observe_outside(1, 2, 2e-4)
+        costs.observe_outside(5, 2, 2e-4 + 2 * 4 * 3e-5)
+    assert costs.seconds(1, 1) == pytest.approx(0.010 + 1e-4, rel=1e-3)
+    assert costs.seconds(4, 1) == pytest.approx(0.013 + 1e-4 + 3 * 3e-5, rel=1e-3)

@@ -22,7 +22,7 @@ step_costs_option = click.option(
     type=click.Choice(get_args(CostSource)),
     default="measured",
     show_default=True,
-    help="Plan drafts by step times measured on this machine, or by constants that give the same steps every time.",
+    help="Plan drafts by step times measured on this machine, by constants that give the same steps every time, or as if rows were free.",
 )
 trust_engines_option = click.option(
     "--trust-engines", is_flag=True, help="Also open engines that were not built on this machine."

@@ -120,5 +120,5 @@ def test_standard_costs_repeat_the_steps_of_a_request(demo_bundle: Path, cache: 
 
 
 def test_a_source_that_does_not_exist_is_refused(tiny_bundle: Path) -> None:
-    with pytest.raises(OptionFault, match="step_costs is 'guessed': expected measured or standard"):
+    with pytest.raises(OptionFault, match="step_costs is 'guessed': expected measured, standard, free"):
         Runtime.open(tiny_bundle, threads=1, step_costs="guessed")  # type: ignore[arg-type]

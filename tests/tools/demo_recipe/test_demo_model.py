@@ -99,9 +99,9 @@ def test_each_way_to_write_a_prompt_takes_as_many_steps_as_the_demo_shows(runtim
     # [Fork]s count as tokens that were written, and not as tokens of the text
     assert [(count, cost.steps, cost.tokens, cost.threads) for cost, count in costs] == [
         (96, 97, 96, 1),
-        (96, 18, 96, 1),
+        (96, 19, 96, 1),
         (96, 56, 99, 4),
-        (96, 11, 99, 4),
+        (96, 14, 99, 4),
     ]
     assert found[MODES[1]].same_as(found[MODES[0]])
     assert found[MODES[3]].same_as(found[MODES[2]])

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
+from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, Guess, chain
 from spaceport.runtime.decode.drafter import Drafter
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.planner import Sharing
+from spaceport.runtime.decode.planner import DraftPlanner, Sharing
 from spaceport.runtime.decode.request import Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
@@ -275,6 +276,7 @@ class _Builder:
             max_length=length + 64,
             max_total=capacity,
             drafting=drafting,
+            planner=DraftPlanner(fixed_costs(0.0)),  # drafts as wide as they may be
             max_rows=self._recorder.rows,
             max_threads=3,
         )

@@ -50,6 +50,11 @@ class EventLog:
     def __init__(self) -> None:
         self._events: list[Event] = []
 
+    @property
+    def count(self) -> int:
+        """Events since the last `take`."""
+        return len(self._events)
+
     def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
         self._events.append((thread, token, drafted))
         return False

@@ -17,6 +17,7 @@ from spaceport.runtime.text.piece import Piece, ThreadText
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 
+_PATIENCE = 32  # events that a patient reader is woken for: its work on them fits into a step
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
 
 # What a step added to a text: its pieces, or the events that the reader makes them of.
@@ -58,9 +59,12 @@ class Generation(Task):
     seed: int | None  # None: nothing is sampled
     trace: Trace | None
 
+    patient: bool = False  # set by a reader that waits for the whole text: it need not wake up for each step
     text_fault: Exception | None = None  # why its text could not be read
 
     def on_progress(self) -> None:
+        if self.patient and not self.done and self.events is not None and self.events.count < _PATIENCE:
+            return
         delivery = self.transcript.take() if self.events is None else self.events.take()
         if delivery:
             self.deliver(delivery)

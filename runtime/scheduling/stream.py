@@ -73,6 +73,7 @@ class Stream(_Reader):
 
     def completion(self) -> Completion:
         """The whole text, run to its end."""
+        self._generation.patient = True
         for _ in self:
             pass
         return self._generation.completion()
@@ -113,6 +114,7 @@ class AsyncStream(_Reader):
 
     async def completion(self) -> Completion:
         """The whole text, when it has ended."""
+        self._generation.patient = True
         async for _ in self:
             pass
         return self._generation.completion()

@@ -8,10 +8,11 @@ import pytest
 
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.generation import Delivery
 from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.transcript import Transcript
 from support.hash_engine import Language
-from support.hash_runtime import hash_runtime
+from support.hash_runtime import hash_runtime, slow_runtime
 
 NEVER = "zz"  # no text of these networks holds it
 
@@ -52,3 +53,27 @@ def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: p
                 stream._generation.completion()
         assert len(tried) == 3
         assert runtime.generate([1, 2, 3]).tokens
+
+
+@pytest.mark.parametrize(("patient", "most"), [(True, 4), (False, 61)])
+def test_a_reader_of_the_whole_text_is_not_woken_for_each_step(patient: bool, most: int) -> None:
+    runtime, engine = slow_runtime(Language(1))
+    with runtime:
+        stream = runtime.stream([1, 2, 3], Decoding(max_tokens=60, mask_slots=0, lookup=0, fork=False))
+        generation, woken = stream._generation, 0
+        generation.patient = patient  # as `completion` sets it, before the first step is over
+        engine.leave.set()
+        read = generation.read
+
+        def count(delivery: Delivery) -> list[Piece]:
+            nonlocal woken
+            woken += 1
+            return read(delivery)
+
+        generation.read = count  # type: ignore[method-assign]
+        pieces = [*stream]
+        found = stream.completion()
+    assert "".join(piece.reading for piece in pieces) == found.text
+    assert len(found.tokens) > 40
+    assert (woken > 40) == (not patient)
+    assert woken <= most

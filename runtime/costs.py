@@ -11,6 +11,7 @@ from typing import Literal
 # Of Python code around a call, until real rounds have shown it; see docs/performance.md.
 _OUTSIDE_REQUEST, _OUTSIDE_ROW = 5e-5, 8e-6
 _LEVEL, _POINT = 0.1, 0.02  # weight of a step for the speed of the machine, and for the points of the table next to it
+_OBSERVE_EVERY = 8  # steps: costs change slowly, and looking at each step would cost something itself
 _MOST_ERROR = 0.3  # a step that took longer than e^0.3 times the expected time was disturbed
 _DISTURBED = 4  # a round whose Python code took so many times the expected time was disturbed
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
@@ -54,6 +55,7 @@ class StepCosts:
     def __init__(self, table: CostTable, *, fixed: bool = False) -> None:
         self.table = table
         self.fixed = fixed  # steps that run refine nothing, and Python code around them counts nothing
+        self._observed = 0  # steps
         self.version = 0  # changes when plans that were made from these costs are worth making again
         self._single = [log(seconds) for _, seconds in table.single]
         self._batched = [log(seconds) for _, seconds in table.batched]
@@ -85,6 +87,9 @@ class StepCosts:
     def observe(self, rows: int, requests: int, visible: int, seconds: float) -> None:
         """Refine the table by a call that ran; `seconds` is its time in the engine."""
         if self.fixed or not seconds > 0:
+            return
+        self._observed += 1
+        if self._observed % _OBSERVE_EVERY:
             return
         error = _clipped(log(seconds / self._engine(rows, requests, visible)))
         table = self.table

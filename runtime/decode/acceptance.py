@@ -13,7 +13,7 @@ from itertools import accumulate
 from spaceport.runtime.decode.draft import Guess
 
 _FIRST, _LATER = 0.7, 0.85  # of mask slots before anything is known: the first, and each behind one that was right
-_NEW, SHARED = 0.1, 0.03  # least weight of a step in the averages of one request, and in those that requests share
+_NEW, SHARED = 0.1, 0.1  # least weight of a step in the averages of one request, and in those that requests share
 _PRIOR = 3  # steps that what is known at the beginning counts for
 _RETRY = 0.01  # how fast mask slots that are not used get their first probability back, so that they are tried again
 _LEAST_RETRY = 0.0005

@@ -16,7 +16,8 @@ from spaceport.runtime.decode.planner import DraftPlanner, Sharing
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decode.tree import Curve, Outlook, tree
 
-_IMPROVE = 8  # steps between rounds of value iteration
+_MOVED = 0.03  # change of a probability that is worth a round of value iteration
+_SHARE_EVERY = 4  # steps; what requests share changes slowly
 _PACE = 0.1  # weight of a step in the average of tokens and time
 
 
@@ -64,7 +65,8 @@ class TreeDrafter:
         self._steps = 0
         self._planned: dict[tuple[int, ...], _Planned] = {}  # by thread
         self._copied: dict[tuple[int, ...], int] = {}  # by thread: looked-up tokens in a row that were right
-        self._long_runs: dict[tuple[int, int, bool], LongRun] = {}
+        # By threads, requests and whether a text is copied: with the probabilities of the last round of value iteration.
+        self._long_runs: dict[tuple[int, int, bool], tuple[LongRun, list[float]]] = {}
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         drafting = self._drafting
@@ -101,7 +103,9 @@ class TreeDrafter:
         self._tokens += _PACE * (len(written) - self._tokens)
         self._time += _PACE * (time - self._time)
         right, copied = 0, planned.copied
-        for acceptance in (self._acceptance, self._shared):
+        self._steps += 1
+        learning = (self._acceptance, self._shared) if self._steps % _SHARE_EVERY == 0 else (self._acceptance,)
+        for acceptance in learning:
             if thread.lookup is not None:
                 right = acceptance.learn_lookup(planned.looked_up, written, planned.equal, copied)
             acceptance.learn_masks(thread.guesses, written, right, is_copying(copied))
@@ -114,15 +118,18 @@ class TreeDrafter:
         mask_slots = self._drafting.mask_slots
         key = (sharing.threads, sharing.requests, copying)
         shared_key = (self._kind, mask_slots, *key)
-        found = self._long_runs.get(key)
-        self._steps += 1
+        reach = self._acceptance.reach(mask_slots, copying)
+        found, before = self._long_runs.get(key, (None, reach))
         if found is None:
-            found = self._long_runs[key] = self._planner.long_run(shared_key, mask_slots)
+            found = self._planner.long_run(shared_key, mask_slots)
             if not found.rate:
-                found.solve(curve.times, self._acceptance.reach(mask_slots, copying))
+                found.solve(curve.times, reach)
                 self._planner.keep(shared_key, found)
-        elif self._steps % _IMPROVE == 0:
-            found.improve(curve.times, self._acceptance.reach(mask_slots, copying))
+        elif all(abs(now - then) < _MOVED for now, then in zip(reach, before, strict=True)):
+            return found
+        else:
+            found.improve(curve.times, reach)
+        self._long_runs[key] = found, reach
         return found
 
 

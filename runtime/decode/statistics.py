@@ -28,10 +28,18 @@ class Statistics:
     waiting_seconds: float = 0.0  # until the first step
     engine_seconds: float = 0.0
     outside_seconds: float = 0.0
+    first_token_seconds: float = 0.0  # from the submission to the first token, the wait included
+    seconds: float = 0.0  # from the submission to the last step, the wait included
 
     @property
     def tokens_per_step(self) -> float:
         return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all threads, from the first step to the last one, those of the prompt included."""
+        running = self.seconds - self.waiting_seconds
+        return self.tokens / running if running > 0 else 0.0
 
     def add_step(self, plan: Plan, verdicts: Sequence[Verdict], written: Sequence[int], held: int) -> None:
         """Count a step; `written` is the number of tokens that each part wrote, `held` the number of KV slots held."""

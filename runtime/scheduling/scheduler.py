@@ -71,12 +71,17 @@ class Scheduler:
         beginning = any(each.request.prefilling for each in inputs)
         calls: list[tuple[int, int]] = []  # rows of each request, requests
         inside = step(self.engine, inputs, self._group, self._failed, partial(self._observe, calls))
-        outside = perf_counter() - started - inside
+        ended = perf_counter()
+        outside = ended - started - inside
         if len(calls) == 1 and not beginning:
             self._costs.observe_outside(*calls[0], outside)
         for request, index, _ in inputs:
-            request.statistics.outside_seconds += outside
-            self._report(self._running[index])
+            task, statistics = self._running[index], request.statistics
+            statistics.outside_seconds += outside
+            statistics.seconds = ended - task.submitted
+            if not statistics.first_token_seconds and not request.prefilling:
+                statistics.first_token_seconds = statistics.seconds
+            self._report(task)
 
     def fail(self, error: BaseException) -> None:
         """Let everything that waits or runs fail with this error."""

@@ -111,6 +111,17 @@ def test_a_text_tells_the_seed_that_writes_it_again(tiny_bundle: Path) -> None:
         assert runtime.generate(PROMPT, Decoding(max_tokens=1)).seed is None
 
 
+def test_statistics_have_the_time_to_the_first_token_and_the_rate_of_all(tiny_bundle: Path) -> None:
+    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime, runtime.stream(PROMPT) as stream:
+        assert stream.statistics.tokens_per_second == 0.0
+        found = stream.completion().statistics
+        assert 0 < found.waiting_seconds < found.first_token_seconds < found.seconds
+        assert found.engine_seconds + found.outside_seconds <= found.seconds - found.waiting_seconds + 0.001
+        assert found.tokens_per_second == pytest.approx(found.tokens / (found.seconds - found.waiting_seconds))
+        only = runtime.generate(PROMPT, Decoding(max_tokens=1)).statistics
+        assert only.first_token_seconds == only.seconds
+
+
 def test_a_trace_is_kept_if_it_is_asked_for(tiny_bundle: Path) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
         found = runtime.generate(PROMPT, Decoding(trace=True, max_tokens=40))

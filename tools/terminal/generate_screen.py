@@ -55,6 +55,7 @@ def show_statistics(completion: Completion) -> None:
         f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} a step), ended by {completion.ending}",
         f"{threads}at most {s.peak_slots} slots, {s.rows} rows",
         f"drafts accepted: {_drafts(s)}",
+        f"{s.tokens_per_second:.1f} tokens/s, {s.first_token_seconds:.3f} s to the first token",
         f"{s.engine_seconds:.3f} s in the engine, {s.outside_seconds:.3f} s outside it "
         f"({s.outside_seconds / max(1, steps) * 1e3:.3f} ms a step), {s.waiting_seconds:.3f} s waiting",
     ]
@@ -66,7 +67,8 @@ def show_statistics(completion: Completion) -> None:
 def as_dict(completion: Completion) -> dict[str, Any]:
     """A completion for machines; README.md says what is in it."""
     statistics = asdict(completion.statistics)
-    statistics["tokens_per_step"] = completion.statistics.tokens_per_step
+    for rate in ("tokens_per_step", "tokens_per_second"):
+        statistics[rate] = getattr(completion.statistics, rate)
     return {
         "text": completion.text,
         "ending": completion.ending,

@@ -30,7 +30,7 @@ from support.paths import TINY
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
 PROGRAM = "from spaceport.tools.cli import main; main()"
-TIMES = {"waiting_seconds", "engine_seconds", "outside_seconds"}
+TIMES = {"waiting_seconds", "engine_seconds", "outside_seconds", "first_token_seconds", "seconds"}
 
 Capture = pytest.CaptureFixture[str]
 
@@ -117,6 +117,7 @@ def test_an_option_does_what_it_does_in_a_program(
     assert tuple(found["prompt_tokens"]) == expected.prompt_tokens
     assert found["seed"] == decoding.sampling.seed
     assert found["threads"] == json.loads(json.dumps([asdict(thread) for thread in expected.threads]))
+    assert found["statistics"].pop("tokens_per_second") > 0
     assert without_times(found["statistics"]) == without_times(asdict(expected.statistics)) | {
         "tokens_per_step": expected.statistics.tokens_per_step
     }
@@ -165,13 +166,14 @@ def test_statistics_say_what_the_text_cost(forking: Path, runtime: Runtime, capf
     s = runtime.generate(DECODER, Decoding(max_tokens=60)).statistics
     for arguments in ([], ["--json"]):
         _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", *arguments)
-        written, threads, drafts, times = err.splitlines()
+        written, threads, drafts, speed, times = err.splitlines()
         assert written == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} a step), ended by length"
         assert threads == (
             f"{s.threads} threads, at most {s.peak_threads} at a time, at most {s.peak_slots} slots, {s.rows} rows"
         )
         assert f"{s.accepted_by_source['mask']} of {s.drafted_by_source['mask']} from mask slots" in drafts
         assert f"by depth {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in drafts
+        assert re.fullmatch(r"\d+\.\d tokens/s, \d\.\d{3} s to the first token", speed)
         assert re.fullmatch(
             r"[\d.]+ s in the engine, [\d.]+ s outside it \([\d.]+ ms a step\), [\d.]+ s waiting", times
         )

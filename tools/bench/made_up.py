@@ -1,0 +1,95 @@
+"""Made-up engine: an engine whose logits are made up, with or without a real one that computes every call in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.graphs.contract.signature import Signature
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.engine import PROCESSOR, Batch, Costs, Engine, Moves
+
+
+class Predicted(NamedTuple):
+    """What the wanted rows of a call predict: the tokens that stand out, n of each row; all others have a logit of 0."""
+
+    tokens: NDArray[np.int64]  # B x R x n
+    logits: NDArray[np.float32]  # B x R x n
+
+
+Predict = Callable[[Batch], Predicted]
+
+
+class MadeUpEngine:
+    """An engine whose logits are those of a function; the engine behind it, if there is one, computes in vain."""
+
+    device = "none"
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        signature: Signature,
+        requests: int,
+        capacity: int,
+        predict: Predict,
+        inner: Engine | None = None,
+        costs: Costs = PROCESSOR,
+    ) -> None:
+        self.signature, self.requests = signature, requests
+        self.capacity = capacity
+        self.rows = capacity if inner is None else inner.rows
+        self.costs = costs
+        self._predict = predict
+        self._inner = inner
+        self._logits = np.zeros((0, signature.vocab_size), np.float32)
+        self.rows_fed = 0
+        self.seconds = 0.0
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        started = perf_counter()
+        if self._inner is not None:
+            self._inner.run(batch)
+        logits = self._made_up(batch)
+        self.rows_fed += batch.input_ids.size
+        self.seconds += perf_counter() - started
+        return logits
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        if self._inner is not None:
+            self._inner.move(first, moves)
+
+    def clear(self, request: int) -> None:
+        if self._inner is not None:
+            self._inner.clear(request)
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def _made_up(self, batch: Batch) -> NDArray[np.float32]:
+        requests, rows = batch.logit_rows.shape
+        if len(self._logits) < requests * rows:
+            self._logits = np.zeros((requests * rows, self.signature.vocab_size), np.float32)
+        logits = self._logits[: requests * rows].reshape(requests, rows, -1)
+        logits.fill(0)  # all of them, so that they are in the caches like any engine's
+        np.put_along_axis(logits, *self._predict(batch), axis=2)
+        return logits
+
+
+def writable_tokens(manifest: Manifest, most: int) -> NDArray[np.int64]:
+    """The first tokens that a text may have, `most` of them or all that there are."""
+    tokens = manifest.tokens
+    special = {*tokens.end, *tokens.unwritable, *tokens.forking}
+    return np.setdiff1d(np.arange(min(manifest.signature.vocab_size, most + len(special))), list(special))[:most]
+
+
+def endless(bundle: Bundle) -> Bundle:
+    """The bundle without end tokens: made-up logits know no end."""
+    manifest = bundle.manifest
+    return replace(bundle, manifest=replace(manifest, tokens=replace(manifest.tokens, end=())))

@@ -41,6 +41,20 @@ def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle
     assert (beside_the_bundle / "trace.json").stat().st_size > 1000
 
 
+def test_the_commands_of_the_page_on_the_decode_benchmark_run(
+    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (beside_the_bundle / "prompts.jsonl").write_text('{"text": "import os"}\n', "utf-8")
+    tables = []
+    for shown in (pages := blocks("bench_decode.md", "console")):
+        command = shown.splitlines()[0].split()[2:]
+        assert run([*command, "--rounds", "1", "--max-tokens", "8", "--limit", "1"]) == 0
+        tables.append([line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("|")])
+    expected = [line.split(" | ")[0] for line in pages[0].splitlines() if line.startswith("|")]
+    assert tables[0][: len(expected)] == expected
+    assert tables[1][2:7] == ["| plain", "| default", "| fixed 1", "| fixed 3", "| fixed 5"]
+
+
 def _run(program: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(compile(program, "docs", "exec"), names)

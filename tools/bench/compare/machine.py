@@ -37,14 +37,15 @@ class Machine:
 def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
     """The machine that this process runs on."""
     fields: dict[str, str] = {}
-    for line in cpuinfo.read_text("utf-8").splitlines():
+    lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
+    for line in lines:
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     present = set(fields.get("flags", "").split())
     return Machine(
         fields.get("model name", platform.processor() or "unknown"),
         ", ".join(f"{name} {fields[key]}" for key, name in _NUMBERS.items() if key in fields),
-        len(os.sched_getaffinity(0)),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         tuple(flag for flag in _FLAGS if flag in present),
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     )

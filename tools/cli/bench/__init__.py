@@ -16,6 +16,7 @@ class Benchmarks(LazyGroup):
     summaries: ClassVar = {
         "steps": "Time of a step by its number of rows.",
         "outside": "Time of a round outside the engine.",
+        "decode": "Whether drafts pay on given prompts.",
         "load": "Throughput and latency under load.",
         "compare": "The same checkpoint in Spaceport and in other runtimes.",
         "gpu": "Everything that runs on this machine's GPU, as one page.",

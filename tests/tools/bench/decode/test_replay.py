@@ -1,0 +1,123 @@
+"""Replay: made-up texts whose acceptance is that of a table, on an engine that computes every call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.decode.benchmark import benchmark
+from spaceport.tools.bench.decode.options import DecodeOptions
+from spaceport.tools.bench.decode.replay import (
+    MadeUpTexts,
+    implied_tokens_per_step,
+    made_up_texts,
+    mask_depths,
+    replay_runtime,
+)
+from spaceport.tools.bench.decode.summary import DecodeReport
+
+LETTERS = np.arange(10, 500)
+
+
+def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeReport:
+    given = {"max_tokens": 96, "limit": 6, "rounds": 1, "context": 16, "threads": 1, **more}
+    return benchmark(bundle, None, DecodeOptions(replay=acceptance, **given), lambda _: None)  # type: ignore[arg-type]
+
+
+def test_no_pair_of_tokens_comes_twice_and_texts_begin_apart() -> None:
+    texts = MadeUpTexts(LETTERS, (0.5,), count=40, length=1500, seed=0)
+    for tokens in texts.tokens:
+        pairs = list(zip(tokens.tolist(), tokens[1:].tolist(), strict=False))
+        assert len(set(pairs)) == len(pairs)
+    assert len(set(texts.tokens[:, 0].tolist())) == 40
+    assert set(texts.tokens.flat) <= set(LETTERS.tolist())
+
+
+def test_mask_slots_are_right_as_often_as_the_table_says() -> None:
+    table = (0.9, 0.5, 0.7)
+    right = MadeUpTexts(LETTERS, table, count=20, length=2000, seed=1).right
+    shares = [(right > depth).mean() for depth in range(3)]
+    assert shares == pytest.approx([0.9, 0.45, 0.315], abs=0.01)
+    assert (right == MadeUpTexts(LETTERS, table, count=20, length=2000, seed=1).right).all()
+    assert (right != MadeUpTexts(LETTERS, table, count=20, length=2000, seed=2).right).any()
+
+
+def test_depths_are_counted_from_the_node_of_each_group() -> None:
+    masked = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]], np.bool_)
+    assert mask_depths(masked).tolist() == [[-1, 0, 1, -1, 0, -1], [-1, -1, -1, 0, 1, 2]]
+
+
+def test_a_table_implies_tokens_per_step() -> None:
+    assert implied_tokens_per_step((0.79,) * 5, 5) == pytest.approx(1 + sum(0.79**depth for depth in range(1, 6)))
+    assert implied_tokens_per_step((0.5, 0.5), 1) == 1.5
+
+
+def test_chains_write_what_the_table_implies(tiny_bundle: Path) -> None:
+    acceptance = (0.79,) * 5
+    report = replayed(tiny_bundle, acceptance, fixed=(1, 3, 5))
+    found = {mode.mode: mode for mode in report.modes}
+    assert list(found) == ["plain", "default", "fixed 1", "fixed 3", "fixed 5"]
+    assert found["plain"].tokens_per_step == 1.0
+    for slots in (1, 3, 5):
+        chain = found[f"fixed {slots}"]
+        # The first step has no candidates, and the last ones are cut by the limit.
+        assert chain.tokens_per_step == pytest.approx(implied_tokens_per_step(acceptance, slots), rel=0.09)
+        rates = [rate.rate for rate in chain.by_depth]
+        assert rates == pytest.approx([0.79**depth for depth in range(1, slots + 1)], abs=0.07)
+        assert set(chain.by_source) == {"mask"}
+    assert 1 < found["default"].tokens_per_step < 3.7
+    assert report.identical
+    assert sum(mode.compared for mode in report.modes) == 4 * 6 * 2
+    assert found["default"].by_source.keys() == {"mask"}  # nothing is looked up
+
+
+def test_it_is_repeatable_and_beside_others(tiny_bundle: Path) -> None:
+    alone, again, beside = (
+        replayed(tiny_bundle, (0.6, 0.3), modes=("plain",), fixed=(2,), requests=requests).modes[1]
+        for requests in (1, 1, 3)
+    )
+    assert alone.by_depth == again.by_depth == beside.by_depth
+    assert replayed(tiny_bundle, (0.6, 0.3), modes=("plain",), fixed=(2,), seed=1).modes[1].by_depth != alone.by_depth
+
+
+@pytest.mark.parametrize(("acceptance", "rates"), [((0.0, 0.5), [0.0, 0.0]), ((1.0, 1.0), [1.0, 1.0])])
+def test_nothing_and_everything_is_accepted(
+    tiny_bundle: Path, acceptance: tuple[float, ...], rates: list[float]
+) -> None:
+    chain = replayed(tiny_bundle, acceptance, modes=("plain",), fixed=(2,), limit=2).modes[1]
+    assert [rate.rate for rate in chain.by_depth] == rates
+
+
+def test_the_engine_behind_it_computes_every_row(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = DecodeOptions(replay=(0.5,), limit=1, context=8, max_tokens=20)
+    with Runtime.open(tiny_bundle, threads=1, max_seq_len=64) as base:
+        fed: list[int] = []
+        run = base.engine.run
+        monkeypatch.setattr(base.engine, "run", lambda batch: (fed.append(batch.input_ids.size), run(batch))[1])
+        texts, (prompt,) = made_up_texts(base, options, ())
+        runtime = replay_runtime(base, texts, (0.5,), 1, base.costs)
+        found = runtime.generate(list(prompt.tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain"))
+        runtime.close()
+    assert sum(fed) == found.statistics.rows
+    assert found.tokens == tuple(texts.tokens[0, 8:28].tolist())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"acceptance": (0.5,) * 6}, "--replay has 6 depths: expected at most 5"),
+        ({"modes": ("masks",)}, "'masks' with --replay: expected plain and default"),
+        ({"context": 4000}, "--context 4000 and --max-tokens 96 make 4096"),
+        ({"limit": 100_000}, "100000 prompts in a replay: expected at most"),
+        ({"temperatures": (0.0, 0.5)}, "--temperatures with --replay"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(tiny_bundle: Path, given: dict[str, object], told: str) -> None:
+    with pytest.raises(OptionFault) as caught:
+        replayed(tiny_bundle, given.pop("acceptance", (0.5,)), **given)  # type: ignore[arg-type]
+    assert told in str(caught.value)

@@ -1,0 +1,122 @@
+"""Summary: the figures of each mode, from given statistics."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decoding import Decoding
+from spaceport.tools.bench.compare.machine import Machine
+from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredText
+from spaceport.tools.bench.decode.modes import PLAIN, DecodeMode
+from spaceport.tools.bench.decode.options import DecodeOptions
+from spaceport.tools.bench.decode.report import markdown_of
+from spaceport.tools.bench.decode.summary import REPLAY_LABEL, DecodeReport, Rate, summarized
+from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+
+MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
+PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
+OPTIONS = DecodeOptions(rounds=2, temperatures=(0.0,))
+# Seconds of each text by mode, round and prompt; the second prompt's text is empty in both modes.
+SECONDS = {PLAIN: ((4.0, 1.0), (6.0, 1.0)), "default": ((2.0, 1.0), (2.0, 1.0))}
+DRAFTED = {
+    "drafted_by_depth": [4, 2],
+    "accepted_by_depth": [3, 1],
+    "drafted_by_source": {"mask": 5, "both": 1},
+    "accepted_by_source": {"mask": 3, "both": 1},
+}
+
+
+def measured() -> Measured:
+    found = Measured()
+    for mode, rounds in SECONDS.items():
+        for number, row in enumerate(rounds, 1):
+            found.seconds[mode, 0.0, number] = sum(row)
+            for prompt, seconds in enumerate(row):
+                tokens = 0 if prompt else 12
+                statistics = Statistics(
+                    steps=12 if mode == PLAIN else 8,
+                    tokens=tokens,
+                    engine_seconds=0.75 * seconds,
+                    outside_seconds=0.25 * seconds,
+                    first_token_seconds=seconds / 10,
+                    seconds=seconds + 5,
+                    waiting_seconds=5.0,
+                    **({} if prompt or mode == PLAIN else DRAFTED),  # type: ignore[arg-type]
+                )
+                found.texts.append(MeasuredText(mode, 0.0, number, prompt, statistics))
+    found.compared["default", 0.0] = 6
+    return found
+
+
+def report(different: int = 0, options: DecodeOptions = OPTIONS) -> DecodeReport:
+    found = measured()
+    found.different["default", 0.0] = different
+    found.differences += [Difference("default", PLAIN, 0.0, 1, 7, (0,), 4, None, 99)] * different
+    machine = Machine("a CPU", "model 1", 2, (), "a system")
+    summaries = summarized(found, MODES, PROMPTS, options)
+    return DecodeReport("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.differences))
+
+
+def test_rates_are_medians_of_rounds_and_speed_ups_are_paired() -> None:
+    plain, default = report().modes
+    assert plain.tokens_per_second == pytest.approx((12 / 5 + 12 / 7) / 2)
+    assert default.tokens_per_second == pytest.approx(12 / 3)
+    assert plain.speedup is None
+    assert default.speedup is not None
+    assert default.speedup.mean == pytest.approx((2 * 3) ** 0.5)  # the median of 2 and 3, in logarithms
+    assert (default.speedup.worst_line, default.speedup.prompts) == (2, 1)  # the empty text has no speed
+    assert (plain.first_token_p50, plain.first_token_p95) == pytest.approx((0.25, 0.57))
+    assert default.outside_share == pytest.approx(0.25)
+
+
+def test_acceptance_is_counted_by_depth_and_by_source() -> None:
+    plain, default = report().modes
+    assert default.by_depth == (Rate(8, 6), Rate(4, 2))
+    assert [rate.rate for rate in default.by_depth] == [0.75, 0.5]
+    assert default.by_source == {"both": Rate(2, 2), "mask": Rate(10, 6)}
+    assert default.tokens_per_step == pytest.approx(24 / 32)
+    assert default.acceptance_length == pytest.approx(1 + 8 / 32)
+    assert (plain.by_depth, plain.by_source, plain.acceptance_length) == ((), {}, 1.0)
+
+
+def test_each_prompt_has_its_own_figures() -> None:
+    first, empty = report().modes[1].prompts
+    assert (first.line, first.prompt_tokens, first.tokens) == (2, 3, 12)
+    assert first.tokens_per_second == pytest.approx(6.0)
+    assert first.speedup == pytest.approx(2.5)
+    assert (empty.line, empty.tokens, empty.tokens_per_second, empty.speedup) == (7, 0, 0.0, None)
+
+
+def test_tables_have_every_figure_and_say_what_differs() -> None:
+    lines = markdown_of(report()).splitlines()
+    assert "| plain | 0 | 2.06 | - | - | - | 250 | 570 | 0.50 | 25% | reference |" in lines
+    assert (
+        "| default | 0 | 4.00 | 2.45 (2.00-3.00) | 2.45 (line 2) | 2.45 (line 2) | 150 | 200 | 0.75 | 25% | same as plain |"
+        in lines
+    )
+    assert "| default | 0 | 1.25 | 0.75 of 8 | 0.50 of 4 | 0.60 of 10 | - | 1.00 of 2 |" in lines
+    assert lines[-1] == "- All 6 compared texts are identical."
+    assert "the default drafts pay: 2.45 times the speed of plain decoding" in lines[-2]
+
+    wrong = markdown_of(report(different=12)).splitlines()
+    assert wrong[-12].startswith("- 12 of 6 compared texts DIFFER")
+    assert wrong[-11] == (
+        "  - line 7, temperature 0, round 1, thread 0, token 4: default has token id 99, plain has its end"
+    )
+    assert wrong[-1] == "  - 2 more: --json lists them"
+    assert "| 12 of 6 DIFFER |" in "\n".join(wrong)
+
+
+def test_json_has_all_of_it_and_both_forms_label_a_replay() -> None:
+    data = json.loads(json.dumps(report(different=1).as_dict()))
+    assert (data["kind"], data["identical"], data["prompts"]) == ("measured", False, 2)
+    assert data["modes"][1]["by_depth"][0] == {"drafted": 8, "accepted": 6, "rate": 0.75}
+    assert data["modes"][1]["by_source"]["mask"] == {"drafted": 10, "accepted": 6, "rate": 0.6}
+    assert data["differences"][0]["found"] == 99
+    replay = report(options=DecodeOptions(rounds=2, replay=(0.79, 0.5)))
+    assert replay.as_dict()["kind"] == "replay"
+    assert replay.as_dict()["label"] == REPLAY_LABEL
+    assert markdown_of(replay).startswith(f"**{REPLAY_LABEL}** (0.79, 0.5 by depth).")

@@ -1,0 +1,87 @@
+"""Modes: the ways to decode that are compared, each with the mode that has to write the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.runtime.decoding import Decoding
+
+PLAIN, DEFAULT, FORKED = "plain", "default", "forked"
+MODES = (PLAIN, "lookup", "masks", DEFAULT, FORKED, "forked+drafted")
+_MASKED = ("masks",)  # modes that need mask slots
+_FORKING = (FORKED, "forked+drafted")
+_EXPECTED = f"expected names with commas between them, of {', '.join(MODES)}"
+
+
+@dataclass(frozen=True)
+class DecodeMode:
+    """One way to decode."""
+
+    name: str
+    decoding: Decoding  # greedy
+    reference: str  # mode that writes the same texts without drafts
+
+
+def parse_modes(text: str) -> tuple[str, ...]:
+    """The names in `plain,default`."""
+    names = tuple(part.strip() for part in text.split(","))
+    if unknown := [name for name in names if name not in MODES]:
+        raise OptionFault(f"--modes names {unknown[0]!r}: {_EXPECTED}")
+    return names
+
+
+def modes_for(
+    manifest: Manifest, max_tokens: int, names: Sequence[str] | None = None, fixed: Sequence[int] = ()
+) -> tuple[DecodeMode, ...]:
+    """The modes of these names, or all that a bundle has; plain decoding first, and what their texts are compared with.
+
+    `fixed` are chains of so many mask slots, whatever is accepted.
+    """
+    for name in names or ():
+        _check(name, manifest)
+    wanted = set(names if names is not None else _all_of(manifest)) | {PLAIN}
+    if wanted & set(_FORKING):
+        wanted.add(FORKED)
+    chosen = [_mode(name, max_tokens) for name in MODES if name in wanted]
+    return (*chosen, *(_chain(slots, max_tokens, manifest) for slots in dict.fromkeys(fixed)))
+
+
+def _all_of(manifest: Manifest) -> list[str]:
+    """Without mask slots the default is prompt lookup."""
+    left_out = {
+        *(() if manifest.max_mask_slots else (*_MASKED, "lookup")),
+        *(() if manifest.tokens.fork is not None else _FORKING),
+    }
+    return [name for name in MODES if name not in left_out]
+
+
+def _check(name: str, manifest: Manifest) -> None:
+    if name in _MASKED and not manifest.max_mask_slots:
+        raise OptionFault(f"--modes names {name!r}: expected a bundle with mask slots, this one has none: leave it out")
+    if name in _FORKING and manifest.tokens.fork is None:
+        raise OptionFault(
+            f"--modes names {name!r}: expected a bundle with a fork token, this one has none: leave it out"
+        )
+
+
+def _mode(name: str, max_tokens: int) -> DecodeMode:
+    default = Decoding(max_tokens=max_tokens, fork=name in _FORKING)
+    plain = replace(default, mask_slots=0, lookup=0)
+    decoding = {
+        PLAIN: plain,
+        "lookup": replace(plain, lookup=default.drafting(0).lookup),
+        "masks": replace(default, lookup=0),
+        FORKED: plain,
+    }.get(name, default)
+    return DecodeMode(name, decoding, FORKED if name in _FORKING else PLAIN)
+
+
+def _chain(slots: int, max_tokens: int, manifest: Manifest) -> DecodeMode:
+    if not 1 <= slots <= manifest.max_mask_slots:
+        has = f"this one has {manifest.max_mask_slots}"
+        raise OptionFault(f"--fixed names {slots}: expected 1 to the number of mask slots of the bundle, {has}")
+    decoding = Decoding(max_tokens=max_tokens, mask_slots=slots, draft="chain", fork=False)
+    return DecodeMode(f"fixed {slots}", decoding, PLAIN)

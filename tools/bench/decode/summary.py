@@ -1,0 +1,189 @@
+"""Summary: what was measured of each mode and temperature, as data for JSON, tables and the picture."""
+
+from __future__ import annotations
+
+import statistics as numbers
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from spaceport.tools.bench.compare.machine import Machine
+from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredText
+from spaceport.tools.bench.decode.modes import PLAIN, DecodeMode
+from spaceport.tools.bench.decode.options import DecodeOptions
+from spaceport.tools.bench.decode.speedup import Speedup, speedup_of
+from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+
+REPLAY_LABEL = "REPLAY: real steps, made-up text; acceptance follows the given table, not the model"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Draft tokens of one depth or source."""
+
+    drafted: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True)
+class PromptSummary:
+    """One prompt in one mode, medians over the rounds."""
+
+    line: int  # of the file of prompts
+    prompt_tokens: int
+    tokens: int
+    tokens_per_second: float  # of its requests, prompt included
+    first_token_seconds: float
+    tokens_per_step: float
+    speedup: float | None  # over plain decoding; none: it is that, or the text is empty
+
+
+@dataclass(frozen=True)
+class ModeSummary:
+    """One mode at one temperature."""
+
+    mode: str
+    temperature: float
+    tokens_per_second: float  # median of the rounds, all requests together, prompts included
+    speedup: Speedup | None  # over plain decoding; none: it is that, or all texts are empty
+    first_token_p50: float  # seconds
+    first_token_p95: float
+    tokens_per_step: float
+    acceptance_length: float  # 1 + accepted / steps
+    by_depth: tuple[Rate, ...]
+    by_source: dict[str, Rate]
+    outside_share: float  # of the time, outside the engine
+    reference: str | None  # mode with the same texts; none: it is a reference itself
+    compared: int  # texts, the warm-up's included
+    different: int
+    prompts: tuple[PromptSummary, ...]
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """A whole benchmark."""
+
+    bundle: str
+    engine: str
+    machine: Machine
+    options: DecodeOptions
+    prompts: int
+    modes: tuple[ModeSummary, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether every text is the one that it has to be."""
+        return not self.differences
+
+    @property
+    def replay(self) -> bool:
+        return self.options.replay is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for machines."""
+        data = asdict(self)
+        for mode, summary in zip(data["modes"], self.modes, strict=True):
+            mode["by_depth"] = [{**asdict(rate), "rate": rate.rate} for rate in summary.by_depth]
+            mode["by_source"] = {s: {**asdict(rate), "rate": rate.rate} for s, rate in summary.by_source.items()}
+        kind = {"kind": "replay", "label": REPLAY_LABEL} if self.replay else {"kind": "measured"}
+        return {**kind, "identical": self.identical, **data}
+
+
+def summarized(
+    measured: Measured, modes: Sequence[DecodeMode], prompts: Sequence[TokenizedPrompt], options: DecodeOptions
+) -> tuple[ModeSummary, ...]:
+    """The summaries, temperature after temperature."""
+    return tuple(_mode(measured, mode, heat, prompts, options) for heat in options.temperatures for mode in modes)
+
+
+def _mode(
+    measured: Measured, mode: DecodeMode, heat: float, prompts: Sequence[TokenizedPrompt], options: DecodeOptions
+) -> ModeSummary:
+    own = [text for text in measured.texts if (text.mode, text.temperature) == (mode.name, heat)]
+    plain = [text for text in measured.texts if (text.mode, text.temperature) == (PLAIN, heat)]
+    found = [text.statistics for text in own]
+    ratios = {} if mode.name == PLAIN else _ratios(own, plain, prompts)
+    steps, accepted = sum(s.steps for s in found), sum(sum(s.accepted_by_depth) for s in found)
+    outside, engine = sum(s.outside_seconds for s in found), sum(s.engine_seconds for s in found)
+    p50, p95 = np.quantile([s.first_token_seconds for s in found], (0.5, 0.95)).tolist()
+    return ModeSummary(
+        mode=mode.name,
+        temperature=heat,
+        tokens_per_second=numbers.median(
+            sum(text.statistics.tokens for text in own if text.round == number)
+            / measured.seconds[mode.name, heat, number]
+            for number in range(1, options.rounds + 1)
+        ),
+        speedup=speedup_of(ratios, options.seed),
+        first_token_p50=p50,
+        first_token_p95=p95,
+        tokens_per_step=sum(s.tokens for s in found) / max(1, steps),
+        acceptance_length=1 + accepted / max(1, steps),
+        by_depth=_by_depth(own),
+        by_source=_by_source(own),
+        outside_share=outside / (outside + engine),
+        reference=None if mode.name == mode.reference else mode.reference,
+        compared=measured.compared[mode.name, heat],
+        different=measured.different[mode.name, heat],
+        prompts=tuple(_prompts(own, ratios, prompts)),
+    )
+
+
+def _ratios(
+    own: Iterable[MeasuredText], plain: Iterable[MeasuredText], prompts: Sequence[TokenizedPrompt]
+) -> dict[int, list[float]]:
+    """Rates of a mode by rates of plain decoding in the same round, by line; prompts without text are left out."""
+    ratios: dict[int, list[float]] = {}
+    for text, other in zip(own, plain, strict=True):
+        assert (text.round, text.prompt) == (other.round, other.prompt)
+        rate, plain_rate = text.statistics.tokens_per_second, other.statistics.tokens_per_second
+        if rate and plain_rate:
+            ratios.setdefault(prompts[text.prompt].line, []).append(rate / plain_rate)
+    return ratios
+
+
+def _prompts(
+    own: Sequence[MeasuredText], ratios: dict[int, list[float]], prompts: Sequence[TokenizedPrompt]
+) -> Iterable[PromptSummary]:
+    for index, prompt in enumerate(prompts):
+        found = [text.statistics for text in own if text.prompt == index]
+        yield PromptSummary(
+            prompt.line,
+            len(prompt.tokens),
+            found[0].tokens,
+            numbers.median(s.tokens_per_second for s in found),
+            numbers.median(s.first_token_seconds for s in found),
+            numbers.median(s.tokens_per_step for s in found),
+            numbers.median(ratios[prompt.line]) if prompt.line in ratios else None,
+        )
+
+
+def _by_depth(texts: Iterable[MeasuredText]) -> tuple[Rate, ...]:
+    drafted: list[int] = []
+    accepted: list[int] = []
+    for text in texts:
+        for totals, counts in (
+            (drafted, text.statistics.drafted_by_depth),
+            (accepted, text.statistics.accepted_by_depth),
+        ):
+            totals += [0] * (len(counts) - len(totals))
+            for depth, count in enumerate(counts):
+                totals[depth] += count
+    return tuple(Rate(*pair) for pair in zip(drafted, accepted, strict=True))
+
+
+def _by_source(texts: Iterable[MeasuredText]) -> dict[str, Rate]:
+    found: dict[str, Rate] = {}
+    for text in texts:
+        for source, count in text.statistics.drafted_by_source.items():
+            before = found.get(source, Rate(0, 0))
+            accepted = text.statistics.accepted_by_source.get(source, 0)
+            found[source] = Rate(before.drafted + count, before.accepted + accepted)
+    return dict(sorted(found.items()))

@@ -9,7 +9,7 @@ from math import exp, isfinite, log
 from typing import Literal
 
 # Of Python code around a call, until real rounds have shown it; see docs/performance.md.
-_OUTSIDE_REQUEST, _OUTSIDE_ROW = 5e-5, 8e-6
+_OUTSIDE_REQUEST, _OUTSIDE_DRAFT, _OUTSIDE_ROW = 5e-5, 1e-4, 8e-6
 _LEVEL, _POINT = 0.1, 0.02  # weight of a step for the speed of the machine, and for the points of the table next to it
 _OBSERVE_EVERY = 8  # steps: costs change slowly, and looking at each step would cost something itself
 _MOST_ERROR = 0.3  # a step that took longer than e^0.3 times the expected time was disturbed
@@ -60,10 +60,8 @@ class StepCosts:
         self._single = [log(seconds) for _, seconds in table.single]
         self._batched = [log(seconds) for _, seconds in table.batched]
         self._planned = list(self._single)  # as of this version
-        self._outside = [
-            _OUTSIDE_REQUEST,
-            _OUTSIDE_ROW,
-        ]  # seconds of Python code for each request, and each further row
+        # Seconds of Python code: for each request, and for its draft.
+        self._outside = [_OUTSIDE_REQUEST, _OUTSIDE_DRAFT]
 
     def seconds(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
         """A step with this many rows for each of its requests, the Python code around the engine included."""
@@ -112,12 +110,13 @@ class StepCosts:
         if rows == 1:
             self._outside[0] += _LEVEL * (seconds - self._outside[0])
         else:
-            row = max(0.0, seconds - self._outside[0]) / (rows - 1)
-            self._outside[1] += _LEVEL * (row - self._outside[1])
+            draft = max(0.0, seconds - self._outside[0] - _OUTSIDE_ROW * (rows - 1))
+            self._outside[1] += _LEVEL * (draft - self._outside[1])
 
     def _beside(self, rows: int, requests: int) -> float:
         """What the Python code around a call takes."""
-        return requests * (self._outside[0] + self._outside[1] * (rows - 1))
+        draft = self._outside[1] + _OUTSIDE_ROW * (rows - 1) if rows > 1 else 0.0
+        return requests * (self._outside[0] + draft)
 
     def _engine(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
         table = self.table

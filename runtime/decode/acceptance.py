@@ -14,6 +14,7 @@ from spaceport.runtime.decode.draft import Guess
 
 _FIRST, _LATER = 0.7, 0.85  # of mask slots before anything is known: the first, and each behind one that was right
 _NEW, SHARED = 0.1, 0.1  # least weight of a step in the averages of one request, and in those that requests share
+_HOPE = 0.5  # of the way back to their first probabilities that mask slots have at the beginning of a request
 _PRIOR = 3  # steps that what is known at the beginning counts for
 _RETRY = 0.01  # how fast mask slots that are not used get their first probability back, so that they are tried again
 _LEAST_RETRY = 0.0005
@@ -38,10 +39,15 @@ class Acceptance:
     seen: list[int] = field(default_factory=lambda: [0] * (_LOOKUP_SEEN + len(_LOOKUP)))  # steps, by average
 
     def copy(self) -> Acceptance:
-        """The same, for one request."""
+        """What a request starts with.
+
+        Mask slots start half way between what was seen and their first probabilities: texts in which they are right stand
+        beside texts in which they are not, and a trial costs little.
+        """
+        first, copying = ([rate + _HOPE * max(0.0, _first(i) - rate) for i, rate in enumerate(m)] for m in self.masks)
         return replace(
             self,
-            masks=(list(self.masks[0]), list(self.masks[1])),
+            masks=(first, copying),
             promised=list(self.promised),
             kept=list(self.kept),
             lookup=list(self.lookup),

@@ -3,20 +3,20 @@
 The mask slots of a step give the draft tokens of the next one, so a step is worth the tokens that it writes and the
 draft tokens that it leaves behind. Their worth is found by value iteration on a small model: its state is the number
 of draft tokens at hand, in a chain; an action verifies some of them and puts mask slots behind each; its reward is the
-expected number of tokens less what the same seconds yield otherwise.
+expected number of tokens less what the same time yields otherwise.
+
+Plain lists and no arrays: a round runs between two engine calls, which leave nothing of NumPy in the caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 _ROUNDS = 60  # of value iteration; it converges in fewer
-_CLOSE = 1e-4  # relative change of the rate that is none
+_CLOSE = 1e-3  # relative change of the rate that is none
 
 
 class PlannedStep(NamedTuple):
@@ -32,29 +32,35 @@ class PlannedStep(NamedTuple):
         return len(self.masks) + sum(self.masks)
 
 
+class _Best(NamedTuple):
+    """The best step that verifies a number of draft tokens."""
+
+    value: float  # tokens, with the worth of those left at hand, less what the time yields otherwise
+    mask_slots: int  # in all
+    time: float
+
+
 @dataclass
 class LongRun:
     """The best rate of tokens, and the worth of draft tokens at hand at that rate; improved round by round."""
 
     mask_slots: int
-    rate: float = 0.0  # tokens for the unit of time of the curves
-    gains: NDArray[np.float64] = field(init=False)  # tokens; worth of the first, the second, ... draft token at hand
+    rate: float = 0.0  # tokens for the unit of time of the curves; 0: nothing is known yet
+    gains: list[float] = field(default_factory=list)  # tokens; worth of the first, the second, ... draft token at hand
+    settled: bool = False  # the last round changed nothing
 
     def __post_init__(self) -> None:
-        self.gains = np.zeros(self.mask_slots)
+        self.gains = self.gains or [0.0] * self.mask_slots
 
     def copy(self) -> LongRun:
         """The same, to be improved on its own."""
-        other = LongRun(self.mask_slots, self.rate)
-        other.gains = self.gains
-        return other
+        return replace(self, gains=list(self.gains))
 
-    def solve(self, curve: Sequence[float], reach: Sequence[float]) -> LongRun:
+    def solve(self, curve: Sequence[float], reach: Sequence[float], rounds: int = _ROUNDS) -> LongRun:
         """Improve until nothing changes."""
-        for _ in range(_ROUNDS):
-            before = self.rate
+        for _ in range(rounds):
             self.improve(curve, reach)
-            if abs(self.rate - before) <= _CLOSE * self.rate:
+            if self.settled:
                 break
         return self
 
@@ -64,38 +70,47 @@ class LongRun:
         `curve` is the time of a step by its rows, 1 row first. `reach` is the probability that the first, the first two,
         ... draft tokens from mask slots are all accepted; it falls.
         """
-        times = np.asarray(curve)
-        if not self.rate:
-            self.rate = 1 / times[0]
-        values, best = self._best(times, np.asarray(reach[: self.mask_slots]))
-        states = np.maximum.accumulate(values)  # verifying fewer than there are is allowed
-        spent = times[best[0]]
-        self.gains = np.array(_concave([0.0, *np.minimum(np.diff(states), 1.0).cumsum().tolist()]))
-        self.rate = max(self.rate + states[0] / spent, 1 / times[0])
+        self.rate = self.rate or 1 / curve[0]
+        steps = self._steps(curve, reach)
+        worth = list(accumulate((step.value for step in steps), max))  # verifying fewer than there are is allowed
+        rate = max(self.rate + worth[0] / steps[0].time, 1 / curve[0])
+        gains = _concave([0.0, *accumulate(min(b - a, 1.0) for a, b in pairwise(worth))])
+        changed = max((abs(a - b) for a, b in zip(gains, self.gains, strict=True)), default=0.0)
+        self.settled = abs(rate - self.rate) <= _CLOSE * rate and changed <= 10 * _CLOSE
+        self.rate, self.gains = rate, gains
 
     def policy(self, curve: Sequence[float], reach: Sequence[float]) -> list[PlannedStep]:
         """The best step for each number of draft tokens at hand, from none on."""
-        times, reached = np.asarray(curve), np.asarray(reach[: self.mask_slots])
-        values, best = self._best(times, reached)
-        steps = []
+        steps, policy = self._steps(curve, reach), []
         for at_hand in range(self.mask_slots + 1):
-            verified = int(values[: at_hand + 1].argmax())
-            worth = (_last_accepted(reached)[verified, : verified + 1, None] * self.gains).ravel()
-            chosen = np.argsort(-worth, kind="stable")[: best[verified]]
-            masks = np.bincount(chosen // max(1, self.mask_slots), minlength=verified + 1)
-            tokens = 1 + float(reached[:verified].sum())
-            steps.append(PlannedStep(at_hand, tuple(masks.tolist()), tokens, float(times[verified + masks.sum()])))
-        return steps
+            verified = max(range(at_hand + 1), key=lambda count: steps[count].value)
+            worth = [(-last * gain, node) for node, last in enumerate(_last(reach, verified)) for gain in self.gains]
+            chosen = [node for _, node in sorted(worth)[: steps[verified].mask_slots]]
+            masks = tuple(chosen.count(node) for node in range(verified + 1))
+            policy.append(PlannedStep(at_hand, masks, 1 + sum(reach[:verified]), steps[verified].time))
+        return policy
 
-    def _best(
-        self, times: NDArray[np.float64], reach: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """By number of verified draft tokens: the value of the best step, and its number of mask slots."""
-        tokens, rows = _actions(reach, self.gains)
-        inside = np.minimum(rows, times.size)
-        values = np.where(rows == inside, tokens - self.rate * times[inside - 1], -np.inf)
-        best = values.argmax(axis=1)
-        return values[np.arange(len(best)), best], best
+    def _steps(self, curve: Sequence[float], reach: Sequence[float]) -> list[_Best]:
+        """The best step by number of verified draft tokens; mask slots stand where they are worth the most."""
+        steps, tokens = [], 1.0
+        for verified in range(min(self.mask_slots, len(curve) - 1) + 1):
+            tokens += reach[verified - 1] if verified else 0.0
+            worth = [last * gain for last in _last(reach, verified) for gain in self.gains if gain > 0]
+            worth.sort(reverse=True)
+            value, time = tokens, curve[verified]
+            best = _Best(value - self.rate * time, 0, time)
+            for count, (gain, time) in enumerate(zip(worth, curve[verified + 1 :], strict=False), 1):
+                value += gain
+                if value - self.rate * time > best.value:
+                    best = _Best(value - self.rate * time, count, time)
+            steps.append(best)
+        return steps + [steps[-1]] * (self.mask_slots + 1 - len(steps))
+
+
+def _last(reach: Sequence[float], verified: int) -> list[float]:
+    """The probability that each node is the last accepted one, from the last known token on."""
+    reached = [1.0, *reach[:verified]]
+    return [now - after for now, after in zip(reached, [*reached[1:], 0.0], strict=True)]
 
 
 def _concave(worth: Sequence[float]) -> list[float]:
@@ -111,25 +126,3 @@ def _concave(worth: Sequence[float]) -> list[float]:
         steps += [slope] * (end - at)
         at = end
     return steps
-
-
-def _actions(reach: NDArray[np.float64], gains: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Tokens, with the worth of those left at hand, and rows: by verified draft tokens, then by mask slots in all.
-
-    Mask slots stand where they are worth the most.
-    """
-    count = reach.size
-    reached = np.concatenate(([1.0], reach))
-    worth = np.sort((_last_accepted(reach)[:, :, None] * gains).reshape(count + 1, -1), axis=1)[:, ::-1]
-    masked = np.concatenate((np.zeros((count + 1, 1)), worth.cumsum(axis=1)), axis=1)
-    tokens = reached.cumsum()[:, None] + masked
-    rows = np.arange(1, count + 2)[:, None] + np.arange(masked.shape[1])
-    return tokens, rows
-
-
-def _last_accepted(reach: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The probability that a node is the last accepted one: by number of verified draft tokens, then by node."""
-    reached = np.concatenate(([1.0], reach))
-    last = np.tril(np.broadcast_to(reached - np.append(reached[1:], 0.0), (reached.size, reached.size)))
-    np.fill_diagonal(last, reached)
-    return last

@@ -38,7 +38,7 @@ class DraftPlanner:
         version, curve = self._curves.get(key, (-1, None))
         if curve is None or version != self.costs.version:
             seconds = self.costs.curve(most, sharing.threads, sharing.requests, blocks * _VISIBLE)
-            curve = Curve([each / seconds[0] for each in seconds])
+            curve = Curve([each / seconds[0] for each in seconds], seconds[0] * sharing.threads * sharing.requests)
             self._curves[key] = self.costs.version, curve
         return curve
 

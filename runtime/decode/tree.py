@@ -17,6 +17,7 @@ class Curve:
     """The time of a step by its number of rows, in plain steps."""
 
     times: Sequence[float]  # of 1, 2, ... rows; the first is 1
+    plain: float = 1.0  # seconds of a plain step
 
     @cached_property
     def slopes(self) -> list[float]:

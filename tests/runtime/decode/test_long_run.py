@@ -89,7 +89,7 @@ def test_drafts_that_never_pay_leave_the_plain_rate_and_no_worth() -> None:
 
 
 def test_more_draft_tokens_at_hand_are_worth_less_each() -> None:
-    gains = LongRun(5).solve(curve(FLOAT32), [0.79**depth for depth in range(1, 6)]).gains.tolist()
+    gains = LongRun(5).solve(curve(FLOAT32), [0.79**depth for depth in range(1, 6)]).gains
     assert gains == sorted(gains, reverse=True)
     assert 0 < gains[-1] < gains[0] < 1
 

@@ -11,7 +11,7 @@ from spaceport.tools.bench.compare.measures import Measure
 from spaceport.tools.bench.compare.summary import Comparison, Spread
 from spaceport.tools.report.drawing import Element, add, path, picture
 
-_COLOURS = (
+COLOURS = (
     "#0072b2",
     "#56b4e9",
     "#009e73",
@@ -23,8 +23,8 @@ _COLOURS = (
     "#1b1b1b",
     "#bcbd22",
 )
-_WIDTH, _LABELS, _FIGURES, _MARGIN = 720.0, 190.0, 70.0, 16.0  # pixels
-_BAR, _GAP, _TITLE, _LINES = 14.0, 6.0, 26.0, 220.0
+WIDTH, _LABELS, _FIGURES, MARGIN = 720.0, 190.0, 70.0, 16.0  # pixels
+_BAR, _GAP, TITLE, _LINES = 14.0, 6.0, 26.0, 220.0
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,21 @@ class Panel:
 
     @property
     def height(self) -> float:
-        return _TITLE + len(self.bars) * (_BAR + _GAP) + _MARGIN
+        return TITLE + len(self.bars) * (_BAR + _GAP) + MARGIN
 
 
 def plot_of(comparison: Comparison) -> str:
     """The picture as the text of an SVG file."""
-    colours = {subject.name: _COLOURS[i % len(_COLOURS)] for i, subject in enumerate(comparison.subjects)}
+    colours = {subject.name: COLOURS[i % len(COLOURS)] for i, subject in enumerate(comparison.subjects)}
     panels = _panels(comparison, colours)
     steps = [measure for measure in comparison.measures if measure.ask == "rows"]
-    lines = _LINES + _TITLE + _MARGIN * 3 if len(steps) > 1 else 0.0
-    height = _TITLE + sum(panel.height for panel in panels) + lines
-    drawing = picture(_WIDTH, height, f"Comparison of runtimes on {comparison.checkpoint}")
-    drawing.set("xmlns", "http://www.w3.org/2000/svg")
-    add(drawing, "style", text="text{font:12px sans-serif;fill:#222}.title{font-weight:bold}.last{text-anchor:end}")
-    add(drawing, "rect", {"width": _WIDTH, "height": height, "fill": "#fff"})
+    lines = _LINES + TITLE + MARGIN * 3 if len(steps) > 1 else 0.0
+    height = TITLE + sum(panel.height for panel in panels) + lines
     title = f"{comparison.checkpoint}, {comparison.threads} thread(s), {comparison.machine.cpu}"
-    add(drawing, "text", {"x": _MARGIN, "y": 18, "class": "title"}, title)
-    top = _TITLE
+    drawing = blank(height, f"Comparison of runtimes on {comparison.checkpoint}", title)
+    top = TITLE
     for panel in panels:
-        _draw_bars(drawing, panel, top)
+        draw_bars(drawing, panel, top)
         top += panel.height
     if len(steps) > 1:
         _draw_lines(drawing, comparison, steps, colours, top)
@@ -79,12 +75,23 @@ def _panels(comparison: Comparison, colours: dict[str, str]) -> list[Panel]:
     return [*found, Panel("resident memory in use, MB (lower is better)", memory)]
 
 
-def _draw_bars(drawing: Element, panel: Panel, top: float) -> None:
-    add(drawing, "text", {"x": _MARGIN, "y": top + 16, "class": "title"}, panel.title)
+def blank(height: float, label: str, title: str) -> Element:
+    """An empty picture with a title."""
+    drawing = picture(WIDTH, height, label)
+    drawing.set("xmlns", "http://www.w3.org/2000/svg")
+    add(drawing, "style", text="text{font:12px sans-serif;fill:#222}.title{font-weight:bold}.last{text-anchor:end}")
+    add(drawing, "rect", {"width": WIDTH, "height": height, "fill": "#fff"})
+    add(drawing, "text", {"x": MARGIN, "y": 18, "class": "title"}, title)
+    return drawing
+
+
+def draw_bars(drawing: Element, panel: Panel, top: float) -> None:
+    """The bars of a panel, with the range of each."""
+    add(drawing, "text", {"x": MARGIN, "y": top + 16, "class": "title"}, panel.title)
     most = max((spread.high for _, _, spread in panel.bars), default=0.0) or 1.0
-    scale = (_WIDTH - _LABELS - _FIGURES - _MARGIN) / most
+    scale = (WIDTH - _LABELS - _FIGURES - MARGIN) / most
     for index, (name, colour, spread) in enumerate(panel.bars):
-        y = top + _TITLE + index * (_BAR + _GAP)
+        y = top + TITLE + index * (_BAR + _GAP)
         add(drawing, "text", {"x": _LABELS - 8, "y": y + 11, "class": "last"}, name)
         size = {"x": _LABELS, "y": y, "width": max(1.0, spread.median * scale), "height": _BAR}
         add(drawing, "rect", {**size, "fill": colour})
@@ -96,10 +103,10 @@ def _draw_bars(drawing: Element, panel: Panel, top: float) -> None:
 def _draw_lines(
     drawing: Element, comparison: Comparison, steps: Sequence[Measure], colours: dict[str, str], top: float
 ) -> None:
-    add(drawing, "text", {"x": _MARGIN, "y": top + 16, "class": "title"}, "Step by its rows, ms (lower is better)")
+    add(drawing, "text", {"x": MARGIN, "y": top + 16, "class": "title"}, "Step by its rows, ms (lower is better)")
     drawn = [s for s in comparison.subjects if any(measure.name in s.results for measure in steps)]
     most = max((s.results[m.name].spread.median for s in drawn for m in steps if m.name in s.results), default=1.0)
-    left, right, base = 60.0, _WIDTH - 200.0, top + _TITLE + _LINES
+    left, right, base = 60.0, WIDTH - 200.0, top + TITLE + _LINES
     across, up = (right - left) / max(measure.size for measure in steps), _LINES / most
     add(
         drawing,

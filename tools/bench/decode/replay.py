@@ -119,9 +119,9 @@ def made_up_texts(
     return texts, tuple(prompts)
 
 
-def implied_tokens_per_step(acceptance: Sequence[float], mask_slots: int) -> float:
-    """What a chain with so many mask slots writes in a step when acceptance follows a table."""
-    return 1.0 + float(np.cumprod(acceptance[:mask_slots]).sum())
+def implied_tokens_per_step(acceptance: Sequence[float]) -> float:
+    """What a chain with as many mask slots as a table has depths writes in a step on average."""
+    return 1.0 + float(np.cumprod(acceptance).sum())
 
 
 def _prime(most: int) -> int:

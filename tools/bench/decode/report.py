@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from spaceport.tools.bench.compare.markdown import header, number, row
 from spaceport.tools.bench.decode.measuring import Difference
 from spaceport.tools.bench.decode.modes import DEFAULT, PLAIN
+from spaceport.tools.bench.decode.replay import implied_tokens_per_step
 from spaceport.tools.bench.decode.summary import REPLAY_LABEL, DecodeReport, ModeSummary, Rate
 
 _SHOWN = 10  # differences; JSON has all
@@ -80,6 +81,9 @@ def rates_of(report: DecodeReport) -> Iterator[str]:
 
 def conclusions(report: DecodeReport) -> Iterator[str]:
     """Whether the default drafts pay, and every text that is not what it has to be."""
+    if (table := report.options.replay) is not None:
+        implied = f"{implied_tokens_per_step(table):.2f} tokens per step"
+        yield f"- By the table a chain of {len(table)} mask slots writes {implied}; each text's first step has no drafts."
     for mode in report.modes:
         if mode.mode == DEFAULT and (speedup := mode.speedup) is not None:
             verdict = "make no clear difference"

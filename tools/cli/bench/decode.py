@@ -10,6 +10,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.decode.benchmark import benchmark
 from spaceport.tools.bench.decode.modes import MODES, parse_modes
 from spaceport.tools.bench.decode.options import REPLAYED, DecodeOptions, parse_counts, parse_numbers
+from spaceport.tools.bench.decode.plot import plot_of
 from spaceport.tools.bench.decode.report import markdown_of
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
@@ -65,6 +66,7 @@ class Decode(Sectioned):
 @threads_option
 @trust_engines_option
 @click.option("--markdown", type=PATH, metavar="FILE", help="Write the tables there as well.")
+@click.option("--plot", type=PATH, metavar="FILE", help="Write an SVG picture there.")
 @json_option("the report")
 @click.pass_context
 def command(
@@ -86,6 +88,7 @@ def command(
     threads: int,
     trust_engines: bool,
     markdown: Path | None,
+    plot: Path | None,
     as_json: bool,
 ) -> int:
     """Measure whether drafts pay: every way to draft against plain decoding over the file PROMPTS.
@@ -116,12 +119,15 @@ def command(
         max_seq_len=max_seq_len,
         trust_engines=trust_engines,
     )
-    if markdown is not None:
-        check_target(markdown)
+    for target in (markdown, plot):
+        if target is not None:
+            check_target(target)
     with stages() as stage:
         report = benchmark(bundle, prompts, options, stage)
     if markdown is not None:
         write_text(markdown, markdown_of(report))
+    if plot is not None:
+        write_text(plot, plot_of(report))
     if as_json:
         show_json(report.as_dict())
     else:

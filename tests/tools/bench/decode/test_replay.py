@@ -53,10 +53,11 @@ def test_depths_are_counted_from_the_node_of_each_group() -> None:
 
 
 def test_a_table_implies_tokens_per_step() -> None:
-    assert implied_tokens_per_step((0.79,) * 5, 5) == pytest.approx(1 + sum(0.79**depth for depth in range(1, 6)))
-    assert implied_tokens_per_step((0.5, 0.5), 1) == 1.5
+    assert implied_tokens_per_step((0.79,) * 5) == pytest.approx(1 + sum(0.79**depth for depth in range(1, 6)))
+    assert implied_tokens_per_step((0.5, 0.5)) == 1.75
 
 
+@pytest.mark.slow
 def test_chains_write_what_the_table_implies(tiny_bundle: Path) -> None:
     acceptance = (0.79,) * 5
     report = replayed(tiny_bundle, acceptance, fixed=(1, 3, 5))
@@ -66,7 +67,7 @@ def test_chains_write_what_the_table_implies(tiny_bundle: Path) -> None:
     for slots in (1, 3, 5):
         chain = found[f"fixed {slots}"]
         # The first step has no candidates, and the last ones are cut by the limit.
-        assert chain.tokens_per_step == pytest.approx(implied_tokens_per_step(acceptance, slots), rel=0.09)
+        assert chain.tokens_per_step == pytest.approx(implied_tokens_per_step(acceptance[:slots]), rel=0.09)
         rates = [rate.rate for rate in chain.by_depth]
         assert rates == pytest.approx([0.79**depth for depth in range(1, slots + 1)], abs=0.07)
         assert set(chain.by_source) == {"mask"}
@@ -77,12 +78,12 @@ def test_chains_write_what_the_table_implies(tiny_bundle: Path) -> None:
 
 
 def test_it_is_repeatable_and_beside_others(tiny_bundle: Path) -> None:
+    given: dict[str, object] = {"modes": ("plain",), "fixed": (2,), "limit": 3, "max_tokens": 40}
     alone, again, beside = (
-        replayed(tiny_bundle, (0.6, 0.3), modes=("plain",), fixed=(2,), requests=requests).modes[1]
-        for requests in (1, 1, 3)
+        replayed(tiny_bundle, (0.6, 0.3), requests=requests, **given).modes[1] for requests in (1, 1, 3)
     )
     assert alone.by_depth == again.by_depth == beside.by_depth
-    assert replayed(tiny_bundle, (0.6, 0.3), modes=("plain",), fixed=(2,), seed=1).modes[1].by_depth != alone.by_depth
+    assert replayed(tiny_bundle, (0.6, 0.3), seed=1, **given).modes[1].by_depth != alone.by_depth
 
 
 @pytest.mark.parametrize(("acceptance", "rates"), [((0.0, 0.5), [0.0, 0.0]), ((1.0, 1.0), [1.0, 1.0])])

@@ -35,9 +35,10 @@ def test_it_tells_of_every_mode_and_temperature(
 ) -> None:
     file = tmp_path / "decode.md"
     asked = arguments(tiny_bundle, prompts, "--temperatures", "0,0.8", "--fixed", 2, "--markdown", file)
-    assert run(asked) == OK
+    assert run([*asked, "--plot", str(tmp_path / "decode.svg")]) == OK
     out, err = capsys.readouterr()
     assert file.read_text("utf-8") == out
+    assert (tmp_path / "decode.svg").read_text("utf-8").startswith("<svg ")
     modes = ["plain", "lookup", "masks", "default", "fixed 2"]
     lines = [line.split(" | ")[:2] for line in out.splitlines() if line.endswith((" reference |", " same as plain |"))]
     assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
@@ -114,6 +115,7 @@ def test_a_text_that_differs_is_told_and_ends_with_a_code_of_its_own(
         (["PROMPTS", "--fixed", "9"], USAGE, "--fixed names 9: expected 1 to the number of mask slots"),
         (["PROMPTS", "--context", "9"], USAGE, "--context with PROMPTS: it would do nothing"),
         (["PROMPTS", "--markdown", "none/decode.md"], USAGE, "there is no folder"),
+        (["PROMPTS", "--plot", "none/decode.svg"], USAGE, "there is no folder"),
         (["--replay", "0.5,1.1"], USAGE, "--replay is '0.5,1.1': expected numbers from 0 to 1"),
         (["--replay", "a"], USAGE, "--replay is 'a': expected numbers from 0 to 1"),
         (["--replay", "0.5", "--temperatures", "1"], USAGE, "a replay is greedy"),

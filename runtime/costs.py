@@ -126,8 +126,8 @@ class StepCosts:
             same = _interpolated(table.single, self._single, rows * table.requests)
             found *= 1 + (apart / same - 1) * min(1.0, (requests - 1) / (table.requests - 1))
         if visible is not None:
-            further = (visible - table.visible) * requests * (table.slot + table.row_slot * (rows - 1))
-            found = max(_LEAST_SHARE * found, found + further)
+            slots = max(visible - table.visible, -table.visible // 2)  # a slope says little about very short texts
+            found = max(_LEAST_SHARE * found, found + slots * requests * (table.slot + table.row_slot * (rows - 1)))
         return found
 
 

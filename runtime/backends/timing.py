@@ -15,9 +15,10 @@ SECONDS = 2.0  # of measuring, at most by one call
 _ROUNDS, _FEWEST = 7, 3  # calls of each shape: all of a small model's, and those that a shape is not left without
 _VISIBLE, _FAR = 256, 1024  # KV slots
 # The most telling first: a large model has no time for all. GPUs take jumps at 8/9, 17, 33 and 64 rows.
-_SINGLE = (1, 16, 4, 9, 36, 2, 24, 6, 12, 64, 8, 17, 33)
+_SINGLE = (1, 4, 16, 9, 36, 2, 24, 6, 12, 64, 8, 17, 33)
 _BATCHED = (1, 4, 9)
 _FAR_ROWS = (1, 16)
+_NEEDED = (1, 4)  # one point alone would say that rows are free
 
 
 class _Shape(NamedTuple):
@@ -31,8 +32,8 @@ def measure(engine: Engine, budget: float = SECONDS, clock: Callable[[], float] 
     deadline = clock() + budget
     times: dict[_Shape, list[float]] = {}
     for shape in _shapes(engine):  # calls of a new shape load, compile and capture: their first times do not count
-        slowest = max((max(found) for found in times.values()), default=0.0)
-        if times and clock() + 2 * slowest > deadline - _FEWEST * sum(map(min, times.values())):
+        again = _FEWEST * sum(map(min, times.values()))  # the time of a few more rounds
+        if shape.rows not in _NEEDED and clock() + again + 2 * max(map(min, times.values())) > deadline:
             break
         _call(engine, shape, clock)
         times[shape] = [_call(engine, shape, clock)]
@@ -60,10 +61,11 @@ def _shapes(engine: Engine) -> Iterator[_Shape]:
     for rows in _SINGLE:
         if rows <= min(engine.rows, near):
             yield _Shape(rows, 1, near)
-            if rows in _FAR_ROWS and far >= 2 * near:
-                yield _Shape(rows, 1, far)
             if rows in _BATCHED and engine.requests > 1:
                 yield _Shape(rows, engine.requests, near)
+    for rows in _FAR_ROWS if far >= 2 * near else ():
+        if rows <= min(engine.rows, near):
+            yield _Shape(rows, 1, far)
 
 
 def _call(engine: Engine, shape: _Shape, clock: Callable[[], float]) -> float:

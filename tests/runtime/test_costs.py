@@ -29,7 +29,7 @@ def engine_seconds(costs: StepCosts, rows: int, requests: int = 1, visible: int 
         (4, 8, None, 0.050),
         (1, 1, 1256, 0.011),
         (11, 1, 1256, 0.020 + 0.003),
-        (1, 1, 0, 0.010 - 256e-6),
+        (1, 1, 0, 0.010 - 128e-6),
     ],
 )
 def test_a_table_is_read_between_its_points(rows: int, requests: int, visible: int | None, seconds: float) -> None:

@@ -14,6 +14,7 @@ from spaceport.graphs.contract.manifest import Manifest
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import PROCESSOR, Batch, Costs, Engine, Moves
+from spaceport.runtime.selection import SelectedRows, selected_rows, selecting
 
 
 class Predicted(NamedTuple):
@@ -47,6 +48,7 @@ class MadeUpEngine:
         self.costs = costs
         self._predict = predict
         self._inner = inner
+        self._selecting = None if inner is None else selecting(inner)
         self._logits = np.zeros((0, signature.vocab_size), np.float32)
         self.rows_fed = 0
         self.seconds = 0.0
@@ -59,6 +61,26 @@ class MadeUpEngine:
         self.rows_fed += batch.input_ids.size
         self.seconds += perf_counter() - started
         return logits
+
+    @property
+    def selects(self) -> bool:
+        """Whether the engine behind it selects tokens where its logits are."""
+        return self._selecting is not None
+
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        """The tokens that stand out, and one of the others; the engine behind it selects in vain."""
+        started = perf_counter()
+        assert self._selecting is not None
+        self._selecting.select(batch)
+        tokens, logits = self._predict(batch)
+        size = self.signature.vocab_size
+        others = (tokens[..., :1] + 1) % size
+        sums = np.log(np.exp(logits).sum(axis=2, keepdims=True) + size - tokens.shape[2])
+        packed = np.concatenate([logits, np.zeros_like(sums), tokens, others, sums], axis=2).astype(np.float32)
+        found = selected_rows(packed, lambda: self._made_up(batch), batch.logit_rows.shape[1])
+        self.rows_fed += batch.input_ids.size
+        self.seconds += perf_counter() - started
+        return found
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         if self._inner is not None:

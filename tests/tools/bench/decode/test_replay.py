@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.selection import SelectedRows
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode.benchmark import benchmark
 from spaceport.tools.bench.decode.options import DecodeOptions
@@ -106,6 +109,40 @@ def test_the_engine_behind_it_computes_every_row(tiny_bundle: Path, monkeypatch:
         runtime.close()
     assert sum(fed) == found.statistics.rows
     assert found.tokens == tuple(texts.tokens[0, 8:28].tolist())
+
+
+def test_an_engine_that_selects_tokens_does_so_in_a_replay(tiny_bundle: Path) -> None:
+    options = DecodeOptions(replay=(0.7, 0.7), limit=1, context=8, max_tokens=40)
+    decoding = Decoding(max_tokens=40, mask_slots=2, draft="chain")
+    found = []
+    with Runtime.open(tiny_bundle, threads=1, max_seq_len=64) as base:
+        texts, (prompt,) = made_up_texts(base, options, ())
+        selecting = _Selecting(base.engine)
+        for engine in (base.engine, selecting):
+            over = Runtime(base.bundle, engine, 64)
+            runtime = replay_runtime(over, texts, (0.7, 0.7), 1, base.costs)
+            found.append(runtime.generate(list(prompt.tokens), decoding))
+    assert selecting.calls >= found[1].statistics.steps > 0
+    assert found[0].tokens == found[1].tokens
+    assert found[0].statistics.accepted_by_depth == found[1].statistics.accepted_by_depth
+
+
+class _Selecting:
+    """An engine that says that it selects tokens, and counts the calls."""
+
+    selects = True
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        self.calls += 1
+        self._engine.run(batch)
+        return []
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spaceport.tools.bench.compare.markdown import header, number, row
+from spaceport.tools.bench.compare.summary import Spread
 from spaceport.tools.bench.decode.measuring import Difference
 from spaceport.tools.bench.decode.modes import DEFAULT, PLAIN
 from spaceport.tools.bench.decode.replay import implied_tokens_per_step
+from spaceport.tools.bench.decode.speedup import Speedup
 from spaceport.tools.bench.decode.summary import REPLAY_LABEL, DecodeReport, ModeSummary, Rate
 
 _SHOWN = 10  # differences; JSON has all
@@ -43,28 +45,16 @@ def speeds(report: DecodeReport) -> Iterator[str]:
     """Speed and latency, a row for each mode and temperature."""
     yield from header(
         [
-            *("mode", "temperature", "tokens/s", "speed-up (95 % interval)", "worst prompt", "best prompt"),
+            *("mode", "temperature", "tokens/s", "to plain (range)"),
+            *("speed-up of prompts (95 % interval)", "worst prompt", "best prompt"),
             *("first token p50, ms", "p95, ms", "tokens per step", "outside the engine", "texts"),
         ]
     )
     for mode in report.modes:
-        speedup = mode.speedup
-        ratios = ["-", "-", "-"]
-        if speedup is not None:
-            interval = f"{speedup.mean:.2f} ({speedup.low:.2f}-{speedup.high:.2f})"
-            ratios = [
-                interval,
-                *(
-                    f"{ratio:.2f} (line {line})"
-                    for ratio, line in (
-                        (speedup.worst, speedup.worst_line),
-                        (speedup.best, speedup.best_line),
-                    )
-                ),
-            ]
+        rates = [number(mode.tokens_per_second), _ratio(mode.throughput_ratio)]
         latency = [number(seconds * 1e3) for seconds in (mode.first_token_p50, mode.first_token_p95)]
         rest = [f"{mode.tokens_per_step:.2f}", f"{mode.outside_share:.0%}", _same(mode)]
-        yield row([mode.mode, f"{mode.temperature:g}", number(mode.tokens_per_second), *ratios, *latency, *rest])
+        yield row([mode.mode, f"{mode.temperature:g}", *rates, *_speedup(mode.speedup), *latency, *rest])
 
 
 def rates_of(report: DecodeReport) -> Iterator[str]:
@@ -84,17 +74,7 @@ def conclusions(report: DecodeReport) -> Iterator[str]:
     if (table := report.options.replay) is not None:
         implied = f"{implied_tokens_per_step(table):.2f} tokens per step"
         yield f"- By the table a chain of {len(table)} mask slots writes {implied}; each text's first step has no drafts."
-    for mode in report.modes:
-        if mode.mode == DEFAULT and (speedup := mode.speedup) is not None:
-            verdict = "make no clear difference"
-            if speedup.low > 1:
-                verdict = "pay"
-            elif speedup.high < 1:
-                verdict = "do not pay"
-            yield (
-                f"- Temperature {mode.temperature:g}: the default drafts {verdict}: {speedup.mean:.2f} times the speed of "
-                f"{PLAIN} decoding (95 % interval {speedup.low:.2f} to {speedup.high:.2f})."
-            )
+    yield from (f"- {_verdict(mode, report.options.requests)}" for mode in report.modes if mode.mode == DEFAULT)
     compared = sum(mode.compared for mode in report.modes)
     if report.identical:
         yield f"- All {compared} compared texts are identical."
@@ -103,6 +83,23 @@ def conclusions(report: DecodeReport) -> Iterator[str]:
         yield from (f"  - {_told(difference)}" for difference in report.differences[:_SHOWN])
         if (more := len(report.differences) - _SHOWN) > 0:
             yield f"  - {more} more: --json lists them"
+
+
+def _verdict(mode: ModeSummary, requests: int) -> str:
+    """One request at a time is judged by its prompts, several by the tokens/s of all."""
+    speedup, ratio = mode.speedup, mode.throughput_ratio
+    if speedup is None or ratio is None:
+        return f"Temperature {mode.temperature:g}: all texts are empty."
+    found, low, high = speedup.mean, speedup.low, speedup.high
+    figure, interval = f"times the speed of {PLAIN} decoding", "95 % interval"
+    if requests > 1:
+        found, low, high = ratio.median, ratio.low, ratio.high
+        figure, interval = f"times the tokens/s of {PLAIN} decoding with {requests} requests", "rounds from"
+    what = "pay" if low > 1 else "do not pay" if high < 1 else "make no clear difference"
+    return (
+        f"Temperature {mode.temperature:g}: the default drafts {what}: {found:.2f} {figure} "
+        f"({interval} {low:.2f} to {high:.2f})."
+    )
 
 
 def _told(difference: Difference) -> str:
@@ -115,6 +112,18 @@ def _told(difference: Difference) -> str:
         f"line {difference.line}, temperature {difference.temperature:g}, {when}{thread}, token {difference.token}: "
         f"{difference.mode} has {found}, {difference.reference} has {expected}"
     )
+
+
+def _ratio(ratio: Spread | None) -> str:
+    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def _speedup(speedup: Speedup | None) -> list[str]:
+    if speedup is None:
+        return ["-"] * 3
+    ends = ((speedup.worst, speedup.worst_line), (speedup.best, speedup.best_line))
+    mean = f"{speedup.mean:.2f} ({speedup.low:.2f}-{speedup.high:.2f})"
+    return [mean, *(f"{ratio:.2f} (line {line})" for ratio, line in ends)]
 
 
 def _same(mode: ModeSummary) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spaceport.tools.bench.compare.machine import Machine
+from spaceport.tools.bench.compare.summary import Spread, spread
 from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredText
 from spaceport.tools.bench.decode.modes import PLAIN, DecodeMode
 from spaceport.tools.bench.decode.options import DecodeOptions
@@ -51,7 +52,8 @@ class ModeSummary:
     mode: str
     temperature: float
     tokens_per_second: float  # median of the rounds, all requests together, prompts included
-    speedup: Speedup | None  # over plain decoding; none: it is that, or all texts are empty
+    throughput_ratio: Spread | None  # of those tokens/s to plain decoding's in the same round; none: it is that
+    speedup: Speedup | None  # of single prompts over plain decoding; none: it is that, or all texts are empty
     first_token_p50: float  # seconds
     first_token_p95: float
     tokens_per_step: float
@@ -108,6 +110,7 @@ def _mode(
 ) -> ModeSummary:
     own = [text for text in measured.texts if (text.mode, text.temperature) == (mode.name, heat)]
     plain = [text for text in measured.texts if (text.mode, text.temperature) == (PLAIN, heat)]
+    rates, plain_rates = ([_rate(measured, texts, number) for number in _rounds(options)] for texts in (own, plain))
     found = [text.statistics for text in own]
     ratios = {} if mode.name == PLAIN else _ratios(own, plain, prompts)
     steps, accepted = sum(s.steps for s in found), sum(sum(s.accepted_by_depth) for s in found)
@@ -116,11 +119,8 @@ def _mode(
     return ModeSummary(
         mode=mode.name,
         temperature=heat,
-        tokens_per_second=numbers.median(
-            sum(text.statistics.tokens for text in own if text.round == number)
-            / measured.seconds[mode.name, heat, number]
-            for number in range(1, options.rounds + 1)
-        ),
+        tokens_per_second=numbers.median(rates),
+        throughput_ratio=_ratio(rates, plain_rates) if mode.name != PLAIN else None,
         speedup=speedup_of(ratios, options.seed),
         first_token_p50=p50,
         first_token_p95=p95,
@@ -134,6 +134,22 @@ def _mode(
         different=measured.different[mode.name, heat],
         prompts=tuple(_prompts(own, ratios, prompts)),
     )
+
+
+def _rounds(options: DecodeOptions) -> range:
+    return range(1, options.rounds + 1)
+
+
+def _rate(measured: Measured, texts: Sequence[MeasuredText], number: int) -> float:
+    """Tokens by seconds of all texts of a round."""
+    seconds = measured.seconds[texts[0].mode, texts[0].temperature, number]
+    return sum(text.statistics.tokens for text in texts if text.round == number) / seconds
+
+
+def _ratio(rates: Sequence[float], plain_rates: Sequence[float]) -> Spread | None:
+    if not all(plain_rates):
+        return None
+    return spread([rate / plain for rate, plain in zip(rates, plain_rates, strict=True)])
 
 
 def _ratios(

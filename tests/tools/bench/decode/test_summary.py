@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 
 import pytest
 
+from spaceport.tools.bench.compare.summary import Spread
 from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.bench.decode.report import markdown_of
 from spaceport.tools.bench.decode.summary import REPLAY_LABEL, Rate
@@ -16,7 +18,9 @@ def test_rates_are_medians_of_rounds_and_speed_ups_are_paired() -> None:
     plain, default = report().modes
     assert plain.tokens_per_second == pytest.approx((12 / 5 + 12 / 7) / 2)
     assert default.tokens_per_second == pytest.approx(12 / 3)
-    assert plain.speedup is None
+    assert isinstance(default.throughput_ratio, Spread)
+    assert astuple(default.throughput_ratio) == pytest.approx((2.0, 5 / 3, 7 / 3))
+    assert (plain.speedup, plain.throughput_ratio) == (None, None)
     assert default.speedup is not None
     assert default.speedup.mean == pytest.approx((2 * 3) ** 0.5)  # the median of 2 and 3, in logarithms
     assert (default.speedup.worst_line, default.speedup.prompts) == (2, 1)  # the empty text has no speed
@@ -44,9 +48,9 @@ def test_each_prompt_has_its_own_figures() -> None:
 
 def test_tables_have_every_figure_and_say_what_differs() -> None:
     lines = markdown_of(report()).splitlines()
-    assert "| plain | 0 | 2.06 | - | - | - | 250 | 570 | 0.50 | 25% | reference |" in lines
+    assert "| plain | 0 | 2.06 | - | - | - | - | 250 | 570 | 0.50 | 25% | reference |" in lines
     assert (
-        "| default | 0 | 4.00 | 2.45 (2.00-3.00) | 2.45 (line 2) | 2.45 (line 2) | 150 | 200 | 0.75 | 25% | same as plain |"
+        "| default | 0 | 4.00 | 2.00 (1.67-2.33) | 2.45 (2.00-3.00) | 2.45 (line 2) | 2.45 (line 2) | 150 | 200 | 0.75 | 25% | same as plain |"
         in lines
     )
     assert "| default | 0 | 1.25 | 0.75 of 8 | 0.50 of 4 | 0.60 of 10 | - | 1.00 of 2 |" in lines
@@ -60,6 +64,14 @@ def test_tables_have_every_figure_and_say_what_differs() -> None:
     )
     assert wrong[-1] == "  - 2 more: --json lists them"
     assert "| 12 of 6 DIFFER |" in "\n".join(wrong)
+
+
+def test_several_requests_are_judged_by_the_tokens_of_all() -> None:
+    lines = markdown_of(report(options=DecodeOptions(rounds=2, requests=4))).splitlines()
+    assert lines[-2] == (
+        "- Temperature 0: the default drafts pay: 2.00 times the tokens/s of plain decoding with 4 requests "
+        "(rounds from 1.67 to 2.33)."
+    )
 
 
 def test_json_has_all_of_it_and_both_forms_label_a_replay() -> None:

@@ -24,13 +24,13 @@ DRAFTED = {
 }
 
 
-def decode_measured() -> Measured:
+def decode_measured(tokens_of_first: int = 12) -> Measured:
     found = Measured()
     for mode, rounds in SECONDS.items():
         for number, row in enumerate(rounds, 1):
             found.seconds[mode, 0.0, number] = sum(row)
             for prompt, seconds in enumerate(row):
-                tokens = 0 if prompt else 12
+                tokens = 0 if prompt else tokens_of_first
                 statistics = Statistics(
                     steps=12 if mode == PLAIN else 8,
                     tokens=tokens,
@@ -46,8 +46,8 @@ def decode_measured() -> Measured:
     return found
 
 
-def decode_report(different: int = 0, options: DecodeOptions = OPTIONS) -> DecodeReport:
-    found = decode_measured()
+def decode_report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first: int = 12) -> DecodeReport:
+    found = decode_measured(tokens_of_first)
     found.different["default", 0.0] = different
     found.differences += [Difference("default", PLAIN, 0.0, 1, 7, (0,), 4, None, 99)] * different
     machine = Machine("a CPU", "model 1", 2, (), "a system")

@@ -35,6 +35,7 @@ def benchmark(bundle: Path, file: Path | None, options: DecodeOptions, stage: Ca
         threads=options.threads,
         trust_engines=options.trust_engines,
     ) as base:
+        engine = f"{type(base.engine).__name__}, {base.engine.device}"
         for note in base.notes:
             stage(note)
         prompts: Sequence[TokenizedPrompt] = ()
@@ -45,7 +46,6 @@ def benchmark(bundle: Path, file: Path | None, options: DecodeOptions, stage: Ca
             texts, prompts = made_up_texts(base, options, [len(one.tokens) for one in prompts])
         with _runtimes(base, modes, options, texts, len(prompts)) as runtimes:
             measured = measure(modes, runtimes, prompts, options, stage)
-    engine = f"{type(base.engine).__name__}, {base.engine.device}"
     return DecodeReport(
         bundle.absolute().name,
         engine,

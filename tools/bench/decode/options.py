@@ -41,7 +41,7 @@ class DecodeOptions:
 
 
 def parse_numbers(option: str, text: str, low: float, high: float) -> tuple[float, ...]:
-    """The numbers in `0,0.7,1`, each within these bounds, in their order and each once."""
+    """The numbers in `0,0.7,1`, each within these bounds."""
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:

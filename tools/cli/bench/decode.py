@@ -106,7 +106,7 @@ def command(
     options = DecodeOptions(
         max_tokens=max_tokens,
         limit=limit,
-        temperatures=parse_numbers("--temperatures", temperatures, 0, 100),
+        temperatures=tuple(dict.fromkeys(parse_numbers("--temperatures", temperatures, 0, 100))),
         modes=None if modes is None else parse_modes(modes),
         fixed=() if fixed is None else parse_counts("--fixed", fixed),
         requests=requests,

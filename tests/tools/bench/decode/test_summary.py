@@ -74,6 +74,12 @@ def test_several_requests_are_judged_by_the_tokens_of_all() -> None:
     )
 
 
+def test_texts_without_a_token_have_no_speed() -> None:
+    empty = report(tokens_of_first=0)
+    assert [(mode.speedup, mode.throughput_ratio) for mode in empty.modes] == [(None, None)] * 2
+    assert markdown_of(empty).splitlines()[-2] == "- Temperature 0: all texts are empty."
+
+
 def test_json_has_all_of_it_and_both_forms_label_a_replay() -> None:
     data = json.loads(json.dumps(report(different=1).as_dict()))
     assert (data["kind"], data["identical"], data["prompts"]) == ("measured", False, 2)

@@ -34,7 +34,7 @@ def test_it_tells_of_every_mode_and_temperature(
     tiny_bundle: Path, prompts: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     file = tmp_path / "decode.md"
-    asked = arguments(tiny_bundle, prompts, "--temperatures", "0,0.8", "--fixed", 2, "--markdown", file)
+    asked = arguments(tiny_bundle, prompts, "--temperatures", "0,0.8,0", "--fixed", "2,2", "--markdown", file)
     assert run([*asked, "--plot", str(tmp_path / "decode.svg")]) == OK
     out, err = capsys.readouterr()
     assert file.read_text("utf-8") == out

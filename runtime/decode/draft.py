@@ -52,6 +52,31 @@ class Draft:
     masks: tuple[int, ...] = (0,)  # mask slots behind each node
     sources: tuple[Source, ...] = ()  # of each candidate
     odds: tuple[float, ...] = ()  # that each candidate is accepted, as far as it was thought about
+    worth: tuple[float, ...] = ()  # tokens that 1, 2, ... rows are worth, the best rows first; empty: that is not known
+    order: tuple[int, ...] = ()  # of the rows behind the first: the node of a mask slot, or -1 for a candidate
+
+    @property
+    def rows(self) -> int:
+        return 1 + len(self.tokens) + sum(self.masks)
+
+    def cut(self, rows: int) -> Draft:
+        """The best of its rows, at most so many; a draft whose rows have no order stays whole."""
+        if not self.order or rows >= self.rows:
+            return self
+        masks = list(self.masks)
+        for node in self.order[rows - 1 :]:
+            if node >= 0:
+                masks[node] -= 1
+        kept = self.order[: rows - 1].count(-1)
+        return Draft(
+            self.tokens[:kept],
+            self.parents[:kept],
+            tuple(masks[: kept + 1]),
+            self.sources[:kept],
+            self.odds[:kept],
+            self.worth[:rows],
+            self.order[: rows - 1],
+        )
 
 
 PLAIN = Draft()

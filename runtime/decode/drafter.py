@@ -12,7 +12,7 @@ from spaceport.runtime.decode.budget import DraftBudget
 from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, chain
 from spaceport.runtime.decode.long_run import LongRun
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.planner import DraftPlanner, Sharing
+from spaceport.runtime.decode.planner import DraftPlanner, Sharing, Wish
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decode.tree import Curve, Outlook, tree
 
@@ -79,10 +79,11 @@ class TreeDrafter:
         if thread.lookup is not None:
             looked_up, equal = thread.lookup.following(thread.tokens, drafting.lookup)
             copied = self._copied.get(thread.path, 0)
-        self._planned[thread.path] = _Planned(curve, looked_up, equal, copied)
+        self._planned[thread.path] = _Planned(curve, sharing, looked_up, equal, copied)
         if not self._budget.allows_masks:
             drafting = self._resting
         if not thread.guesses and not looked_up and not drafting.mask_slots:
+            self._wish(curve, sharing, PLAIN, self._tokens / self._time)
             return PLAIN
         acceptance = self._acceptance
         long_run = self._long_run(curve, sharing, is_copying(copied))
@@ -93,15 +94,17 @@ class TreeDrafter:
             [acceptance.trust(depth) for depth in range(len(thread.guesses))],
             acceptance.looked_up(equal, copied, len(looked_up)),
         )
-        return tree(thread.guesses, looked_up, drafting, remaining, min(rows, self._budget.rows(curve.times)), outlook)
+        affordable = drafting.rows if sharing.fills_up else self._budget.rows(curve.times)
+        draft = tree(thread.guesses, looked_up, drafting, remaining, min(rows, affordable), outlook)
+        self._wish(curve, sharing, draft, outlook.rate)
+        return draft
 
     def learn(self, part: Part, verdict: Verdict) -> None:
         thread, draft, written = part.thread, part.draft, verdict.tokens
         planned = self._planned.pop(thread.path, None)
         if planned is None or not written:
             return
-        times = planned.curve.times
-        time = times[min(len(times), 1 + len(draft.tokens) + sum(draft.masks)) - 1]
+        time = planned.time(draft.rows)
         self._budget.spend(time, len(written))
         self._tokens += _PACE * (len(written) - self._tokens)
         self._time += _PACE * (time - self._time)
@@ -115,6 +118,10 @@ class TreeDrafter:
         if thread.lookup is not None:
             whole = right == min(len(planned.looked_up), len(written))
             self._copied[thread.path] = copied + right if whole and right else 0
+
+    def _wish(self, curve: Curve, sharing: Sharing, draft: Draft, rate: float) -> None:
+        if sharing.call is not None and sharing.fills_up:
+            sharing.call.wishes.append(Wish(draft.worth or (1.0,), curve.times, rate, self._budget.left))
 
     def _long_run(self, curve: Curve, sharing: Sharing, copying: bool) -> LongRun:
         """The long run of threads that share a step in this way, improved from time to time."""
@@ -142,9 +149,17 @@ class _Planned(NamedTuple):
     """What a draft was planned with."""
 
     curve: Curve
+    sharing: Sharing
     looked_up: Sequence[int]
     equal: int  # tokens before the looked-up ones that are the same in both places
     copied: int  # looked-up tokens in a row that were right
+
+    def time(self, rows: int) -> float:
+        """The share of a step in which a thread had this many rows, in plain steps."""
+        call = self.sharing.call
+        if self.sharing.fills_up and call is not None:
+            rows = max(rows, call.width or 1)
+        return self.curve.times[min(len(self.curve.times), rows) - 1]
 
 
 def drafter_for(drafting: Drafting, planner: DraftPlanner, kind: Hashable = None) -> Drafter:

@@ -13,11 +13,11 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import Draft, Drafting
 from spaceport.runtime.decode.drafter import Drafter, drafter_for
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.plan import Part, Plan, plan_thread
-from spaceport.runtime.decode.planner import DraftPlanner, Sharing
+from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.statistics import Statistics
@@ -122,21 +122,22 @@ class Request:
         root, echo = self.threads[0], self.config.echo
         return max(0, (len(root.tokens) if echo is None else echo) - root.fed)
 
-    def plan(self, prefill_rows: int, requests: int = 1) -> Plan:
-        """The rows of the next step, those of every live thread; none of them feeds more known tokens than this.
+    def draft(self, prefill_rows: int, call: SharedCall | None = None) -> list[Draft]:
+        """The drafts of the live threads; one thread in a call with other requests gets as many rows as these agree on."""
+        sharing = Sharing(len(self.live), self.slots.height, call)
+        return [self._draft(thread, prefill_rows, sharing) for thread in self.live]
 
-        `requests` is how many requests decode in the step.
-        """
-        rows = max(1, STEP_ROWS // len(self.live))
-        sharing = Sharing(len(self.live), requests, self.slots.height)
+    def plan(self, prefill_rows: int, drafts: Sequence[Draft] | None = None) -> Plan:
+        """The rows of the next step, those of every live thread; none of them feeds more known tokens than this."""
+        drafts = self.draft(prefill_rows) if drafts is None else drafts
         if len(self.live) == 1 and not self.live[0].waits_for_fork:
-            return Plan((self._part(self.live[0], rows, prefill_rows, None, sharing),))
+            return Plan((self._part(self.live[0], drafts[0], prefill_rows, None),))
         parts: list[Part] = []
         first = 0
         feeding: dict[tuple[int, ...], int] = {}  # thread that feeds nothing but its last token -> that row
-        for thread in self.live:
+        for thread, draft in zip(self.live, drafts, strict=True):
             anchor = feeding.get(thread.path[:-1]) if thread.waits_for_fork else None
-            part = self._part(thread, rows, prefill_rows, anchor, sharing)
+            part = self._part(thread, draft, prefill_rows, anchor)
             if len(thread.tokens) - thread.fed == 1:
                 feeding[thread.path] = first
             first += part.layout.rows
@@ -176,14 +177,16 @@ class Request:
         self.live, self.queue = [], []
         self.slots.clear()
 
-    def _part(self, thread: Thread, rows: int, prefill_rows: int, anchor: int | None, sharing: Sharing) -> Part:
-        config = self.config
+    def _draft(self, thread: Thread, prefill_rows: int, sharing: Sharing) -> Draft:
+        config, rows = self.config, max(1, STEP_ROWS // len(self.live))
         if config.max_rows is not None:  # the end of a prompt takes rows that its draft then cannot have
-            known = min(len(thread.tokens) - thread.fed - (anchor is not None), prefill_rows)
+            known = min(len(thread.tokens) - thread.fed, prefill_rows)
             rows = max(1, min(rows, config.max_rows // len(self.live) - known + 1))
         remaining = min(config.max_length - len(thread.tokens), config.max_total - self.added)
-        draft = self._drafter.draft(thread, remaining, rows, sharing)
-        return plan_thread(thread, draft, config.tokens, prefill_rows, anchor, config.echo)
+        return self._drafter.draft(thread, remaining, rows, sharing)
+
+    def _part(self, thread: Thread, draft: Draft, prefill_rows: int, anchor: int | None) -> Part:
+        return plan_thread(thread, draft, self.config.tokens, prefill_rows, anchor, self.config.echo)
 
     def _feed(self, part: Part, own: NDArray[np.int64]) -> None:
         """Note which of a thread's tokens its kept rows have put into the KV cache, also for the threads that share them."""

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.runtime.decode.accept import accept
+from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.pack import pack, split
+from spaceport.runtime.decode.planner import SharedCall
 from spaceport.runtime.decode.request import Request, ScheduledStep, VerifiedStep
 from spaceport.runtime.engine import NO_MOVES, Batch, Engine
 from spaceport.runtime.selection import SelectedRows, selecting
@@ -75,13 +77,34 @@ def step(
 def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> list[ScheduledStep]:
     """The rows of each request, and a KV slot for each row."""
     steps = []
-    requests = max(1, sum(not each.request.prefilling for each in inputs))
+    drafts = draft(inputs, on_failure)
     for each in inputs:
+        if each.engine_index not in drafts:
+            continue  # it failed
         with _Isolated((each,), on_failure):
-            planned = each.request.plan(each.prefill_rows, requests)
+            planned = each.request.plan(each.prefill_rows, drafts[each.engine_index])
             slots = each.request.slots.take(planned.positions, planned.slot_order)
             steps.append(ScheduledStep(each.request, each.engine_index, planned, slots))
     return steps
+
+
+def draft(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> dict[int, list[Draft]]:
+    """The drafts of each request by its index, as wide as they pay for all that share the call."""
+    decoding = [each for each in inputs if not each.request.prefilling]
+    call = SharedCall(len(decoding)) if len(decoding) > 1 else None
+    drafts: dict[int, list[Draft]] = {}
+    for each in inputs:
+        with _Isolated((each,), on_failure):
+            drafts[each.engine_index] = each.request.draft(each.prefill_rows, None if each.request.prefilling else call)
+    if call is not None:
+        wide = [drafts[each.engine_index] for each in decoding if each.engine_index in drafts]
+        call.decide(
+            max((sum(one.rows for one in each) for each in wide if len(each) > 1 or not each[0].worth), default=1)
+        )
+        for each in decoding:
+            if call.width is not None and len(drafts.get(each.engine_index, ())) == 1:
+                drafts[each.engine_index] = [drafts[each.engine_index][0].cut(call.width)]
+    return drafts
 
 
 def run(engine: Engine, call: Call) -> Ran:

@@ -49,8 +49,8 @@ def tree(
     node that it stands behind is the last one that is accepted. `rows` is the maximum, the last known token's included.
     """
     growth = _Growth(guesses, looked_up, drafting, room, outlook)
-    growth.grow(min(rows, len(outlook.curve.times)))
-    return growth.draft()
+    best = growth.grow(min(rows, len(outlook.curve.times)))
+    return growth.draft().cut(best)
 
 
 class _Growth:
@@ -65,6 +65,7 @@ class _Growth:
         self._sources: list[Source] = []
         self._odds: list[float] = []
         self._order: list[int] = []  # of the rows: the node of a mask slot, or -1 for a candidate
+        self._worth = [1.0]
         self._guesses, self._looked_up, self._outlook = guesses, looked_up, outlook
         self._mask_slots, self._siblings, self._room = drafting.mask_slots, drafting.siblings, room
         self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
@@ -73,11 +74,11 @@ class _Growth:
         self._offered = 0
         self._least = outlook.rate * min(outlook.curve.slopes)  # what a row has to be worth in any step
 
-    def grow(self, rows: int) -> None:
-        """Add rows while any further ones can be worth their time, then cut to the best number of rows."""
+    def grow(self, rows: int) -> int:
+        """Add rows while any further ones can be worth their time; the best number of rows."""
         times, slopes, rate = self._outlook.curve.times, self._outlook.curve.slopes, self._outlook.rate
-        count, worth = 1, 0.0
-        best_count, best = 1, -rate * times[0]
+        count, worth = 1, 1.0
+        best_count, best = 1, worth - rate * times[0]
         self._behind(0, 0, 1.0, guessed=True)
         self._offer("lookup", 0, 0, 0, 1.0)
         while count < rows and self._heap:
@@ -88,9 +89,10 @@ class _Growth:
                 continue
             count += 1
             worth -= promise
+            self._worth.append(worth)
             if worth - rate * times[count - 1] > best:
                 best_count, best = count, worth - rate * times[count - 1]
-        self._cut(best_count)
+        return best_count
 
     def draft(self) -> Draft:
         return Draft(
@@ -99,16 +101,9 @@ class _Growth:
             tuple(self._masks),
             tuple(self._sources),
             tuple(self._odds),
+            tuple(self._worth),
+            tuple(self._order),
         )
-
-    def _cut(self, rows: int) -> None:
-        for node in self._order[rows - 1 :]:
-            if node >= 0:
-                self._masks[node] -= 1
-        kept = self._order[: rows - 1].count(-1)
-        for each in (self._tokens, self._parents, self._sources, self._odds):
-            del each[kept:]
-        del self._masks[kept + 1 :]
 
     def _take(self, source: Source | None, node: int, depth: int, rank: int, odds: float, promise: float) -> bool:
         """Whether what was offered takes a row."""

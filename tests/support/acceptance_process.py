@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Drafting, Guess
 from spaceport.runtime.decode.drafter import TreeDrafter
 from spaceport.runtime.decode.plan import Part, plan_thread
-from spaceport.runtime.decode.planner import DraftPlanner, Sharing
+from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing
 from spaceport.runtime.decode.threads import Thread, new_thread
 
 TOKENS = TokenIds(mask=(999,))
@@ -40,7 +39,7 @@ def decode(planner: DraftPlanner, drafting: Drafting, fate: Fate, length: int, k
     thread.fed = 2
     plain = planner.costs.seconds(1)
     while told.tokens < length:
-        draft = drafter.draft(thread, 10**6, 64, Sharing(1, 1, 64))
+        draft = drafter.draft(thread, 10**6, 64, Sharing(1, 64))
         part = plan_thread(thread, draft, TOKENS, 512)
         verdict = _verdict(part, fate)
         drafter.learn(part, verdict)
@@ -51,6 +50,34 @@ def decode(planner: DraftPlanner, drafting: Drafting, fate: Fate, length: int, k
         told.steps += 1
         told.rows += part.layout.rows
         told.time += planner.costs.seconds(part.layout.rows) / plain
+    return told
+
+
+def decode_together(planner: DraftPlanner, drafting: Drafting, fates: Sequence[Fate], steps: int) -> Told:
+    """Texts that share every call; the time is that of the calls, in plain ones."""
+    drafters = [TreeDrafter(drafting, planner, "") for _ in fates]
+    threads = [new_thread([1, 2, 3], 8) for _ in fates]
+    told, plain = Told(), planner.costs.seconds(1, len(fates), 64)
+    for thread in threads:
+        thread.fed = 2
+    for _ in range(steps):
+        call = SharedCall(len(fates))
+        pairs = list(zip(drafters, threads, fates, strict=True))
+        drafts = [drafter.draft(thread, 10**6, 64, Sharing(1, 64, call)) for drafter, thread, _ in pairs]
+        call.decide()
+        assert call.width is not None
+        parts = [
+            plan_thread(thread, draft.cut(call.width), TOKENS, 512)
+            for draft, thread in zip(drafts, threads, strict=True)
+        ]
+        for (drafter, thread, fate), part in zip(pairs, parts, strict=True):
+            verdict = _verdict(part, fate)
+            drafter.learn(part, verdict)
+            thread.tokens += verdict.tokens
+            thread.fed = len(thread.tokens) - 1
+            thread.guesses = verdict.guesses
+            told.tokens += len(verdict.tokens)
+        told.time += planner.costs.seconds(max(part.layout.rows for part in parts), len(fates), 64) / plain
     return told
 
 
@@ -78,8 +105,3 @@ def _guess(thread: Thread, following: int, depth: int, fate: Fate) -> Guess:
 
 def _right(index: int) -> int:
     return index % 800
-
-
-def planner_of(costs: StepCosts) -> DraftPlanner:
-    """A planner that has seen nothing yet."""
-    return DraftPlanner(costs)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, Guess
+from spaceport.runtime.decode.draft import Draft, Drafting, Guess
 from spaceport.runtime.decode.plan import lay_out
 from spaceport.runtime.decode.tree import Curve, Outlook, tree
 
@@ -177,7 +177,7 @@ def test_a_guessed_token_that_is_looked_up_too_leads_on_to_what_was_looked_up() 
 
 
 def test_without_guesses_and_mask_slots_nothing_is_drafted() -> None:
-    assert tree((), (), Drafting(), WIDE, WIDE, outlook()) == PLAIN
+    assert tree((), (), Drafting(), WIDE, WIDE, outlook()).rows == 1
 
 
 @st.composite

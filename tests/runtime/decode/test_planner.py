@@ -1,0 +1,94 @@
+"""Planner: requests that share a call agree on its width, and share what they learn."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceport.runtime.costs import CostTable, StepCosts
+from spaceport.runtime.decode.budget import CREDIT, SHARE
+from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing, Wish
+from support.acceptance_process import Fate, decode_together
+
+INT8 = CostTable(256, ((1, 13.0), (4, 16.0), (16, 25.0), (64, 68.0)), 8, ((1, 27.0), (4, 48.0), (9, 81.0)))
+FLAT = CostTable(256, ((1, 1.0), (64, 1.1), (512, 1.5)), 8, ((1, 1.0), (9, 1.1), (24, 1.2)))
+LINEAR = tuple(1 + 0.2 * more for more in range(24))
+
+
+def wish(*worth: float, left: float = 9.0, rate: float = 1.0) -> Wish:
+    """A request whose rows are worth this many tokens, and cost it 0.2 plain steps each."""
+    return Wish(worth, LINEAR, rate, left)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "width"),
+    [
+        ((wish(1.0), wish(1.0)), 1),
+        ((wish(1.0, 1.9), wish(1.0, 1.9)), 2),
+        ((wish(1.0, 1.3), wish(1.0)), 1),  # 0.3 tokens for 0.2 plain steps of each of both
+        ((wish(1.0, 1.5), wish(1.0)), 2),
+        ((wish(1.0, 1.3, 2.5), wish(1.0)), 3),  # a row that is not worth it alone
+        ((wish(1.0, 1.9, 2.8, left=0.2), wish(1.0, 1.9, left=0.2)), 2),  # no budget for a third row
+        ((wish(1.0, 1.9, rate=5.0), wish(1.0, 1.9, rate=5.0)), 1),
+    ],
+)
+def test_a_call_is_as_wide_as_it_pays_for_all(wishes: tuple[Wish, ...], width: int) -> None:
+    call = SharedCall(len(wishes), list(wishes))
+    call.decide()
+    assert call.width == width
+
+
+def test_a_draft_that_cannot_be_cut_makes_the_call_as_wide_as_it_is() -> None:
+    call = SharedCall(3, [wish(1.0), wish(1.0)])
+    call.decide(least=9)
+    assert call.width == 9
+
+
+def test_a_request_alone_decides_for_itself() -> None:
+    call = SharedCall(1, [wish(1.0, 1.9)])
+    call.decide()
+    assert call.width is None
+    assert not Sharing(1, 64, call).fills_up
+    assert not Sharing(2, 64, SharedCall(4)).fills_up  # threads of one request stand side by side
+
+
+def coin(accepted: float, seed: int) -> Fate:
+    """Mask slots that are right with one probability."""
+    draws = random.Random(seed)
+    return lambda index, depth: draws.random() < accepted
+
+
+@given(
+    st.sampled_from((INT8, FLAT)),
+    st.lists(st.floats(0, 1), min_size=2, max_size=8),
+    st.integers(0, 99),
+    st.integers(20, 120),
+)
+@settings(max_examples=25)
+def test_requests_together_never_lose_more_than_their_budgets(
+    table: CostTable, accepted: list[float], seed: int, steps: int
+) -> None:
+    planner = DraftPlanner(StepCosts(table, fixed=True))
+    fates = [coin(rate, seed + index) for index, rate in enumerate(accepted)]
+    told = decode_together(planner, Drafting(5, siblings=1), fates, steps)
+    assert told.time * len(fates) <= (1 + SHARE) * told.tokens + CREDIT * len(fates) + 1e-6
+
+
+def test_drafts_pay_under_load_where_rows_are_cheap() -> None:
+    planner = DraftPlanner(StepCosts(FLAT, fixed=True))
+    told = decode_together(planner, Drafting(5, siblings=1), [coin(0.8, seed) for seed in range(8)], 200)
+    assert told.tokens / 8 / told.time > 2
+
+
+def test_curves_are_kept_until_costs_change() -> None:
+    costs = StepCosts(INT8, fixed=True)
+    planner = DraftPlanner(costs)
+    first = planner.curve(24, Sharing(1, 64))
+    assert planner.curve(24, Sharing(1, 200)) is first  # the same block of visible slots
+    assert planner.curve(24, Sharing(2, 64)) is not first
+    costs.version += 1
+    assert planner.curve(24, Sharing(1, 64)) is not first

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from spaceport.runtime.decode.draft import Guess
 
@@ -86,7 +86,7 @@ class Acceptance:
 
     def learn_masks(self, guesses: Sequence[Guess], written: Sequence[int], looked_up: int, copying: bool) -> None:
         """Learn from the written tokens of a step; `looked_up` is how many of them prompt lookup had as well."""
-        best = [guess.tokens[0] for guess in guesses if guess.tokens]
+        best = [guess.tokens[0] for guess in takewhile(lambda guess: guess.tokens, guesses)]
         right = _common(best, written)
         self._learn_reach(right - looked_up, len(guesses), min(len(guesses), len(written)), copying)
         if best:

@@ -45,6 +45,16 @@ def test_what_a_plain_step_does_not_show_stays_unknown() -> None:
     assert found.reach(2, copying=False) == pytest.approx([1, Acceptance().reach(2, copying=False)[1]], abs=1e-3)
 
 
+def test_a_mask_slot_that_predicts_nothing_ends_the_prediction() -> None:
+    """Its tokens may all be banned or too unlikely, while the mask slot behind it is sure of one."""
+    guesses = (*guesses_of(7), Guess((), ()), *guesses_of(8, odds=0.9))
+    found = learned(guesses, (7, 8, 1))
+    assert found.reach(3, copying=False) == pytest.approx([1, 0, 0], abs=1e-3)
+    assert (len(found.kept), len(found.promised)) == (1, 1)
+    nothing = learned(guesses[1:], (8, 1))
+    assert nothing.reach(2, copying=False) == pytest.approx([0, 0], abs=1e-3)
+
+
 def test_texts_that_are_copied_have_rates_of_their_own() -> None:
     found = Acceptance()
     for _ in range(300):

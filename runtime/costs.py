@@ -59,9 +59,9 @@ class StepCosts:
         self.version = 0  # changes when plans that were made from these costs are worth making again
         self._single = [log(seconds) for _, seconds in table.single]
         self._batched = [log(seconds) for _, seconds in table.batched]
-        self._planned = list(self._single)  # as of this version
         # Seconds of Python code: for each request, and for its draft.
         self._outside = [_OUTSIDE_REQUEST, _OUTSIDE_DRAFT]
+        self._planned = self._shape()  # as of this version
 
     def seconds(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
         """A step with this many rows for each of its requests, the Python code around the engine included."""
@@ -97,9 +97,9 @@ class StepCosts:
             _correct(self._single, table.single, rows, _POINT * error)
         elif table.batched:
             _correct(self._batched, table.batched, rows, _POINT * error)
-        level = self._single[0] - self._planned[0]
-        if any(abs(a - b - level) > _CHANGED for a, b in zip(self._single, self._planned, strict=True)):
-            self._planned = list(self._single)
+        shape = self._shape()
+        if any(abs(now - then) > _CHANGED for now, then in zip(shape, self._planned, strict=True)):
+            self._planned = shape
             self.version += 1
 
     def observe_outside(self, rows: int, requests: int, seconds: float) -> None:
@@ -117,6 +117,12 @@ class StepCosts:
         """What the Python code around a call takes."""
         draft = self._outside[1] + _OUTSIDE_ROW * (rows - 1) if rows > 1 else 0.0
         return requests * (self._outside[0] + draft)
+
+    def _shape(self) -> list[float]:
+        """What plans depend on: all costs in proportion to the narrowest call."""
+        level = self._single[0]
+        points = [point - level for point in (*self._single, *self._batched)]
+        return points + [seconds / exp(level) for seconds in self._outside]
 
     def _engine(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
         table = self.table

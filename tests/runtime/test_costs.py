@@ -118,3 +118,18 @@ def test_the_python_code_of_plain_and_of_wide_steps_is_learned_apart() -> None:
         costs.observe_outside(5, 2, 2 * (1e-4 + 2e-4 + 4 * 8e-6))
     assert costs.seconds(1, 1) == pytest.approx(0.010 + 1e-4, rel=1e-3)
     assert costs.seconds(4, 1) == pytest.approx(0.013 + 1e-4 + 2e-4 + 3 * 8e-6, rel=1e-3)
+
+
+def test_plans_are_made_again_when_calls_of_several_requests_cost_other_than_measured() -> None:
+    costs = StepCosts(TABLE)
+    for step in range(32_000):
+        costs.observe(*((1, 8, 256, 0.020), (4, 8, 256, 0.030))[step // 8 % 2])
+    assert costs.version > 0
+
+
+def test_plans_are_made_again_when_the_python_code_takes_longer_than_expected() -> None:
+    costs = StepCosts(CostTable(256, ((1, 2e-4), (4, 2.6e-4))))
+    for _ in range(200):
+        costs.observe(4, 1, 256, 2.6e-4)
+        costs.observe_outside(4, 1, 6e-4)
+    assert costs.version > 0

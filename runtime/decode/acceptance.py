@@ -42,14 +42,15 @@ class Acceptance:
         """What a request starts with.
 
         Mask slots start half way between what was seen and their first probabilities: texts in which they are right stand
-        beside texts in which they are not, and a trial costs little.
+        beside texts in which they are not, and a trial costs little. Another thread may be learning meanwhile.
         """
+        kept = list(self.kept)
         first, copying = ([rate + _HOPE * max(0.0, _first(i) - rate) for i, rate in enumerate(m)] for m in self.masks)
         return replace(
             self,
             masks=(first, copying),
-            promised=list(self.promised),
-            kept=list(self.kept),
+            promised=self.promised[: len(kept)],  # which grows first
+            kept=kept,
             lookup=list(self.lookup),
             weight=_NEW,
             seen=[0] * len(self.seen),

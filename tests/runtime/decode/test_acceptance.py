@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from spaceport.runtime.decode.acceptance import Acceptance, is_copying
@@ -153,3 +155,20 @@ def test_no_depth_is_rated_better_than_those_before_it() -> None:
 
 def test_a_text_is_copied_once_a_few_looked_up_tokens_in_a_row_were_right() -> None:
     assert [is_copying(copied) for copied in (0, 3, 4, 40)] == [False, False, True, True]
+
+
+def test_a_request_may_begin_while_another_thread_learns_a_new_depth() -> None:
+    """Requests are made by the threads of those who ask for them."""
+
+    class Growing(list[float]):
+        def __iter__(self) -> Iterator[float]:
+            yield from list(super().__iter__())
+            shared.promised.append(0.7)
+            shared.kept.append(0.7)
+
+    shared = Acceptance()
+    shared.promised, shared.kept = Growing([0.7]), Growing([0.7])
+    started = shared.copy()
+    assert started.trust(2) == pytest.approx(1.0)
+    started.learn_masks(guesses_of(7, 8, 9), (7, 8, 9, 1), 0, copying=False)
+    assert len(started.promised) == len(started.kept) == 3

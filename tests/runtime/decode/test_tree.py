@@ -176,6 +176,22 @@ def test_a_guessed_token_that_is_looked_up_too_leads_on_to_what_was_looked_up() 
     assert draft.sources == ("both", "lookup")
 
 
+JUMP = Curve([1.0, 2.0, 2.1, 2.2, 2.3, 2.4])  # the second row costs as much as the first, further ones next to nothing
+
+
+@pytest.mark.parametrize(("lookup", "count"), [(0.5, 0), (0.55, 0), (0.75, 5)])
+def test_rows_behind_a_jump_are_fed_together_or_not_at_all(lookup: float, count: int) -> None:
+    plan = Outlook(JUMP, 1.0, (), (), (lookup,) * 9)
+    draft = tree((), range(100, 109), Drafting(lookup=9), WIDE, WIDE, plan)
+    assert (len(draft.tokens), draft.masks) == (count, (0,) * (1 + count))
+
+
+@pytest.mark.parametrize(("later", "masks"), [(0.11, 0), (0.15, 0), (0.3, 5)])
+def test_mask_slots_behind_a_jump_are_fed_together_or_not_at_all(later: float, masks: int) -> None:
+    draft = tree((), (), Drafting(mask_slots=5), WIDE, WIDE, Outlook(JUMP, 1.0, (0.4, 0.4, later, later, later)))
+    assert draft.masks == (masks,)
+
+
 def test_without_guesses_and_mask_slots_nothing_is_drafted() -> None:
     assert tree((), (), Drafting(), WIDE, WIDE, outlook()).rows == 1
 

@@ -133,3 +133,8 @@ def test_plans_are_made_again_when_the_python_code_takes_longer_than_expected() 
         costs.observe(4, 1, 256, 2.6e-4)
         costs.observe_outside(4, 1, 6e-4)
     assert costs.version > 0
+
+
+def test_fewer_visible_slots_never_save_a_whole_step() -> None:
+    costs = StepCosts(CostTable(1024, ((1, 0.010),), slot=2e-5))
+    assert engine_seconds(costs, 1, 1, 0) == pytest.approx(0.002)

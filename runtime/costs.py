@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, isfinite, log
+from math import exp, log
 from typing import Literal
 
 # Of Python code around a call, until real rounds have shown it; see docs/performance.md.
@@ -15,6 +15,7 @@ _OBSERVE_EVERY = 8  # steps: costs change slowly, and looking at each step would
 _MOST_ERROR = 0.3  # a step that took longer than e^0.3 times the expected time was disturbed
 _DISTURBED = 4  # a round whose Python code took so many times the expected time was disturbed
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
+_SHORTEST, _LONGEST = 1e-9, 1e6  # seconds of a call that may be true
 _CHANGED = 0.03  # a table whose points have moved by less is still the same table to a planner
 
 CostSource = Literal[
@@ -40,8 +41,8 @@ class CostTable:
         ascending = all(list(map(_rows, each)) == sorted({*map(_rows, each)}) for each in (self.single, self.batched))
         if not self.single or not ascending or min(map(_rows, points)) < 1 or self.visible < 0 or self.requests < 1:
             raise ValueError("step costs: expected ascending numbers of rows, each at least 1")
-        if not all(isfinite(number) and number >= 0 for number in numbers) or min(s for _, s in points) <= 0:
-            raise ValueError("step costs: expected seconds above 0")
+        if not all(0 <= number <= _LONGEST for number in numbers) or min(s for _, s in points) < _SHORTEST:
+            raise ValueError(f"step costs: expected seconds from {_SHORTEST:g} to {_LONGEST:g}")
 
 
 def linear_table(row: float) -> CostTable:

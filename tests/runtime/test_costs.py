@@ -102,6 +102,9 @@ def test_costs_stay_numbers_whatever_is_observed(steps: list[tuple[int, int, int
         {"single": ((1, 0.0),)},
         {"single": ((1, math.nan),)},
         {"single": ((1, math.inf),)},
+        {"single": ((1, 1e308), (2, 1.7e308))},  # a wider call would take forever
+        {"single": ((1, 5e-324),)},
+        {"single": ((1, 1.0),), "row_slot": 1e300},
         {"single": ((1, 1.0),), "slot": -1.0},
         {"single": ((1, 1.0),), "requests": 0},
     ],

@@ -84,7 +84,7 @@ def _key(bundle: Bundle, backend: str, engine: Engine, opening: Opening) -> str:
         engine.device,
         (opening.capacity, opening.requests, opening.threads),
         [(package, _version(package)) for package in _PACKAGES],
-        (_processor(), os.cpu_count()),
+        (_processor(), _cores()),
     )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -107,3 +107,8 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

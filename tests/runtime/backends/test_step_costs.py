@@ -80,6 +80,16 @@ def test_other_versions_are_measured_again(tiny_bundle: Path, cache: Path, monke
     assert len([*cache.iterdir()]) == 2
 
 
+def test_a_process_that_may_use_fewer_cores_has_costs_of_its_own(
+    tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cores in ({0}, {0, 1}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: cores, raising=False)
+        with Runtime.open(tiny_bundle, max_seq_len=128):
+            pass
+    assert len([*cache.iterdir()]) == 2
+
+
 def test_a_disk_without_space_keeps_nobody_from_decoding(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends.opening import Opening
-from spaceport.runtime.backends.timing import measure
+from spaceport.runtime.backends.timing import batched_requests, measure
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, CostTable, Points, StepCosts, fixed_costs
 from spaceport.runtime.engine import Engine
@@ -33,7 +33,7 @@ def step_costs(bundle: Bundle, backend: str, engine: Engine, opening: Opening, s
         return fixed_costs(engine.costs.row if source == "standard" else 0.0)
     file = cache_folder() / f"{_key(bundle, backend, engine, opening)}.json"
     table = load(file)
-    if table is None or table.requests != engine.requests:
+    if table is None or table.requests != batched_requests(engine):
         table = measure(engine)
         with suppress(OSError):  # a full disk, a read-only folder: it is measured again the next time
             store(file, table)

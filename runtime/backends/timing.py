@@ -18,6 +18,7 @@ _VISIBLE, _FAR = 256, 1024  # KV slots
 _SINGLE = (1, 4, 16, 9, 36, 2, 24, 6, 12, 64, 8, 17, 33)
 _BATCHED = (1, 4, 9)
 _FAR_ROWS = (1, 16)
+_MOST_REQUESTS = 8  # of a call: more of them take long, and show little that these do not
 _NEEDED = (1, 4)  # one point alone would say that rows are free
 
 
@@ -56,13 +57,18 @@ def idle(engine: Engine, rows: int, requests: int = 1, visible: int = _VISIBLE) 
     return Batch(0, ids, ids, slots, mask, wanted, mask if engine.signature.window else None)
 
 
+def batched_requests(engine: Engine) -> int:
+    """The number of requests in the batched calls of an engine's table."""
+    return min(engine.requests, _MOST_REQUESTS)
+
+
 def _shapes(engine: Engine) -> Iterator[_Shape]:
     near, far = min(_VISIBLE, engine.capacity), min(_FAR, engine.capacity)
     for rows in _SINGLE:
         if rows <= min(engine.rows, near):
             yield _Shape(rows, 1, near)
             if rows in _BATCHED and engine.requests > 1:
-                yield _Shape(rows, engine.requests, near)
+                yield _Shape(rows, batched_requests(engine), near)
     for rows in _FAR_ROWS if far >= 2 * near else ():
         if rows <= min(engine.rows, near):
             yield _Shape(rows, 1, far)
@@ -87,8 +93,9 @@ def _table(engine: Engine, times: dict[_Shape, list[float]]) -> CostTable:
     slot = further.get(1, 0.0)
     rows = max(further, default=1)
     row_slot = max(0.0, further[rows] - slot) / (rows - 1) if rows > 1 else 0.0
-    batched = _points(seconds, engine.requests, near) if engine.requests > 1 else ()
-    return CostTable(near, single, engine.requests, batched, slot, row_slot)
+    requests = batched_requests(engine)
+    batched = _points(seconds, requests, near) if requests > 1 else ()
+    return CostTable(near, single, requests, batched, slot, row_slot)
 
 
 def _points(seconds: dict[_Shape, float], requests: int, visible: int) -> Points:

@@ -59,6 +59,14 @@ def test_measuring_takes_no_longer_than_the_budget_by_much(call: float, most: in
     assert table.single[0][0] == 1
 
 
+def test_calls_of_many_requests_are_told_from_those_of_eight() -> None:
+    """Calls of all would take longer than there is time, and memory that nobody may ever need."""
+    engine = TickingEngine(Language(1), 2048, 64)
+    table = measure(engine, 1e9, lambda: engine.time)
+    assert table.requests == 8
+    assert dict(table.batched) == pytest.approx({rows: 0.01 * (1 + 0.1256 * 8 * rows) for rows in (1, 4, 9)})
+
+
 def test_the_calls_that_are_timed_are_what_they_seem() -> None:
     """None of their rows only fills up, and all of them are visible."""
     engine = HashEngine(Language(1, window=8), 512, 2)

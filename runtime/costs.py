@@ -11,7 +11,10 @@ from typing import Literal
 # Of Python code around a call, until real rounds have shown it; see docs/performance.md.
 _OUTSIDE_REQUEST, _OUTSIDE_DRAFT, _OUTSIDE_ROW = 5e-5, 1e-4, 8e-6
 _LEVEL, _POINT = 0.1, 0.02  # weight of a step for the speed of the machine, and for the points of the table next to it
-_OBSERVE_EVERY = 8  # steps: costs change slowly, and looking at each step would cost something itself
+_OBSERVE_EVERY = 8  # steps, for each point: costs change slowly, and looking at each step would cost something itself
+_RARE, _MOST_POINT = 0.01, 0.5  # weight of a step for a point that was not seen for long: for each step since then
+_RIGHT = 0.1  # an error that says that the table is right
+_PLAIN_AFTER, _MOST_PLAIN_AFTER = 24, 1024  # steps with drafts until a plain step shows what these are compared with
 _MOST_ERROR = 0.3  # a step that took longer than e^0.3 times the expected time was disturbed
 _DISTURBED = 4  # a round whose Python code took so many times the expected time was disturbed
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
@@ -57,6 +60,8 @@ class StepCosts:
         self.table = table
         self.fixed = fixed  # steps that run refine nothing, and Python code around them counts nothing
         self._observed = 0  # steps
+        self._seen: dict[tuple[bool, int], int] = {}  # when a point was last corrected
+        self._since_plain, self._plain_after = 0, _PLAIN_AFTER  # steps
         self.version = 0  # changes when plans that were made from these costs are worth making again
         self._single = [log(seconds) for _, seconds in table.single]
         self._batched = [log(seconds) for _, seconds in table.batched]
@@ -88,20 +93,34 @@ class StepCosts:
         if self.fixed or not seconds > 0:
             return
         self._observed += 1
-        if self._observed % _OBSERVE_EVERY:
-            return
-        error = _clipped(log(seconds / self._engine(rows, requests, visible)))
+        self._since_plain = 0 if rows == 1 else self._since_plain + 1
         table = self.table
+        points, logs = (table.single, self._single) if requests == 1 else (table.batched, self._batched)
+        if not points or rows > 2 * points[-1][0]:  # a chunk of a prompt
+            return
+        nearest = requests > 1, _place(points, rows)[0]
+        unseen = self._observed - self._seen.get(nearest, 0)
+        if unseen < _OBSERVE_EVERY:
+            return
+        self._seen[nearest] = self._observed
+        error = _clipped(log(seconds / self._engine(rows, requests, visible)))
+        if rows == 1:
+            self._plain_after = min(_MOST_PLAIN_AFTER, 2 * self._plain_after) if abs(error) < _RIGHT else _PLAIN_AFTER
         _shift(self._single, _LEVEL * error)
         _shift(self._batched, _LEVEL * error)
-        if requests == 1:
-            _correct(self._single, table.single, rows, _POINT * error)
-        elif table.batched:
-            _correct(self._batched, table.batched, rows, _POINT * error)
+        weight = _POINT if unseen < _PLAIN_AFTER else min(_MOST_POINT, _RARE * unseen)
+        _correct(logs, points, rows, weight * error)
         shape = self._shape()
         if any(abs(now - then) > _CHANGED for now, then in zip(shape, self._planned, strict=True)):
             self._planned = shape
             self.version += 1
+
+    def take_plain_step(self) -> bool:
+        """Whether the next step should be plain, to compare the steps of drafts with: seldom, and ever more seldom."""
+        if self.fixed or self._since_plain < self._plain_after:
+            return False
+        self._since_plain = 0
+        return True
 
     def observe_outside(self, rows: int, requests: int, seconds: float) -> None:
         """Refine what the Python code around a call takes."""

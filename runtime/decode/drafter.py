@@ -68,8 +68,8 @@ class TreeDrafter:
         self._next_round = 0.0  # step from which on there may be another round of value iteration
         self._planned: dict[tuple[int, ...], _Planned] = {}  # by thread
         self._copied: dict[tuple[int, ...], int] = {}  # by thread: looked-up tokens in a row that were right
-        # By threads, requests and whether a text is copied: with the probabilities of the last round of value iteration.
-        self._long_runs: dict[tuple[int, int, bool], tuple[LongRun, list[float]]] = {}
+        # By threads, requests and whether a text is copied: with what the last round of value iteration knew.
+        self._long_runs: dict[tuple[int, int, bool], tuple[LongRun, list[float], Curve]] = {}
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         drafting = self._drafting
@@ -80,6 +80,8 @@ class TreeDrafter:
             looked_up, equal = thread.lookup.following(thread.tokens, drafting.lookup)
             copied = self._copied.get(thread.path, 0)
         self._planned[thread.path] = _Planned(curve, sharing, looked_up, equal, copied)
+        if sharing.requests == sharing.threads == 1 and self._planner.costs.take_plain_step():
+            return PLAIN
         if not self._budget.allows_masks:
             drafting = self._resting
         if not thread.guesses and not looked_up and not drafting.mask_slots:
@@ -129,19 +131,21 @@ class TreeDrafter:
         key = (sharing.threads, sharing.requests, copying)
         shared_key = (self._kind, mask_slots, *key)
         reach = self._acceptance.reach(mask_slots, copying)
-        found, before = self._long_runs.get(key, (None, reach))
+        found, before, planned = self._long_runs.get(key, (None, reach, curve))
         if found is None:
             found = self._planner.long_run(shared_key, mask_slots)
             found.solve(curve.times, reach, *((_FEW_ROUNDS,) if found.rate else ()))
             self._planner.keep(shared_key, found)
         elif self._steps < self._next_round or (
-            found.settled and all(abs(now - then) < _MOVED for now, then in zip(reach, before, strict=True))
+            found.settled
+            and planned is curve
+            and all(abs(now - then) < _MOVED for now, then in zip(reach, before, strict=True))
         ):
             return found
         else:
             found.improve(curve.times, reach)
         self._next_round = self._steps + _ROUND_SECONDS / curve.plain
-        self._long_runs[key] = found, reach
+        self._long_runs[key] = found, reach, curve
         return found
 
 

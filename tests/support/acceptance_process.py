@@ -32,7 +32,14 @@ class Told:
         return self.tokens / self.time
 
 
-def decode(planner: DraftPlanner, drafting: Drafting, fate: Fate, length: int, kind: str = "") -> Told:
+def decode(
+    planner: DraftPlanner,
+    drafting: Drafting,
+    fate: Fate,
+    length: int,
+    kind: str = "",
+    on_step: Callable[[int], None] | None = None,
+) -> Told:
     """A text of at least `length` tokens; drafts are chains, since each mask slot names one token."""
     drafter = TreeDrafter(drafting, planner, kind)
     thread, told = new_thread([1, 2, 3], 8), Told()
@@ -50,6 +57,8 @@ def decode(planner: DraftPlanner, drafting: Drafting, fate: Fate, length: int, k
         told.steps += 1
         told.rows += part.layout.rows
         told.time += planner.costs.seconds(part.layout.rows) / plain
+        if on_step is not None:
+            on_step(part.layout.rows)
     return told
 
 

@@ -100,3 +100,24 @@ def test_kinds_of_requests_learn_apart() -> None:
         decode(shared, Drafting(5), lambda index, depth: False, 60, "sampled")
     again = decode(shared, Drafting(5), coin(0.9), 200, "greedy")
     assert again.time == decode(planner(INT8), Drafting(5), coin(0.9), 200, "greedy").time
+
+
+@pytest.mark.parametrize("accepted", [0.3, 0.5, 0.7])
+def test_a_table_that_is_badly_wrong_is_put_right_by_the_steps_that_run(accepted: float) -> None:
+    """The table says that nine rows cost 1.3 plain steps, in truth they cost 3."""
+    true = StepCosts(CostTable(64, ((1, 0.02), (4, 0.04), (9, 0.06), (36, 0.18))), fixed=True)
+    wrong = DraftPlanner(StepCosts(CostTable(64, ((1, 0.02), (4, 0.022), (9, 0.026), (36, 0.05)))))
+    draws, spent = random.Random(0), []
+
+    def run(rows: int) -> None:
+        seconds = true.seconds(rows)
+        wrong.costs.observe(rows, 1, 64, seconds)
+        wrong.costs.observe_outside(rows, 1, 5e-5 if rows == 1 else 1.5e-4)
+        spent.append(seconds)
+
+    speeds = []
+    for _ in range(6):
+        spent.clear()
+        told = decode(wrong, Drafting(5), lambda index, depth: draws.random() < accepted, 500, on_step=run)
+        speeds.append(told.tokens * 0.02 / sum(spent))
+    assert speeds[-1] >= 0.95

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
+from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.draft import Drafting
 from spaceport.runtime.decode.events import Listener
+from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Observer, Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.engine import PROCESSOR, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
+
+FREE_ROWS = replace(PROCESSOR, row=0.0)  # drafts are as wide as they may be
 
 VOCAB = 15
 MASKS = (11, 12)
@@ -118,7 +122,7 @@ class HashEngine:
     calls: int = 0
     widths: list[int] = field(default_factory=list)
     device: str = "none"
-    costs: Costs = PROCESSOR
+    costs: Costs = FREE_ROWS
     notes: tuple[str, ...] = ()
     owner: Callable[[int], object] = int  # who has an index of the engine now
 
@@ -219,6 +223,7 @@ def request_for(
         max_length=len(prompt) + max_tokens,
         max_total=max_tokens if total is None else total,
         drafting=drafting,
+        planner=DraftPlanner(fixed_costs(0.0)),  # drafts as wide as they may be: one that is not fed shows no fault
         max_threads=max_threads,
         end=frozenset(tokens.end),
     )

@@ -131,7 +131,12 @@ def check_before(context: click.Context) -> None:
             Idle(not told["as_json"], ("logprobs",), "no --json", "--json"),
             Idle(told["as_json"], ("live", "show_drafts"), "--json", "one of the two"),
             Idle(told["draft"] == "chain", ("draft_rows", "draft_siblings"), "--draft chain", "--draft tree"),
-            Idle(told["backend"] == "torch", ("trust_engines",), "--backend torch", "a backend that runs engines"),
+            Idle(
+                told["backend"] == "torch",
+                ("trust_engines", "step_costs"),
+                "--backend torch",
+                "a backend that runs engines",
+            ),
             Idle(told["fork"] is False, ("max_threads", "max_depth"), "--no-fork", "--fork"),
         ),
     )

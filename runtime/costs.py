@@ -11,6 +11,7 @@ from typing import Literal
 # Of Python code around a call, until real rounds have shown it; see docs/performance.md.
 _OUTSIDE_REQUEST, _OUTSIDE_DRAFT, _OUTSIDE_ROW = 5e-5, 1e-4, 8e-6
 _LEVEL, _POINT = 0.1, 0.02  # weight of a step for the speed of the machine, and for the points of the table next to it
+_WRONG = 3  # large errors in a row
 _OBSERVE_EVERY = 8  # steps, for each point: costs change slowly, and looking at each step would cost something itself
 _RARE, _MOST_POINT = 0.01, 0.5  # weight of a step for a point that was not seen for long: for each step since then
 _RIGHT = 0.1  # an error that says that the table is right
@@ -62,6 +63,7 @@ class StepCosts:
         self._observed = 0  # steps
         self._seen: dict[tuple[bool, int], int] = {}  # when a point was last corrected
         self._since_plain, self._plain_after = 0, _PLAIN_AFTER  # steps
+        self._wrong, self._last = 0, 0.0  # large errors of one sign in a row, and the last error
         self.version = 0  # changes when plans that were made from these costs are worth making again
         self._single = [log(seconds) for _, seconds in table.single]
         self._batched = [log(seconds) for _, seconds in table.batched]
@@ -100,10 +102,19 @@ class StepCosts:
             return
         nearest = requests > 1, _place(points, rows)[0]
         unseen = self._observed - self._seen.get(nearest, 0)
-        if unseen < _OBSERVE_EVERY:
+        if unseen < _OBSERVE_EVERY and not self._wrong:
             return
         self._seen[nearest] = self._observed
-        error = _clipped(log(seconds / self._engine(rows, requests, visible)))
+        found = log(seconds / self._engine(rows, requests, visible))
+        error = _clipped(found)
+        # One step beyond that was disturbed; several of the same kind show that the table is wrong.
+        self._wrong = self._wrong + 1 if abs(found) > _MOST_ERROR and found * self._last > 0 else 0
+        self._last = found
+        if self._wrong >= _WRONG and rows == 1:  # the machine has become slower, or faster
+            _shift(self._single, _MOST_POINT * found)
+            _shift(self._batched, _MOST_POINT * found)
+        elif self._wrong >= _WRONG:
+            _correct(logs, points, rows, _MOST_POINT * found)
         if rows == 1:
             self._plain_after = min(_MOST_PLAIN_AFTER, 2 * self._plain_after) if abs(error) < _RIGHT else _PLAIN_AFTER
         _shift(self._single, _LEVEL * error)

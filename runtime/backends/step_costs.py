@@ -20,7 +20,7 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, CostTable, Points, StepCosts, fixed_costs
 from spaceport.runtime.engine import Engine
 
-_SCHEMA = 2
+_SCHEMA = 3
 _PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
 _MOST_BYTES = 100_000  # of a file; a larger one is none of ours
 

@@ -171,7 +171,10 @@ class Scheduler:
 
     @property
     def _call_rows(self) -> int:
-        return self.engine.costs.call_rows if self._costs.fixed else self._costs.call_rows
+        usual = self.engine.costs.call_rows
+        if self._costs.fixed:
+            return usual
+        return min(self._costs.call_rows, 4 * usual) if self.engine.device == "cpu" else self._costs.call_rows
 
     def _failed(self, index: int, error: Exception) -> None:
         self._give_up(self._running[index], error)

@@ -39,11 +39,11 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         "[]",
         "null",
         "7",
-        '{"schema": 3}',
+        '{"schema": 4}',
         '{"schema": 2}',
-        '{"schema": 2, "visible": 256, "single": [[1, -1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
-        '{"schema": 2, "visible": 256, "single": [[1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
-        '{"schema": 2, "visible": 1e400, "single": [[1, 1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
+        '{"schema": 3, "visible": 256, "single": [[1, -1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
+        '{"schema": 3, "visible": 256, "single": [[1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
+        '{"schema": 3, "visible": 1e400, "single": [[1, 1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
         "[" * 90_000,
     ],
 )
@@ -113,7 +113,7 @@ def test_processes_that_write_at_the_same_time_leave_a_whole_file(tmp_path: Path
     with ProcessPoolExecutor(4, get_context("spawn")) as pool:
         assert all(pool.map(_store_and_load, [tmp_path / "table.json"] * 4))
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
-    assert json.loads((tmp_path / "table.json").read_text())["schema"] == 2
+    assert json.loads((tmp_path / "table.json").read_text())["schema"] == 3
 
 
 @pytest.mark.parametrize("home", ["", "relative"])

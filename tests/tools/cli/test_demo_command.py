@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def runtime(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     bundle = forking_copy(tiny_bundle, tmp_path_factory.mktemp("forking") / "bundle")
-    with Runtime.open(bundle, threads=1, max_seq_len=256) as opened:
+    with Runtime.open(bundle, threads=1, max_seq_len=256, step_costs="free") as opened:
         yield opened
 
 

@@ -113,7 +113,7 @@ def test_its_drafts_are_one_line_unless_trees_are_asked_for(bundle: Path) -> Non
     wide = Decoding(draft_siblings=3, max_threads=2)
     assert (wide.drafting(5, exact=exact).siblings, wide.threads(exact)) == (3, 2)
     assert (Decoding().drafting(5).siblings, Decoding().threads()) == (3, 16)
-    with Runtime.open(bundle, max_seq_len=256) as runtime:
+    with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
         (text, *_) = PROMPTS.values()
         drafted = runtime.generate(text, Decoding(max_tokens=48, trace=True))
         assert drafted.tokens == runtime.generate(text, replace(Decoding(max_tokens=48), mask_slots=0)).tokens

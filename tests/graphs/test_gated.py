@@ -157,7 +157,10 @@ def test_an_adapter_exported_for_append_does_the_same(tiny_append_bundle: Path, 
 
 def test_drafts_of_an_adapter_change_no_text(tiny_bundle: Path, gated_bundle: Path) -> None:
     prompts = json.loads((TINY / "prompts.json").read_text("utf-8"))
-    with Runtime.open(tiny_bundle, max_seq_len=256) as base, Runtime.open(gated_bundle, max_seq_len=256) as gated:
+    with (
+        Runtime.open(tiny_bundle, max_seq_len=256, step_costs="free") as base,
+        Runtime.open(gated_bundle, max_seq_len=256, step_costs="free") as gated,
+    ):
         steps = [0, 0]
         for prompt in list(prompts.values())[:3]:
             expected = base.generate(prompt, Decoding(max_tokens=40, mask_slots=5))

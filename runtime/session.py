@@ -78,7 +78,7 @@ class Runtime:
         There is room for `max_requests` texts at a time, each up to `max_seq_len` tokens long with its prompt and up to
         `max_slots` with all its threads; up to `queue_limit` more may wait. `threads` are the processor's. Engines are code:
         those that were not built on this machine are only run with `trust_engines`. Drafts are as wide as they pay:
-        `step_costs` is "measured" (once for each machine and bundle, in at most two seconds), or "standard": constants, and
+        `step_costs` is "measured" (once for each machine and bundle, in about two seconds), or "standard": constants, and
         requests learn nothing from each other, so that the same request takes the same steps each time. With "free" rows
         count as free: drafts are as wide as their limits, which finds faults and not speed.
         """

@@ -48,7 +48,7 @@ def command(
 ) -> None:
     """Show what the steps of BUNDLE cost on this machine, and the drafts that this implies.
 
-    The costs are those that the runtime plans with: measured once, in at most two seconds, and kept in the cache folder.
+    The costs are those that the runtime plans with: measured once, in about two seconds, and kept in the cache folder.
     """
     rates = [_rates(text) for text in acceptance]
     if requests < 1 or context < 1:

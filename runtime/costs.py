@@ -17,14 +17,13 @@ _RARE, _MOST_POINT = 0.01, 0.5  # weight of a step for a point that was not seen
 _RIGHT = 0.1  # an error that says that the table is right
 _PLAIN_AFTER, _MOST_PLAIN_AFTER = 24, 1024  # steps with drafts until a plain step shows what these are compared with
 _MOST_ERROR = 0.3  # a step that took longer than e^0.3 times the expected time was disturbed
-_DISTURBED = 4  # a round whose Python code took so many times the expected time was disturbed
+_DISTURBED = 4  # times the expected time: Python code that takes longer was disturbed
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
 _SHORTEST, _LONGEST = 1e-9, 1e6  # seconds of a call that may be true
 _CHANGED = 0.03  # a table whose points have moved by less is still the same table to a planner
 
-CostSource = Literal[
-    "measured", "standard", "free"
-]  # where a runtime takes its costs from; free: drafts are as wide as they may be
+# Where a runtime takes its costs from; free: drafts are as wide as they may be.
+CostSource = Literal["measured", "standard", "free"]
 Points = tuple[tuple[int, float], ...]  # rows of each request, seconds; rows ascending
 
 
@@ -94,12 +93,12 @@ class StepCosts:
         """Refine the table by a call that ran; `seconds` is its time in the engine."""
         if self.fixed or not seconds > 0:
             return
-        self._observed += 1
-        self._since_plain = 0 if rows == 1 else self._since_plain + 1
         table = self.table
         points, logs = (table.single, self._single) if requests == 1 else (table.batched, self._batched)
         if not points or rows > 2 * points[-1][0]:  # a chunk of a prompt
             return
+        self._observed += 1
+        self._since_plain = 0 if rows == 1 else self._since_plain + 1
         nearest = requests > 1, _place(points, rows)[0]
         unseen = self._observed - self._seen.get(nearest, 0)
         if unseen < _OBSERVE_EVERY and not self._wrong:

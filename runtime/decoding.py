@@ -110,7 +110,7 @@ class Decoding:
         return self.max_threads or (MAX_THREADS if exact == "tree" else 1)
 
     def drafting(self, most: int, exact: ExactDrafts = "tree") -> Drafting:
-        """How threads draft with a bundle that has so many mask slots and such exact drafts."""
+        """How threads draft with a bundle that has `most` mask slots and drafts that are exact in this shape."""
         slots = most if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:

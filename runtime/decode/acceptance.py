@@ -13,7 +13,7 @@ from itertools import accumulate, takewhile
 from spaceport.runtime.decode.draft import Guess
 
 _FIRST, _LATER = 0.7, 0.85  # of mask slots before anything is known: the first, and each behind one that was right
-_NEW, SHARED = 0.1, 0.1  # least weight of a step in the averages of one request, and in those that requests share
+_NEW = 0.1  # least weight of a step in an average
 _HOPE = 0.5  # of the way back to their first probabilities that mask slots have at the beginning of a request
 _PRIOR = 3  # steps that what is known at the beginning counts for
 _RETRY = 0.01  # how fast mask slots that are not used get their first probability back, so that they are tried again
@@ -35,7 +35,6 @@ class Acceptance:
     kept: list[float] = field(default_factory=list)  # by depth: how often it was right, behind one that was right
     lookup: list[float] = field(default_factory=lambda: list(_LOOKUP))  # by kind of match
     retry: float = _RETRY
-    weight: float = _NEW  # of a step, at least
     seen: list[int] = field(default_factory=lambda: [0] * (_LOOKUP_SEEN + len(_LOOKUP)))  # steps, by average
 
     def copy(self) -> Acceptance:
@@ -52,7 +51,6 @@ class Acceptance:
             promised=self.promised[: len(kept)],  # which grows first
             kept=kept,
             lookup=list(self.lookup),
-            weight=_NEW,
             seen=[0] * len(self.seen),
         )
 
@@ -117,11 +115,11 @@ class Acceptance:
     def _weight(self, average: int) -> float:
         """The weight of the step that an average sees now: the first ones count more."""
         self.seen[average] += 1
-        return max(self.weight, 1 / (self.seen[average] + _PRIOR))
+        return max(_NEW, 1 / (self.seen[average] + _PRIOR))
 
 
 def is_copying(copied: int) -> bool:
-    """Whether so many looked-up tokens in a row were right that a text is being copied."""
+    """Whether a text is being copied, by the number of looked-up tokens in a row that were right."""
     return copied >= _COPIED[0]
 
 

@@ -60,7 +60,7 @@ class Draft:
         return 1 + len(self.tokens) + sum(self.masks)
 
     def cut(self, rows: int) -> Draft:
-        """The best of its rows, at most so many; a draft whose rows have no order stays whole."""
+        """Its best rows, `rows` at most; a draft whose rows have no order stays whole."""
         if not self.order or rows >= self.rows:
             return self
         masks = list(self.masks)

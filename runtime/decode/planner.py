@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spaceport.runtime.costs import StepCosts
-from spaceport.runtime.decode.acceptance import SHARED, Acceptance
+from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.budget import SHARE
 from spaceport.runtime.decode.long_run import LongRun
 from spaceport.runtime.decode.tree import Curve
 
 _MOST_CURVES = 4096
-_VISIBLE = 256  # curves are made for every so many visible KV slots
+_VISIBLE = 256  # visible KV slots are rounded up to multiples of this: each multiple has curves of its own
 
 
 class Wish(NamedTuple):
@@ -98,7 +98,7 @@ class DraftPlanner:
         """What all requests of a kind have learned so far: temperatures, for example, are kinds."""
         if self._repeatable:
             return Acceptance()
-        return self._acceptance.setdefault(kind, Acceptance(weight=SHARED))
+        return self._acceptance.setdefault(kind, Acceptance())
 
     def long_run(self, key: Hashable, mask_slots: int) -> LongRun:
         """The last solution under a key, for a request to go on from; unsolved if there is none."""

@@ -48,12 +48,7 @@ def decode(
     while told.tokens < length:
         draft = drafter.draft(thread, 10**6, 64, Sharing(1, 64))
         part = plan_thread(thread, draft, TOKENS, 512)
-        verdict = _verdict(part, fate)
-        drafter.learn(part, verdict)
-        thread.tokens += verdict.tokens
-        thread.fed = len(thread.tokens) - 1
-        thread.guesses = verdict.guesses
-        told.tokens += len(verdict.tokens)
+        told.tokens += _write(drafter, part, fate)
         told.steps += 1
         told.rows += part.layout.rows
         told.time += planner.costs.seconds(part.layout.rows) / plain
@@ -79,15 +74,20 @@ def decode_together(planner: DraftPlanner, drafting: Drafting, fates: Sequence[F
             plan_thread(thread, draft.cut(call.width), TOKENS, 512)
             for draft, thread in zip(drafts, threads, strict=True)
         ]
-        for (drafter, thread, fate), part in zip(pairs, parts, strict=True):
-            verdict = _verdict(part, fate)
-            drafter.learn(part, verdict)
-            thread.tokens += verdict.tokens
-            thread.fed = len(thread.tokens) - 1
-            thread.guesses = verdict.guesses
-            told.tokens += len(verdict.tokens)
+        for (drafter, _, fate), part in zip(pairs, parts, strict=True):
+            told.tokens += _write(drafter, part, fate)
         told.time += planner.costs.seconds(max(part.layout.rows for part in parts), len(fates), 64) / plain
     return told
+
+
+def _write(drafter: TreeDrafter, part: Part, fate: Fate) -> int:
+    """Verify a step and write its tokens; their number."""
+    thread, verdict = part.thread, _verdict(part, fate)
+    drafter.learn(part, verdict)
+    thread.tokens += verdict.tokens
+    thread.fed = len(thread.tokens) - 1
+    thread.guesses = verdict.guesses
+    return len(verdict.tokens)
 
 
 def _verdict(part: Part, fate: Fate) -> Verdict:

@@ -16,7 +16,7 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """A step with so many rows for each of its requests."""
+    """The time of a step by the rows of each of its requests."""
 
     rows: int
     milliseconds: float

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-SHARE = 0.015  # of the time of plain decoding, that drafts may lose
-CREDIT = 1.5  # plain steps that they may lose at the beginning
+SHARE = 0.01  # of the time of plain decoding, that drafts may lose
+CREDIT = 2.5  # plain steps that they may lose at the beginning
 _REST, _TRY = 0.3, 0.6  # plain steps: with less, mask slots rest; with more, they are tried again
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ from spaceport.tools.terminal.screen import show_json, show_notes
 def command(context: click.Context, /, bundle: Path, prompt: str | None, **told: Any) -> None:
     """Write the text that BUNDLE continues PROMPT with; PROMPT - reads it from standard input."""
     check_before(context)
-    check_files(told["trace"], told["report"])
+    check_files({f"--{name}": told[name] for name in ("trace", "report", "picture")})
     text = read_prompt(prompt, told["prompt_file"])
     given: Prompt = [{"role": "user", "content": text}] if told["chat"] else text
     decoding = decoding_of(told)
@@ -111,24 +113,28 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
 
 
-def check_files(*files: Path | None) -> None:
-    """Raise if something could not be written in the end."""
-    named = [file for file in files if file is not None]
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """Raise if a file that an option names cannot be written, or if two options name the same file."""
+    named = {option: file for option, file in files.items() if file is not None}
     if named:
         from spaceport.tools.report.files import check_target
 
-        for file in named:
+        for file in named.values():
             check_target(file)
-    if len({file.resolve() for file in named}) < len(named):
-        raise OptionFault(f"--trace and --report are both {named[0]}: expected two files")
+    for (one, file), (other, same) in combinations(named.items(), 2):
+        if file.resolve() == same.resolve():
+            raise OptionFault(f"{one} and {other} are both {file}: expected two files")
 
 
 def write_files(trace: Trace, tokenizer: Tokenizer, told: dict[str, Any], title: str) -> None:
-    """The trace and the report that were asked for."""
-    from spaceport.tools.report.files import write_report, write_trace
+    """Write the trace, the report and the picture that the options ask for."""
+    from spaceport.tools.report.figure import figure_of
+    from spaceport.tools.report.files import write_report, write_text, write_trace
 
     record = trace.record(tokenizer)
     if told["trace"] is not None:
         write_trace(told["trace"], record)
     if told["report"] is not None:
         write_report(told["report"], record, title)
+    if told["picture"] is not None:
+        write_text(told["picture"], figure_of(record, title))

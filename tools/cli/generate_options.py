@@ -100,6 +100,7 @@ outputs = options(
     click.option("--logprobs", type=int, metavar="N", help="With --json: how likely each token was, and the N likeliest in its place."),
     click.option("--trace", type=PATH, metavar="FILE", help="Write what every step did as JSON."),
     click.option("--report", type=PATH, metavar="FILE", help="Write it as an HTML page."),
+    click.option("--picture", type=PATH, metavar="FILE", help="Write its threads and steps as a picture (SVG)."),
 )  # fmt: skip
 
 engines = options(
@@ -179,7 +180,7 @@ def decoding_of(told: dict[str, Any]) -> Decoding:
         ),
         form=_form(told["regex"], told["json_schema"]),
         logprobs=told["logprobs"],
-        trace=told["trace"] is not None or told["report"] is not None,
+        trace=any(told[file] is not None for file in ("trace", "report", "picture")),
     )
 
 

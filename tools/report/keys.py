@@ -25,10 +25,11 @@ _LINES = ("wait", "mean", "line", "held")
 
 def keys(meanings: Meanings) -> list[tuple[Markup, str]]:
     """Each mark drawn small, with its meaning."""
-    return [(markup(_mark(kind)), meaning) for kind, meaning in meanings]
+    return [(markup(mark(kind)), meaning) for kind, meaning in meanings]
 
 
-def _mark(kind: str) -> Element:
+def mark(kind: str) -> Element:
+    """The mark of a class, drawn small."""
     drawing = new("svg", {"width": 20, "height": 12, "viewBox": "0 0 20 12", "aria-hidden": "true"})
     if kind in _LINES:
         add(drawing, "path", {"d": "M0 6 H20", "class": kind})

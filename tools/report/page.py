@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
+from markupsafe import Markup
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.trace.record import Record
@@ -14,6 +15,7 @@ from spaceport.tools.report.charts import Chart, charts_of
 from spaceport.tools.report.drawing import markup
 from spaceport.tools.report.keys import LANES, keys
 from spaceport.tools.report.lane_drawing import draw_lanes
+from spaceport.tools.report.lane_style import COLOURS, MARKS
 from spaceport.tools.report.lanes import TraceLane, lanes_of
 from spaceport.tools.report.numbers import in_one_line, statistics_of
 from spaceport.tools.report.scale import scale_for_charts, scale_for_lanes
@@ -54,6 +56,8 @@ def page_of(record: Record, title: str) -> str:
     )
     return environment.from_string(_TEMPLATE.read_text("utf-8")).render(
         title=visible(title),
+        colours=Markup(COLOURS),
+        marks=Markup(MARKS),
         prompt=visible(record.prompt_text),
         prompt_tokens=statistics.prompt_tokens,
         numbers=_numbers(record, statistics),

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from spaceport.exporter.folder_lock import alone_in
+from spaceport.exporter.folder_lock import locked_folder
 from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.graphs.contract.atomic_file import flush, partial_of, sweep
 from spaceport.graphs.contract.faults import InputFault
@@ -83,7 +83,7 @@ def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:
 
 def _nobody_else_in(target: Path) -> AbstractContextManager[object]:
     """Wait for whoever stores an engine there: what is written by then is the old folder's."""
-    return alone_in(target) if target.exists() else nullcontext()
+    return locked_folder(target) if target.exists() else nullcontext()
 
 
 def _publish(partial: Path, target: Path) -> None:

@@ -12,10 +12,10 @@ import onnx_ir.passes.common as passes
 
 # The operator computes the scores of one KV head and their softmax while they are in the CPU's cache, but on one thread:
 # of fewer KV heads matrix products keep more threads busy.
-LEAST_HEADS = 3
+MIN_KV_HEADS = 3
 
 
-def join_attention(model: ir.Model) -> int:
+def fuse_attention(model: ir.Model) -> int:
     """Put an Attention operator in the place of Mul, Transpose, MatMul, Add, Softmax and MatMul; how many there are now."""
     joined = 0
     for node in list(model.graph):

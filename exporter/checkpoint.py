@@ -25,7 +25,7 @@ from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.exporter.sar_config import read_json, read_sar_config
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.contract.manifest import MOST_MASK_SLOTS, TokenIds
+from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS, TokenIds
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.gated import Adapter
 
@@ -210,9 +210,9 @@ def _mask_slots(ids: TokenIds, told: Any, asked: int | None) -> int:
     slots = (
         asked if asked is not None else told if told is not None else len(ids.mask) if distinct else DEFAULT_MASK_SLOTS
     )
-    if not is_whole(slots, 1) or slots > MOST_MASK_SLOTS:
+    if not is_whole(slots, 1) or slots > MAX_MASK_SLOTS:
         raise CheckpointError(
-            f"mask slots are {slots!r}: expected 1 to {MOST_MASK_SLOTS} as --max-mask-slots, or as mask_slots in {SAR_FILE}"
+            f"mask slots are {slots!r}: expected 1 to {MAX_MASK_SLOTS} as --max-mask-slots, or as mask_slots in {SAR_FILE}"
         )
     if distinct and slots > len(ids.mask):
         raise CheckpointError(

@@ -9,7 +9,7 @@ import onnx_ir as ir
 Key = tuple[tuple[int, ...], bytes]  # shape and digest of a constant
 
 
-class LostWeights(ValueError):
+class WeightNotFound(ValueError):
     """A rounded weight that the graph does not use as it is; the message names its layer."""
 
 

@@ -15,16 +15,16 @@ from spaceport.exporter.atomic_folder import check_target, require_space, writin
 from spaceport.exporter.bundle_files import seal
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
-from spaceport.exporter.product_scales import write_scales
 from spaceport.exporter.prompt_tokens import Prompt, prompt_tokens
+from spaceport.exporter.quantization_scales import write_scales
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
-from spaceport.graphs.decoder import AttentionForm, Decoder, decoder_of
-from spaceport.graphs.quantize import ProductScales, quantize_model
+from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
+from spaceport.graphs.quantize import ModelScales, quantize_model
 from spaceport.graphs.traits import Traits
 
 # Hears the name of each stage as it begins.
@@ -40,22 +40,24 @@ _ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """How a checkpoint is exported."""
 
     lowering: Lowering = "scatter"
     dtype: Precision = "float32"
     weights: Weights = "same"  # of linear layers: as all others, or rounded to few bits
-    attention: AttentionForm | None = None  # nothing: plain matrix products for scatter, the operator for append
-    asked_opset: int | None = None  # nothing: the lowest that the lowering can be said in
+    attention: AttentionImplementation | None = (
+        None  # nothing: plain matrix products for scatter, the operator for append
+    )
+    requested_opset: int | None = None  # nothing: the lowest that the lowering can be said in
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
-    asked_activations: Activations | None = None  # nothing: what suits the weights and the lowering
+    requested_activations: Activations | None = None  # nothing: what suits the weights and the lowering
     calibrate: tuple[Prompt, ...] = ()  # prompts behind which the model writes texts; none: behind single tokens
 
     @property
     def activations(self) -> Activations:
-        return self.asked_activations or self.activation_choices[0]
+        return self.requested_activations or self.activation_choices[0]
 
     @property
     def activation_choices(self) -> tuple[Activations, ...]:
@@ -66,15 +68,15 @@ class Options:
 
     @property
     def opset(self) -> int:
-        return DEFAULT_OPSET[self.lowering] if self.asked_opset is None else self.asked_opset
+        return DEFAULT_OPSET[self.lowering] if self.requested_opset is None else self.requested_opset
 
     @property
-    def form(self) -> AttentionForm:
+    def form(self) -> AttentionImplementation:
         return self.attention or ("plain" if self.lowering == "scatter" else "operator")
 
 
 def export(
-    folder: Path, target: Path, options: Options, overwrite: bool = False, stage: Stage = lambda name: None
+    folder: Path, target: Path, options: ExportOptions, overwrite: bool = False, stage: Stage = lambda name: None
 ) -> Manifest:
     """Write the bundle of the checkpoint in `folder` to `target`; an old bundle there stays until the new one is whole."""
     check_opset(options.opset, options.lowering)
@@ -82,18 +84,20 @@ def export(
     check_target(target, overwrite)
     stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code)
-    options = options_for(checkpoint, options)
-    decoder, traits = decoder_from(checkpoint, options, stage)
+    options = with_supported_activations(checkpoint, options)
+    decoder, traits = build_decoder(checkpoint, options, stage)
     with writing(target, overwrite) as partial:
-        parameters = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.rounding.untied
-        rounded = decoder.rounding.rounded  # in at most a byte each
+        parameters = (
+            sum(parameter.numel() for parameter in decoder.parameters()) - decoder.quantization.extra_embedding_weights
+        )
+        rounded = decoder.quantization.quantized_weights  # in at most a byte each
         require_space(partial.parent, (parameters - rounded) * DTYPES[options.dtype].bytes + rounded)
         if rounded:
             stage(f"{rounded:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
         stage("tracing and writing the graph")
         to_onnx(decoder, partial, options.opset)
-        if decoder.rounding.integers is not None:
-            write_scales(partial, decoder.rounding.integers)
+        if decoder.quantization.integers is not None:
+            write_scales(partial, decoder.quantization.integers)
         elif options.lowering == "scatter":  # what a GPU may run by onnxruntime
             write_selection(partial / SELECTION_FILE, decoder.signature.vocab_size)
         (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
@@ -103,7 +107,7 @@ def export(
         return seal(partial, manifest_for(checkpoint, decoder, traits, options, parameters))
 
 
-def check_activations(options: Options) -> None:
+def check_activations(options: ExportOptions) -> None:
     """Raise for activations that products with these weights cannot have."""
     if options.weights == "int8" and options.activations != "float" and options.dtype != "float32":
         raise OptionFault(
@@ -116,7 +120,7 @@ def check_activations(options: Options) -> None:
         )
 
 
-def options_for(checkpoint: Checkpoint, options: Options) -> Options:
+def with_supported_activations(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
     """The options with activations that suit the checkpoint's model.
 
     Where each KV head has one query head, ONNX Runtime computes the attention of a single row by another kernel, whose
@@ -127,21 +131,21 @@ def options_for(checkpoint: Checkpoint, options: Options) -> Options:
     grouped = heads is not None and (getattr(config, "num_key_value_heads", None) or heads) < heads
     if options.activations != "int8" or grouped:
         return options
-    if options.asked_activations == "int8":
+    if options.requested_activations == "int8":
         exact = "int8x2" if options.weights == "int8" else "float"
         raise OptionFault(
             f"activations is int8: {config.model_type} has {heads} query heads and as many KV heads, and drafts would not be "
             f"exact; expected {exact} (--activations)"
         )
-    return replace(options, asked_activations="float")
+    return replace(options, requested_activations="float")
 
 
-def decoder_from(
+def build_decoder(
     checkpoint: Checkpoint,
-    options: Options,
+    options: ExportOptions,
     stage: Stage = lambda name: None,
     arithmetic: Precision | None = None,
-    scales: ProductScales | None = None,
+    scales: ModelScales | None = None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as a graph module; it may compute in another type than the one that its weights are in.
 
@@ -152,7 +156,7 @@ def decoder_from(
         calibrates = scales is None and options.weights == "int8" and options.activations != "float"
         if options.weights != "same":
             stage(f"{'calibrating and ' if calibrates else ''}rounding weights to {options.weights}")
-        rounding = quantize_model(
+        quantization = quantize_model(
             model,
             options.weights,
             options.activations,
@@ -164,11 +168,11 @@ def decoder_from(
         if arithmetic not in (None, options.dtype):
             model.to(getattr(torch, arithmetic))
         stage("proving the graph module equal to the model")
-        return decoder_of(model, options.lowering, options.form, rounding)
+        return decoder_of(model, options.lowering, options.form, quantization)
 
 
 def manifest_for(
-    checkpoint: Checkpoint, decoder: Decoder, traits: Traits, options: Options, parameters: int
+    checkpoint: Checkpoint, decoder: Decoder, traits: Traits, options: ExportOptions, parameters: int
 ) -> Manifest:
     """The manifest of a checkpoint's bundle, no file recorded yet."""
     packages = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
@@ -183,7 +187,7 @@ def manifest_for(
         attention=options.form,
         weights=options.weights,
         activations=options.activations,
-        embeddings=decoder.rounding.embeddings,
+        embeddings=decoder.quantization.embeddings,
         special_tokens=checkpoint.special_tokens,
         generation=checkpoint.generation,
         versions={

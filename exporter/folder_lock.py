@@ -13,7 +13,7 @@ _NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP)  # what file systems of n
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[int]:
+def locked_folder(folder: Path) -> Iterator[int]:
     """The descriptor of a folder that is locked for the block; without effect on file systems that lock no folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

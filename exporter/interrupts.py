@@ -37,7 +37,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_noted() -> Iterator[list[int]]:
+def interrupts_recorded() -> Iterator[list[int]]:
     """The interrupts so far, for work that asks for them; KeyboardInterrupt is raised when the block ends."""
     came: list[int] = []
     try:

@@ -15,7 +15,7 @@ from spaceport.exporter.constants import constant
 JoinKey = tuple[ir.Value, bool, tuple[tuple[str, object], ...]]
 
 
-def join_projections(model: ir.Model) -> int:
+def fuse_projections(model: ir.Model) -> int:
     """Replace products of the same input with constant weights (query, key and value; gate and up) by one product and
     a split; how many were made. One-row steps take 0.95 of the time on ONNX Runtime's CPU backend."""
     products: dict[JoinKey, list[ir.Node]] = defaultdict(list)

@@ -13,15 +13,17 @@ from spaceport.graphs.contract.faults import InputFault
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text, or the messages of a chat
 
-ASKED = ("Hello!", "Write a short story.", "Explain how rain forms.")
-MOST_TOKENS = 512  # of a prompt; of a longer one the last
+DEFAULT_QUESTIONS = ("Hello!", "Write a short story.", "Explain how rain forms.")
+MAX_PROMPT_TOKENS = 512  # of a prompt; of a longer one the last
 
 
 def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
     """Each prompt as 1 x tokens; messages go through the checkpoint's chat template. Without prompts, those of a few chats if
     the checkpoint has a template."""
     if not prompts:
-        prompts = [] if checkpoint.template is None else [[{"role": "user", "content": asked}] for asked in ASKED]
+        prompts = (
+            [] if checkpoint.template is None else [[{"role": "user", "content": asked}] for asked in DEFAULT_QUESTIONS]
+        )
     if not prompts:
         return ()
     tokenizer = AutoTokenizer.from_pretrained(
@@ -40,7 +42,7 @@ def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Te
                 [dict(one) for one in prompt], tokenize=False, add_generation_prompt=True
             )
         )
-        ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"][-MOST_TOKENS:]
+        ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"][-MAX_PROMPT_TOKENS:]
         if not ids:
             raise InputFault(f"calibration prompt {number} has no tokens: expected a text")
         found.append(torch.tensor([ids]))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo
 
-from spaceport.exporter.attention_operator import LEAST_HEADS, join_attention
-from spaceport.exporter.constant_key import LostWeights
-from spaceport.exporter.integer_products import store_integers
-from spaceport.exporter.projections import join_projections
+from spaceport.exporter.attention_operator import MIN_KV_HEADS, fuse_attention
+from spaceport.exporter.constant_key import WeightNotFound
+from spaceport.exporter.integer_matmuls import store_integer_matmuls
+from spaceport.exporter.projections import fuse_projections
+from spaceport.exporter.quantized_weights import store_quantized_weights
 from spaceport.exporter.reshapes import fix_reshapes
-from spaceport.exporter.rounded_weights import store_rounded
 from spaceport.exporter.simplify import simplify
 from spaceport.exporter.splits import hoist_above_splits
 from spaceport.graphs.contract.dtypes import DTYPES
@@ -28,7 +28,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.graphs.decoder import Decoder
-from spaceport.graphs.marks import Marked
+from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs
 
 OPSETS = (23, 24)
 # The lowest that says it: more versions of ONNX Runtime load it. The append lowering writes with TensorScatter.
@@ -63,20 +63,20 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     model = trace(decoder)
     _give_norms_one_type(model)
     try:
-        store_rounded(model, decoder.rounding)
-        if decoder.rounding.integers is not None:
-            store_integers(model, decoder.rounding.integers)
-    except LostWeights as error:
+        store_quantized_weights(model, decoder.quantization)
+        if decoder.quantization.integers is not None:
+            store_integer_matmuls(model, decoder.quantization.integers)
+    except WeightNotFound as error:
         raise UntraceableModel(
             f"{_family(decoder)} cannot be stored with small weights: {error}: export it with weights as they are "
             "(--weights same)"
         ) from error
     if signature.lowering == "scatter":  # TensorRT joins what it likes itself
-        join_projections(model)
+        fuse_projections(model)
         fix_reshapes(model)
         hoist_above_splits(model)
-        if decoder.rounding.integers is not None and signature.kv_heads >= LEAST_HEADS:  # for CPUs alone
-            join_attention(model)
+        if decoder.quantization.integers is not None and signature.kv_heads >= MIN_KV_HEADS:  # for CPUs alone
+            fuse_attention(model)
     _forget_sources(model)
     model.graph.sort()
     model.opset_imports[""] = opset
@@ -89,12 +89,12 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
         raise UntraceableModel(
             f"{_family(decoder)} was traced into a graph that onnx rejects: {_reason(error)}"
         ) from error
-    hold_to_contract(path, signature)
+    check_graph_contract(path, signature)
 
 
 def trace(decoder: Decoder) -> ir.Model:
     """The decoder as an ONNX graph at opset 23, where normalisation and rotary embedding are single operators."""
-    signature, marked = decoder.signature, Marked(decoder)
+    signature, marked = decoder.signature, DecoderWithLayerOutputs(decoder)
     names = [tensor.name for tensor in signature.inputs]
     shapes = tuple(
         {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
@@ -136,7 +136,7 @@ def traced_inputs(signature: Signature, device: torch.device) -> tuple[Tensor, .
     return tuple(made)
 
 
-def hold_to_contract(path: Path, signature: Signature) -> None:
+def check_graph_contract(path: Path, signature: Signature) -> None:
     """Raise if a graph's inputs or outputs are not, to the name, type and order, what the contract says."""
     graph = onnx.load(str(path), load_external_data=False).graph
     for kind, values, tensors in (
@@ -166,7 +166,7 @@ def _keep_marks(model: ir.Model, outputs: int, names: Sequence[str]) -> None:
 
 
 def _forget_sources(model: ir.Model) -> None:
-    """Remove what the tracer noted of source lines: it is larger than a small graph and tells where it was made."""
+    """Remove what the tracer recorded_layer_outputs of source lines: it is larger than a small graph and tells where it was made."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.doc_string = None

@@ -12,7 +12,7 @@ NAME = "spaceport"
 
 # A hidden slot's score falls by this much: enough that its weight is exactly 0, small enough that a row which
 # sees nothing stays finite, and within the type (-1e9 is -inf in float16).
-HIDDEN = {torch.float32: -1e9, torch.bfloat16: -1e9, torch.float16: -1e4}
+MASKED_SCORE = {torch.float32: -1e9, torch.bfloat16: -1e9, torch.float16: -1e4}
 
 # What the attention interface may pass that changes nothing, or nothing that is not handled here.
 _HARMLESS = frozenset(
@@ -27,9 +27,9 @@ class UnsupportedAttention(ValueError):
     """A model asks of attention what the graph cannot say."""
 
 
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as what is added to the scores: 0 where a row may see, a large negative number elsewhere."""
-    hidden = torch.tensor(HIDDEN[dtype], dtype=dtype, device=visible.device)
+    hidden = torch.tensor(MASKED_SCORE[dtype], dtype=dtype, device=visible.device)
     return torch.where(visible, torch.zeros_like(hidden), hidden)
 
 
@@ -37,7 +37,7 @@ def grouped_attention(
     query: Tensor,  # B x H x T x D
     key: Tensor,  # B x Hkv x A x D
     value: Tensor,  # B x Hkv x A x D
-    mask: Tensor,  # B x 1 x T x A: additive means matrix products here, bool means the ONNX Attention operator
+    mask: Tensor,  # B x 1 x T x A: additive_mask means matrix products here, bool means the ONNX Attention operator
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
@@ -45,7 +45,7 @@ def grouped_attention(
     if mask.dtype == torch.bool:
         if torch.onnx.is_in_onnx_export():
             return _attention_operator(query, key, value, mask, scale, softcap)
-        mask = additive(mask, query.dtype)
+        mask = additive_mask(mask, query.dtype)
     batch, heads, rows, dim = query.shape
     groups = heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], groups * rows, dim) * scale
@@ -62,7 +62,7 @@ def attention_interface(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,  # B x planes x T x A: plane 0 is what a row sees, plane 1 (if any) the same within the window
+    attention_mask: Tensor,  # B x planes x T x A: mask_plane 0 is what a row sees, mask_plane 1 (if any) the same within the window
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -71,7 +71,7 @@ def attention_interface(
     """What transformers calls in place of its own attention: the rows' output as B x T x H x D."""
     refuse_unknown(others)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    mask = plane(attention_mask, sliding_window is not None)
+    mask = mask_plane(attention_mask, sliding_window is not None)
     return grouped_attention(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous(), None
 
 
@@ -80,10 +80,10 @@ def scaled_dot_product(
 ) -> Tensor:
     """What families call that know no attention interface but torch's scaled_dot_product_attention."""
     refuse_unknown({name: value for name, value in others.items() if name not in ("dropout_p", "enable_gqa")})
-    return grouped_attention(query, key, value, plane(attn_mask, False), scale or query.shape[-1] ** -0.5)
+    return grouped_attention(query, key, value, mask_plane(attn_mask, False), scale or query.shape[-1] ** -0.5)
 
 
-def plane(mask: Tensor, windowed: bool) -> Tensor:
+def mask_plane(mask: Tensor, windowed: bool) -> Tensor:
     """The part of a mask of one or two planes that a layer goes by."""
     if mask.shape[1] == 1:
         return mask

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.int8 import InputScale, ProductScale, best_scales, round_rows
+from spaceport.graphs.int8 import InputScale, LinearScales, best_scales, quantize_rows
 
 # A fixed scale keeps this many times the largest value that was seen. Behind a norm that is ample; elsewhere a few tokens reach
 # hundreds of times what others do: one down projection of a 135M model has inputs of up to 3,065 where most stay below 40.
@@ -43,7 +43,7 @@ class _SharedInput:
 
 def calibrate(
     model: PreTrainedModel, modules: Mapping[str, nn.Linear], texts: Sequence[Tensor], limbs: int, fixed: frozenset[str]
-) -> dict[str, ProductScale]:
+) -> dict[str, LinearScales]:
     """The scales of each of these modules. Those that are given the same rows share the scale of their input, so that the rows
     are rounded once; those in `fixed`, whose weights have another use, keep their channels and their weights' scales."""
     found = {}
@@ -54,12 +54,12 @@ def calibrate(
             move = _move(weights, shared.sizes)
         scale = InputScale(_bound(shared, move, limbs), move)
         for name, weight in zip(shared.names, weights, strict=True):
-            found[name] = ProductScale(scale, None if name in fixed else _outputs(weight, shared.sizes, move))
+            found[name] = LinearScales(scale, None if name in fixed else _outputs(weight, shared.sizes, move))
     # experts that no text reached
-    return found | {name: ProductScale(InputScale(None)) for name in modules.keys() - found.keys()}
+    return found | {name: LinearScales(InputScale(None)) for name in modules.keys() - found.keys()}
 
 
-def own_texts(model: PreTrainedModel, prompts: Sequence[Tensor] = ()) -> list[Tensor]:
+def calibration_texts(model: PreTrainedModel, prompts: Sequence[Tensor] = ()) -> list[Tensor]:
     """Texts to calibrate with, each of rows x tokens: what the model writes behind single tokens, and behind the prompts."""
     vocab = int(model.config.get_text_config().vocab_size)
     first = torch.randint(0, vocab, (_TEXTS, 1), generator=torch.Generator().manual_seed(0))
@@ -119,7 +119,7 @@ def _outputs(weight: Tensor, sizes: Tensor, move: Tensor | None) -> Tensor:
 
 
 def _rounding_error(weight: Tensor) -> Tensor:
-    codes, scale = round_rows(weight)
+    codes, scale = quantize_rows(weight)
     return codes.float() * scale[:, None] - weight
 
 

@@ -10,21 +10,21 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention, kv
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
+from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
-from spaceport.graphs.precision import UNROUNDED, Rounding
-from spaceport.graphs.proof import proof_ids, require_equal, unmodified_logits
 from spaceport.graphs.traits import (
     Traits,
     UnsupportedModel,
     dtype_name,
-    entered,
     name_of,
     probe,
     reasons,
     refuse_by_config,
+    replaced_sdpa,
 )
+from spaceport.graphs.weight_quantization import UNQUANTIZED, Quantization
 
-AttentionForm = Literal["plain", "operator"]
+AttentionImplementation = Literal["plain", "operator"]
 
 _EXPERTS = "batched_mm"  # transformers' form of mixture-of-experts layers whose graph does not depend on the routing
 
@@ -33,16 +33,21 @@ class Decoder(nn.Module):
     """The graph: rows and KV buffers in, logits of the wanted rows and the same buffers out."""
 
     def __init__(
-        self, model: PreTrainedModel, signature: Signature, form: AttentionForm, traits: Traits, rounding: Rounding
+        self,
+        model: PreTrainedModel,
+        signature: Signature,
+        form: AttentionImplementation,
+        traits: Traits,
+        quantization: Quantization,
     ) -> None:
         super().__init__()
         self.model = model
         self.signature = signature
         self.form = form
-        self.rounding = rounding
+        self.quantization = quantization
         self._repeats = traits.repeats
-        self._entrance = traits.entrance
-        if traits.entrance == "interface":
+        self._entrance = traits.attention_hook
+        if traits.attention_hook == "interface":
             model.set_attn_implementation(attention.NAME)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -51,14 +56,14 @@ class Decoder(nn.Module):
         visible = named["attention_mask"]
         if self.signature.window:
             visible = torch.cat((visible, named["sliding_attention_mask"]), dim=1)
-        mask = visible if self.form == "operator" else attention.additive(visible, past[0].dtype)
+        mask = visible if self.form == "operator" else attention.additive_mask(visible, past[0].dtype)
         cache = kv.SlotCache(past, self._write(named["slot_ids"]), visible.shape[-1], self._repeats)
         wanted = named["logit_rows"]
 
         def gathered(hidden: Tensor) -> Tensor:  # B x T x hidden becomes B x R x hidden
             return torch.gather(hidden, 1, wanted[:, :, None].expand(-1, -1, hidden.shape[-1]))
 
-        with entered(self._entrance, attention.scaled_dot_product), rows_selected(self.model, gathered):
+        with replaced_sdpa(self._entrance, attention.scaled_dot_product), rows_selected(self.model, gathered):
             output = self.model(
                 input_ids=named["input_ids"],
                 position_ids=named["position_ids"],
@@ -75,18 +80,18 @@ class Decoder(nn.Module):
 
 
 def decoder_of(
-    model: PreTrainedModel, lowering: Lowering, form: AttentionForm, rounding: Rounding = UNROUNDED
+    model: PreTrainedModel, lowering: Lowering, form: AttentionImplementation, quantization: Quantization = UNQUANTIZED
 ) -> tuple[Decoder, Traits]:
     """The model as a graph module, proven equal to the unmodified model, and what is known of it."""
     refuse_by_config(model)
     model = model.eval()
     with torch.no_grad():
         traits = probe(model)
-        if form == "operator" and traits.entrance == "eager":
+        if form == "operator" and traits.attention_hook == "eager":
             raise UnsupportedModel(
                 f"{name_of(model)} has an attention of its own that cannot be replaced: use plain attention"
             )
-        ids = proof_ids(model, traits)
+        ids = comparison_ids(model, traits)
         expected = unmodified_logits(model, ids, traits)
         freeze_rotary(model)
         if model._can_set_experts_implementation():
@@ -100,7 +105,7 @@ def decoder_of(
             lowering,
             traits.window,
         )
-        decoder = Decoder(model, signature, form, traits, rounding)
+        decoder = Decoder(model, signature, form, traits, quantization)
         with reasons(model):
             _prove(decoder, ids, expected)
     return decoder, traits
@@ -152,7 +157,7 @@ def _prove(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
         result = decoder(*(given[tensor.name].to(ids.device) for tensor in signature.rows), *past)
         logits[:, order[start:end].to(ids.device)] = result[0]
         past = list(result[1:])
-    require_equal(decoder.model, "as a graph", logits, expected)
+    require_equal_logits(decoder.model, "as a graph", logits, expected)
 
 
 AttentionInterface.register(attention.NAME, attention.attention_interface)

@@ -40,7 +40,7 @@ class InputScale:
 
 
 @dataclass(frozen=True, eq=False)
-class ProductScale:
+class LinearScales:
     """How both sides of a product are scaled."""
 
     input: InputScale
@@ -48,7 +48,7 @@ class ProductScale:
 
 
 @dataclass(frozen=True, eq=False)
-class IntegerProduct:
+class IntegerLinear:
     """A linear layer as a product of integers."""
 
     codes: Tensor  # int8, inputs x outputs
@@ -63,7 +63,7 @@ class IntegerProduct:
 
 
 @dataclass(frozen=True, eq=False)
-class IntegerTable:
+class QuantizedEmbedding:
     """An embedding table in int8 with a scale per token."""
 
     codes: Tensor  # int8, tokens x width
@@ -79,8 +79,8 @@ class IntegerModel:
     """The products and tables of a model that are integers."""
 
     limbs: int  # of the inputs
-    products: Mapping[str, IntegerProduct] = field(default_factory=dict)  # by the names of the linear modules
-    table: IntegerTable | None = None  # its input embedding
+    products: Mapping[str, IntegerLinear] = field(default_factory=dict)  # by the names of the linear modules
+    table: QuantizedEmbedding | None = None  # its input embedding
     tied: bool = False  # the output embedding has the codes of the table
 
     @property
@@ -95,7 +95,7 @@ def row_scales(weight: Tensor) -> Tensor:
     return (weight.float().abs().amax(dim=1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of a matrix, int8, and scales of its rows that cut nothing off."""
     scale = row_scales(weight)
     return codes_of(weight, scale), scale
@@ -124,14 +124,14 @@ def best_scales(weight: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def round_product(weight: Tensor, scale: ProductScale) -> IntegerProduct:
+def quantize_linear(weight: Tensor, scale: LinearScales) -> IntegerLinear:
     """A linear layer's weight (outputs x inputs) as a product of integers."""
     moved = weight.float() if scale.input.move is None else weight.float() * scale.input.move
     outputs = row_scales(moved) if scale.outputs is None else scale.outputs
-    return IntegerProduct(codes_of(moved, outputs).T.contiguous(), outputs, scale.input)
+    return IntegerLinear(codes_of(moved, outputs).T.contiguous(), outputs, scale.input)
 
 
-def round_input(states: Tensor, scale: InputScale, limbs: int) -> tuple[Tensor, int]:
+def fake_quantize(states: Tensor, scale: InputScale, limbs: int) -> tuple[Tensor, int]:
     """Rows (the last axis holds the inputs) as an integer product takes them, and the number of values that were cut off."""
     moved = states if scale.move is None else states / scale.move
     if scale.bound is not None:

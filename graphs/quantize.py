@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.calibration import calibrate, own_texts
+from spaceport.graphs.calibration import calibrate, calibration_texts
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.signature import Activations, Lowering, Weights
 from spaceport.graphs.gated import GatedLinear
 from spaceport.graphs.int8 import (
     InputScale,
+    IntegerLinear,
     IntegerModel,
-    IntegerProduct,
-    IntegerTable,
-    ProductScale,
-    round_input,
-    round_product,
-    round_rows,
+    LinearScales,
+    QuantizedEmbedding,
+    fake_quantize,
+    quantize_linear,
+    quantize_rows,
 )
-from spaceport.graphs.precision import BLOCKS, Rounding, linear_modules, round_model, round_weight
 from spaceport.graphs.traits import UnsupportedModel, name_of
+from spaceport.graphs.weight_quantization import BLOCKS, Quantization, linear_modules, quantize_weight, quantize_weights
 
 LIMBS: dict[Activations, int] = {"int8": 1, "int8x2": 2}
 
 # How the products of linear modules are scaled, by their names; those that are given the same rows share an input scale.
-ProductScales = Mapping[str, ProductScale]
+ModelScales = Mapping[str, LinearScales]
 
 
 def quantize_model(
@@ -38,15 +38,15 @@ def quantize_model(
     weights: Weights,
     activations: Activations,
     lowering: Lowering,
-    scales: ProductScales | None = None,
+    scales: ModelScales | None = None,
     prompts: tuple[Tensor, ...] = (),
-) -> Rounding:
+) -> Quantization:
     """Round the weights of a model. Integer products are scaled as `scales` says; without them, as the texts ask for that
     the model writes behind the prompts."""
     if weights == "int4" and activations == "int8":
-        return _with_embeddings(model, round_model(model, weights, lowering), BLOCKS[lowering])
+        return _with_embeddings(model, quantize_weights(model, weights, lowering), BLOCKS[lowering])
     if weights != "int8" or activations == "float":
-        return round_model(model, weights, lowering)
+        return quantize_weights(model, weights, lowering)
     limbs = LIMBS[activations]
     modules = integer_modules(model)
     for name, module in modules.items():
@@ -57,24 +57,26 @@ def quantize_model(
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     if scales is None:
         fixed = frozenset(name for name, module in modules.items() if module.weight is embedding.weight)
-        scales = calibrate(model, modules, own_texts(model, prompts), limbs, fixed)
+        scales = calibrate(model, modules, calibration_texts(model, prompts), limbs, fixed)
     if missing := sorted(modules.keys() - scales.keys()):
         raise InputFault(f"no scale of {missing[0]}: expected one for each of {len(modules)} linear layers")
-    return Rounding("int8", integers=_integers(model, modules, scales, limbs))
+    return Quantization("int8", integers=_integers(model, modules, scales, limbs))
 
 
-def _with_embeddings(model: PreTrainedModel, rounding: Rounding, blocks: Sequence[int]) -> Rounding:
+def _with_embeddings(model: PreTrainedModel, quantization: Quantization, blocks: Sequence[int]) -> Quantization:
     """The same with the output embedding among the layers, and the input embedding in int8; tied ones are no longer tied."""
     embedding, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
-    rounded = round_weight(head.weight, "int4", blocks) if type(head) is nn.Linear else None
+    rounded = quantize_weight(head.weight, "int4", blocks) if type(head) is nn.Linear else None
     if rounded is None:
-        return rounding
+        return quantization
     (name,) = [name for name, module in model.named_modules() if module is head]
-    table = IntegerTable(*round_rows(embedding.weight.detach()))
+    table = QuantizedEmbedding(*quantize_rows(embedding.weight.detach()))
     tied = table.codes.numel() if head.weight is embedding.weight else 0
     head.weight = nn.Parameter(rounded.values.T.contiguous(), requires_grad=False)
     embedding.weight.data.copy_(table.values)
-    return replace(rounding, layers={**rounding.layers, name: rounded}, table=table, untied=tied)
+    return replace(
+        quantization, layers={**quantization.layers, name: rounded}, table=table, extra_embedding_weights=tied
+    )
 
 
 def integer_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -87,29 +89,29 @@ def integer_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def _integers(
-    model: PreTrainedModel, modules: Mapping[str, nn.Linear], scales: ProductScales, limbs: int
+    model: PreTrainedModel, modules: Mapping[str, nn.Linear], scales: ModelScales, limbs: int
 ) -> IntegerModel:
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     tied = any(module.weight is embedding.weight for module in modules.values())
-    table = IntegerTable(*round_rows(embedding.weight.detach()))
+    table = QuantizedEmbedding(*quantize_rows(embedding.weight.detach()))
     products = {}
     for name, module in modules.items():
         if module.weight is embedding.weight:
-            products[name] = IntegerProduct(table.codes.T, table.scale, scales[name].input)
+            products[name] = IntegerLinear(table.codes.T, table.scale, scales[name].input)
         else:
-            products[name] = round_product(module.weight.detach(), scales[name])
+            products[name] = quantize_linear(module.weight.detach(), scales[name])
     for name, module in modules.items():
         module.weight.data.copy_(products[name].values.T)
     embedding.weight.data.copy_(table.values)
     return IntegerModel(limbs, products, table, tied)
 
 
-class RoundedInputs:
+class QuantizedInputs:
     """Rounds the inputs of a model's linear modules as its engines do, while the model runs in PyTorch."""
 
     def __init__(self, model: PreTrainedModel, integers: IntegerModel) -> None:
-        self.values = 0  # that were rounded
-        self.cut: dict[str, int] = {}  # values beyond the range of a fixed scale, by the name of the module
+        self.count = 0  # that were rounded
+        self.clipped: dict[str, int] = {}  # values beyond the range of a fixed scale, by the name of the module
         self._limbs = integers.limbs
         for name, product in integers.products.items():
             module = model.get_submodule(name)
@@ -124,10 +126,10 @@ class RoundedInputs:
 
     def _rounding(self, name: str, scale: InputScale) -> Callable[[Tensor], Tensor]:
         def rounding(states: Tensor) -> Tensor:
-            rounded, cut = round_input(states, scale, self._limbs)
-            self.values += states.numel()
+            rounded, cut = fake_quantize(states, scale, self._limbs)
+            self.count += states.numel()
             if cut:
-                self.cut[name] = self.cut.get(name, 0) + cut
+                self.clipped[name] = self.clipped.get(name, 0) + cut
             return rounded
 
         return rounding

@@ -16,8 +16,8 @@ from spaceport.graphs import attention, kv
 from spaceport.graphs.contract.faults import InputFault
 
 # How a family lets its attention be replaced: through transformers' interface, through torch's
-# scaled_dot_product_attention, or not at all (its own matrix products, which take an additive mask as it is).
-Entrance = Literal["interface", "sdpa", "eager"]
+# scaled_dot_product_attention, or not at all (its own matrix products, which take an additive_mask mask as it is).
+AttentionHook = Literal["interface", "sdpa", "eager"]
 
 
 class UnsupportedModel(InputFault):
@@ -34,7 +34,7 @@ class Traits:
     vocab_size: int
     window: int | None
     repeats: int  # how often the family repeats each KV head before it caches it
-    entrance: Entrance
+    attention_hook: AttentionHook
     max_positions: int
 
 
@@ -90,7 +90,11 @@ def _window(model: PreTrainedModel, seen: list[dict[str, Any]]) -> int | None:
 
 
 def _traits(
-    model: PreTrainedModel, entrance: Entrance, cache: kv.RecordingCache, seen: list[dict[str, Any]], vocab_size: int
+    model: PreTrainedModel,
+    attention_hook: AttentionHook,
+    cache: kv.RecordingCache,
+    seen: list[dict[str, Any]],
+    vocab_size: int,
 ) -> Traits:
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
@@ -105,7 +109,7 @@ def _traits(
             f"{name_of(model)} has keys and values of shapes {listed}: expected one shape in all layers"
         )
     (_, heads, _, head_dim) = next(iter(shapes))
-    if entrance == "interface" and len(seen) < layers:
+    if attention_hook == "interface" and len(seen) < layers:
         raise UnsupportedModel(
             f"{name_of(model)} hands its attention over in {len(seen)} of {layers} layers: expected every layer to"
         )
@@ -118,21 +122,21 @@ def _traits(
         vocab_size,
         window,
         repeats,
-        entrance,
+        attention_hook,
         _max_positions(config),
     )
 
 
-def _entrance(model: PreTrainedModel) -> Entrance:
+def _entrance(model: PreTrainedModel) -> AttentionHook:
     if model._can_set_attn_implementation():
         return "interface"
     return "sdpa" if model.config._attn_implementation == "sdpa" else "eager"
 
 
 @contextmanager
-def entered(entrance: Entrance, function: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace torch's scaled_dot_product_attention for the families that know no other entrance."""
-    if entrance != "sdpa":
+def replaced_sdpa(attention_hook: AttentionHook, function: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace torch's scaled_dot_product_attention for the families that know no other attention_hook."""
+    if attention_hook != "sdpa":
         yield
         return
     original = nn.functional.scaled_dot_product_attention
@@ -144,15 +148,15 @@ def entered(entrance: Entrance, function: Callable[..., Tensor]) -> Iterator[Non
 
 
 @contextmanager
-def _recording(model: PreTrainedModel, entrance: Entrance, seen: list[dict[str, Any]]) -> Iterator[None]:
+def _recording(model: PreTrainedModel, attention_hook: AttentionHook, seen: list[dict[str, Any]]) -> Iterator[None]:
     def interface(*arguments: Any, **named: Any) -> tuple[Tensor, None]:
         seen.append(named)
         return attention.attention_interface(*arguments, **named)
 
-    if entrance == "interface":
+    if attention_hook == "interface":
         AttentionInterface.register(attention.NAME + "-probe", interface)
         model.set_attn_implementation(attention.NAME + "-probe")
-    with entered(entrance, attention.scaled_dot_product):
+    with replaced_sdpa(attention_hook, attention.scaled_dot_product):
         yield
 
 
@@ -193,20 +197,20 @@ def refuse_by_config(model: PreTrainedModel) -> None:
 
 def probe(model: PreTrainedModel) -> Traits:
     """Run two tokens eagerly and read off what a configuration may not say or say wrongly."""
-    entrance = _entrance(model)
+    attention_hook = _entrance(model)
     seen: list[dict[str, Any]] = []
     cache = kv.RecordingCache()
     ids = torch.tensor([[1, 2]], device=model.device)
     mask = torch.tensor(
-        [[[[0.0, attention.HIDDEN[torch.float16]], [0.0, 0.0]]]], dtype=model.dtype, device=model.device
+        [[[[0.0, attention.MASKED_SCORE[torch.float16]], [0.0, 0.0]]]], dtype=model.dtype, device=model.device
     )
     before = model.config._attn_implementation
     try:
-        with reasons(model), _recording(model, entrance, seen):
+        with reasons(model), _recording(model, attention_hook, seen):
             output = model(
                 input_ids=ids, position_ids=ids - 1, attention_mask=mask, past_key_values=cache, use_cache=True
             )
     finally:
-        if entrance == "interface":
+        if attention_hook == "interface":
             model.set_attn_implementation(before)
-    return _traits(model, entrance, cache, seen, output.logits.shape[-1])
+    return _traits(model, attention_hook, cache, seen, output.logits.shape[-1])

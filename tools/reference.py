@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
-from spaceport.exporter.export import Options, TokenFlags, decoder_from, manifest_for
-from spaceport.exporter.product_scales import read_scales
+from spaceport.exporter.export import ExportOptions, TokenFlags, build_decoder, manifest_for
+from spaceport.exporter.quantization_scales import read_scales
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.quantize import RoundedInputs
+from spaceport.graphs.quantize import QuantizedInputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
@@ -47,13 +47,13 @@ def open_reference(
     # another type, another step may be the nearest.
     stored = dtype or signature.dtype if weights == "same" else signature.dtype
     activations = bundle.manifest.activations
-    options = Options(
-        signature.lowering, stored, weights, "plain", remote_code=remote_code, asked_activations=activations
+    options = ExportOptions(
+        signature.lowering, stored, weights, "plain", remote_code=remote_code, requested_activations=activations
     )
-    scales = read_scales(bundle.path) if bundle.manifest.integer_products else None
-    decoder, _ = decoder_from(opened, options, arithmetic=dtype, scales=scales)
-    if decoder.rounding.integers is not None:
-        RoundedInputs(decoder.model, decoder.rounding.integers)
+    scales = read_scales(bundle.path) if bundle.manifest.integer_matmuls else None
+    decoder, _ = build_decoder(opened, options, arithmetic=dtype, scales=scales)
+    if decoder.quantization.integers is not None:
+        QuantizedInputs(decoder.model, decoder.quantization.integers)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:
@@ -74,8 +74,8 @@ def open_reference_runtime(bundle: Bundle, checkpoint: Path, max_seq_len: int | 
 def checkpoint_runtime(checkpoint: Checkpoint, max_seq_len: int | None, threads: int = 0) -> Iterator[Runtime]:
     """A runtime over a checkpoint's own PyTorch model in float32, with nothing exported."""
     quiet_libraries()
-    options = Options(remote_code=checkpoint.remote_code)
-    decoder, traits = decoder_from(checkpoint, options)
+    options = ExportOptions(remote_code=checkpoint.remote_code)
+    decoder, traits = build_decoder(checkpoint, options)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     _set_threads(threads, parameters)
     manifest = manifest_for(checkpoint, decoder, traits, options, parameters)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from spaceport.exporter.atomic_folder import FolderKind, require_space
 from spaceport.exporter.tensorrt.append_graph import append_graph
-from spaceport.exporter.tensorrt.builder_monitor import Hear
+from spaceport.exporter.tensorrt.builder_monitor import OnProgress
 from spaceport.exporter.tensorrt.engines import found, name_of, require_writable, store
-from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, attention_of, build
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, attention_of, build
 from spaceport.graphs.contract.manifest import EngineRecord, Manifest
 
 _ENGINE = FolderKind("engine", ".engine")
@@ -19,7 +19,7 @@ _KERNELS = 64 << 20  # bytes that an engine takes beside its weights, generously
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BuildResult:
     """An engine of a bundle, and how it came there."""
 
     name: str
@@ -38,18 +38,18 @@ def build_engine(
     folder: Path,
     manifest: Manifest,
     library: Library,
-    recipe: Recipe,
+    recipe: BuildOptions,
     reusable: Callable[[EngineRecord], bool] = lambda record: True,
     begin: Callable[[], None] = lambda: None,
-    hear: Hear = lambda done, phase: None,
-) -> Outcome:
+    hear: OnProgress = lambda done, phase: None,
+) -> BuildResult:
     """The engine of a checked bundle for a target: built and stored, or the one that is there and was built alike."""
     graph, signature = manifest.graph, manifest.signature
     name = name_of(graph, signature.vocab_size, library, recipe)
     model = append_graph(folder, signature, recipe.shapes.capacity)
     record = found(folder, manifest, name)
     if record is not None and reusable(record):
-        return Outcome(name, record, False, attention_of(model, signature).reason if record.decomposed else "")
+        return BuildResult(name, record, False, attention_of(model, signature).reason if record.decomposed else "")
     require_writable(folder)
     require_space(folder, manifest.graph_bytes + _KERNELS, _ENGINE)
     begin()
@@ -70,4 +70,4 @@ def build_engine(
         decomposed=built.attention.decomposed,
     )
     store(folder, name, built.plan, record)
-    return Outcome(name, record, True, built.attention.reason, built.activation or None)
+    return BuildResult(name, record, True, built.attention.reason, built.activation or None)

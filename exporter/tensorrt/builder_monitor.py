@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any
 
 # Hears how much of a build is done, from 0 to 1, and the name of the phase that runs.
-Hear = Callable[[float, str], None]
+OnProgress = Callable[[float, str], None]
 
 _WARNING = 2  # ILogger.Severity: 0 internal error, 1 error, 2 warning, 3 info, 4 verbose
 _ACTIVATION = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 
 @dataclass
-class Said:
+class BuildMessages:
     """What the builder said: errors and warnings as they came, and the numbers among the rest."""
 
     errors: list[str] = field(default_factory=list)
@@ -31,10 +31,10 @@ class Said:
 
 
 @dataclass
-class Advance:
+class BuildProgress:
     """How far nested phases are; it never goes back, and a build is stopped through it."""
 
-    hear: Hear
+    hear: OnProgress
     stopped: Callable[[], bool]
     done: float = 0.0
     fault: BaseException | None = None  # of whoever hears: raised when the builder has returned
@@ -71,7 +71,7 @@ def _log(library: Any) -> Any:
     """The one logger of a library: it keeps the address of its first one for as long as the process lives."""
 
     class Log(library.ILogger):  # type: ignore[misc]
-        said = Said()
+        said = BuildMessages()
 
         def log(self, severity: Any, text: str) -> None:
             self.said.hear(int(severity), text)
@@ -79,14 +79,14 @@ def _log(library: Any) -> Any:
     return Log()
 
 
-def logger_of(library: Any, said: Said) -> Any:
+def logger_of(library: Any, said: BuildMessages) -> Any:
     """The logger of this library; from now on it keeps there what is said."""
     log = _log(library)
     log.said = said
     return log
 
 
-def monitor_of(library: Any, advance: Advance) -> Any:
+def monitor_of(library: Any, advance: BuildProgress) -> Any:
     """A progress monitor of this library that tells how far it is."""
 
     class Monitor(library.IProgressMonitor):  # type: ignore[misc]

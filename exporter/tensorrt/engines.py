@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from spaceport.exporter.folder_lock import alone_in
+from spaceport.exporter.folder_lock import locked_folder
 from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.exporter.tensorrt.profiles import profiles
-from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library
 from spaceport.graphs.contract.atomic_file import is_partial, staged
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
@@ -34,7 +34,7 @@ class ChangedBundle(InputFault):
     """A bundle that was exported again while an engine was built from it."""
 
 
-def name_of(graph: tuple[str, ...], vocab_size: int, library: Library, recipe: Recipe) -> str:
+def name_of(graph: tuple[str, ...], vocab_size: int, library: Library, recipe: BuildOptions) -> str:
     """The file name of an engine: its target and a digest of everything that it depends on."""
     depends = {
         "recipe": _RECIPE,
@@ -131,7 +131,7 @@ def _is_ours(file: Path) -> bool:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Alone among those that change this bundle."""
-    with alone_in(folder) as descriptor:
+    with locked_folder(folder) as descriptor:
         if not os.path.samestat(os.fstat(descriptor), folder.stat()):
             raise ChangedBundle(f"{folder}: was exported again while the engine was built: build it again")
         yield

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import STEP_ROWS, VISIBLE_STEP, logit_rows, visible_length
 
-MOST_REQUESTS = 1024
+MAX_REQUESTS = 1024
 
 # dimension of the contract -> least, tuned to, most
 Profile = dict[str, tuple[int, int, int]]
@@ -23,8 +23,8 @@ class Shapes:
     prompt_rows: int  # most rows of a request in any call
 
     def __post_init__(self) -> None:
-        if not 1 <= self.requests <= MOST_REQUESTS:
-            raise OptionFault(f"--max-requests is {self.requests}: expected 1 to {MOST_REQUESTS}")
+        if not 1 <= self.requests <= MAX_REQUESTS:
+            raise OptionFault(f"--max-requests is {self.requests}: expected 1 to {MAX_REQUESTS}")
         if self.capacity % VISIBLE_STEP or self.capacity < VISIBLE_STEP:
             raise OptionFault(f"the capacity is {self.capacity} slots: expected a multiple of {VISIBLE_STEP}")
         if not STEP_ROWS <= self.prompt_rows <= self.capacity:

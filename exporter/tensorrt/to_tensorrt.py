@@ -10,12 +10,12 @@ from typing import Any
 
 import onnx
 
-from spaceport.exporter.interrupts import interrupts_noted
+from spaceport.exporter.interrupts import interrupts_recorded
 from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph
-from spaceport.exporter.tensorrt.attention_products import attention_nodes, softcap_of, write_out
-from spaceport.exporter.tensorrt.builder_monitor import Advance, Hear, Said, logger_of, monitor_of
+from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, BuildProgress, OnProgress, logger_of, monitor_of
+from spaceport.exporter.tensorrt.decomposed_attention import attention_nodes, decompose_attention, softcap_of
 from spaceport.exporter.tensorrt.profiles import Profile, Shapes, profiles
-from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, MODEL_FILE, Flavour
 from spaceport.graphs.contract.signature import Signature
 
@@ -53,7 +53,7 @@ class Library:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BuildOptions:
     """How an engine is built."""
 
     target: str  # such as sm89
@@ -90,7 +90,7 @@ def open_library(flavour: Flavour | None = None) -> Library:
             return Library(name, import_module(LIBRARIES[name]))
         except ImportError as error:
             missing.append(f"{LIBRARIES[name]} does not import ({error}): pip install 'spaceport[{name}]'")
-    raise MissingPart(f"building engines needs TensorRT; {'; or '.join(missing)}")
+    raise MissingDependency(f"building engines needs TensorRT; {'; or '.join(missing)}")
 
 
 _OTHER = "; TensorRT itself builds for the GPU that it runs on (--flavour tensorrt)"
@@ -132,13 +132,13 @@ def build(
     model: onnx.ModelProto,
     folder: Path,
     signature: Signature,
-    recipe: Recipe,
-    hear: Hear = lambda done, phase: None,
+    recipe: BuildOptions,
+    hear: OnProgress = lambda done, phase: None,
 ) -> Built:
     """The engine of an append graph whose weights lie in `folder`; the graph is changed where it must be."""
     attention = attention_of(model, signature)
     if attention.written_out:
-        write_out(model, signature)
+        decompose_attention(model, signature)
     try:
         return _built(library, model, folder, signature, recipe, attention, hear)
     except _NoKernel:  # the facts above are those of one version
@@ -155,11 +155,11 @@ def _built(
     model: onnx.ModelProto,
     folder: Path,
     signature: Signature,
-    recipe: Recipe,
+    recipe: BuildOptions,
     attention: Attention,
-    hear: Hear,
+    hear: OnProgress,
 ) -> Built:
-    said, trt = Said(), library.module
+    said, trt = BuildMessages(), library.module
     logger = logger_of(library.module, said)  # it and the monitor have to outlive the builder
     builder = trt.Builder(logger)
     network = _parsed(library, builder, logger, model, folder / MODEL_FILE)
@@ -169,15 +169,15 @@ def _built(
     config = _config(library, builder, recipe)
     _add_profiles(library, builder, config, network, profiles(recipe.shapes, signature.vocab_size, recipe.mask_slots))
     cache = read_cache(config, said, recipe.timing_cache) if recipe.timing_cache else None
-    with interrupts_noted() as interrupts:
-        advance = Advance(hear, lambda: bool(interrupts))
+    with interrupts_recorded() as interrupts:
+        advance = BuildProgress(hear, lambda: bool(interrupts))
         monitor = config.progress_monitor = monitor_of(library.module, advance)
         plan = builder.build_serialized_network(network, config)
         del monitor
     if advance.fault is not None:
         raise advance.fault
     if plan is None:
-        raise fault_of(library, recipe, said)
+        raise build_fault(library, recipe, said)
     if recipe.timing_cache and cache is not None:
         recipe.timing_cache.write_bytes(cache.serialize())
     return Built(memoryview(plan), attention, said.activation)
@@ -219,7 +219,7 @@ def _decompose(library: Library, network: Any) -> None:
             layer.attention.decomposable = True
 
 
-def _config(library: Library, builder: Any, recipe: Recipe) -> Any:
+def _config(library: Library, builder: Any, recipe: BuildOptions) -> Any:
     trt, config = library.module, builder.create_builder_config()
     if library.flavour == "tensorrt-rtx":
         config.num_compute_capabilities = 1
@@ -248,7 +248,7 @@ def _add_profiles(library: Library, builder: Any, config: Any, network: Any, ste
             raise BuildFault(f"{library.name} does not take the profile {step}: expected shapes that the graph allows")
 
 
-def read_cache(config: Any, said: Said, file: Path) -> Any:
+def read_cache(config: Any, said: BuildMessages, file: Path) -> Any:
     """The timings of earlier builds, to be added to; a file that is not there yet begins empty."""
     content = file.read_bytes() if file.exists() else b""
     before = len(said.errors) + len(said.warnings)
@@ -261,7 +261,7 @@ def read_cache(config: Any, said: Said, file: Path) -> Any:
     return cache
 
 
-def fault_of(library: Library, recipe: Recipe, said: Said) -> InputFault | OptionFault:
+def build_fault(library: Library, recipe: BuildOptions, said: BuildMessages) -> InputFault | OptionFault:
     """What the builder's last words come to."""
     words = " ".join(" ".join(said.errors).split())
     for sign, fault in _FAULTS:
@@ -273,7 +273,7 @@ def fault_of(library: Library, recipe: Recipe, said: Said) -> InputFault | Optio
     )
 
 
-def _workspace(library: Library, recipe: Recipe, words: str) -> OptionFault:
+def _workspace(library: Library, recipe: BuildOptions, words: str) -> OptionFault:
     if recipe.workspace is None:
         return OptionFault(
             f"{library.name} has not enough memory to scratch in: lower --prompt-rows or --max-requests: {words[:300]}"
@@ -284,14 +284,14 @@ def _workspace(library: Library, recipe: Recipe, words: str) -> OptionFault:
     )
 
 
-def _no_type(library: Library, recipe: Recipe, words: str) -> OptionFault:
+def _no_type(library: Library, recipe: BuildOptions, words: str) -> OptionFault:
     return OptionFault(
         f"--target is {recipe.target}: that GPU lacks a type that is in the bundle's graph; expected a newer target, or a "
         "bundle that was exported with --dtype float16 and without --weights float8"
     )
 
 
-_FAULTS: tuple[tuple[str, Callable[[Library, Recipe, str], InputFault | OptionFault]], ...] = (
+_FAULTS: tuple[tuple[str, Callable[[Library, BuildOptions, str], InputFault | OptionFault]], ...] = (
     ("is_decomposable", lambda library, recipe, words: _NoKernel(words)),
     ("workspace", _workspace),
     ("HW-specific datatypes", _no_type),

@@ -9,5 +9,5 @@ class OptionFault(ValueError):
     """An option, a prompt or an argument cannot be meant: the message says what is expected."""
 
 
-class MissingPart(RuntimeError):
+class MissingDependency(RuntimeError):
     """A backend, a device or a package is not there: the message says how to get it."""

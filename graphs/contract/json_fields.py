@@ -89,7 +89,7 @@ class JsonField:
     def wholes(self) -> tuple[int, ...]:
         return self.each(JsonField.whole)
 
-    def truth(self) -> bool:
+    def boolean(self) -> bool:
         if not isinstance(self.value, bool):
             self.refuse("true or false")
         return self.value

@@ -22,7 +22,7 @@ DATA_FILE = f"{MODEL_FILE}.data"  # its weights
 SELECTION_FILE = "selection.onnx"  # from logits to the best tokens, for engines that select tokens
 ENGINES_FOLDER = "engines"
 
-MOST_MASK_SLOTS = 64
+MAX_MASK_SLOTS = 64
 
 Embeddings = Literal["same", "int8", "int4"]
 EMBEDDINGS: tuple[Embeddings, ...] = get_args(Embeddings)
@@ -46,12 +46,12 @@ class TokenIds:
     end: tuple[int, ...] = ()
 
     @property
-    def unwritable(self) -> tuple[int, ...]:
+    def forbidden(self) -> tuple[int, ...]:
         """Tokens that no text may ever hold."""
         return (*dict.fromkeys(self.mask), *((self.child,) if self.child is not None else ()))
 
     @property
-    def forking(self) -> tuple[int, ...]:
+    def fork_ids(self) -> tuple[int, ...]:
         """The tokens with which a text goes on in another thread."""
         return () if self.fork is None else (self.fork,)
 
@@ -149,7 +149,7 @@ class Manifest:
         return tuple(self.files[name] for name in sorted(self.files) if name.startswith(MODEL_FILE))
 
     @property
-    def integer_products(self) -> bool:
+    def integer_matmuls(self) -> bool:
         """Whether its products have integers on both sides."""
         return self.weights == "int8" and self.activations != "float"
 
@@ -200,8 +200,8 @@ def manifest_of(data: object) -> Manifest:
 def _hold_together(manifest: Manifest) -> None:
     """Raise where parts that are right by themselves do not fit each other: decoding would fail, or write nonsense."""
     tokens, slots, vocab = manifest.tokens, manifest.max_mask_slots, manifest.signature.vocab_size
-    if slots > MOST_MASK_SLOTS:
-        raise ManifestError(f"max_mask_slots is {slots}: expected at most {MOST_MASK_SLOTS}")
+    if slots > MAX_MASK_SLOTS:
+        raise ManifestError(f"max_mask_slots is {slots}: expected at most {MAX_MASK_SLOTS}")
     if slots and len(tokens.mask) != 1 and len(tokens.mask) < slots:
         raise ManifestError(
             f"max_mask_slots is {slots}, tokens.mask has {len(tokens.mask)}: expected one for all, or one for each"
@@ -258,7 +258,7 @@ def _engine(name: str, found: JsonField) -> EngineRecord:
         flavour=told["flavour"].one_of(FLAVOURS),
         version=told["version"].text(),
         target=told["target"].text(),
-        refittable=told["refittable"].truth(),
+        refittable=told["refittable"].boolean(),
         **{part: told[part].whole(1) for part in ("capacity", "requests", "step_rows", "prompt_rows")},
         decomposed=told["decomposed"].whole(0),
     )

@@ -11,9 +11,9 @@ TOLERANCE: dict[Precision, float] = {"float32": 1e-4, "float16": 3e-2, "bfloat16
 
 # The same where inputs are rounded to integers: float noise of 1e-6 then flips a rounding here and there, by a step of 1/127 of
 # the input's range with one limb and of 1/32512 with two.
-ROUNDED_TOLERANCE: dict[Activations, float] = {"int8": 1e-1, "int8x2": 2e-3, "float": 0.0}
+QUANTIZED_TOLERANCE: dict[Activations, float] = {"int8": 1e-1, "int8x2": 2e-3, "float": 0.0}
 
 
 def tolerance_of(dtype: Precision, activations: Activations = "float") -> float:
     """The largest difference, as a share of the largest logit, that rounding explains."""
-    return max(TOLERANCE[dtype], ROUNDED_TOLERANCE[activations])
+    return max(TOLERANCE[dtype], QUANTIZED_TOLERANCE[activations])

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime.backends.built import engine_for
 from spaceport.runtime.backends.device import gpu, no_gpu
@@ -47,11 +47,11 @@ class Resolved:
     notes: tuple[str, ...]  # why better backends were passed over, one sentence each
 
 
-class MissingBackend(MissingPart):
+class MissingBackend(MissingDependency):
     """No backend is installed, or no device here, that could run the bundle; the message says what to do."""
 
 
-_REASONS = (MissingPart, InputFault, OptionFault)  # why a backend cannot run a bundle
+_REASONS = (MissingDependency, InputFault, OptionFault)  # why a backend cannot run a bundle
 
 
 def resolve(bundle: Bundle, backend: str, opening: Opening) -> Resolved:
@@ -140,7 +140,7 @@ def require(bundle: Bundle, backend: str, opening: Opening) -> None:
             f"{bundle.path}: its graph is append-lowered, backend {backend} runs scatter-lowered graphs: export it with "
             "--lowering scatter, or `spaceport build` an engine"
         )
-    if backend != "onnxruntime" and bundle.manifest.integer_products:
+    if backend != "onnxruntime" and bundle.manifest.integer_matmuls:
         raise InputFault(
             f"{bundle.path}: its products are of 8-bit integers, which backend {backend} does not have: export it without "
             "--weights int8"

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from spaceport.graphs.contract.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.on_device import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, session_options, unloadable
@@ -43,7 +43,7 @@ def open_engine(bundle: Bundle, opening: Opening) -> DeviceEngine:
     try:
         session, notes = open_on_gpu(bundle, opening.graphs)
         if _PROVIDER not in session.get_providers():  # with enable_fallback=0, too
-            raise MissingPart(without_cuda(lacking))
+            raise MissingDependency(without_cuda(lacking))
         name = f"cuda:0 ({gpu().name})"
         graphs = opening.graphs and not notes
         selection = open_selection(bundle, [_PROVIDER, "CPUExecutionProvider"])
@@ -51,7 +51,7 @@ def open_engine(bundle: Bundle, opening: Opening) -> DeviceEngine:
     except FAULTS as error:
         if _NO_MEMORY.search(str(error)):
             raise OptionFault(no_room(bundle, opening)) from error
-        if isinstance(error, MissingPart | EngineFault):
+        if isinstance(error, MissingDependency | EngineFault):
             raise
         raise unloadable(bundle, error) from error
     return engine

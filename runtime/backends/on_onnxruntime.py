@@ -135,7 +135,7 @@ class OnnxRuntimeEngine:
 
 def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
-    if bundle.manifest.integer_products and not (is_exact(setting=False) or is_exact(setting=True)):
+    if bundle.manifest.integer_matmuls and not (is_exact(setting=False) or is_exact(setting=True)):
         raise BundleError(
             f"{bundle.path}: its weights are int8, and ONNX Runtime {ort.__version__} cuts sums of 8-bit products off on this CPU, "
             "which has no VNNI: texts would not be the model's; export the checkpoint with --weights int4, or as it is"

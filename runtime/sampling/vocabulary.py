@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from spaceport.graphs.contract.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 
 
 class Matcher(Protocol):
@@ -109,7 +109,7 @@ def _library(
     try:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     except ImportError as error:
-        raise MissingPart(
+        raise MissingDependency(
             f"a grammar needs the package llguidance, which does not import ({error}): pip install 'spaceport[grammar]'"
         ) from error
     size = tokenizer.get_vocab_size()

@@ -123,14 +123,14 @@ class Admission:
         """The tokens as a form reads them; it takes a while to make, so only who asks for a form waits for it."""
         manifest = self.bundle.manifest
         tokens = manifest.tokens
-        never = (*tokens.unwritable, *tokens.forking)
+        never = (*tokens.forbidden, *tokens.fork_ids)
         return open_vocabulary(self.tokenizer, manifest.signature.vocab_size, tokens.end, never)
 
     def _selector(self, decoding: Decoding, sampling: Sampling, fork: bool, prompt_length: int) -> TokenSelector:
         tokens = self.bundle.manifest.tokens
-        bans = Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, decoding.max_depth)
+        bans = Bans(frozenset(tokens.forbidden), tokens.fork, tokens.child, decoding.max_depth)
         if not fork:
-            bans = Bans(frozenset((*tokens.unwritable, *tokens.forking)))
+            bans = Bans(frozenset((*tokens.forbidden, *tokens.fork_ids)))
         selector = chooser(sampling, bans, prompt_length)
         return selector if decoding.form is None else constrained(selector, decoding.form, self.vocabulary)
 

@@ -101,7 +101,7 @@ def _rows(found: JsonField) -> ThreadRows:
         positions=told["positions"].wholes(),
         kinds=told["kinds"].each(lambda kind: kind.one_of(_KINDS)),
         sources=told["sources"].each(lambda source: source.or_none(lambda one: one.one_of(_SOURCES))),
-        kept=told["kept"].each(JsonField.truth),
+        kept=told["kept"].each(JsonField.boolean),
         chosen=told["chosen"].wholes(),
         written=told["written"].whole(),
         pieces=told["pieces"].each(JsonField.text),

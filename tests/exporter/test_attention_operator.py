@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from spaceport.exporter.attention_operator import LEAST_HEADS, join_attention
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.attention_operator import MIN_KV_HEADS, fuse_attention
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench import checkpoint
@@ -57,7 +57,7 @@ def attention(form: str) -> onnx.ModelProto:
 
 def joined(form: str) -> tuple[onnx.ModelProto, int]:
     model = ir.from_proto(attention(form))
-    count = join_attention(model)
+    count = fuse_attention(model)
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     return proto, count
@@ -127,10 +127,10 @@ def branches_of(graph: onnx.GraphProto) -> list[onnx.AttributeProto]:
 def test_an_int8_bundle_with_three_kv_heads_has_the_operator_and_is_lossless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(checkpoint.SHAPES, "tiny", (48, 64, 2, 6, LEAST_HEADS))
+    monkeypatch.setitem(checkpoint.SHAPES, "tiny", (48, 64, 2, 6, MIN_KV_HEADS))
     monkeypatch.setattr(checkpoint, "VOCAB", 300)
     checkpoint.make_checkpoint(tmp_path / "checkpoint", "tiny", mask_slots=2)
-    export(tmp_path / "checkpoint", tmp_path / "bundle", Options(weights="int8"))
+    export(tmp_path / "checkpoint", tmp_path / "bundle", ExportOptions(weights="int8"))
     graph = onnx.load(tmp_path / "bundle" / MODEL_FILE, load_external_data=False).graph
     kinds = [{node.op_type for node in branch.g.node} for branch in branches_of(graph)]
     assert kinds == 2 * [{"Attention"}, {"Slice", "Attention"}]

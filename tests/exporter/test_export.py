@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
@@ -64,7 +64,7 @@ def test_tied_weights_are_stored_once(tiny_bundle: Path) -> None:
 
 
 def test_a_plain_checkpoint_becomes_a_bundle_that_decodes_plainly(tmp_path: Path, tiny_bundle: Path) -> None:
-    manifest = export(copy_of_tiny(tmp_path / "plain", sar_config=None), tmp_path / "bundle", Options())
+    manifest = export(copy_of_tiny(tmp_path / "plain", sar_config=None), tmp_path / "bundle", ExportOptions())
     assert (manifest.tokens.mask, manifest.max_mask_slots) == ((), 0)
     prompt = json.loads((TINY / "prompts.json").read_text("utf-8"))["end of json/scanner.py"]
     with (
@@ -151,7 +151,7 @@ def test_fork_and_child_tokens_travel_along(tmp_path: Path) -> None:
     folder = copy_of_tiny(tmp_path / "c", sar_config={"fork_token": "630", "child_token": 631})
     tokens = open_checkpoint(folder, TokenFlags()).tokens
     assert (tokens.fork, tokens.child) == (630, 631)
-    assert tokens.unwritable == (4, 631)
+    assert tokens.forbidden == (4, 631)
 
 
 def test_padding_and_truncation_of_a_training_tokenizer_do_not_travel_along(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_dynamic_rope_is_exported_up_to_where_it_stays_the_same(tmp_path: Path) 
     config.max_position_embeddings = 128
     config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     LlamaForCausalLM(config).save_pretrained(folder)
-    assert export(folder, tmp_path / "bundle", Options()).max_positions == 128
+    assert export(folder, tmp_path / "bundle", ExportOptions()).max_positions == 128
     with pytest.raises(OptionFault, match="max_seq_len is 129: expected 2 to 128"):
         Runtime.open(tmp_path / "bundle", max_seq_len=129)
 
@@ -206,20 +206,28 @@ def test_dynamic_rope_is_exported_up_to_where_it_stays_the_same(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(asked_activations="int8"), "activations is int8: expected float with weights same, float32"),
+        (ExportOptions(requested_activations="int8"), "activations is int8: expected float with weights same, float32"),
         (
-            Options("append", weights="int4", asked_activations="int8"),
+            ExportOptions("append", weights="int4", requested_activations="int8"),
             "expected float with weights int4, float32, operator attention and the append",
         ),
         (
-            Options(weights="int4", dtype="float16", asked_activations="int8"),
+            ExportOptions(weights="int4", dtype="float16", requested_activations="int8"),
             "expected float with weights int4, float16",
         ),
-        (Options(weights="int4", attention="operator", asked_activations="int8"), "int4, float32, operator attention"),
-        (Options(weights="int4", asked_activations="int8x2"), "activations is int8x2: expected .* with weights int4"),
+        (
+            ExportOptions(weights="int4", attention="operator", requested_activations="int8"),
+            "int4, float32, operator attention",
+        ),
+        (
+            ExportOptions(weights="int4", requested_activations="int8x2"),
+            "activations is int8x2: expected .* with weights int4",
+        ),
     ],
 )
-def test_activations_that_the_weights_cannot_have_are_refused(tmp_path: Path, options: Options, message: str) -> None:
+def test_activations_that_the_weights_cannot_have_are_refused(
+    tmp_path: Path, options: ExportOptions, message: str
+) -> None:
     with pytest.raises(OptionFault, match=message):
         export(TINY, tmp_path / "bundle", options)
 
@@ -229,7 +237,7 @@ def test_nothing_is_loaded_before_the_target_is_known_to_be_free(tmp_path: Path)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("keep")
     with pytest.raises(ValueError, match="holds files but no bundle"):
-        export(TINY, tmp_path / "notes", Options(), overwrite=True, stage=stages.append)
+        export(TINY, tmp_path / "notes", ExportOptions(), overwrite=True, stage=stages.append)
     assert stages == []
     assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import CheckpointError
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import (
@@ -31,8 +31,8 @@ from spaceport.graphs.contract.signature import (
     visible_length,
 )
 from spaceport.graphs.contract.tolerance import tolerance_of
-from spaceport.graphs.decoder import AttentionForm, decoder_of
-from spaceport.graphs.quantize import RoundedInputs, quantize_model
+from spaceport.graphs.decoder import AttentionImplementation, decoder_of
+from spaceport.graphs.quantize import QuantizedInputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.engine import Batch, Engine
@@ -191,13 +191,13 @@ def pair_of(
         family = replace(family, options={**family.options, "num_hidden_layers": layers})
     model = build(family, torch.float16 if dtype == "float16" else torch.float32)
     activations: Activations = "int8x2" if weights == "int8" else "float"
-    rounding = quantize_model(model, weights, activations, lowering)
+    quantization = quantize_model(model, weights, activations, lowering)
     reference = build(family, attention="eager")
     reference.load_state_dict(model.state_dict())  # rounded or as it is
-    if rounding.integers is not None:
-        RoundedInputs(reference, rounding.integers)
-    form: AttentionForm = "operator" if lowering == "append" and family.replaceable else "plain"
-    decoder, _ = decoder_of(model, lowering, form, rounding)
+    if quantization.integers is not None:
+        QuantizedInputs(reference, quantization.integers)
+    form: AttentionImplementation = "operator" if lowering == "append" and family.replaceable else "plain"
+    decoder, _ = decoder_of(model, lowering, form, quantization)
     options = session_options(1, weights, activations)
     with TemporaryDirectory() as folder:
         to_onnx(decoder, Path(folder), DEFAULT_OPSET[lowering])
@@ -349,7 +349,7 @@ def test_what_cannot_be_told_exactly_is_refused_with_its_reason(refused: Refused
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, checkpoint)
     with pytest.raises((CheckpointError, UnsupportedModel, UntraceableModel), match=refused.reason) as raised:
-        export(checkpoint, bundle, Options())
+        export(checkpoint, bundle, ExportOptions())
     assert "\n" not in str(raised.value)
     assert not bundle.exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.exporter.folder_lock import alone_in
+from spaceport.exporter.folder_lock import locked_folder
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 
     def add() -> None:
         for _ in range(50):
-            with alone_in(tmp_path):
+            with locked_folder(tmp_path):
                 before = int(file.read_text())
                 file.write_text(str(before + 1))
 
@@ -32,7 +32,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 
 
 def test_the_descriptor_is_that_of_the_folder_and_is_closed(tmp_path: Path) -> None:
-    with alone_in(tmp_path) as descriptor:
+    with locked_folder(tmp_path) as descriptor:
         assert os.path.samestat(os.fstat(descriptor), tmp_path.stat())
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.export import Options, options_for
+from spaceport.exporter.export import ExportOptions, with_supported_activations
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
@@ -123,11 +123,11 @@ def test_its_drafts_are_one_line_unless_trees_are_asked_for(bundle: Path) -> Non
 def test_a_model_without_grouped_heads_keeps_float_activations() -> None:
     """One row of such a model goes through another kernel of attention than several do."""
     checkpoint = open_checkpoint(TINY, TokenFlags())
-    assert options_for(checkpoint, Options(weights="int4")).activations == "int8"
+    assert with_supported_activations(checkpoint, ExportOptions(weights="int4")).activations == "int8"
     checkpoint.config.num_key_value_heads = checkpoint.config.num_attention_heads
-    assert options_for(checkpoint, Options(weights="int4")).activations == "float"
+    assert with_supported_activations(checkpoint, ExportOptions(weights="int4")).activations == "float"
     with pytest.raises(OptionFault, match="6 query heads and as many KV heads, and drafts would not be exact"):
-        options_for(checkpoint, Options(weights="int4", asked_activations="int8"))
+        with_supported_activations(checkpoint, ExportOptions(weights="int4", requested_activations="int8"))
     with pytest.raises(OptionFault, match=r"drafts would not be exact; expected int8x2 \(--activations\)"):
-        options_for(checkpoint, Options(weights="int8", asked_activations="int8"))
-    assert options_for(checkpoint, Options(weights="int8")).activations == "int8x2"
+        with_supported_activations(checkpoint, ExportOptions(weights="int8", requested_activations="int8"))
+    assert with_supported_activations(checkpoint, ExportOptions(weights="int8")).activations == "int8x2"

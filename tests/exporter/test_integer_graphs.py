@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from spaceport.exporter.integer_products import store_integers
-from spaceport.exporter.rounded_weights import LostWeights
-from spaceport.graphs.int8 import InputScale, IntegerModel, IntegerProduct, ProductScale, round_input, round_product
+from spaceport.exporter.integer_matmuls import store_integer_matmuls
+from spaceport.exporter.quantized_weights import WeightNotFound
+from spaceport.graphs.int8 import InputScale, IntegerLinear, IntegerModel, LinearScales, fake_quantize, quantize_linear
 from spaceport.runtime.backends.on_onnxruntime import session_options
 
 Array = NDArray[np.float32]
-Products = Mapping[str, IntegerProduct]
+Products = Mapping[str, IntegerLinear]
 
 
 def dice(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def product(seed: int, inputs: int, outputs: int, bound: float | None, moved: bool) -> IntegerProduct:
+def product(seed: int, inputs: int, outputs: int, bound: float | None, moved: bool) -> IntegerLinear:
     move = torch.rand(inputs, generator=dice(seed)) + 0.5 if moved else None
-    return round_product(torch.randn(outputs, inputs, generator=dice(seed)), ProductScale(InputScale(bound, move)))
+    return quantize_linear(torch.randn(outputs, inputs, generator=dice(seed)), LinearScales(InputScale(bound, move)))
 
 
 def stored(products: Products, shape: list[str | int], limbs: int, inputs: Mapping[str, str]) -> onnx.ModelProto:
@@ -44,7 +44,7 @@ def stored(products: Products, shape: list[str | int], limbs: int, inputs: Mappi
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, size) for name, size in given.items()]
     graph = helper.make_graph(nodes, "products", values, outputs, constants)
     model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
-    store_integers(model, IntegerModel(limbs, products))
+    store_integer_matmuls(model, IntegerModel(limbs, products))
     model.graph.sort()
     return ir.to_proto(model)
 
@@ -56,8 +56,8 @@ def outputs_of(model: onnx.ModelProto, arrays: Mapping[str, Array]) -> list[Arra
     return found
 
 
-def expected_of(product: IntegerProduct, states: Tensor, limbs: int) -> Array:
-    values: Array = (round_input(states, product.input, limbs)[0] @ product.values).numpy()
+def expected_of(product: IntegerLinear, states: Tensor, limbs: int) -> Array:
+    values: Array = (fake_quantize(states, product.input, limbs)[0] @ product.values).numpy()
     return values
 
 
@@ -84,7 +84,7 @@ def test_products_are_those_of_the_rounded_values(
 ) -> None:
     """Two that share their input, of different sizes, and one with an input of its own."""
     first = product(1, 24, 40, bound, moved)
-    second = round_product(torch.randn(9, 24, generator=dice(2)), ProductScale(first.input))
+    second = quantize_linear(torch.randn(9, 24, generator=dice(2)), LinearScales(first.input))
     products = {"query": first, "key": second, "down": product(3, 16, 8, bound, moved)}
     hold(products, shape, limbs, {"query": "states", "key": "states", "down": "others"})
 
@@ -94,9 +94,9 @@ def test_wide_inputs_are_moved_by_factors_of_their_own() -> None:
     hold(products, (3,), 2, {"first": "a", "second": "b"})
 
 
-def repeated() -> dict[str, IntegerProduct]:
+def repeated() -> dict[str, IntegerLinear]:
     weight = torch.randn(8, 16, generator=dice(1))
-    return {name: round_product(weight, ProductScale(InputScale(bound))) for name, bound in (("0", 4.0), ("1", 60.0))}
+    return {name: quantize_linear(weight, LinearScales(InputScale(bound))) for name, bound in (("0", 4.0), ("1", 60.0))}
 
 
 def test_equal_weights_of_repeated_layers_keep_their_own_input_scales() -> None:
@@ -106,15 +106,15 @@ def test_equal_weights_of_repeated_layers_keep_their_own_input_scales() -> None:
 def test_more_products_than_modules_of_equal_weights_are_refused() -> None:
     first, second = repeated().values()
     weights = torch.randn(8, 16, generator=dice(1))
-    graph = {"0": first, "1": second, "2": round_product(weights, ProductScale(InputScale(4.0)))}
+    graph = {"0": first, "1": second, "2": quantize_linear(weights, LinearScales(InputScale(4.0)))}
     constants = [numpy_helper.from_array(each.values.numpy(), f"w{name}") for name, each in graph.items()]
     nodes = [helper.make_node("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in graph]
     told = helper.make_tensor_value_info
     outputs = [told(f"y{name}", TensorProto.FLOAT, ["T", 8]) for name in graph]
     made = helper.make_graph(nodes, "g", [told("x", TensorProto.FLOAT, ["T", 16])], outputs, constants)
     model = ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
-    with pytest.raises(LostWeights, match="more products with the weight of 0 than modules have it"):
-        store_integers(model, IntegerModel(2, {"0": first, "1": second}))
+    with pytest.raises(WeightNotFound, match="more products with the weight of 0 than modules have it"):
+        store_integer_matmuls(model, IntegerModel(2, {"0": first, "1": second}))
 
 
 @pytest.mark.parametrize("other", ["none", "output", "consumer"])
@@ -133,7 +133,7 @@ def test_moves_go_into_the_gain_of_a_norm_only_where_it_has_no_other_use(other: 
     between = [told("normed", float32, ["T", 16])] if other != "output" else []
     graph = helper.make_graph(nodes, "g", [told("x", float32, ["T", 16])], outputs, constants, value_info=between)
     model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
-    store_integers(model, IntegerModel(2, {"y": own}))
+    store_integer_matmuls(model, IntegerModel(2, {"y": own}))
     model.graph.sort()
     x = torch.randn(5, 16, generator=dice(5))
     found = dict(zip(sizes, outputs_of(ir.to_proto(model), {"x": x.numpy()}), strict=True))

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from spaceport.exporter.interrupts import interrupts_deferred, interrupts_handled, interrupts_noted
+from spaceport.exporter.interrupts import interrupts_deferred, interrupts_handled, interrupts_recorded
 
 EACH = pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 
@@ -46,7 +46,7 @@ def test_an_interrupt_is_noted_and_comes_when_the_block_ends(kind: signal.Signal
     kept, came_first = signal.getsignal(kind), []
 
     def work() -> None:
-        with interrupts_noted() as came:
+        with interrupts_recorded() as came:
             os.kill(os.getpid(), kind)
             came_first.extend(came)
 
@@ -60,7 +60,7 @@ def test_a_thread_that_cannot_be_interrupted_works_as_well() -> None:
     found: list[list[int]] = []
 
     def work() -> None:
-        with interrupts_noted() as came:
+        with interrupts_recorded() as came:
             found.append(came)
 
     thread = threading.Thread(target=work)

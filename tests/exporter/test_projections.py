@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from spaceport.exporter.projections import join_projections
+from spaceport.exporter.projections import fuse_projections
 
 
 def graph(tied: bool) -> onnx.ModelProto:
@@ -41,7 +41,7 @@ def outputs(model: onnx.ModelProto) -> list[np.ndarray[tuple[int, ...], np.dtype
 def test_products_of_one_input_become_one_with_the_same_results() -> None:
     plain = graph(tied=False)
     model = ir.from_proto(plain)
-    assert join_projections(model) == 1
+    assert fuse_projections(model) == 1
     joined = ir.to_proto(model)
     onnx.checker.check_model(joined, full_check=True)
     assert Counter(node.op_type for node in joined.graph.node) == {"MatMul": 2, "Split": 1, "Add": 1}
@@ -52,7 +52,7 @@ def test_products_of_one_input_become_one_with_the_same_results() -> None:
 
 def test_a_weight_with_another_use_is_left_alone() -> None:
     model = ir.from_proto(graph(tied=True))
-    assert join_projections(model) == 0
+    assert fuse_projections(model) == 0
 
 
 def test_a_bundle_for_onnxruntime_has_two_joined_products_a_layer(tiny_bundle: Path, tiny_append_bundle: Path) -> None:

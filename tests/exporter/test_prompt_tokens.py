@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.prompt_tokens import ASKED, MOST_TOKENS, prompt_tokens
+from spaceport.exporter.prompt_tokens import DEFAULT_QUESTIONS, MAX_PROMPT_TOKENS, prompt_tokens
 from spaceport.graphs.contract.faults import InputFault
 from support.paths import DEMO, TINY
 
@@ -22,7 +22,7 @@ def test_a_text_becomes_its_tokens() -> None:
 def test_of_a_long_prompt_the_end_is_kept() -> None:
     (ids,) = prompt_tokens(open_checkpoint(TINY, TokenFlags()), ["begin " + "x = 1\n" * 2000 + "end"])
     (end,) = prompt_tokens(open_checkpoint(TINY, TokenFlags()), ["\nend"])
-    assert ids.shape == (1, MOST_TOKENS)
+    assert ids.shape == (1, MAX_PROMPT_TOKENS)
     assert ids[0, -1] == end[0, -1]
 
 
@@ -37,5 +37,5 @@ def test_a_chat_goes_through_the_template_and_needs_one() -> None:
 
 def test_without_prompts_a_chat_model_is_asked_a_few_things() -> None:
     checkpoint = open_checkpoint(DEMO, TokenFlags())
-    assert len(prompt_tokens(checkpoint, ())) == len(ASKED)
+    assert len(prompt_tokens(checkpoint, ())) == len(DEFAULT_QUESTIONS)
     assert prompt_tokens(replace(checkpoint, template=None), ()) == ()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.graphs.calibration import calibrate, own_texts
+from spaceport.graphs.calibration import calibrate, calibration_texts
 from spaceport.graphs.int8 import InputScale
 from spaceport.graphs.quantize import integer_modules
 from support.families import FAMILIES, build
@@ -24,7 +24,7 @@ def tiny() -> PreTrainedModel:
 
 
 def scales_of(model: PreTrainedModel, limbs: int = 2, fixed: frozenset[str] = frozenset()) -> dict[str, InputScale]:
-    found = calibrate(model, integer_modules(model), own_texts(model), limbs, fixed)
+    found = calibrate(model, integer_modules(model), calibration_texts(model), limbs, fixed)
     return {name: scale.input for name, scale in found.items()}
 
 
@@ -45,7 +45,7 @@ def test_inputs_behind_norms_have_fixed_scales_that_hold_what_was_seen(tiny: Pre
         return lambda module, given: seen.__setitem__(name, given[0])
 
     handles = [module.register_forward_pre_hook(note(name)) for name, module in modules.items()]  # type: ignore[arg-type]
-    for text in own_texts(tiny):
+    for text in calibration_texts(tiny):
         with torch.no_grad():
             tiny(input_ids=text)
         for name, states in seen.items():
@@ -98,7 +98,7 @@ def test_norms_are_known_by_what_they_give(family: str) -> None:
 
 
 def test_calibration_texts_begin_with_the_prompts(tiny: PreTrainedModel) -> None:
-    _, text = own_texts(tiny, (torch.tensor([[5, 6, 7]]),))
+    _, text = calibration_texts(tiny, (torch.tensor([[5, 6, 7]]),))
     assert text[0, :3].tolist() == [5, 6, 7]
     assert text.shape[1] > 3
 
@@ -106,6 +106,6 @@ def test_calibration_texts_begin_with_the_prompts(tiny: PreTrainedModel) -> None
 def test_texts_stay_within_the_positions_of_the_model() -> None:
     model = build(NAMED["opt"])  # learned positions: a longer text would be an error
     positions = model.config.max_position_embeddings
-    texts = own_texts(model, (torch.arange(positions + 40)[None] % 60,))
+    texts = calibration_texts(model, (torch.arange(positions + 40)[None] % 60,))
     assert [text.shape[1] <= positions for text in texts] == [True, True]
     assert texts[1].shape[1] > 40

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.exporter.adapter import ADAPTER_FILE, write_adapter
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
 from spaceport.graphs.contract.manifest import MODEL_FILE
@@ -133,7 +133,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gated_bundle(tuned: Path) -> Path:
-    export(tuned, tuned.with_name("bundle"), Options())
+    export(tuned, tuned.with_name("bundle"), ExportOptions())
     return tuned.with_name("bundle")
 
 
@@ -151,7 +151,7 @@ def test_an_exported_adapter_changes_mask_rows_and_no_bit_of_others(tiny_bundle:
 
 @pytest.mark.nightly
 def test_an_adapter_exported_for_append_does_the_same(tiny_append_bundle: Path, tuned: Path, tmp_path: Path) -> None:
-    export(tuned, tmp_path / "bundle", Options(lowering="append"))
+    export(tuned, tmp_path / "bundle", ExportOptions(lowering="append"))
     adapter_changes_mask_rows_only(tiny_append_bundle, tmp_path / "bundle")
 
 
@@ -173,7 +173,7 @@ def test_drafts_of_an_adapter_change_no_text(tiny_bundle: Path, gated_bundle: Pa
 
 @pytest.mark.nightly
 def test_drafts_of_an_adapter_change_no_text_of_an_int8_bundle(tuned: Path, tmp_path: Path) -> None:
-    export(tuned, tmp_path / "bundle", Options(weights="int8"))
+    export(tuned, tmp_path / "bundle", ExportOptions(weights="int8"))
     assert run(["check", str(tmp_path / "bundle"), str(tuned), "--threads", "1", "--long", "40"]) == 0
     with Runtime.open(tmp_path / "bundle", max_seq_len=256, threads=1) as runtime:
         for prompt in json.loads((TINY / "prompts.json").read_text("utf-8")).values():

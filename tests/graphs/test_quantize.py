@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.gated import GatedLinear, gate_model
-from spaceport.graphs.int8 import InputScale, ProductScale
-from spaceport.graphs.quantize import RoundedInputs, quantize_model
+from spaceport.graphs.int8 import InputScale, LinearScales
+from spaceport.graphs.quantize import QuantizedInputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
 from support.families import FAMILIES, build
 from support.paths import TINY
@@ -60,9 +60,9 @@ def test_rounding_inputs_to_two_limbs_changes_little_and_to_one_more() -> None:
         integers = quantize_model(model, "int8", activations, "scatter").integers
         weights_only = logits(model)
         assert integers is not None
-        rounded = RoundedInputs(model, integers)
+        rounded = QuantizedInputs(model, integers)
         errors[activations] = float((logits(model) - weights_only).abs().max())
-        assert rounded.values > 0
+        assert rounded.count > 0
         assert float((logits(model) - expected).abs().max()) < 0.2 * float(expected.abs().max())
     assert 0 < errors["int8x2"] < errors["int8"] / 20
 
@@ -72,15 +72,15 @@ def test_values_beyond_a_fixed_scale_are_counted_by_module() -> None:
     found = quantize_model(model, "int8", "int8x2", "scatter").integers
     assert found is not None
     name = "model.layers.0.self_attn.o_proj"
-    scales = {key: ProductScale(product.input) for key, product in found.products.items()}
-    scales[name] = ProductScale(InputScale(1e-4))
+    scales = {key: LinearScales(product.input) for key, product in found.products.items()}
+    scales[name] = LinearScales(InputScale(1e-4))
     again = opened()
     integers = quantize_model(again, "int8", "int8x2", "scatter", scales).integers
     assert integers is not None
-    rounded = RoundedInputs(again, integers)
+    rounded = QuantizedInputs(again, integers)
     logits(again)
-    assert rounded.cut.keys() == {name}
-    assert rounded.cut[name] > 0
+    assert rounded.clipped.keys() == {name}
+    assert rounded.clipped[name] > 0
 
 
 def test_adapters_are_given_what_is_not_rounded() -> None:
@@ -92,7 +92,7 @@ def test_adapters_are_given_what_is_not_rounded() -> None:
     module.B.data.fill_(0.5)
     integers = quantize_model(model, "int8", "int8", "scatter").integers
     assert integers is not None
-    RoundedInputs(model, integers)
+    QuantizedInputs(model, integers)
     states = torch.randn(1, 2, module.in_features, generator=torch.Generator().manual_seed(0))
     module.gate.rows = torch.tensor([[[False], [True]]])
     with torch.no_grad():

@@ -20,7 +20,7 @@ def exported_once(
 ) -> Path:
     """The bundle of a checkpoint as these say, exported by the first of the session's processes that asks for it."""
     # torch and transformers are imported only where a test needs a bundle
-    from spaceport.exporter.export import Options, export
+    from spaceport.exporter.export import ExportOptions, export
     from spaceport.exporter.quiet import quiet_libraries
 
     folder = factory.getbasetemp()
@@ -34,5 +34,5 @@ def exported_once(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             quiet_libraries()
-            export(checkpoint, target, Options(lowering, dtype, weights, asked_activations=activations))
+            export(checkpoint, target, ExportOptions(lowering, dtype, weights, requested_activations=activations))
     return target

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.tools.cli import run
 
@@ -20,7 +20,7 @@ from spaceport.tools.cli import run
 def main(checkpoint: Path, target: Path) -> None:
     torch.set_num_threads(1)
     quiet_libraries()
-    export(checkpoint, target, Options())  # what the libraries do once is done before the children are born
+    export(checkpoint, target, ExportOptions())  # what the libraries do once is done before the children are born
     print("ready", flush=True)
     for _ in sys.stdin:
         child = os.fork()

@@ -14,8 +14,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from spaceport.exporter.export import Options, export
-from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.exporter.export import ExportOptions, export
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, Flavour
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Precision
 from spaceport.runtime.backends import BACKENDS
@@ -31,7 +31,7 @@ from spaceport.tools.demo.prompts import prompts_of
 ROWS = (1, 4, 9, 16, 36, 64)
 REQUESTS = 8
 LENGTH = 1024  # longest text of the bundles that are measured
-_FAULTS = (InputFault, OptionFault, MissingPart, EngineFault)  # of one way: the others are measured all the same
+_FAULTS = (InputFault, OptionFault, MissingDependency, EngineFault)  # of one way: the others are measured all the same
 _PACKAGES = ("torch", "onnxruntime-gpu", "onnxruntime", "tensorrt-cu13", "tensorrt-rtx", "spaceport")
 
 
@@ -76,7 +76,7 @@ def bundle_of(options: GpuBenchOptions, checkpoint: Path, lowering: Lowering) ->
     """The checkpoint's bundle, exported if it is not there from an earlier run."""
     target = options.work / f"{checkpoint.name}-{lowering}-{options.dtype}"
     if not target.exists():
-        export(checkpoint, target, Options(lowering=lowering, dtype=options.dtype))
+        export(checkpoint, target, ExportOptions(lowering=lowering, dtype=options.dtype))
     return target
 
 

@@ -107,7 +107,7 @@ class MadeUpEngine:
 def writable_tokens(manifest: Manifest, most: int) -> NDArray[np.int64]:
     """The first tokens that a text may have, `most` of them or all that there are."""
     tokens = manifest.tokens
-    special = {*tokens.end, *tokens.unwritable, *tokens.forking}
+    special = {*tokens.end, *tokens.forbidden, *tokens.fork_ids}
     return np.setdiff1d(np.arange(min(manifest.signature.vocab_size, most + len(special))), list(special))[:most]
 
 

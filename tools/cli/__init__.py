@@ -11,7 +11,7 @@ from typing import ClassVar
 import click
 
 from spaceport import __version__
-from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
 from spaceport.tools.cli.lazy import LazyGroup
 
@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
         return _fail(error, USAGE)
     except InputFault as error:
         return _fail(error, INPUT)
-    except MissingPart as error:
+    except MissingDependency as error:
         return _fail(error, MISSING)
     except ModuleNotFoundError as error:
         return _lacking(error, arguments)

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from spaceport.exporter.tensorrt.append_graph import refuse_scatter
-from spaceport.exporter.tensorrt.build import Outcome, build_engine, host_memory
+from spaceport.exporter.tensorrt.build import BuildResult, build_engine, host_memory
 from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, open_library, target_of
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, open_library, target_of
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
@@ -107,7 +107,7 @@ def command(
     scratch = None if workspace is None else workspace << 20
     memory, outcomes = _memory(manifest, shapes), []
     for name in targets:
-        recipe = Recipe(name, shapes, scratch, refittable, manifest.max_mask_slots, timing_cache)
+        recipe = BuildOptions(name, shapes, scratch, refittable, manifest.max_mask_slots, timing_cache)
         with building(f"{library.name} for {name}", memory) as progress:
             outcome = build_engine(
                 bundle,
@@ -168,7 +168,7 @@ def _refuse_targets(manifest: Manifest, targets: Sequence[str]) -> None:
 
 
 def _refuse_integers(bundle: Path, manifest: Manifest) -> None:
-    if manifest.integer_products:
+    if manifest.integer_matmuls:
         raise InputFault(
             f"{bundle}: its products are of 8-bit integers, which TensorRT does not have in this form: export the checkpoint "
             "with --weights float8 or int4, or as it is"
@@ -196,7 +196,7 @@ def _memory(manifest: Manifest, shapes: Shapes) -> str:
     )
 
 
-def _told(bundle: Path, outcome: Outcome) -> str:
+def _told(bundle: Path, outcome: BuildResult) -> str:
     record = outcome.record
     lines = []
     if record.decomposed:
@@ -210,6 +210,6 @@ def _told(bundle: Path, outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _as_dict(outcome: Outcome) -> dict[str, Any]:
+def _as_dict(outcome: BuildResult) -> dict[str, Any]:
     told = {"built": outcome.built, "activation": outcome.activation, "decomposed_why": outcome.decomposed or None}
     return {"name": outcome.name, **asdict(outcome.record), **told}

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import click
 
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -96,7 +96,7 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
     with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as folder:
         bundle = Path(folder) / "bundle"
         with stages() as stage:
-            export(checkpoint, bundle, Options(), stage=stage)
+            export(checkpoint, bundle, ExportOptions(), stage=stage)
             report = check(open_bundle(bundle), CheckOptions(checkpoint, length=_LONG, threads=threads), stage)
         worst = max(report.differences, key=lambda difference: difference.max_error)
         click.echo(

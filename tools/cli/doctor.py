@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from spaceport import __version__
-from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.device import NoGpu, gpu
@@ -45,12 +45,12 @@ PACKAGES = {
 # argv: a backend. Prints what it runs with, or ends with why it cannot.
 PROBE = """
 import sys
-from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.backends import BACKENDS, require_module
 name = sys.argv[1]
 try:
     require_module(name)
-except MissingPart as error:
+except MissingDependency as error:
     sys.exit(str(error))
 module = sys.modules[BACKENDS[name].module]
 if name == "onnxruntime-cuda":
@@ -64,10 +64,10 @@ print(f"{BACKENDS[name].module} {module.__version__}{providers}")
 BUILDER = """
 import sys
 from spaceport.exporter.tensorrt.to_tensorrt import open_library
-from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingDependency
 try:
     library = open_library(sys.argv[1])
-except MissingPart as error:
+except MissingDependency as error:
     sys.exit(str(error))
 print(library.version, *library.targets, sep="\\n")
 """
@@ -139,7 +139,7 @@ def _install(package: str, versions: dict[str, str | None]) -> str | None:
 def _backend(name: str) -> dict[str, Any]:
     try:
         require_device(name)
-    except MissingPart as error:
+    except MissingDependency as error:
         return {"backend": name, "ready": False, "why": str(error)}
     ready, said = _probe(PROBE, name)
     return {"backend": name, "ready": ready, "why": ", ".join(said)}

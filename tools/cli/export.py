@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from spaceport.exporter.export import Options, TokenFlags, export
+from spaceport.exporter.export import ExportOptions, TokenFlags, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, LOWERINGS, PRECISIONS, WEIGHTS
@@ -113,7 +113,7 @@ def command(
     if calibrate is not None and (weights != "int8" or activations == "float"):
         raise OptionFault(f"--calibrate is {calibrate}: expected --weights int8 with it, whose inputs are rounded")
     prompts = () if calibrate is None else tuple(one.prompt for one in read_prompts(calibrate))
-    options = Options(lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations, prompts)
+    options = ExportOptions(lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations, prompts)
     with listening() as interrupts, stages() as stage:
         manifest = export(checkpoint, bundle, options, overwrite, lambda name: _begin(name, stage, interrupts))
     if as_json:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.exporter.interrupts import interrupts_handled
-from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.tools.tune.job import TrainingCallbacks
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 
@@ -189,7 +189,7 @@ def _events(folder: Path) -> Iterator[Callable[[TrainingMeasurement, str], None]
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
-        raise MissingPart("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+        raise MissingDependency("--tensorboard needs the package tensorboard: pip install tensorboard") from error
     with SummaryWriter(str(folder)) as writer:
 
         def write(found: TrainingMeasurement, kind: str) -> None:

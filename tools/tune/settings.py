@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import MOST_MASK_SLOTS
+from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 
 Objective = Literal["sar", "apar", "both"]
 DEFAULT_CUTOFF = 2048  # or as many positions as a model has, where they are fewer
@@ -49,7 +49,7 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
-            ("mask-slots", self.mask_slots, 1, MOST_MASK_SLOTS),
+            ("mask-slots", self.mask_slots, 1, MAX_MASK_SLOTS),
             ("anchors", self.anchors, 1, None),
             ("drop-rate", self.drop_rate, 0, 1),
             ("mask-weight", self.mask_weight, 0, None),

@@ -11,8 +11,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention
 from spaceport.graphs.decoder import freeze_rotary
+from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
-from spaceport.graphs.proof import proof_ids, require_equal, unmodified_logits
 from spaceport.graphs.traits import Traits, probe, reasons, refuse_by_config
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
 
@@ -32,7 +32,7 @@ class Trainee(nn.Module):
         self.model = model
         self._traits = traits
         self._mask_slots = mask_slots
-        if traits.entrance == "interface":
+        if traits.attention_hook == "interface":
             model.set_attn_implementation(NAME)
 
     @property
@@ -65,9 +65,9 @@ class Trainee(nn.Module):
         if self._traits.window is not None:
             near = positions[:, :, None] - positions[:, None, :] < self._traits.window
             planes = torch.cat((planes, (visible & near)[:, None]), dim=1)
-        if self._traits.entrance == "interface":
+        if self._traits.attention_hook == "interface":
             return planes
-        return attention.additive(planes, _working_type(self.model))
+        return attention.additive_mask(planes, _working_type(self.model))
 
 
 def trainee_of(model: PreTrainedModel, mask_slots: int) -> Trainee:
@@ -76,7 +76,7 @@ def trainee_of(model: PreTrainedModel, mask_slots: int) -> Trainee:
     model.eval()
     with torch.no_grad():
         traits = probe(model)
-        ids = proof_ids(model, traits)
+        ids = comparison_ids(model, traits)
         expected = unmodified_logits(model, ids, traits)
         freeze_rotary(model)
         trainee = Trainee(model, traits, mask_slots)
@@ -96,7 +96,7 @@ def _prove(trainee: Trainee, ids: Tensor, expected: Tensor) -> None:
     visible = (order[:, None] >= order[None, :])[None]
     wanted = torch.ones_like(ids, dtype=torch.bool)
     logits = trainee.logits(ids[:, order], order[None], visible, wanted)
-    require_equal(trainee.model, "over packed rows", logits, expected[0, order])
+    require_equal_logits(trainee.model, "over packed rows", logits, expected[0, order])
 
 
 def _attend(
@@ -113,7 +113,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """What transformers calls in place of its own attention; torch's kernels where they can say it."""
     attention.refuse_unknown(others)
-    mask = attention.plane(attention_mask, sliding_window is not None)
+    mask = attention.mask_plane(attention_mask, sliding_window is not None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if softcap is None:
         grouped = query.shape[1] != key.shape[1]

@@ -17,7 +17,7 @@ from onnx import GraphProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph, fix_capacity, lint
-from spaceport.exporter.tensorrt.attention_products import UnknownAttention, attention_nodes, write_out
+from spaceport.exporter.tensorrt.decomposed_attention import UnexpectedAttention, attention_nodes, decompose_attention
 from spaceport.exporter.tensorrt.profiles import Shapes, profiles
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Signature
@@ -188,7 +188,7 @@ def test_attention_written_out_is_the_operator(
     attending = Attending("float32", groups * kv_heads, kv_heads, head_dim, 2, softcap, scale)
     model = attending.model(seed)
     expected = outputs(model, attending, seed, visible, rows)
-    assert write_out(model, attending.signature) == 2
+    assert decompose_attention(model, attending.signature) == 2
     assert attention_nodes(model) == []
     onnx.checker.check_model(model, full_check=True)
     for found, wanted in zip(outputs(model, attending, seed, visible, rows), expected, strict=True):
@@ -200,8 +200,8 @@ def test_attention_with_what_no_export_writes_is_not_written_out() -> None:
     model = attending.model()
     (node,) = attention_nodes(model)
     node.attribute.append(helper.make_attribute("is_causal", 1))
-    with pytest.raises(UnknownAttention, match="attributes is_causal: expected query, key, value, mask"):
-        write_out(model, attending.signature)
+    with pytest.raises(UnexpectedAttention, match="attributes is_causal: expected query, key, value, mask"):
+        decompose_attention(model, attending.signature)
 
 
 def test_profiles_cover_steps_and_prompts_up_to_what_is_asked() -> None:

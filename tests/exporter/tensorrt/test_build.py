@@ -24,7 +24,7 @@ from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_gr
 from spaceport.exporter.tensorrt.build import build_engine
 from spaceport.exporter.tensorrt.engines import ChangedBundle, name_of, store
 from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, build, open_library
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, build, open_library
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA
 from spaceport.runtime.backends import trust
@@ -37,14 +37,14 @@ from support.small_bundle import edit
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
 
 PROGRAM = "from spaceport.tools.cli import main; main()"
-RECIPE = Recipe("sm89", Shapes(1024, 4, 64, 512))
+RECIPE = BuildOptions("sm89", Shapes(1024, 4, 64, 512))
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is trusted is noted where the test is, and not where the user's is."""
+    """What is trusted is recorded_layer_outputs where the test is, and not where the user's is."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 

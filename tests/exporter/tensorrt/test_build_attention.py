@@ -9,7 +9,7 @@ import pytest
 from spaceport.exporter.tensorrt import to_tensorrt
 from spaceport.exporter.tensorrt.append_graph import append_graph
 from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import Attention, Library, Recipe, attention_of, build, open_library
+from spaceport.exporter.tensorrt.to_tensorrt import Attention, BuildOptions, Library, attention_of, build, open_library
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
@@ -18,14 +18,14 @@ from support.append_bundle import Attending
 
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
 
-RECIPE = Recipe("sm89", Shapes(1024, 4, 64, 512))
+RECIPE = BuildOptions("sm89", Shapes(1024, 4, 64, 512))
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is trusted is noted where the test is, and not where the user's is."""
+    """What is trusted is recorded_layer_outputs where the test is, and not where the user's is."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 

@@ -11,9 +11,9 @@ import torch
 
 from spaceport.exporter.tensorrt import to_tensorrt
 from spaceport.exporter.tensorrt.append_graph import append_graph
-from spaceport.exporter.tensorrt.builder_monitor import Said, logger_of
+from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, logger_of
 from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import Library, Recipe, open_library
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, open_library
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Precision, Signature, Weights
@@ -81,7 +81,7 @@ def exported(family: Family, folder: Path) -> Signature:
 def attention_in(folder: Path, signature: Signature, target: str) -> to_tensorrt.Attention:
     """How attention came out in the engine for a target."""
     model = append_graph(folder, signature, SHAPES.capacity)
-    engine = to_tensorrt.build(library(), model, folder, signature, Recipe(target, SHAPES))
+    engine = to_tensorrt.build(library(), model, folder, signature, BuildOptions(target, SHAPES))
     assert engine.plan.nbytes > 100_000
     return engine.attention
 
@@ -99,7 +99,7 @@ def test_an_engine_of_a_familys_graph_is_built(family: Family, target: str, tmp_
 
 def test_engines_reckon_in_float32_and_in_memory_that_is_given_to_them() -> None:
     trt = library().module
-    config = to_tensorrt._config(library(), trt.Builder(logger_of(trt, Said())), Recipe("sm89", SHAPES))
+    config = to_tensorrt._config(library(), trt.Builder(logger_of(trt, BuildMessages())), BuildOptions("sm89", SHAPES))
     assert not config.get_flag(trt.BuilderFlag.TF32)
     assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
 
@@ -126,9 +126,9 @@ def test_small_numbers_are_built_for_the_gpus_that_have_them(
     bundle = exported_once(tmp_path_factory, "append", TINY, dtype, weights)
     signature = read_manifest(bundle).signature
     model = append_graph(bundle, signature, SHAPES.capacity)
-    engine = to_tensorrt.build(library(), model, bundle, signature, Recipe(target, SHAPES))
+    engine = to_tensorrt.build(library(), model, bundle, signature, BuildOptions(target, SHAPES))
     assert engine.attention.decomposed == 0
     if weights == "float8":
         model = append_graph(bundle, signature, SHAPES.capacity)
         with pytest.raises(OptionFault, match=r"--target is sm80: .* without --weights float8"):
-            to_tensorrt.build(library(), model, bundle, signature, Recipe("sm80", SHAPES))
+            to_tensorrt.build(library(), model, bundle, signature, BuildOptions("sm80", SHAPES))

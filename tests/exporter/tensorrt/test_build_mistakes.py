@@ -14,14 +14,14 @@ import pytest
 from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph
 from spaceport.exporter.tensorrt.build import build_engine
-from spaceport.exporter.tensorrt.builder_monitor import Said, logger_of
+from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, logger_of
 from spaceport.exporter.tensorrt.profiles import Shapes
 from spaceport.exporter.tensorrt.to_tensorrt import (
     BuildFault,
+    BuildOptions,
     Library,
-    Recipe,
     build,
-    fault_of,
+    build_fault,
     open_library,
     read_cache,
     target_of,
@@ -37,7 +37,7 @@ from support.small_bundle import edit
 
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
 
-RECIPE = Recipe("sm89", Shapes(1024, 4, 64, 512))
+RECIPE = BuildOptions("sm89", Shapes(1024, 4, 64, 512))
 KNOWN = "sm75, sm80, sm86, sm89, sm120, sm121"
 WITHOUT_GPU = pytest.mark.skipif(no_gpu() is None, reason="there is a GPU here")
 
@@ -46,7 +46,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is trusted is noted where the test is, and not where the user's is."""
+    """What is trusted is recorded_layer_outputs where the test is, and not where the user's is."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -251,17 +251,17 @@ def test_a_type_that_a_target_lacks_is_told_as_such(bundle: Path, library: Libra
 
 
 def test_what_nobody_foresaw_is_told_in_the_builders_words(library: Library) -> None:
-    said = Said(errors=["first things first", "kernel\nfell over"])
-    fault = fault_of(library, RECIPE, said)
+    said = BuildMessages(errors=["first things first", "kernel\nfell over"])
+    fault = build_fault(library, RECIPE, said)
     assert isinstance(fault, BuildFault)
     assert re.search("could not build for sm89: first things first kernel fell over: expected", str(fault))
-    assert "it says no reason" in str(fault_of(library, RECIPE, Said()))
+    assert "it says no reason" in str(build_fault(library, RECIPE, BuildMessages()))
 
 
 @pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX:DeprecationWarning")
 def test_a_timing_cache_that_is_none_is_refused_and_a_new_name_begins_one(library: Library, tmp_path: Path) -> None:
     """TensorRT-RTX has the calls, which do nothing there, and reads the file all the same."""
-    said = Said()
+    said = BuildMessages()
     logger = logger_of(library.module, said)
     config = library.module.Builder(logger).create_builder_config()
     file = tmp_path / "times"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.exporter.tensorrt.builder_monitor import Advance, Said
+from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, BuildProgress
 
 
 def test_a_phase_counts_for_the_step_that_it_is_part_of() -> None:
     heard: list[tuple[float, str]] = []
-    advance = Advance(lambda done, phase: heard.append((done, phase)), lambda: False)
+    advance = BuildProgress(lambda done, phase: heard.append((done, phase)), lambda: False)
     advance.begin("all", 4)
     advance.begin("parse", 2)
     advance.step("parse", 0)
@@ -25,7 +25,7 @@ def test_a_phase_counts_for_the_step_that_it_is_part_of() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 6)), max_size=30))
 def test_whatever_phases_come_the_number_never_goes_back(events: list[tuple[str, int]]) -> None:
     heard: list[float] = []
-    advance = Advance(lambda done, phase: heard.append(done), lambda: False)
+    advance = BuildProgress(lambda done, phase: heard.append(done), lambda: False)
     advance.begin("all", 3)
     for name, step in events:
         if step < 0:
@@ -39,7 +39,7 @@ def test_whatever_phases_come_the_number_never_goes_back(events: list[tuple[str,
 
 
 def test_errors_and_the_memory_of_the_largest_profile_are_kept() -> None:
-    said = Said()
+    said = BuildMessages()
     for severity, text in (
         (0, "internal"),
         (1, "error"),
@@ -49,4 +49,4 @@ def test_errors_and_the_memory_of_the_largest_profile_are_kept() -> None:
         (4, "chatter"),
     ):
         said.hear(severity, text)
-    assert said == Said(["internal", "error"], ["warning"], 700)
+    assert said == BuildMessages(["internal", "error"], ["warning"], 700)

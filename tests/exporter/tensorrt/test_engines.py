@@ -1,4 +1,4 @@
-"""Storing: what an engine's way into a bundle leaves alone, and where nothing can be noted of it."""
+"""Storing: what an engine's way into a bundle leaves alone, and where nothing can be recorded_layer_outputs of it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ JSON = st.recursive(
 READERS: dict[str, tuple[Callable[[JsonField], object], Callable[[Any], bool]]] = {
     "whole": (JsonField.whole, lambda value: type(value) is int and 0 <= value < 1000),
     "text": (JsonField.text, lambda value: type(value) is str),
-    "truth": (JsonField.truth, lambda value: type(value) is bool),
+    "boolean": (JsonField.boolean, lambda value: type(value) is bool),
     "object": (JsonField.object, lambda value: type(value) is dict),
     "texts": (JsonField.texts, lambda value: type(value) is dict and all(type(v) is str for v in value.values())),
     "wholes": (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spaceport.graphs.contract.faults import InputFault, MissingPart, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.graphs.contract.signature import Lowering, Precision
 from spaceport.runtime import backends
@@ -250,7 +250,7 @@ def test_a_backend_that_needs_a_gpu_says_so_before_all_else(bundle: Bundle, back
     message = f"backend {backend} needs an NVIDIA GPU: no NVIDIA driver here"
     for kind in (bundle, scattered(bundle)):
         assert why_not(kind, backend, OPENING) == message
-        with pytest.raises(MissingPart, match=message):
+        with pytest.raises(MissingDependency, match=message):
             open_engine(kind, backend, OPENING)
 
 
@@ -260,7 +260,7 @@ def test_an_onnxruntime_without_cuda_is_told_from_one_with_it(bundle: Bundle) ->
     if "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("this onnxruntime has CUDA")
     message = r"needs an onnxruntime with CUDA, this one has .*CPUExecutionProvider: pip uninstall onnxruntime onnxrunt"
-    with pytest.raises(MissingPart, match=message):
+    with pytest.raises(MissingDependency, match=message):
         require(scattered(bundle), "onnxruntime-cuda", OPENING)
 
 
@@ -282,7 +282,7 @@ def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(bundl
         r"needs onnxruntime-gpu alone: .*both installed.*: pip uninstall onnxruntime onnxruntime-gpu, then pip install "
         r"'spaceport\[gpu\]'"
     )
-    with pytest.raises(MissingPart, match=message):
+    with pytest.raises(MissingDependency, match=message):
         require(scattered(bundle), "onnxruntime-cuda", OPENING)
     require(scattered(bundle), "onnxruntime", OPENING)  # on the processor either of them runs
     name, notes = choose(scattered(bundle), OPENING)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
@@ -46,7 +46,7 @@ def built(request: pytest.FixtureRequest, flavour: Flavour, tmp_path_factory: py
     """The demo model with an engine for the GPU that is here."""
     quiet_libraries()
     bundle = tmp_path_factory.mktemp("gpu") / f"demo-{request.param}"
-    export(DEMO, bundle, Options(lowering="append", dtype=request.param))
+    export(DEMO, bundle, ExportOptions(lowering="append", dtype=request.param))
     asked = ["--flavour", flavour, "--max-requests", "4", "--max-seq-len", str(LENGTH)]
     assert run(["build", str(bundle), *asked]) == 0
     return bundle
@@ -136,7 +136,7 @@ def test_an_engine_for_another_gpu_is_refused(
     if flavour == "tensorrt":
         pytest.skip("tensorrt builds for the GPU that is here only")
     quiet_libraries()
-    export(TINY, tmp_path / "tiny", Options(lowering="append", dtype="float16"))
+    export(TINY, tmp_path / "tiny", ExportOptions(lowering="append", dtype="float16"))
     other = "sm80" if device.gpu().target != "sm80" else "sm89"
     assert run(["build", str(tmp_path / "tiny"), "--flavour", flavour, "--target", other]) == 0
     assert run(["generate", str(tmp_path / "tiny"), "x", "--backend", flavour]) == 3

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.exporter.selection_graph import write_selection
-from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import SELECTION_FILE
 from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
@@ -290,7 +290,7 @@ def test_libraries_are_looked_for_without_a_word(capfd: pytest.CaptureFixture[st
 def test_a_provider_that_does_not_start_is_an_error_and_no_slow_engine(tiny_bundle: Path) -> None:
     if "CUDAExecutionProvider" not in ort.get_available_providers() or no_gpu() is None:
         pytest.skip("needs onnxruntime-gpu on a machine without a GPU")
-    with pytest.raises(MissingPart, match="does not start CUDA"):
+    with pytest.raises(MissingDependency, match="does not start CUDA"):
         on_cuda.open_engine(open_bundle(tiny_bundle), Opening(512, 1))
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
-from spaceport.graphs.contract.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
@@ -495,7 +495,7 @@ def test_a_text_whose_tokens_all_are_banned_says_where() -> None:
 
 def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingPart, match=re.escape("pip install 'spaceport[grammar]'")):
+    with pytest.raises(MissingDependency, match=re.escape("pip install 'spaceport[grammar]'")):
         open_vocabulary(BYTES, PADDED, (1,))
 
 
@@ -549,7 +549,7 @@ def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(
         for drafting in (Drafting(), Drafting(5), Drafting(5, "chain"), Drafting(3, lookup=4)):
             config = RequestConfig(
                 tokens=manifest.tokens,
-                selector=constrained(greedy(manifest.tokens.unwritable), form, vocabulary),
+                selector=constrained(greedy(manifest.tokens.forbidden), form, vocabulary),
                 max_length=len(prompt) + 150,
                 max_total=150,
                 drafting=drafting,

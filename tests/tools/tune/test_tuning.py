@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.opening import Opening
@@ -248,7 +248,7 @@ def test_gated_adapters_leave_ordinary_rows_to_the_bit_through_the_export(
         if "embed_tokens" in name:
             kept[MASK] = False
         assert torch.equal(after[name][kept], tensor[kept])
-    export(tmp_path / "tuned", tmp_path / "bundle", Options())
+    export(tmp_path / "tuned", tmp_path / "bundle", ExportOptions())
     ids = [0, 30, 31, 32, 33, 34, MASK, MASK]
     base, tuned = logits_of(tiny_bundle, ids), logits_of(tmp_path / "bundle", ids)
     others = [token for token in range(base.shape[1]) if token != MASK]
@@ -271,7 +271,7 @@ def test_a_tuned_checkpoint_is_exported_as_it_is(whole: TuningOutcome, folder: P
     assert json.loads((tuned / "config.json").read_text())["dtype"] == "float16"
     for name in ("generation_config.json", "chat_template.jinja"):
         assert (tuned / name).read_bytes() == (TINY / name).read_bytes()
-    export(tuned, tmp_path / "bundle", Options())
+    export(tuned, tmp_path / "bundle", ExportOptions())
     with Runtime.open(tmp_path / "bundle", max_seq_len=128) as runtime:
         plain = runtime.generate("import json", Decoding(max_tokens=12, mask_slots=0))
         drafted = runtime.generate("import json", Decoding(max_tokens=12, mask_slots=3))

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.job import TuningJob
@@ -102,7 +102,7 @@ def test_a_model_that_grew_is_tuned_and_exported(tmp_path: Path) -> None:
     tune(TuningJob(checkpoint, tmp_path / "tuned", (data,), settings))
     opened = open_checkpoint(tmp_path / "tuned", TokenFlags())
     assert (opened.tokens.mask, opened.config.vocab_size) == ((VOCAB,), 128)
-    export(tmp_path / "tuned", tmp_path / "bundle", Options(lowering="append"))
+    export(tmp_path / "tuned", tmp_path / "bundle", ExportOptions(lowering="append"))
     with Runtime.open(tmp_path / "bundle", max_seq_len=64) as runtime:
         prompt = chr(0x105) * 4
         drafted = runtime.generate(prompt, Decoding(max_tokens=8, mask_slots=2))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spaceport.graphs.contract.faults import InputFault, MissingPart
+from spaceport.graphs.contract.faults import InputFault, MissingDependency
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.compare.measures import Workload, measures_of
@@ -39,7 +39,9 @@ class CompareOptions:
 def compare(options: CompareOptions, say: Say) -> Comparison:
     """Every runtime that is there, measured; the others with their reasons."""
     if not sys.platform.startswith("linux"):
-        raise MissingPart(f"bench compare reads CPU time and memory from /proc: expected Linux, this is {sys.platform}")
+        raise MissingDependency(
+            f"bench compare reads CPU time and memory from /proc: expected Linux, this is {sys.platform}"
+        )
     if options.gguf is not None and not options.gguf.is_file():
         raise InputFault(f"--gguf {options.gguf}: no such file: expected a GGUF file")
     work = WorkFolder(options.work, options.checkpoint)

@@ -114,7 +114,7 @@ def write_answer(
 
 def greedy_for(tokens: TokenIds, max_depth: int = DEPTH) -> Greedy:
     """Greedy decoding of a model that may fork this deep."""
-    return Greedy(Bans(frozenset(tokens.unwritable), tokens.fork, tokens.child, max_depth))
+    return Greedy(Bans(frozenset(tokens.forbidden), tokens.fork, tokens.child, max_depth))
 
 
 def _line(thread: Thread, prompt: int, ends: dict[tuple[int, ...], int]) -> AnswerThread:

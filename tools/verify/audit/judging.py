@@ -61,10 +61,10 @@ class Rule:
 
 def rule_for(group: DraftGroup, tokens: TokenIds) -> Rule:
     """The rule of a group of kinds."""
-    never = frozenset(tokens.unwritable)
+    never = frozenset(tokens.forbidden)
     if group.forks:
         return Rule(tokens, Bans(never, tokens.fork, tokens.child, Decoding.max_depth), group.seed)
-    return Rule(tokens, Bans(never | frozenset(tokens.forking)), group.seed)
+    return Rule(tokens, Bans(never | frozenset(tokens.fork_ids)), group.seed)
 
 
 def mismatches(

@@ -182,7 +182,7 @@ class _Builder:
         self._random = random
         self.left_out: list[str] = []
         told = manifest.tokens
-        special = {*told.unwritable, *told.forking}
+        special = {*told.forbidden, *told.fork_ids}
         self._words = np.array([i for i in range(manifest.signature.vocab_size) if i not in special], np.int64)
         # A model that does not fork has no tokens for it: to an engine they are tokens as any others.
         fork, child = (int(word) for word in self._words[:2])
@@ -259,7 +259,7 @@ class _Builder:
         return _ForksAt(self._greedy(), self._tokens.fork, frozenset(places))
 
     def _greedy(self) -> Greedy:
-        return greedy((*self._tokens.unwritable, *self._tokens.forking))
+        return greedy((*self._tokens.forbidden, *self._tokens.fork_ids))
 
     def _request(
         self,

@@ -12,11 +12,11 @@ import torch
 from onnx import TensorProto, helper
 
 from spaceport.graphs.contract.dtypes import DTYPES
-from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import Decoder
-from spaceport.graphs.marks import Marked, attention_mark, output_mark
+from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs, attention_output_name, layer_output_name
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.verify.accuracy import Array
@@ -37,7 +37,7 @@ class ModelInside:
 
     def __init__(self, engine: TorchEngine, room: Room) -> None:
         assert isinstance(engine.module, Decoder)
-        self._marked = Marked(engine.module)
+        self._marked = DecoderWithLayerOutputs(engine.module)
         self._names = [tensor.name for tensor in engine.signature.outputs]
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._call = replay(TorchEngine(self._watched, engine.signature, room.capacity, room.requests, engine.device))
@@ -111,7 +111,9 @@ def float32_at_the_edges(model: onnx.ModelProto, signature: Signature) -> None:
 
 
 def _marks(signature: Signature) -> tuple[str, ...]:
-    return tuple(mark(layer) for layer in range(signature.layers) for mark in (attention_mark, output_mark))
+    return tuple(
+        mark(layer) for layer in range(signature.layers) for mark in (attention_output_name, layer_output_name)
+    )
 
 
 def _together(moves: Array) -> list[tuple[int, Any, Any]]:
@@ -130,7 +132,7 @@ def _session(model: onnx.ModelProto, bundle: Bundle, threads: int, cuda: bool) -
     try:
         return ort.InferenceSession(model.SerializeToString(), options, providers=providers, enable_fallback=0)
     except ort.capi.onnxruntime_pybind11_state.NotImplemented as error:
-        raise MissingPart(
+        raise MissingDependency(
             f"{bundle.path}: onnxruntime here does not run its graph ({error}), by which layers are compared: leave "
             "--layers out, or run it on a machine with onnxruntime-gpu and a GPU"
         ) from error

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spaceport.graphs.contract.signature import Signature
-from spaceport.graphs.marks import attention_mark, output_mark
+from spaceport.graphs.layer_outputs import attention_output_name, layer_output_name
 from spaceport.tools.verify.accuracy import Array, Feed
 from spaceport.tools.verify.check.inside import Inside
 
@@ -92,7 +92,7 @@ def parts_of(signature: Signature, marks: Sequence[str]) -> tuple[LayerValue, ..
     for layer in range(signature.layers):
         key, value = signature.present[2 * layer : 2 * layer + 2]
         parts += [LayerValue(key.name, layer, "keys"), LayerValue(value.name, layer, "values")]
-        marked = ((attention_mark(layer), "attention"), (output_mark(layer), "output"))
+        marked = ((attention_output_name(layer), "attention"), (layer_output_name(layer), "output"))
         parts += [LayerValue(name, layer, told) for name, told in marked if name in marks]
     return (*parts, LayerValue("logits", None, "logits"))
 

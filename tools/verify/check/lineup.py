@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.faults import MissingPart, OptionFault
+from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import EngineRecord, Manifest
 from spaceport.graphs.contract.signature import Activations, Precision
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
@@ -96,7 +96,7 @@ def line_up(bundle: Bundle, options: CheckOptions) -> Lineup:
         absent = {name: reason for name in BACKENDS if (reason := why_not(bundle, name, opening)) is not None}
     named = [name for name in options.backends or BACKENDS if name not in absent]
     if not named:
-        raise MissingPart(f"{bundle.path}: nothing runs it here: {'; '.join(by_reason(absent))}")
+        raise MissingDependency(f"{bundle.path}: nothing runs it here: {'; '.join(by_reason(absent))}")
     contenders = [
         *_references(bundle, options, room),
         *(_backend(bundle, name, opening) for name in dict.fromkeys(named)),

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.product_scales import read_scales
+from spaceport.exporter.quantization_scales import read_scales
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import Weights
-from spaceport.graphs.quantize import RoundedInputs, quantize_model
+from spaceport.graphs.quantize import QuantizedInputs, quantize_model
 from spaceport.runtime.bundle import Bundle
 
 TEXTS = 4
@@ -56,16 +56,16 @@ def measure_rounding(bundle: Bundle, folder: Path, remote_code: bool = False, se
         expected = log_probabilities(unrounded, texts)
         del unrounded  # two models need not fit into the memory
         rounded = load_model(checkpoint, manifest.signature.dtype)
-        scales = read_scales(bundle.path) if manifest.integer_products else None
+        scales = read_scales(bundle.path) if manifest.integer_matmuls else None
         found = quantize_model(
             rounded, manifest.weights, manifest.activations, manifest.signature.lowering, scales
         ).integers
-        inputs = None if found is None else RoundedInputs(rounded, found)
+        inputs = None if found is None else QuantizedInputs(rounded, found)
         got = log_probabilities(cast(PreTrainedModel, rounded.to(torch.float32)), texts)  # type: ignore[arg-type]
     measured = agreement(manifest.weights, expected, got)
     if inputs is None:
         return measured
-    return replace(measured, inputs=inputs.values, cut=sum(inputs.cut.values()))
+    return replace(measured, inputs=inputs.count, cut=sum(inputs.clipped.values()))
 
 
 def agreement(weights: Weights, expected: Tensor, got: Tensor) -> Agreement:

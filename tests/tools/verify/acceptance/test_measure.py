@@ -105,7 +105,7 @@ def test_every_mask_slot_is_asked_behind_every_place(
 
 def writable(logits: NDArray[np.float32], tokens: TokenIds, banned: set[int | None]) -> int:
     """The likeliest token that may be written."""
-    allowed = [token for token in range(logits.size) if token not in banned | set(tokens.unwritable)]
+    allowed = [token for token in range(logits.size) if token not in banned | set(tokens.forbidden)]
     return max(allowed, key=lambda token: float(logits[token]))
 
 

@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 
-from spaceport.exporter.export import Options, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.decoder import Decoder
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
@@ -85,7 +85,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     build(replace(family, options={**family.options, "vocab_size": 640})).save_pretrained(folder / "checkpoint")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / "checkpoint")
-    export(folder / "checkpoint", folder / "bundle", Options(dtype="float16"))
+    export(folder / "checkpoint", folder / "bundle", ExportOptions(dtype="float16"))
     return folder / "checkpoint", folder / "bundle"
 
 

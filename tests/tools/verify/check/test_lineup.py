@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.faults import MissingPart
+from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.backends import by_reason
@@ -174,7 +174,7 @@ def test_without_a_checkpoint_one_engine_has_nothing_to_be_compared_with(
 def test_a_model_that_only_pytorch_runs_here_is_not_called_checked(tmp_path: Path) -> None:
     manifest = fill(tmp_path)
     bundle = Bundle(tmp_path, replace(manifest, signature=replace(manifest.signature, dtype="bfloat16")))
-    with pytest.raises(MissingPart, match=r"nothing runs it here: .*its graph is in bfloat16"):
+    with pytest.raises(MissingDependency, match=r"nothing runs it here: .*its graph is in bfloat16"):
         line_up(bundle, CheckOptions(TINY, backends=()))
 
 

@@ -12,34 +12,34 @@ from transformers.cache_utils import Cache
 from spaceport.graphs.decoder import Decoder
 
 
-class Marked(nn.Module):
+class DecoderWithLayerOutputs(nn.Module):
     """A decoder that gives its marks behind its outputs; its parameters have the names that they have in the decoder."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.model = decoder.model
         self._forward = decoder.forward
-        self._stack = stack_of(decoder.model, decoder.signature.layers)
+        self._stack = decoder_layers(decoder.model, decoder.signature.layers)
         self.names: tuple[str, ...] = ()  # of the marks that the last call gave
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        with noted(self._stack) as marks:
+        with recorded_layer_outputs(self._stack) as marks:
             outputs = self._forward(*inputs)
         self.names = tuple(marks)
         return (*outputs, *marks.values())
 
 
-def attention_mark(layer: int) -> str:
+def attention_output_name(layer: int) -> str:
     """The name of what a layer's attention gives."""
     return f"layers.{layer}.attention"
 
 
-def output_mark(layer: int) -> str:
+def layer_output_name(layer: int) -> str:
     """The name of what a layer gives to the next one."""
     return f"layers.{layer}.output"
 
 
-def stack_of(module: nn.Module, layers: int) -> tuple[nn.Module, ...]:
+def decoder_layers(module: nn.Module, layers: int) -> tuple[nn.Module, ...]:
     """The decoder layers: the outermost list of as many modules as there are layers; nothing if there is none."""
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and len(part) == layers:
@@ -48,7 +48,7 @@ def stack_of(module: nn.Module, layers: int) -> tuple[nn.Module, ...]:
 
 
 @contextmanager
-def noted(stack: tuple[nn.Module, ...]) -> Iterator[dict[str, Tensor]]:
+def recorded_layer_outputs(stack: tuple[nn.Module, ...]) -> Iterator[dict[str, Tensor]]:
     """What each layer makes of its rows, and what its attention does, by name, filled while the layers run."""
     marks: dict[str, Tensor] = {}
     handles = []
@@ -69,14 +69,14 @@ def _attention(marks: dict[str, Tensor], index: int) -> Any:
 
     def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if any(isinstance(value, Cache) for value in (*given, *named.values())):
-            marks[attention_mark(index)] = _first(output)
+            marks[attention_output_name(index)] = _first(output)
 
     return note
 
 
 def _output(marks: dict[str, Tensor], index: int) -> Any:
     def note(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        marks[output_mark(index)] = _first(output)
+        marks[layer_output_name(index)] = _first(output)
 
     return note
 

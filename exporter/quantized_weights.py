@@ -1,4 +1,4 @@
-"""Rounded weights: constants of a traced graph stored as small numbers, and unpacked where they are multiplied."""
+"""QuantizedWeight weights: constants of a traced graph stored as small numbers, and unpacked where they are multiplied."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import cast
 
 import onnx_ir as ir
 
-from spaceport.exporter.constant_key import LostWeights, key_of
-from spaceport.exporter.rounded_table import store_table
+from spaceport.exporter.constant_key import WeightNotFound, key_of
+from spaceport.exporter.quantized_embedding import store_quantized_embedding
 from spaceport.graphs.contract.signature import Weights
-from spaceport.graphs.precision import Rounded, Rounding
+from spaceport.graphs.weight_quantization import Quantization, QuantizedWeight
 
 
-def store_rounded(model: ir.Model, rounding: Rounding) -> None:
+def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None:
     """Put the small numbers and their scales in the place of every constant that holds a rounded weight.
 
     A constant is known by its content, so that what an engine unpacks is what was traced, to the bit.
     """
-    wanted = {key_of(ir.tensor(layer.values)): layer for layer in rounding.layers.values()}
-    names = {id(layer): name for name, layer in rounding.layers.items()}
+    wanted = {key_of(ir.tensor(layer.values)): layer for layer in quantization.layers.values()}
+    names = {id(layer): name for name, layer in quantization.layers.items()}
     stored: dict[int, list[ir.Value]] = {}
     for node in list(model.graph):
         weight = weight_of(node)
@@ -31,7 +31,7 @@ def store_rounded(model: ir.Model, rounding: Rounding) -> None:
         if layer is None:
             continue
         if id(layer) not in stored:
-            stored[id(layer)] = _constants(model.graph, names[id(layer)], layer, rounding.weights)
+            stored[id(layer)] = _constants(model.graph, names[id(layer)], layer, quantization.weights)
         _unpack(node, stored[id(layer)], layer)
         if transposed is not None and not transposed.uses():
             model.graph.remove(cast(ir.Node, transposed.producer()), safe=True)
@@ -39,12 +39,12 @@ def store_rounded(model: ir.Model, rounding: Rounding) -> None:
             del model.graph.initializers[str(weight.name)]
     lost = sorted(names[id(layer)] for layer in wanted.values() if id(layer) not in stored)
     if lost:
-        raise LostWeights(f"the graph has no product with the weight of {', '.join(lost[:3])} as it is")
-    if rounding.table is not None:
-        store_table(model.graph, rounding.table)
+        raise WeightNotFound(f"the graph has no product with the weight of {', '.join(lost[:3])} as it is")
+    if quantization.table is not None:
+        store_quantized_embedding(model.graph, quantization.table)
 
 
-def _constants(graph: ir.Graph, name: str, layer: Rounded, weights: Weights) -> list[ir.Value]:
+def _constants(graph: ir.Graph, name: str, layer: QuantizedWeight, weights: Weights) -> list[ir.Value]:
     """The small numbers and the scales as constants of a graph; two numbers of int4 share a byte in the file."""
     codes = layer.codes
     small = ir.tensor(codes.numpy(), ir.DataType.INT4) if weights == "int4" else ir.tensor(codes)
@@ -57,7 +57,7 @@ def _constants(graph: ir.Graph, name: str, layer: Rounded, weights: Weights) -> 
     return values
 
 
-def _unpack(node: ir.Node, constants: list[ir.Value], layer: Rounded) -> None:
+def _unpack(node: ir.Node, constants: list[ir.Value], layer: QuantizedWeight) -> None:
     """Let a product take what DequantizeLinear makes of the constants."""
     blocks = {"axis": 1} if layer.block is None else {"axis": 0, "block_size": layer.block}
     weight = ir.node("DequantizeLinear", constants, blocks)

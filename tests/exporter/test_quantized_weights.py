@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from safetensors.torch import load_file, save_file
 
-from spaceport.exporter.constant_key import LostWeights
-from spaceport.exporter.rounded_weights import store_rounded
+from spaceport.exporter.constant_key import WeightNotFound
+from spaceport.exporter.quantized_weights import store_quantized_weights
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Lowering, Precision, Weights
-from spaceport.graphs.precision import BLOCKS, Rounded, Rounding, round_weight
+from spaceport.graphs.weight_quantization import BLOCKS, Quantization, QuantizedWeight, quantize_weight
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -178,7 +178,7 @@ def hold_drafts_to_plain_text(runtime: Runtime) -> None:
 def test_a_row_gets_the_same_sums_in_every_call_with_blocks_for_onnxruntime(inputs: int, dtype: type) -> None:
     dice = torch.Generator().manual_seed(0)
     weight = torch.randn(160, inputs, generator=dice).to(torch.float16 if dtype is np.float16 else torch.float32)
-    layer = round_weight(weight, "int4", BLOCKS["scatter"])
+    layer = quantize_weight(weight, "int4", BLOCKS["scatter"])
     assert layer is not None
     small = stored(product("MatMul", layer.values.numpy(), inputs), layer)
     session = ort.InferenceSession(small.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -234,9 +234,9 @@ def test_a_gpu_without_a_type_is_refused_before_anything_is_built(
 
 def test_a_weight_that_the_graph_lacks_is_told_by_its_layer() -> None:
     model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 23}), ir_version=11)
-    layer = Rounded(torch.ones(32, 2, dtype=torch.int8), torch.ones(1, 2), 32)
-    with pytest.raises(LostWeights, match=r"no product with the weight of model\.up as it is"):
-        store_rounded(model, Rounding("int4", {"model.up": layer}))
+    layer = QuantizedWeight(torch.ones(32, 2, dtype=torch.int8), torch.ones(1, 2), 32)
+    with pytest.raises(WeightNotFound, match=r"no product with the weight of model\.up as it is"):
+        store_quantized_weights(model, Quantization("int4", {"model.up": layer}))
 
 
 def product(operator: str, weight: NDArray[Any], inputs: int, **attributes: Any) -> onnx.ModelProto:
@@ -248,10 +248,10 @@ def product(operator: str, weight: NDArray[Any], inputs: int, **attributes: Any)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
 
 
-def stored(plain: onnx.ModelProto, layer: Rounded) -> onnx.ModelProto:
+def stored(plain: onnx.ModelProto, layer: QuantizedWeight) -> onnx.ModelProto:
     """The graph with small weights."""
     model = ir.from_proto(plain)
-    store_rounded(model, Rounding("int4", {"up": layer}))
+    store_quantized_weights(model, Quantization("int4", {"up": layer}))
     small = ir.to_proto(model)
     onnx.checker.check_model(small, full_check=True)
     assert TensorProto.INT4 in [tensor.data_type for tensor in small.graph.initializer]
@@ -260,7 +260,7 @@ def stored(plain: onnx.ModelProto, layer: Rounded) -> onnx.ModelProto:
 
 
 def test_a_weight_that_is_used_the_other_way_round_is_found_as_well() -> None:
-    layer = Rounded(torch.arange(-8, 8, dtype=torch.int8).repeat(4).view(32, 2), torch.tensor([[0.5, 2.0]]), 32)
+    layer = QuantizedWeight(torch.arange(-8, 8, dtype=torch.int8).repeat(4).view(32, 2), torch.tensor([[0.5, 2.0]]), 32)
     plain = product("Gemm", layer.values.T.contiguous().numpy(), 32, transB=1)
     x = np.random.default_rng(0).standard_normal((3, 32)).astype(np.float32)
     (expected,) = session_of(plain.SerializeToString(), "same").run(None, {"x": x})

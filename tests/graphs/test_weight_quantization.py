@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Lowering, Weights
 from spaceport.graphs.gated import GatedLinear, gate_model
-from spaceport.graphs.precision import BLOCKS, Rounded, round_model, round_weight
 from spaceport.graphs.traits import UnsupportedModel
+from spaceport.graphs.weight_quantization import BLOCKS, QuantizedWeight, quantize_weight, quantize_weights
 from spaceport.tools.verify.check.rounding import agreement
 from support.families import FAMILIES, build
 from support.paths import TINY
@@ -33,13 +33,13 @@ weights = st.builds(
 )
 
 
-def rounded(weight: Tensor, kind: Weights) -> Rounded:
-    found = round_weight(weight, kind, BLOCKS["append"])
+def rounded(weight: Tensor, kind: Weights) -> QuantizedWeight:
+    found = quantize_weight(weight, kind, BLOCKS["append"])
     assert found is not None
     return found
 
 
-def steps(found: Rounded) -> Tensor:
+def steps(found: QuantizedWeight) -> Tensor:
     """The scale of every weight: inputs x outputs."""
     scale = found.scale.float()
     return scale.expand(found.codes.shape) if found.block is None else scale.repeat_interleave(found.block, 0)
@@ -114,14 +114,14 @@ def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
     ],
 )
 def test_a_block_divides_the_inputs(lowering: Lowering, inputs: int, block: int | None) -> None:
-    found = round_weight(torch.ones(2, inputs), "int4", BLOCKS[lowering])
+    found = quantize_weight(torch.ones(2, inputs), "int4", BLOCKS[lowering])
     assert (None if found is None else found.block) == block
 
 
 def test_many_outputs_are_searched_part_by_part_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
     whole = rounded(weight, "int4")
-    monkeypatch.setattr("spaceport.graphs.precision._AT_ONCE", 128)
+    monkeypatch.setattr("spaceport.graphs.weight_quantization._AT_ONCE", 128)
     parts = rounded(weight, "int4")
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scale, parts.scale)
@@ -135,13 +135,13 @@ def tiny() -> PreTrainedModel:
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_model_reckons_with_the_rounded_weights_and_keeps_the_others(kind: Weights) -> None:
     model, before = tiny(), tiny().state_dict()
-    rounding = round_model(model, kind, "scatter")
-    assert rounding.rounded == 239_616
-    assert len(rounding.layers) == 7 * 3
+    quantization = quantize_weights(model, kind, "scatter")
+    assert quantization.quantized_weights == 239_616
+    assert len(quantization.layers) == 7 * 3
     for name, weight in model.state_dict().items():
-        layer = rounding.layers.get(name.removesuffix(".weight"))
+        layer = quantization.layers.get(name.removesuffix(".weight"))
         assert torch.equal(weight, before[name] if layer is None else layer.values.T)
-    assert not any("embed" in name or "lm_head" in name for name in rounding.layers)
+    assert not any("embed" in name or "lm_head" in name for name in quantization.layers)
 
 
 def test_a_weight_that_two_modules_share_stays() -> None:
@@ -151,7 +151,7 @@ def test_a_weight_that_two_modules_share_stays() -> None:
     assert isinstance(other.up_proj, nn.Linear)
     other.up_proj.weight = one.up_proj.weight
     assert not {f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)} & set(
-        round_model(model, "int4", "scatter").layers
+        quantize_weights(model, "int4", "scatter").layers
     )
 
 
@@ -162,8 +162,8 @@ def test_adapters_of_mask_rows_stay_over_a_base_that_is_rounded() -> None:
     module = gated.get_submodule("model.layers.0.self_attn.q_proj")
     assert isinstance(module, GatedLinear)
     adapter = module.A.clone()
-    rounding, expected = round_model(gated, "int4", "scatter"), round_model(plain, "int4", "scatter")
-    assert rounding.layers.keys() == expected.layers.keys()
+    quantization, expected = quantize_weights(gated, "int4", "scatter"), quantize_weights(plain, "int4", "scatter")
+    assert quantization.layers.keys() == expected.layers.keys()
     assert torch.equal(module.weight, plain.get_submodule("model.layers.0.self_attn.q_proj").weight)  # type: ignore[arg-type]
     assert torch.equal(module.A, adapter)
 
@@ -172,9 +172,9 @@ def test_experts_that_are_no_linear_modules_stay() -> None:
     (family,) = [family for family in FAMILIES if family.name == "mixtral"]
     model = build(family).requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.state_dict().items() if "experts" in name}
-    rounding = round_model(model, "int4", "scatter")
-    assert rounding.layers
-    assert all("self_attn" in name for name in rounding.layers)
+    quantization = quantize_weights(model, "int4", "scatter")
+    assert quantization.layers
+    assert all("self_attn" in name for name in quantization.layers)
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in before.items())
 
 
@@ -184,13 +184,13 @@ def test_a_weight_that_is_no_number_is_refused_by_the_name_of_its_layer(kind: We
     model = tiny()
     model.get_submodule("model.layers.1.mlp.down_proj").weight[3, 5] = value  # type: ignore[operator]
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.down_proj: its weight holds infinities or NaN"):
-        round_model(model, kind, "scatter")
+        quantize_weights(model, kind, "scatter")
 
 
 def test_a_model_with_nothing_to_round_is_refused() -> None:
     (family,) = [family for family in FAMILIES if family.name == "gpt2"]
     with pytest.raises(OptionFault, match=r"weights is int4: GPT2LMHeadModel has no linear layer .*--weights same"):
-        round_model(build(family), "int4", "scatter")
+        quantize_weights(build(family), "int4", "scatter")
 
 
 def test_agreement_counts_rows_and_measures_divergence() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Embeddings
 from spaceport.graphs.contract.signature import Lowering, Weights
-from spaceport.graphs.int8 import IntegerModel, IntegerTable, round_rows
+from spaceport.graphs.int8 import IntegerModel, QuantizedEmbedding, quantize_rows
 from spaceport.graphs.traits import UnsupportedModel, name_of
 
 # Inputs that share a scale in int4: the first of these that divides a layer's inputs. TensorRT takes each of them, and long
@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 18  # weights whose scales are searched together: their passes s
 
 
 @dataclass(frozen=True, eq=False)
-class Rounded:
+class QuantizedWeight:
     """A linear layer's weight: each value is the product of a small number and a scale, rounded to the model's type."""
 
     codes: Tensor  # inputs x outputs: int8 (of int4: -8 to 7) or float8_e4m3fn
@@ -47,18 +47,18 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class Quantization:
     """What was rounded of a model."""
 
     weights: Weights = "same"
-    layers: Mapping[str, Rounded] = field(default_factory=dict)  # by the names of the linear modules
+    layers: Mapping[str, QuantizedWeight] = field(default_factory=dict)  # by the names of the linear modules
     integers: IntegerModel | None = None  # products whose inputs are integers too, instead of layers
-    table: IntegerTable | None = None  # the input embedding of a model whose output embedding is among the layers
+    table: QuantizedEmbedding | None = None  # the input embedding of a model whose output embedding is among the layers
 
-    untied: int = 0  # weights that the two embeddings shared before they were rounded apart
+    extra_embedding_weights: int = 0  # weights that the two embeddings shared before they were rounded apart
 
     @property
-    def rounded(self) -> int:
+    def quantized_weights(self) -> int:
         """How many weights have few bits."""
         integers = 0 if self.integers is None else self.integers.weights
         table = 0 if self.table is None else self.table.codes.numel()
@@ -72,20 +72,20 @@ class Rounding:
         return "same" if self.integers is None else "int8"
 
 
-UNROUNDED = Rounding()
+UNQUANTIZED = Quantization()
 
 
-def round_model(model: PreTrainedModel, weights: Weights, lowering: Lowering) -> Rounding:
+def quantize_weights(model: PreTrainedModel, weights: Weights, lowering: Lowering) -> Quantization:
     """Round the weights of a model's linear layers, which from here on reckons with what the engines will.
 
     Embeddings, the output embedding, norms, biases, adapters of mask rows and experts that are no linear modules stay.
     """
     if weights == "same":
-        return UNROUNDED
+        return UNQUANTIZED
     layers = {}
     for name, module in linear_modules(model).items():
         try:
-            rounded = round_weight(module.weight, weights, BLOCKS[lowering])
+            rounded = quantize_weight(module.weight, weights, BLOCKS[lowering])
         except InputFault as error:
             raise UnsupportedModel(f"{name_of(model)}, {name}: {error}") from error
         if rounded is not None:
@@ -96,18 +96,18 @@ def round_model(model: PreTrainedModel, weights: Weights, lowering: Lowering) ->
             f"weights is {weights}: {name_of(model)} has no linear layer that could be rounded (expected a number of inputs "
             f"that {' or '.join(map(str, BLOCKS[lowering]))} divides): export it with weights as they are (--weights same)"
         )
-    return Rounding(weights, layers)
+    return Quantization(weights, layers)
 
 
-def round_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> Rounded | None:
+def quantize_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> QuantizedWeight | None:
     """A weight (outputs x inputs) rounded; nothing where its inputs cannot be cut into blocks."""
     if not bool(torch.isfinite(weight).all()):
         raise InputFault("its weight holds infinities or NaN: save the checkpoint again, or export it in float32")
     if weights == "float8":
         return _float8(weight.detach())
     if weights == "int8":
-        codes, scale = round_rows(weight.detach())
-        return Rounded(codes.T.contiguous(), _scale(scale, weight.dtype), None)
+        codes, scale = quantize_rows(weight.detach())
+        return QuantizedWeight(codes.T.contiguous(), _scale(scale, weight.dtype), None)
     block = next((block for block in blocks if weight.shape[1] % block == 0), None)
     return None if block is None else _int4(weight.detach(), block)
 
@@ -126,18 +126,18 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def _float8(weight: Tensor) -> Rounded:
+def _float8(weight: Tensor) -> QuantizedWeight:
     columns = weight.T.float()  # inputs x outputs
     scale = _scale(columns.abs().amax(dim=0) / _FLOAT8_LARGEST, weight.dtype)
     codes = (columns / scale.float()).clamp(-_FLOAT8_LARGEST, _FLOAT8_LARGEST).to(_FLOAT8)
-    return Rounded(codes.contiguous(), scale, None)
+    return QuantizedWeight(codes.contiguous(), scale, None)
 
 
-def _int4(weight: Tensor, block: int) -> Rounded:
+def _int4(weight: Tensor, block: int) -> QuantizedWeight:
     some = max(1, _AT_ONCE // weight.shape[1])  # outputs
     parts = [_int4_rows(rows.float().reshape(len(rows), -1, block), weight.dtype) for rows in torch.split(weight, some)]
     codes, scale = (torch.cat(kind).flatten(1).T.contiguous() for kind in zip(*parts, strict=True))
-    return Rounded(codes, scale, block)
+    return QuantizedWeight(codes, scale, block)
 
 
 def _int4_rows(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from spaceport.exporter.constant_key import Key, LostWeights, key_of
-from spaceport.exporter.rounded_weights import weight_of
-from spaceport.graphs.int8 import LIMB, MOST, NEVER_ZERO, ZERO, InputScale, IntegerModel, IntegerProduct
+from spaceport.exporter.constant_key import Key, WeightNotFound, key_of
+from spaceport.exporter.quantized_weights import weight_of
+from spaceport.graphs.int8 import LIMB, MOST, NEVER_ZERO, ZERO, InputScale, IntegerLinear, IntegerModel
 
 DOMAIN = "com.microsoft"
 
@@ -29,15 +29,15 @@ class _Product:
 
     node: ir.Node
     name: str  # of its linear module
-    layer: IntegerProduct
+    layer: IntegerLinear
 
 
-def store_integers(model: ir.Model, integers: IntegerModel) -> None:
+def store_integer_matmuls(model: ir.Model, integers: IntegerModel) -> None:
     """Put integer products in the place of all products with the model's rounded weights; those of one input are joined."""
     found = _products(model, integers)
     lost = sorted(integers.products.keys() - {product.name for product in found})
     if lost:
-        raise LostWeights(f"the graph has no product with the weight of {', '.join(lost[:3])} as it is")
+        raise WeightNotFound(f"the graph has no product with the weight of {', '.join(lost[:3])} as it is")
     groups: dict[tuple[int, int], list[_Product]] = defaultdict(list)
     for product in found:
         groups[id(product.node.inputs[0]), id(product.layer.input)].append(product)
@@ -71,7 +71,7 @@ def _products(model: ir.Model, integers: IntegerModel) -> list[_Product]:
             continue
         place = taken[names[0]] if len(names) > 1 else 0  # one module may be called several times
         if place == len(names):
-            raise LostWeights(f"the graph has more products with the weight of {names[0]} than modules have it")
+            raise WeightNotFound(f"the graph has more products with the weight of {names[0]} than modules have it")
         name = names[place]
         taken[names[0]] += 1
         found.append(_Product(node, name, integers.products[name]))
@@ -121,7 +121,7 @@ class _Writer:
             scaled = self._op("Mul", rows, self._op("Gather", scale, node.inputs[1], axis=0))
             self._replace(node, scaled)
             return
-        raise LostWeights("the graph does not gather from the input embedding as it is")
+        raise WeightNotFound("the graph does not gather from the input embedding as it is")
 
     def _rounded(
         self, states: ir.Value, scale: InputScale, inputs: int, users: Sequence[ir.Node]
@@ -202,7 +202,7 @@ class _Writer:
         if rank == 2:
             return self._constant("integer.shape", np.array([-1, outputs], np.int64))
         if rank != 3:
-            raise LostWeights(f"the input of a product has {rank} dimensions, expected 2 or 3")
+            raise WeightNotFound(f"the input of a product has {rank} dimensions, expected 2 or 3")
         name = f"integer.shape.{outputs}"
         if name not in self._constants:
             if self._batch is None:

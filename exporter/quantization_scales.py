@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.int8 import InputScale, IntegerModel, ProductScale
-from spaceport.graphs.quantize import ProductScales
+from spaceport.graphs.int8 import InputScale, IntegerModel, LinearScales
+from spaceport.graphs.quantize import ModelScales
 
 SCALES_FILE = "product_scales.safetensors"
 
@@ -37,9 +37,9 @@ def write_scales(folder: Path, integers: IntegerModel) -> None:
     save_file(tensors, folder / SCALES_FILE, {"modules": json.dumps(shared)})
 
 
-def read_scales(folder: Path) -> ProductScales:
+def read_scales(folder: Path) -> ModelScales:
     """The scales of products in a bundle's folder, by the names of the linear modules."""
-    found: dict[str, ProductScale] = {}
+    found: dict[str, LinearScales] = {}
     try:
         with safe_open(folder / SCALES_FILE, "pt") as file:
             keys = set(file.keys())
@@ -47,7 +47,7 @@ def read_scales(folder: Path) -> ProductScales:
                 bound = float(file.get_tensor(f"{number}.bound"))
                 move = file.get_tensor(f"{number}.move") if f"{number}.move" in keys else None
                 scale = InputScale(None if bound != bound else bound, move)
-                found.update({name: ProductScale(scale, file.get_tensor(f"{name}.outputs")) for name in names})
+                found.update({name: LinearScales(scale, file.get_tensor(f"{name}.outputs")) for name in names})
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputFault(
             f"{folder / SCALES_FILE}: {error}: expected the scales that `spaceport export --weights int8` writes; "

@@ -11,11 +11,13 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Signature
 
-_HIDDEN = -1e9  # as graphs.attention.HIDDEN in float32, since scores are float32 here whatever the type of the graph
+_HIDDEN = (
+    -1e9
+)  # as graphs.attention.MASKED_SCORE in float32, since scores are float32 here whatever the type of the graph
 _KNOWN = {"scale", "softcap"}
 
 
-class UnknownAttention(ValueError):
+class UnexpectedAttention(ValueError):
     """An Attention node with an input or attribute that the contract's graphs do not have."""
 
 
@@ -29,7 +31,7 @@ def attention_nodes(model: onnx.ModelProto) -> list[NodeProto]:
     return [node for node in model.graph.node if node.op_type == "Attention"]
 
 
-def write_out(model: onnx.ModelProto, signature: Signature) -> int:
+def decompose_attention(model: onnx.ModelProto, signature: Signature) -> int:
     """Put matrix products in the place of all Attention nodes of a graph; how many there were."""
     nodes, count = [], 0
     for node in model.graph.node:
@@ -47,7 +49,7 @@ def _products(node: NodeProto, signature: Signature, initializers: Any) -> list[
     """Grouped attention in the order of graphs.attention: the scores of each KV head's group in one matrix product."""
     told = _attributes(node)
     if len(node.input) != 4 or len(node.output) != 1 or not set(told) <= _KNOWN:
-        raise UnknownAttention(
+        raise UnexpectedAttention(
             f"{node.name}: has {len(node.input)} inputs, {len(node.output)} outputs and the attributes "
             f"{', '.join(sorted(told)) or 'none'}: expected query, key, value, mask, one output, scale and softcap"
         )

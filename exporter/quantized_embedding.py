@@ -1,14 +1,14 @@
-"""Rounded table: the input embedding of a traced graph as int8 and a scale for each token."""
+"""QuantizedWeight table: the input embedding of a traced graph as int8 and a scale for each token."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from spaceport.exporter.constant_key import LostWeights, key_of
-from spaceport.graphs.int8 import IntegerTable
+from spaceport.exporter.constant_key import WeightNotFound, key_of
+from spaceport.graphs.int8 import QuantizedEmbedding
 
 
-def store_table(graph: ir.Graph, table: IntegerTable) -> None:
+def store_quantized_embedding(graph: ir.Graph, table: QuantizedEmbedding) -> None:
     """Let the graph gather codes and scales, in the place of the constant that holds the rounded embedding."""
     wanted = key_of(ir.tensor(table.values))
     for node in graph:
@@ -19,10 +19,10 @@ def store_table(graph: ir.Graph, table: IntegerTable) -> None:
         if not weight.uses():
             del graph.initializers[str(weight.name)]
         return
-    raise LostWeights("the graph does not gather from the input embedding as it is")
+    raise WeightNotFound("the graph does not gather from the input embedding as it is")
 
 
-def _gather(graph: ir.Graph, node: ir.Node, table: IntegerTable) -> None:
+def _gather(graph: ir.Graph, node: ir.Node, table: QuantizedEmbedding) -> None:
     name, ids, old = str(node.inputs[0].name if node.inputs[0] else ""), node.inputs[1], node.outputs[0]
     codes = _constant(graph, f"{name}.codes", ir.tensor(table.codes))
     scale = _constant(graph, f"{name}.scale", ir.tensor(table.scale[:, None].contiguous()))

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from spaceport.exporter.product_scales import SCALES_FILE, read_scales, write_scales
+from spaceport.exporter.quantization_scales import SCALES_FILE, read_scales, write_scales
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.int8 import InputScale, IntegerModel, ProductScale, round_product
+from spaceport.graphs.int8 import InputScale, IntegerModel, LinearScales, quantize_linear
 
 
 def model() -> IntegerModel:
     shared = InputScale(3.25, torch.linspace(0.5, 2.0, 8))
     scales = {"a.q": shared, "a.k": shared, "a.o": InputScale(None), "a.up": InputScale(None, torch.full((8,), 0.1))}
-    return IntegerModel(2, {name: round_product(torch.eye(8), ProductScale(scale)) for name, scale in scales.items()})
+    return IntegerModel(2, {name: quantize_linear(torch.eye(8), LinearScales(scale)) for name, scale in scales.items()})
 
 
 def test_scales_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.graphs.proof import proof_ids, require_equal, unmodified_logits
+from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.traits import UnsupportedModel, dtype_name, probe
 from support.paths import TINY
 
@@ -22,18 +22,18 @@ def model() -> PreTrainedModel:
 def test_the_largest_difference_is_a_share_of_the_largest_logit(model: PreTrainedModel, largest: float) -> None:
     expected = torch.linspace(-0.1, largest, 100)
     limit = 1e-4 * max(1.0, largest)
-    require_equal(model, "in another way", expected + 0.9 * limit, expected)
+    require_equal_logits(model, "in another way", expected + 0.9 * limit, expected)
     with pytest.raises(
         UnsupportedModel, match=r"^LlamaForCausalLM in another way differs from the model by .* expected"
     ):
-        require_equal(model, "in another way", expected - 1.1 * limit, expected)
+        require_equal_logits(model, "in another way", expected - 1.1 * limit, expected)
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_a_logit_that_is_no_number_is_refused(model: PreTrainedModel, wrong: float) -> None:
     expected = torch.ones(3)
     with pytest.raises(UnsupportedModel):
-        require_equal(model, "in another way", torch.tensor([1.0, wrong, 1.0]), expected)
+        require_equal_logits(model, "in another way", torch.tensor([1.0, wrong, 1.0]), expected)
 
 
 def test_a_coarser_type_may_differ_more(model: PreTrainedModel) -> None:
@@ -41,16 +41,16 @@ def test_a_coarser_type_may_differ_more(model: PreTrainedModel) -> None:
     assert dtype_name(model) == "float32"
     try:
         model.bfloat16()
-        require_equal(model, "in another way", expected + 0.09, expected)
+        require_equal_logits(model, "in another way", expected + 0.09, expected)
     finally:
         model.float()
     with pytest.raises(UnsupportedModel):
-        require_equal(model, "in another way", expected + 0.09, expected)
+        require_equal_logits(model, "in another way", expected + 0.09, expected)
 
 
 def test_the_text_of_a_proof_is_the_same_each_time(model: PreTrainedModel) -> None:
     with torch.no_grad():
         traits = probe(model)
-        ids, again = proof_ids(model, traits), proof_ids(model, traits)
+        ids, again = comparison_ids(model, traits), comparison_ids(model, traits)
         assert torch.equal(ids, again)
         assert torch.equal(unmodified_logits(model, ids, traits), unmodified_logits(model, again, traits))

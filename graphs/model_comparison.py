@@ -18,7 +18,7 @@ _ROWS = 24
 _WINDOW = 512  # windows longer than this are trusted to be the same rule as shorter ones
 
 
-def proof_ids(model: PreTrainedModel, traits: Traits) -> Tensor:
+def comparison_ids(model: PreTrainedModel, traits: Traits) -> Tensor:
     """A text to prove a rewritten model with: longer than the model's window, where that is short."""
     rows = _ROWS + (traits.window if traits.window and traits.window <= _WINDOW else 0)
     generator = torch.Generator().manual_seed(0)
@@ -28,12 +28,12 @@ def proof_ids(model: PreTrainedModel, traits: Traits) -> Tensor:
 
 def unmodified_logits(model: PreTrainedModel, ids: Tensor, traits: Traits) -> Tensor:
     """The logits of a text by the model's own attention."""
-    if traits.entrance == "interface":
+    if traits.attention_hook == "interface":
         model.set_attn_implementation("eager")
     return cast(Tensor, model(input_ids=ids, use_cache=False).logits.float())
 
 
-def require_equal(model: PreTrainedModel, how: str, logits: Tensor, expected: Tensor) -> None:
+def require_equal_logits(model: PreTrainedModel, how: str, logits: Tensor, expected: Tensor) -> None:
     """Raise unless the logits of a model that is run in another way are those that were expected, but for rounding."""
     difference = float((logits - expected).abs().max())
     allowed = _TOLERANCE.get(dtype_name(model), _TOLERANCE["float16"]) * max(1.0, float(expected.abs().max()))

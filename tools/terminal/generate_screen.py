@@ -1,4 +1,4 @@
-"""Generate screen: a text as it is written, what it cost, and both as JSON."""
+"""Generate screen: streamed output, statistics, and both as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spaceport.tools.terminal.lanes import Lanes, marked
 
 
 def show(stream: Stream, lanes: Lanes, drafts: bool) -> None:
-    """The text in reading order, each part as soon as nothing before it is missing."""
+    """Print the output in reading order while it is generated."""
     terminal, open_bracket = sys.stdout.isatty(), False
     for piece in stream:
         text = piece.reading
         if drafts:
-            text, open_bracket = marked(lanes.hear(piece), terminal, open_bracket)
+            text, open_bracket = marked(lanes.add(piece), terminal, open_bracket)
         if text:
             click.echo(text, nl=False)
             sys.stdout.flush()
@@ -28,7 +28,7 @@ def show(stream: Stream, lanes: Lanes, drafts: bool) -> None:
 
 
 def show_live(stream: Stream, lanes: Lanes, drafts: bool) -> None:
-    """The threads as they grow side by side, then the text."""
+    """Show all threads while they grow, then the output in reading order."""
     from spaceport.tools.terminal.live import watch
 
     spans = watch(stream, lanes)
@@ -37,7 +37,7 @@ def show_live(stream: Stream, lanes: Lanes, drafts: bool) -> None:
 
 
 def show_lanes(lanes: Lanes) -> None:
-    """The threads of a text, one below the other, with drafts marked."""
+    """Print the threads of a generation one below the other, with accepted draft tokens marked."""
     terminal = sys.stdout.isatty()
     width = max(len(lane.name) for lane in lanes) + 2
     for lane in lanes:
@@ -47,25 +47,25 @@ def show_lanes(lanes: Lanes) -> None:
 
 
 def show_statistics(completion: Completion) -> None:
-    """What a text cost, for people."""
+    """Print the statistics of a completion on stderr."""
     s = completion.statistics
-    threads = f"{s.threads} threads, at most {s.peak_threads} at a time, " if s.threads > 1 else ""
+    threads = f"{s.threads} threads (at most {s.peak_threads} at once), " if s.threads > 1 else ""
     steps = s.steps + s.prompt_steps
     lines = [
-        f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} a step), ended by {completion.ending}",
-        f"{threads}at most {s.peak_slots} slots, {s.rows} rows",
-        f"drafts accepted: {_drafts(s)}",
-        f"{s.tokens_per_second:.1f} tokens/s, {s.first_token_seconds:.3f} s to the first token",
-        f"{s.engine_seconds:.3f} s in the engine, {s.outside_seconds:.3f} s outside it "
-        f"({s.outside_seconds / max(1, steps) * 1e3:.3f} ms a step), {s.waiting_seconds:.3f} s waiting",
+        f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step), ending: {completion.ending}",
+        f"{threads}peak {s.peak_slots} KV slots, {s.rows} rows",
+        f"draft tokens: {_drafts(s)}",
+        f"{s.tokens_per_second:.1f} tokens/s, {s.first_token_seconds:.3f} s to first token",
+        f"{s.engine_seconds:.3f} s in the engine, {s.outside_seconds:.3f} s outside "
+        f"({s.outside_seconds / max(1, steps) * 1e3:.3f} ms per step), {s.waiting_seconds:.3f} s queued",
     ]
     if completion.seed is not None:
-        lines.append(f"seed {completion.seed}: the same one writes the same text again")
+        lines.append(f"seed {completion.seed}: repeat with --seed {completion.seed} for the same output")
     click.echo("\n".join(lines), err=True)
 
 
 def as_dict(completion: Completion) -> dict[str, Any]:
-    """A completion for machines; README.md says what is in it."""
+    """A completion as JSON data; README.md lists the entries."""
     statistics = asdict(completion.statistics)
     for rate in ("tokens_per_step", "tokens_per_second"):
         statistics[rate] = getattr(completion.statistics, rate)
@@ -82,11 +82,16 @@ def as_dict(completion: Completion) -> dict[str, Any]:
 
 
 def _drafts(s: Statistics) -> str:
-    if not any(s.drafted_by_depth):
-        return "none, nothing was drafted"
-    depths = zip(s.accepted_by_depth, s.drafted_by_depth, strict=True)
-    names = {"mask": "from mask slots", "lookup": "looked up", "both": "from both"}
-    sources = (
-        f"{s.accepted_by_source.get(source, 0)} of {fed} {names[source]}" for source, fed in s.drafted_by_source.items()
+    drafted, accepted = sum(s.drafted_by_depth), sum(s.accepted_by_depth)
+    if not drafted:
+        return "none"
+    rates = f"acceptance rate {100 * accepted / drafted:.1f}%"
+    if s.threads == 1:  # steps of several threads are shared, so their mean acceptance length is unknown
+        rates += f", mean acceptance length {1 + accepted / s.steps:.2f}"
+    names = {"mask": "mask slots", "lookup": "prompt lookup", "both": "both"}
+    sources = ", ".join(
+        f"{names[source]} {s.accepted_by_source.get(source, 0)}/{count}"
+        for source, count in s.drafted_by_source.items()
     )
-    return f"{', '.join(sources)}; by depth {', '.join(f'{got}/{fed}' for got, fed in depths)}"
+    depths = ", ".join(f"{a}/{d}" for a, d in zip(s.accepted_by_depth, s.drafted_by_depth, strict=True))
+    return f"{accepted} of {drafted} accepted ({rates})\n  by source: {sources}; by depth: {depths}"

@@ -1,4 +1,4 @@
-"""Lanes: the threads of a text side by side, with each of its parts marked as drafted or not."""
+"""Lanes: the text of each thread of a generation, with accepted draft tokens marked."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from spaceport.runtime.text.piece import Path, Piece
 
 
 class Span(NamedTuple):
-    """A part of a text."""
+    """A part of a thread's text."""
 
     text: str
-    drafted: bool
+    drafted: bool  # an accepted draft token; False: the model's own token
 
 
 @dataclass
 class Lane:
-    """What one thread wrote so far, and the threads that hang from it where they do."""
+    """The text of one thread so far, with its child threads at the positions where it forks."""
 
     path: Path
     parts: list[Span | Lane] = field(default_factory=list)
@@ -28,12 +28,12 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """What it is called beside its text."""
-        return f"thread {self._number}" if self.path else "spine"
+        """The label beside the text."""
+        return f"thread {self._number}" if self.path else "root"
 
     @property
     def spans(self) -> Iterator[Span]:
-        """What it wrote itself; another thread is named in the place where it hangs."""
+        """The text of this thread alone; each child thread is a marker such as <0>."""
         for part in self.parts:
             yield Span(f"<{part._number}>", False) if isinstance(part, Lane) else part
 
@@ -43,23 +43,23 @@ class Lane:
 
 
 class Lanes:
-    """All threads of a text, heard from its pieces."""
+    """All threads of a generation, built from the pieces of its stream."""
 
     def __init__(self, fork: int | None) -> None:
-        self.spine = Lane(())
+        self.root = Lane(())
         self._fork = fork
-        self._lanes: dict[Path, Lane] = {(): self.spine}
-        self._order: Iterator[Span] = _reading(self.spine)
+        self._lanes: dict[Path, Lane] = {(): self.root}
+        self._order: Iterator[Span] = _reading(self.root)
 
     def __len__(self) -> int:
         return len(self._lanes)
 
     def __iter__(self) -> Iterator[Lane]:
-        """The spine, and behind each thread those that hang from it."""
-        return _below(self.spine)
+        """The threads in reading order: each one before its child threads."""
+        return _below(self.root)
 
-    def hear(self, piece: Piece) -> list[Span]:
-        """What can be read of the whole text now that a token more is known, in reading order."""
+    def add(self, piece: Piece) -> list[Span]:
+        """Add a piece; the spans that it appends to the text in reading order."""
         lane = self._lanes[piece.thread]
         if piece.text:
             lane.parts.append(Span(piece.text, piece.drafted))
@@ -74,14 +74,14 @@ class Lanes:
         while reading:
             text, drafted = next(self._order, Span(reading, False))
             if not text.startswith(reading[: len(text)]):
-                # A request that ends all its threads at once lets out text before the pieces that it belongs to.
+                # When all threads end at once, text is released before the pieces that it belongs to.
                 self._order, text, drafted = iter(()), reading, False
             yield Span(text[: len(reading)], drafted)
             reading = reading[len(text) :]
 
 
 def marked(spans: Iterable[Span], terminal: bool, open_bracket: bool = False) -> tuple[str, bool]:
-    """Spans as text: drafted ones green on a terminal, elsewhere in brackets, one of which may stay open."""
+    """Spans as text, drafted ones green on a terminal and in [brackets] elsewhere; whether a bracket is still open."""
     found = []
     for text, drafted in spans:
         if terminal:
@@ -95,8 +95,8 @@ def marked(spans: Iterable[Span], terminal: bool, open_bracket: bool = False) ->
 
 
 def _reading(lane: Lane) -> Iterator[Span]:
-    """All that hangs from a lane in reading order; to be asked for more only when there is more to read."""
-    for part in lane.parts:  # grows meanwhile
+    """The spans of a lane and of its child threads in reading order; do not ask for more than was added."""
+    for part in lane.parts:  # grows while it is read
         if isinstance(part, Lane):
             yield from _reading(part)
         else:

@@ -1,4 +1,4 @@
-"""Live: the threads of a text as they grow side by side on a terminal."""
+"""Live: the threads of a generation, updated on the terminal while they grow."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.text.piece import Path
 from spaceport.tools.terminal.lanes import Lane, Lanes, Span
 
-_FRAMES = 12  # a second
+_FRAMES = 12  # per second
 
 
 class View:
-    """The lanes and what they have cost, no higher than the terminal while they grow."""
+    """The lanes with a status line, limited to the height of the terminal until the generation has ended."""
 
     def __init__(self, lanes: Lanes, statistics: Statistics) -> None:
-        self.whole = False
+        self.complete = False  # True: show all lines
         self._lanes, self._statistics = lanes, statistics
-        self._heard: dict[Path, None] = {}  # the last one wrote last
+        self._updated: dict[Path, None] = {}  # least recent first
 
-    def heard(self, path: Path) -> None:
-        """A thread has written."""
-        self._heard.pop(path, None)
-        self._heard[path] = None
+    def mark_updated(self, path: Path) -> None:
+        """Note that a thread has grown: the most recent ones are shown if there are too many."""
+        self._updated.pop(path, None)
+        self._updated[path] = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lanes = list(self._lanes)
-        height = None if self.whole else max(1, (options.height or console.height) - 2)
+        height = None if self.complete else max(1, (options.height or console.height) - 2)
         shown = lanes if height is None else self._latest(lanes, height)
         names = {lane.path: "  " * len(lane.path) + lane.name for lane in shown}
         width = max(1, options.max_width - max(map(len, names.values())) - 1)
@@ -39,35 +39,35 @@ class View:
         grid.add_column(overflow="fold")
         for lane in shown:
             lines = _text(lane).wrap(console, width)
-            kept = list(lines if height is None else lines[-max(1, height // len(shown)) :])
-            grid.add_row(Text(names[lane.path], "bold" if lane.path == () else "cyan"), Text("\n").join(kept))
+            latest = list(lines if height is None else lines[-max(1, height // len(shown)) :])
+            grid.add_row(Text(names[lane.path], "bold" if lane.path == () else "cyan"), Text("\n").join(latest))
         yield grid
         yield Text(self._status(len(lanes) - len(shown)), "dim", no_wrap=True, overflow="ellipsis")
 
     def _latest(self, lanes: list[Lane], most: int) -> list[Lane]:
-        """As many as there is room for: those that wrote last, in their order."""
-        latest = [*self._heard][-most:]
+        """At most `most` lanes: the most recently updated ones, in reading order."""
+        latest = [*self._updated][-most:]
         return [lane for lane in lanes if lane.path in latest] or lanes[:most]
 
     def _status(self, hidden: int) -> str:
         s = self._statistics
         more = f", {hidden} not shown" if hidden else ""
         return (
-            f"step {s.steps + s.prompt_steps}: {s.tokens} tokens, {s.tokens_per_step:.2f} a step; "
-            f"{s.threads} {'threads' if s.threads > 1 else 'thread'}{more}; at most {s.peak_slots} slots"
+            f"step {s.steps + s.prompt_steps}: {s.tokens} tokens, {s.tokens_per_step:.2f} tokens/step, "
+            f"{s.threads} {'threads' if s.threads > 1 else 'thread'}{more}, peak {s.peak_slots} KV slots"
         )
 
 
 def watch(stream: Stream, lanes: Lanes, console: Console | None = None) -> list[Span]:
-    """Draw a text until it ends; the whole of it in reading order. Several threads stay on the terminal."""
+    """Show a stream until it ends; its text in reading order. The view stays on the terminal if there are several threads."""
     view = View(lanes, stream.statistics)
     spans: list[Span] = []
     with Live(view, console=console or Console(), refresh_per_second=_FRAMES) as live:
         for piece in stream:
-            spans += lanes.hear(piece)
-            view.heard(piece.thread)
-        view.whole = len(lanes) > 1
-        live.transient = not view.whole
+            spans += lanes.add(piece)
+            view.mark_updated(piece.thread)
+        view.complete = len(lanes) > 1
+        live.transient = not view.complete
     return spans
 
 

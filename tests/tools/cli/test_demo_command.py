@@ -1,4 +1,4 @@
-"""`spaceport demo`: its table compares like with like and tells a text that drafts have changed."""
+"""`spaceport demo`: the table compares speculative runs with plain ones and reports every difference."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from pathlib import Path
 import pytest
 
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import MODES, DecodingMode, Timed, compare, lines_of, play, timed
+from spaceport.tools.cli.demo import (
+    LEGEND,
+    MODES,
+    THREADS_LEGEND,
+    DecodingMode,
+    TimedCompletion,
+    compare,
+    rows_of,
+    show_generation,
+    timed,
+)
 from support.forking_bundle import forking_copy
 from support.paths import TINY
 from support.small_bundle import edit
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
-PLAIN, DRAFTED, FORKED, BOTH = MODES
+PLAIN, SPECULATIVE, PARALLEL, BOTH = MODES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -29,69 +39,69 @@ def runtime(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def found(runtime: Runtime) -> dict[DecodingMode, Timed]:
+def found(runtime: Runtime) -> dict[DecodingMode, TimedCompletion]:
     return timed(runtime, DECODER, 60)
 
 
-def test_a_text_that_forks_is_written_in_four_ways(found: dict[DecodingMode, Timed]) -> None:
-    assert list(found) == [PLAIN, DRAFTED, FORKED, BOTH]
+def test_a_prompt_whose_output_forks_runs_in_four_modes(found: dict[DecodingMode, TimedCompletion]) -> None:
+    assert list(found) == [PLAIN, SPECULATIVE, PARALLEL, BOTH]
     steps = [one.completion.statistics for one in found.values()]
     assert [len(one.completion.threads) for one in found.values()] == [1, 1, 5, 5]
     assert [any(one.drafted_by_depth) for one in steps] == [False, True, False, True]
 
 
-def test_each_drafted_text_is_compared_with_the_one_above_it(found: dict[DecodingMode, Timed]) -> None:
-    assert [line[-1] for line in lines_of(found)] == ["-", "same", "-", "same"]
-    assert not found[FORKED].same_as(found[PLAIN])
+def test_each_speculative_run_is_compared_with_the_run_above_it(found: dict[DecodingMode, TimedCompletion]) -> None:
+    assert [row[-1] for row in rows_of(found)] == ["-", "identical", "-", "identical"]
+    assert not found[PARALLEL].same_as(found[PLAIN])
     other = replace(found[BOTH], completion=replace(found[BOTH].completion, threads=found[PLAIN].completion.threads))
-    assert [line[-1] for line in lines_of(found | {BOTH: other})][-1] == "DIFFERENT"
-    assert [line[-1] for line in lines_of(found | {DRAFTED: found[FORKED]})] == ["-", "DIFFERENT", "-", "same"]
+    assert [row[-1] for row in rows_of(found | {BOTH: other})][-1] == "DIFFERENT"
+    assert [row[-1] for row in rows_of(found | {SPECULATIVE: found[PARALLEL]})] == ["-", "DIFFERENT", "-", "identical"]
 
 
-def test_a_difference_in_one_thread_is_one(found: dict[DecodingMode, Timed]) -> None:
+def test_a_difference_in_one_thread_is_a_difference(found: dict[DecodingMode, TimedCompletion]) -> None:
     completion = found[BOTH].completion
     last = completion.threads[-1]
     threads = (*completion.threads[:-1], replace(last, tokens=(*last.tokens[:-1], 5)))
-    assert not replace(found[BOTH], completion=replace(completion, threads=threads)).same_as(found[FORKED])
+    assert not replace(found[BOTH], completion=replace(completion, threads=threads)).same_as(found[PARALLEL])
 
 
-def test_a_line_tells_what_the_text_cost_and_how_fast_it_was_against_the_plain_one(
-    found: dict[DecodingMode, Timed],
+def test_a_row_shows_the_cost_and_the_speedup_over_plain_decoding(
+    found: dict[DecodingMode, TimedCompletion],
 ) -> None:
     halved = found | {BOTH: replace(found[BOTH], seconds=found[PLAIN].seconds / 2)}
-    *_, line = lines_of(halved)
+    *_, row = rows_of(halved)
     count, cost = len(found[BOTH].completion.tokens), found[BOTH].completion.statistics
-    assert line[:5] == ("forked + drafted", count, cost.steps, count / cost.steps, cost.peak_slots)
-    assert line[5] == pytest.approx(found[PLAIN].seconds * 500)
-    assert line[6] == pytest.approx(2 * count / len(found[PLAIN].completion.tokens))
+    assert row[:5] == ("both", count, cost.steps, count / cost.steps, cost.peak_slots)
+    assert row[5] == pytest.approx(found[PLAIN].seconds * 500)
+    assert row[6] == pytest.approx(2 * count / len(found[PLAIN].completion.tokens))
 
 
-def test_ways_that_make_no_difference_are_left_out(tiny_bundle: Path, tmp_path: Path, runtime: Runtime) -> None:
-    assert list(timed(runtime, DECODER, 5)) == [PLAIN, DRAFTED]  # it would fork later
+def test_modes_that_change_nothing_are_left_out(tiny_bundle: Path, tmp_path: Path, runtime: Runtime) -> None:
+    assert list(timed(runtime, DECODER, 5)) == [PLAIN, SPECULATIVE]  # too short to fork
     with Runtime.open(tiny_bundle, threads=1, max_seq_len=256) as plain:
-        assert list(timed(plain, DECODER, 5)) == [PLAIN, DRAFTED]
+        assert list(timed(plain, DECODER, 5)) == [PLAIN, SPECULATIVE]
     copy = forking_copy(tiny_bundle, tmp_path / "bundle")
     edit(copy, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
     with Runtime.open(copy, threads=1, max_seq_len=256) as unmasked:
-        assert list(timed(unmasked, DECODER, 60)) == [PLAIN, FORKED]
+        assert list(timed(unmasked, DECODER, 60)) == [PLAIN, PARALLEL]
 
 
-def test_the_table_has_a_line_for_each_way_and_says_what_is_compared(runtime: Runtime, capfd: Capture) -> None:
+def test_the_table_has_a_row_for_each_mode_and_a_legend(runtime: Runtime, capfd: Capture) -> None:
     assert compare(runtime, {"long": DECODER, "short": DECODER[:9]}, 60)
-    long, short, note = capfd.readouterr().out.split("\n\n")
-    modes = ["plain", "drafted", "forked", "forked + drafted"]
+    long, short, legend = capfd.readouterr().out.split("\n\n")
+    modes = ["plain", "speculative", "parallel threads", "both"]
     assert [line.split("  ")[0] for line in long.splitlines()] == ["long", "decoding", *modes]
     assert short.startswith("short\n")
-    assert note.startswith("text: a drafted text is compared with the one in the line above it")
+    assert legend == f"{LEGEND}\n{THREADS_LEGEND}\n"
     assert compare(runtime, {"short": DECODER}, 5)
-    assert "compared" not in capfd.readouterr().out
+    assert capfd.readouterr().out.split("\n\n")[-1] == f"{LEGEND}\n"
 
 
-def test_a_text_is_shown_thread_by_thread_with_its_drafts_in_brackets(runtime: Runtime, capfd: Capture) -> None:
-    play(runtime, DECODER, 60)
+def test_output_is_shown_by_thread_with_accepted_draft_tokens_in_brackets(runtime: Runtime, capfd: Capture) -> None:
+    show_generation(runtime, DECODER, 60)
     rows = capfd.readouterr().out.splitlines()
     assert [row[:10].rstrip() for row in rows if row[:10].strip()] == [
-        "spine",
+        "root",
         *(f"thread {number}" for number in range(4)),
     ]
     shown = "".join(row[10:] for row in rows)

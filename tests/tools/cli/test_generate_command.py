@@ -162,24 +162,36 @@ def test_marks_change_nothing_else_of_a_text_that_forks(forking: Path, runtime: 
     assert marked.replace("[", "").replace("]", "") == plain
 
 
-def test_statistics_say_what_the_text_cost(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+def test_statistics_show_the_cost_of_a_generation(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     s = runtime.generate(DECODER, Decoding(max_tokens=60)).statistics
     for arguments in ([], ["--json"]):
         _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", *arguments)
-        written, threads, drafts, speed, times = err.splitlines()
-        assert written == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} a step), ended by length"
-        assert threads == (
-            f"{s.threads} threads, at most {s.peak_threads} at a time, at most {s.peak_slots} slots, {s.rows} rows"
+        tokens, threads, drafts, sources, speed, times = err.splitlines()
+        assert (
+            tokens == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step), ending: length"
         )
-        assert f"{s.accepted_by_source['mask']} of {s.drafted_by_source['mask']} from mask slots" in drafts
-        assert f"by depth {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in drafts
-        assert re.fullmatch(r"\d+\.\d tokens/s, \d\.\d{3} s to the first token", speed)
-        assert re.fullmatch(
-            r"[\d.]+ s in the engine, [\d.]+ s outside it \([\d.]+ ms a step\), [\d.]+ s waiting", times
+        assert (
+            threads
+            == f"{s.threads} threads (at most {s.peak_threads} at once), peak {s.peak_slots} KV slots, {s.rows} rows"
         )
+        accepted, drafted = sum(s.accepted_by_depth), sum(s.drafted_by_depth)
+        rate = f"acceptance rate {100 * accepted / drafted:.1f}%"
+        assert drafts == f"draft tokens: {accepted} of {drafted} accepted ({rate})"
+        assert f"mask slots {s.accepted_by_source['mask']}/{s.drafted_by_source['mask']}" in sources
+        assert f"by depth: {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in sources
+        assert re.fullmatch(r"\d+\.\d tokens/s, \d\.\d{3} s to first token", speed)
+        assert re.fullmatch(r"[\d.]+ s in the engine, [\d.]+ s outside \([\d.]+ ms per step\), [\d.]+ s queued", times)
     _, err = printed(capfd, forking, "--max-tokens", 9, "--mask-slots", 0, "--no-fork", "--stats")
-    assert "drafts accepted: none, nothing was drafted" in err
+    assert "draft tokens: none" in err
     assert "threads" not in err
+
+
+def test_statistics_of_one_thread_include_the_mean_acceptance_length(
+    forking: Path, runtime: Runtime, capfd: Capture
+) -> None:
+    s = runtime.generate(DECODER, Decoding(max_tokens=60, fork=False)).statistics
+    _, err = printed(capfd, forking, "--max-tokens", 60, "--no-fork", "--stats")
+    assert f"mean acceptance length {1 + sum(s.accepted_by_depth) / s.steps:.2f})" in err
 
 
 def test_a_seed_that_was_drawn_draws_the_same_text_again(forking: Path, capfd: Capture) -> None:
@@ -188,7 +200,7 @@ def test_a_seed_that_was_drawn_draws_the_same_text_again(forking: Path, capfd: C
     assert 0 <= first["seed"] < 2**64
     out, err = printed(capfd, forking, *arguments, "--seed", first["seed"], "--stats")
     assert out == first["text"] + "\n"
-    assert f"seed {first['seed']}: the same one writes the same text again" in err
+    assert f"seed {first['seed']}: repeat with --seed {first['seed']} for the same output" in err
     other = json.loads(printed(capfd, forking, *arguments, "--json")[0])
     assert other["seed"] != first["seed"]
     assert other["text"] != first["text"]
@@ -271,12 +283,12 @@ def test_on_a_terminal_the_threads_are_drawn_before_the_text(forking: Path, runt
     expected = runtime.generate(DECODER, Decoding(max_tokens=60))
     out = on_a_terminal(forking, "--max-tokens", 60, "--live")
     assert out.endswith("\r\n" + expected.text.replace("\n", "\r\n") + "\r\n")
-    assert re.search(rf"; {expected.statistics.threads} threads; at most \d+ slots", out)
-    assert "spine" in out
+    assert re.search(rf", {expected.statistics.threads} threads, peak \d+ KV slots", out)
+    assert "root" in out
     erased = "\x1b[2K"
-    assert erased not in out[out.rindex("at most") :]  # the threads stay
+    assert erased not in out[out.rindex("KV slots") :]  # the threads stay
     alone = on_a_terminal(forking, "--max-tokens", 60, "--live", "--no-fork", "--show-drafts")
-    assert erased in alone[alone.rindex("at most") :]  # one thread is the text itself
+    assert erased in alone[alone.rindex("KV slots") :]  # one thread is the text itself
     assert "\x1b[32m" in alone[alone.rindex(erased) :]
 
 

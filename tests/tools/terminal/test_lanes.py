@@ -1,4 +1,4 @@
-"""Lanes: what is shown of a text's threads is what they wrote, and each part is marked as the token that wrote it."""
+"""Lanes: each thread shows the text of its own tokens, and each part is marked as drafted if its token was."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def trees(depth: int) -> st.SearchStrategy[Script]:
     return parts.map(lambda scripts: Script(tuple(item for script in scripts for item in script.said)))
 
 
-def heard(pieces: Sequence[Piece]) -> tuple[Lanes, list[Span]]:
+def added(pieces: Sequence[Piece]) -> tuple[Lanes, list[Span]]:
     lanes = Lanes(FORK)
-    return lanes, [span for piece in pieces for span in lanes.hear(piece)]
+    return lanes, [span for piece in pieces for span in lanes.add(piece)]
 
 
 def marks(spans: Sequence[Span]) -> list[tuple[str, bool]]:
@@ -41,7 +41,7 @@ def marks(spans: Sequence[Span]) -> list[tuple[str, bool]]:
 
 
 @BOTH
-def test_in_every_order_of_writing_the_spans_are_the_text_that_can_be_read(tokenizer: Tokenizer) -> None:
+def test_the_spans_are_the_readable_text_in_every_order_of_tokens(tokenizer: Tokenizer) -> None:
     @settings(max_examples=100)
     @given(case=cases(tokenizer), seed=st.integers(0, 10**6))
     def holds(case: tuple[Script, list[str]], seed: int) -> None:
@@ -49,7 +49,7 @@ def test_in_every_order_of_writing_the_spans_are_the_text_that_can_be_read(token
         pieces = writing.run(Random(seed))
         lanes = Lanes(FORK)
         for piece in pieces:
-            assert "".join(span.text for span in lanes.hear(piece)) == piece.reading
+            assert "".join(span.text for span in lanes.add(piece)) == piece.reading
         assert len(lanes) == len(list(lanes)) >= len(writing.threads)
         shown = {lane.path: lane for lane in lanes}
         for path in writing.threads:
@@ -61,11 +61,11 @@ def test_in_every_order_of_writing_the_spans_are_the_text_that_can_be_read(token
 
 @settings(max_examples=100)
 @given(script=trees(2), seed=st.integers(0, 10**6))
-def test_each_character_is_marked_as_the_token_that_wrote_it(script: Script, seed: int) -> None:
+def test_each_character_is_marked_as_its_token_is(script: Script, seed: int) -> None:
     writing, random, pieces = Writing(BYTES, script), Random(seed), list[Piece]()
     while writing.step(random):
-        pieces += writing.reading.take()  # as the runtime does: with each step
-    _, spans = heard(pieces + writing.reading.take())
+        pieces += writing.reading.take()  # after each step, as the runtime does
+    _, spans = added(pieces + writing.reading.take())
     expected, written = [], dict[Path, int]()
     for event in told(BYTES, script):
         if event.token is not None:
@@ -76,38 +76,38 @@ def test_each_character_is_marked_as_the_token_that_wrote_it(script: Script, see
 
 @settings(max_examples=100)
 @given(script=trees(2), seed=st.integers(0, 10**6), steps=st.integers(0, 4))
-def test_a_text_that_is_ended_half_way_is_shown_as_far_as_it_came(script: Script, seed: int, steps: int) -> None:
-    """All threads end at once, before the pieces of their last step are taken: some marks may be lost, no text is."""
+def test_a_cancelled_generation_shows_all_text_so_far(script: Script, seed: int, steps: int) -> None:
+    """All threads end at once, before the pieces of their last step are taken: marks may be lost, but no text."""
     writing, random = Writing(BYTES, script), Random(seed)
     for _ in range(steps):
         writing.step(random)
     for thread in writing.live:
         writing.end(thread.path, "total")
-    _, spans = heard(writing.reading.take())
+    _, spans = added(writing.reading.take())
     assert "".join(span.text for span in spans) == writing.reading.text
 
 
-def test_a_lane_names_the_threads_that_hang_from_it() -> None:
+def test_a_lane_marks_its_child_threads() -> None:
     script = line("1.", line("a", line("deep"), "b"), "2.", line("c"), "z")
-    lanes, _ = heard(Writing(BYTES, script).run(Random(0)))
+    lanes, _ = added(Writing(BYTES, script).run(Random(0)))
     texts = {lane.name: "".join(span.text for span in lane.spans) for lane in lanes}
-    assert texts == {"spine": "1.<0>2.<1>z", "thread 0": "a<0.0>b", "thread 0.0": "deep", "thread 1": "c"}
-    assert list(texts) == ["spine", "thread 0", "thread 0.0", "thread 1"]
+    assert texts == {"root": "1.<0>2.<1>z", "thread 0": "a<0.0>b", "thread 0.0": "deep", "thread 1": "c"}
+    assert list(texts) == ["root", "thread 0", "thread 0.0", "thread 1"]
 
 
-def test_drafts_stand_in_brackets_which_may_stay_open_between_two_calls() -> None:
+def test_drafted_spans_are_in_brackets_that_may_stay_open_between_calls() -> None:
     spans = [Span("a", False), Span("b", True), Span("c", True), Span("d", False), Span("e", True)]
     assert marked(spans, terminal=False) == ("a[bc]d[e", True)
     assert marked(spans[2:], terminal=False, open_bracket=True) == ("c]d[e", True)
     assert marked([], terminal=False, open_bracket=True) == ("", True)
 
 
-def test_drafts_are_green_on_a_terminal() -> None:
+def test_drafted_spans_are_green_on_a_terminal() -> None:
     text, open_bracket = marked([Span("a", False), Span("b", True)], terminal=True)
     assert (text, open_bracket) == ("a\x1b[32m\x1b[4mb\x1b[0m", False)
 
 
-def drawn(view: View, height: int, width: int = 40) -> list[str]:
+def rendered(view: View, height: int, width: int = 40) -> list[str]:
     console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=height)
     console.print(view, end="")
     file = console.file
@@ -120,47 +120,47 @@ def view_of(*said: str | Script) -> View:
     statistics = Statistics(steps=3, tokens=9, threads=2, peak_slots=12)
     view = View(lanes, statistics)
     for piece in Writing(BYTES, line(*said)).run(Random(0)):
-        lanes.hear(piece)
-        view.heard(piece.thread)
+        lanes.add(piece)
+        view.mark_updated(piece.thread)
     return view
 
 
-def test_the_threads_stand_below_each_other_with_what_they_cost() -> None:
-    assert drawn(view_of("1.", line("one"), "2."), 20, 60) == [
-        "spine      1.<0>2.",
+def test_the_view_lists_the_threads_above_a_status_line() -> None:
+    assert rendered(view_of("1.", line("one"), "2."), 20, 70) == [
+        "root       1.<0>2.",
         "  thread 0 one",
-        "step 3: 9 tokens, 3.00 a step; 2 threads; at most 12 slots",
+        "step 3: 9 tokens, 3.00 tokens/step, 2 threads, peak 12 KV slots",
     ]
 
 
 @settings(max_examples=50)
 @given(script=trees(2), height=st.integers(3, 12), width=st.integers(20, 60))
-def test_while_it_grows_it_is_never_higher_than_the_terminal(script: Script, height: int, width: int) -> None:
+def test_a_growing_view_is_never_higher_than_the_terminal(script: Script, height: int, width: int) -> None:
     view = view_of(script)
-    assert len(drawn(view, height, width)) <= height
+    assert len(rendered(view, height, width)) <= height
 
 
-def test_of_long_threads_the_ends_are_shown_and_of_many_those_that_wrote_last() -> None:
+def test_a_short_terminal_shows_the_ends_of_the_most_recent_threads() -> None:
     view = view_of("abcdefghijklmnopqrstuvwxyz" * 9, line("x" * 99 + "!"), line("y" * 99 + "?"))
-    rows = drawn(view, 5, 30)
+    rows = rendered(view, 5, 30)
     assert len(rows) == 4
     assert rows[0].endswith("xyz<0><1>")
     assert rows[1].endswith("x!")
     assert rows[2].endswith("y?")
-    view.heard((1,))
-    rows = drawn(view, 3, 60)
+    view.mark_updated((1,))
+    rows = rendered(view, 3, 60)
     assert rows[0].endswith("y?")
     assert "threads, 2 not shown" in rows[1]
 
 
-def test_in_the_end_all_of_it_is_there() -> None:
+def test_the_complete_view_shows_all_text() -> None:
     view = view_of("X" * 99, line("Y" * 99))
-    view.whole = True
-    text = "".join(drawn(view, 3, 30))
+    view.complete = True
+    text = "".join(rendered(view, 3, 30))
     assert (text.count("X"), text.count("Y")) == (99, 99)
 
 
-def test_an_empty_text_is_drawn_too() -> None:
-    assert drawn(View(Lanes(FORK), Statistics()), 5)[0] == "spine"
+def test_a_generation_without_text_is_shown() -> None:
+    assert rendered(View(Lanes(FORK), Statistics()), 5)[0] == "root"
     assert [lane.path for lane in Lanes(None)] == [()]
     assert list(Lane(()).spans) == []

@@ -14,10 +14,10 @@ from spaceport.tools.cli.options import PATH, json_option, remote_code_option, t
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
-from spaceport.tools.verify.acceptance.given import Given, given_answers
 from spaceport.tools.verify.acceptance.measure import Acceptance, measure
+from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, reference_answers
 from spaceport.tools.verify.acceptance.source import open_source, spelling_for
-from spaceport.tools.verify.acceptance.tally import Forks
+from spaceport.tools.verify.acceptance.tally import ForkTally
 
 _PLOTS = (".svg", ".png")
 
@@ -106,11 +106,11 @@ def check_room(runtime: Runtime, max_tokens: int) -> None:
 
 def samples_of(
     runtime: Runtime, conversations: Sequence[Conversation], data: Path
-) -> tuple[list[Given], dict[str, int]]:
+) -> tuple[list[ReferenceAnswer], dict[str, int]]:
     """The given answers that fit, and what was counted on the way."""
     prepared = prepare(conversations, spelling_for(runtime), runtime.max_seq_len)
     counts = {name: count for name, count in prepared.counts.items() if count}
-    samples = given_answers(prepared, conversations, runtime.bundle.manifest.tokens)
+    samples = reference_answers(prepared, conversations, runtime.bundle.manifest.tokens)
     if not samples:
         raise InputFault(
             f"{data}: no answer of its {len(conversations)} conversations can be measured ({told(counts)}): expected "
@@ -119,7 +119,7 @@ def samples_of(
     return samples, counts
 
 
-def announced(samples: Sequence[Given], stage: Callable[[str], None]) -> Iterator[Given]:
+def announced(samples: Sequence[ReferenceAnswer], stage: Callable[[str], None]) -> Iterator[ReferenceAnswer]:
     """The samples; on stderr how many are done, about ten times."""
     every = max(1, -(-len(samples) // 10))
     for number, sample in enumerate(samples):
@@ -128,9 +128,9 @@ def announced(samples: Sequence[Given], stage: Callable[[str], None]) -> Iterato
         yield sample
 
 
-def show(found: Acceptance, samples: Sequence[Given], counts: dict[str, int]) -> None:
+def show(found: Acceptance, samples: Sequence[ReferenceAnswer], counts: dict[str, int]) -> None:
     """One table for people: what each mask slot is right in, and what as many of them bring."""
-    own, given = found.own, found.given
+    own, given = found.generated, found.reference
     rows: list[Sequence[object]] = [
         (
             f"mask slot {slot}" if slot else "next token",
@@ -149,11 +149,11 @@ def show(found: Acceptance, samples: Sequence[Given], counts: dict[str, int]) ->
         show_forks(found.forks)
 
 
-def show_forks(forks: Forks) -> None:
+def show_forks(forks: ForkTally) -> None:
     """What became of the forks, in one line."""
     click.echo(
-        f"[Fork] at {forks.places} places of given spines: {forks.written} in the trees, {forks.predicted} predicted, "
-        f"{forks.right} of them right (precision {share(forks.precision)}, recall {share(forks.recall)})"
+        f"[Fork] at {forks.positions} places of given spines: {forks.expected} in the trees, {forks.predicted} predicted, "
+        f"{forks.correct} of them right (precision {share(forks.precision)}, recall {share(forks.recall)})"
     )
 
 

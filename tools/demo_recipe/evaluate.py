@@ -20,7 +20,7 @@ from spaceport.tools.demo_recipe.parameter_answers import FEWEST_ITEMS, AnswerVe
 from spaceport.tools.demo_recipe.signatures import Function
 from spaceport.tools.demo_recipe.sources import read_source, stdlib_paths
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.tools.verify.acceptance.answers import Answer, write_answer
+from spaceport.tools.verify.acceptance.answers import Answer, generate_answer
 from spaceport.tools.verify.acceptance.source import open_source
 
 NOTE = (
@@ -132,9 +132,9 @@ def evaluate(
 def write(runtime: Runtime, function: Function, mask_slots: int) -> Written:
     """The answer to a question, with forks and in one line."""
     prompt = runtime.tokens_of([{"role": "user", "content": question(function)}])
-    forked = write_answer(runtime, prompt, MOST_TOKENS, mask_slots)
-    one_by_one = write_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_threads=1)
-    line = write_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_depth=0)
+    forked = generate_answer(runtime, prompt, MOST_TOKENS, mask_slots)
+    one_by_one = generate_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_threads=1)
+    line = generate_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_depth=0)
     told = runtime.tokenizer.decode(list(forked.text_tokens))
     plain = runtime.tokenizer.decode(list(line.text_tokens))
     return Written(function, forked, one_by_one, line, verify(function, told), verify(function, plain))
@@ -143,7 +143,7 @@ def write(runtime: Runtime, function: Function, mask_slots: int) -> Written:
 def go_on(runtime: Runtime, text: str, mask_slots: int) -> Answer:
     """What follows the beginning of a source text, in one line."""
     prompt = encode(runtime.tokenizer, text, special=True)[:PROMPT_TOKENS]
-    return write_answer(runtime, prompt, TEXT_TOKENS, mask_slots, max_depth=0)
+    return generate_answer(runtime, prompt, TEXT_TOKENS, mask_slots, max_depth=0)
 
 
 def quality_of(found: Sequence[Written]) -> Quality:
@@ -179,7 +179,7 @@ def cost_of(slots: int, chats: dict[int, list[Written]], sources: dict[int, list
 
 
 def _tokens(answers: Sequence[Answer]) -> int:
-    return sum(len(line.tokens) for answer in answers for line in answer.lines)
+    return sum(len(line.tokens) for answer in answers for line in answer.threads)
 
 
 def _steps(answers: Sequence[Answer]) -> int:

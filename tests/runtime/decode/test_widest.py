@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.decode.draft import Shape
-from spaceport.tools.verify.acceptance.answers import write_answer
+from spaceport.tools.verify.acceptance.answers import generate_answer
 from support.hash_engine import HashEngine, Language
 from support.hash_runtime import hash_runtime
 
@@ -58,7 +58,7 @@ def test_a_prompt_is_cut_no_earlier_for_its_draft(length: int) -> None:
 
 def test_requests_of_the_acceptance_measurement_keep_to_it_too() -> None:
     with narrow(Language(1), "scatter") as runtime:
-        answer = write_answer(runtime, [1] * STEP_ROWS, 1, 5)
+        answer = generate_answer(runtime, [1] * STEP_ROWS, 1, 5)
         assert answer.statistics.steps == 1
         assert isinstance(runtime.engine, HashEngine)
         assert runtime.engine.widths == [STEP_ROWS]

@@ -55,9 +55,9 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
     assert ours == numbers(tiny_bundle, file, "--max-tokens", 40, "--threads", 1)
     assert ours == numbers(tiny_append_bundle, file, "--max-tokens", 40, "--threads", 1)
     assert (ours["samples"], ours["mask_slots"], ours["forks"]) == (3, 5, None)
-    assert ours["own"]["accuracy"][0] == 1.0
-    assert ours["given"]["asked"][0] - ours["given"]["tokens"] == 3  # the end tokens
-    assert ours["own"]["tokens_per_step"][5] > 1.5
+    assert ours["generated"]["accuracy"][0] == 1.0
+    assert ours["reference"]["predictions"][0] - ours["reference"]["tokens"] == 3  # the end tokens
+    assert ours["generated"]["tokens_per_step"][5] > 1.5
 
 
 @pytest.mark.torch
@@ -69,9 +69,9 @@ def test_forks_are_counted_along_given_trees_and_answers_without_one(tmp_path: P
     items = [f"{number}. Item: a detail that is long enough" for number in (1, 2, 3)]
     file = data_file(tmp_path, chat("List three.", "\n".join(items)), LINES[2])
     found = numbers(checkpoint, file, "--max-tokens", 8)
-    assert found["forks"]["written"] == 3
-    assert found["given"]["lines"] == 1 + 3 + 1
-    assert found["forks"]["places"] < found["given"]["asked"][0]
+    assert found["forks"]["expected"] == 3
+    assert found["reference"]["segments"] == 1 + 3 + 1
+    assert found["forks"]["positions"] < found["reference"]["predictions"][0]
     assert found["forks"]["recall"] == 0.0
     shown = call(checkpoint, file, "--max-tokens", 8).stdout
     assert "3 in the trees, 0 predicted, 0 of them right (precision -, recall 0.0 %)" in shown
@@ -128,7 +128,7 @@ def test_a_model_without_mask_slots_is_refused_with_what_to_do(tmp_path: Path) -
     shutil.copytree(TINY, plain, ignore=shutil.ignore_patterns("__pycache__", "sar_config.json"))
     result = call(plain, data_file(tmp_path, *LINES))
     assert isinstance(result.exception, InputFault)
-    assert "has no mask token, so it drafts nothing" in str(result.exception)
+    assert "has no mask token, so there are no draft tokens" in str(result.exception)
     assert "spaceport tune" in str(result.exception)
 
 

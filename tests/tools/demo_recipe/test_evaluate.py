@@ -149,13 +149,13 @@ def test_an_untrained_model_is_wrong_and_its_drafts_change_nothing(found: tuple[
 def test_an_answer_is_written_with_forks_and_without(runtime: Runtime) -> None:
     fork = runtime.bundle.manifest.tokens.fork
     answered = write(runtime, LIST, 0)
-    assert answered.forked.spine.tokens[0] == fork
+    assert answered.forked.root.tokens[0] == fork
     assert answered.forked.children
-    assert answered.one_by_one.lines == answered.forked.lines
+    assert answered.one_by_one.threads == answered.forked.threads
     assert answered.one_by_one.statistics.steps > answered.forked.statistics.steps
     assert not answered.line.children
-    assert answered.line.spine.tokens
-    assert fork not in answered.line.spine.tokens
+    assert answered.line.root.tokens
+    assert fork not in answered.line.root.tokens
 
 
 def test_the_tables_say_that_they_are_no_comparison(

@@ -1,1 +1,1 @@
-"""Acceptance: how many of its own drafts a model would accept, from training to serving."""
+"""Acceptance: prediction accuracy of mask slots and tokens per step, of a checkpoint or a bundle."""

@@ -1,4 +1,4 @@
-"""Answer: what a model writes on a prompt by itself, with all the threads that it forks."""
+"""Answers: a model's greedy completion of a prompt, with the child threads that it forks."""
 
 from __future__ import annotations
 
@@ -16,84 +16,85 @@ from spaceport.runtime.decode.threads import Ending, Thread
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.session import Runtime
 
-SIDE_BY_SIDE = 64  # threads at the same time: more than an answer has
-DEPTH = 1  # a child does not fork again, as in the answers that models are tuned on
+MAX_THREADS = 64  # concurrent threads of an answer; more than any answer forks
+MAX_DEPTH = 1  # child threads do not fork again, as in the answers of training data
 
 
 @dataclass(frozen=True)
 class AnswerThread:
     """One thread of an answer."""
 
-    prompt: tuple[int, ...]  # all that stands before: a child's holds the spine up to its [Fork], and [Child]
-    tokens: tuple[int, ...]  # its own, the end token included
-    fork: int | None  # place in the spine's tokens of the [Fork] that it hangs from; nothing: the spine itself
-    ending: Ending  # "end": its last token is an end token; "length": it was cut at max_tokens
+    prefix: tuple[int, ...]  # tokens before the thread's own; of a child: the root up to its [Fork], then [Child]
+    tokens: tuple[int, ...]  # generated tokens, end token included
+    fork: int | None  # index of the thread's [Fork] in the root's tokens; None for the root itself
+    ending: Ending  # "end": the last token is an end token; "length": cut at max_tokens
 
     @property
     def text_tokens(self) -> tuple[int, ...]:
-        """The own tokens without the end token."""
+        """The generated tokens without the end token."""
         return self.tokens[:-1] if self.ending == "end" else self.tokens
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The tree of threads: the spine, then its children in the order of their forks."""
+    """The threads of an answer: the root, then its children in the order of their forks."""
 
-    lines: tuple[AnswerThread, ...]
+    threads: tuple[AnswerThread, ...]
     statistics: Statistics
 
     @property
-    def spine(self) -> AnswerThread:
-        return self.lines[0]
+    def root(self) -> AnswerThread:
+        return self.threads[0]
 
     @property
     def children(self) -> tuple[AnswerThread, ...]:
-        return self.lines[1:]
+        return self.threads[1:]
 
     @property
     def text_tokens(self) -> tuple[int, ...]:
-        """The tokens in reading order: each child in the place of its [Fork], no control tokens."""
+        """The tokens in reading order, without control tokens: each child replaces its [Fork]."""
         children = {child.fork: child.text_tokens for child in self.children}
-        found: list[int] = []
-        for place, token in enumerate(self.spine.text_tokens):
-            found.extend(children.get(place, (token,)))
-        return tuple(found)
+        tokens: list[int] = []
+        for index, token in enumerate(self.root.text_tokens):
+            tokens.extend(children.get(index, (token,)))
+        return tuple(tokens)
 
 
-class _Ends:
-    """The end token of each thread that has come to one; what a thread writes does not hold it."""
+class _EndTokens:
+    """The end token of each thread that generated one: a thread does not store it."""
 
     def __init__(self, end: frozenset[int]) -> None:
-        self.of: dict[tuple[int, ...], int] = {}
+        self.by_thread: dict[tuple[int, ...], int] = {}  # by thread path
         self._end = end
 
     def on_step(self, verified: VerifiedStep) -> None:
         for part, verdict in zip(verified.plan.parts, verified.verdicts, strict=True):
             for token in verdict.tokens:
                 if token in self._end:
-                    self.of.setdefault(part.thread.path, token)
+                    self.by_thread.setdefault(part.thread.path, token)
 
 
-def write_answer(
+def generate_answer(
     runtime: Runtime,
     prompt: Sequence[int],
     max_tokens: int,
     mask_slots: int,
-    max_threads: int = SIDE_BY_SIDE,
-    max_depth: int = DEPTH,
+    max_threads: int = MAX_THREADS,
+    max_depth: int = MAX_DEPTH,
 ) -> Answer:
-    """The model's greedy answer: `max_tokens` counts along a path, so no thread's text depends on another's length.
+    """The model's greedy answer.
 
-    How many threads write at the same time changes how many steps it takes; at depth 0 it is written in one line.
+    `max_tokens` counts along the path from the prompt to a thread's last token, so no thread's text depends on the length of
+    another. `max_threads` changes the number of steps, never the text. With `max_depth=0` the answer does not fork.
     """
     engine, tokens = runtime.engine, runtime.bundle.manifest.tokens
     limit = min(len(prompt) + max_tokens, runtime.max_seq_len)
     if len(prompt) >= limit:
         return Answer((AnswerThread(tuple(prompt), (), None, "length"),), Statistics(prompt_tokens=len(prompt)))
-    ends = _Ends(frozenset(tokens.end))
+    ends = _EndTokens(frozenset(tokens.end))
     config = RequestConfig(
         tokens=tokens,
-        selector=greedy_for(tokens, max_depth),
+        selector=greedy_selector(tokens, max_depth),
         max_length=limit,
         max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
         drafting=Drafting(mask_slots, "chain"),
@@ -106,20 +107,21 @@ def write_answer(
         step(engine, [StepInput(request, 0, min(PREFILL_ROWS, engine.rows))])
     if any(thread.ending == "total" for thread in request.threads):
         raise OptionFault(
-            f"the threads of an answer have room for {config.max_total} tokens behind a prompt of {len(prompt)} and need "
-            f"more: raise --max-seq-len (now {runtime.max_seq_len}) or lower --max-tokens (now {max_tokens})"
+            f"the threads of an answer need more than the {config.max_total} tokens that fit behind its prompt of "
+            f"{len(prompt)}: raise --max-seq-len (now {runtime.max_seq_len}) or lower --max-tokens (now {max_tokens})"
         )
-    return Answer(tuple(_line(thread, len(prompt), ends.of) for thread in request.threads), request.statistics)
+    threads = tuple(_answer_thread(thread, len(prompt), ends.by_thread) for thread in request.threads)
+    return Answer(threads, request.statistics)
 
 
-def greedy_for(tokens: TokenIds, max_depth: int = DEPTH) -> Greedy:
-    """Greedy decoding of a model that may fork this deep."""
+def greedy_selector(tokens: TokenIds, max_depth: int = MAX_DEPTH) -> Greedy:
+    """Greedy token selection for a model that forks at most `max_depth` levels deep."""
     return Greedy(Bans(frozenset(tokens.forbidden), tokens.fork, tokens.child, max_depth))
 
 
-def _line(thread: Thread, prompt: int, ends: dict[tuple[int, ...], int]) -> AnswerThread:
-    """A thread that has ended, behind a prompt of so many tokens."""
+def _answer_thread(thread: Thread, prompt_tokens: int, ends: dict[tuple[int, ...], int]) -> AnswerThread:
+    """The record of a thread that has ended."""
     assert thread.ending is not None
-    own = (*thread.written, *((ends[thread.path],) if thread.ending == "end" else ()))
-    fork = None if thread.fork is None else thread.fork - prompt
-    return AnswerThread(tuple(thread.tokens[: thread.start]), own, fork, thread.ending)
+    generated = (*thread.written, *((ends[thread.path],) if thread.ending == "end" else ()))
+    fork = None if thread.fork is None else thread.fork - prompt_tokens
+    return AnswerThread(tuple(thread.tokens[: thread.start]), generated, fork, thread.ending)

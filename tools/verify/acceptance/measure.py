@@ -1,4 +1,4 @@
-"""Measure: a model's acceptance along its own answers and along given ones."""
+"""Measure: prediction accuracy and tokens per step of a model, on generated and on reference answers."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.acceptance.answers import write_answer
-from spaceport.tools.verify.acceptance.given import Given, Passage
-from spaceport.tools.verify.acceptance.predictions import predict_line
-from spaceport.tools.verify.acceptance.tally import Forks, Tally
+from spaceport.tools.verify.acceptance.answers import generate_answer
+from spaceport.tools.verify.acceptance.predictions import predict_segment
+from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.tally import ForkTally, Tally
 
 
 @dataclass
 class Acceptance:
-    """What was measured on a model."""
+    """The acceptance of a model's drafts."""
 
-    own: Tally  # along the answers that it writes itself, greedily
-    given: Tally  # along the answers that it is given
-    forks: Forks | None  # nothing: the model does not fork
+    generated: Tally  # on the greedy answers that the model generates
+    reference: Tally  # on the answers of the data file
+    forks: ForkTally | None  # None for a model that does not fork
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers for machines."""
+        """The figures as JSON data."""
         return {
-            "mask_slots": self.given.mask_slots,
-            "own": self.own.as_dict(),
-            "given": self.given.as_dict(),
+            "mask_slots": self.reference.mask_slots,
+            "generated": self.generated.as_dict(),
+            "reference": self.reference.as_dict(),
             "forks": self.forks and self.forks.as_dict(),
         }
 
 
-def measure(runtime: Runtime, samples: Iterable[Given], max_tokens: int, mask_slots: int) -> Acceptance:
-    """Have the model read every given answer, write one of its own on the same prompt, and read that."""
+def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: int, mask_slots: int) -> Acceptance:
+    """Acceptance on each reference answer, and on the answer that the model generates for the same prompt."""
     tokens = runtime.bundle.manifest.tokens
-    found = Acceptance(Tally(mask_slots), Tally(mask_slots), None if tokens.fork is None else Forks())
+    found = Acceptance(Tally(mask_slots), Tally(mask_slots), None if tokens.fork is None else ForkTally())
     for sample in samples:
-        for passage in sample.passages:
-            _read(runtime, passage, found.given, found.forks)
-        answer = write_answer(runtime, sample.prompt, max_tokens, mask_slots)
-        for line in answer.lines:
-            _read(runtime, Passage(line.prompt, line.tokens, line.fork is not None), found.own, None)
+        for segment in sample.segments:
+            _add(runtime, segment, found.reference, found.forks)
+        answer = generate_answer(runtime, sample.prompt, max_tokens, mask_slots)
+        for thread in answer.threads:
+            _add(runtime, Segment(thread.prefix, thread.tokens, thread.fork is not None), found.generated, None)
     return found
 
 
-def _read(runtime: Runtime, passage: Passage, tally: Tally, forks: Forks | None) -> None:
-    if not passage.tokens:
+def _add(runtime: Runtime, segment: Segment, tally: Tally, forks: ForkTally | None) -> None:
+    if not segment.tokens:
         return
     tokens = runtime.bundle.manifest.tokens
-    found = predict_line(runtime.engine, tokens, passage, tally.mask_slots)
-    tally.add(found, passage.tokens, passage.tokens[-1] in tokens.end)
-    if forks is not None and tokens.fork is not None and not passage.child:
-        forks.add(found[:, 0], passage.tokens, tokens.fork)
+    predicted = predict_segment(runtime.engine, tokens, segment, tally.mask_slots)
+    tally.add(predicted, segment.tokens, segment.tokens[-1] in tokens.end)
+    if forks is not None and tokens.fork is not None and not segment.child:
+        forks.add(predicted[:, 0], segment.tokens, tokens.fork)

@@ -1,4 +1,4 @@
-"""Plot: an acceptance drawn in two panels, accuracy by mask slot and tokens a step by their number."""
+"""Plot: acceptance in two panels, accuracy by mask slot and tokens per step by number of mask slots."""
 
 from __future__ import annotations
 
@@ -12,42 +12,47 @@ from matplotlib.ticker import PercentFormatter
 from spaceport.tools.verify.acceptance.measure import Acceptance
 from spaceport.tools.verify.acceptance.tally import Tally
 
-# Okabe and Ito's blue and vermilion, which people of every colour vision tell apart; the marks differ as well.
-_OWN, _GIVEN = ("#0072B2", "o", "own answers", 8), ("#D55E00", "s", "given answers", -14)
+# Okabe and Ito's blue and vermilion, distinct for every kind of colour vision; the markers differ as well.
+_GENERATED = ("#0072B2", "o", "generated answers", 8)
+_REFERENCE = ("#D55E00", "s", "reference answers", -14)
 
 
 def draw(found: Acceptance, file: Path, title: str) -> None:
-    """Write the plot in the format that the file's name ends in."""
+    """Write the plot, in the format of the file's suffix."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     accuracy, speed = figure.subplots(1, 2)
     figure.suptitle(title, fontsize=11)
-    slots = list(range(1 + found.given.mask_slots))
-    for tally, style in ((found.own, _OWN), (found.given, _GIVEN)):
+    slots = list(range(1 + found.reference.mask_slots))
+    for tally, style in ((found.generated, _GENERATED), (found.reference, _REFERENCE)):
         _line(accuracy, slots, tally.accuracy, "{:.0%}", style)
         _line(speed, slots, tally.tokens_per_step, "{:.2f}", style)
-    _frame(accuracy, "Predictions that are right", "mask slot (0: the ordinary next token)", slots)
+    _frame(accuracy, "Prediction accuracy", "mask slot (0: next token)", slots)
     accuracy.set_ylim(0, 1.08)
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _frame(speed, "Tokens a step", "mask slots in use (0: plain decoding)", slots)
-    speed.set_ylim(0, 1.15 * max(1.0, _most(found.own), _most(found.given)))
+    _frame(speed, "Tokens per step", "mask slots in use (0: plain decoding)", slots)
+    speed.set_ylim(0, 1.15 * max(1.0, _highest(found.generated), _highest(found.reference)))
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
 
 
-def _most(tally: Tally) -> float:
+def _highest(tally: Tally) -> float:
     return max((value for value in tally.tokens_per_step if value is not None), default=1.0)
 
 
 def _line(
-    axes: Axes, slots: Sequence[int], values: Sequence[float | None], form: str, style: tuple[str, str, str, int]
+    axes: Axes,
+    slots: Sequence[int],
+    values: Sequence[float | None],
+    label_format: str,
+    style: tuple[str, str, str, int],
 ) -> None:
-    """A line with its numbers beside the marks; places without a value are left out."""
-    color, mark, label, offset = style
+    """Draw a line with its values beside the markers; slots without a value are left out."""
+    color, marker, label, offset = style
     points = [(slot, value) for slot, value in zip(slots, values, strict=True) if value is not None]
-    axes.plot(*zip(*points, strict=True), color=color, marker=mark, linewidth=1.8, label=label)
+    axes.plot(*zip(*points, strict=True), color=color, marker=marker, linewidth=1.8, label=label)
     for slot, value in points:
         axes.annotate(
-            form.format(value),
+            label_format.format(value),
             (slot, value),
             textcoords="offset points",
             xytext=(0, offset),
@@ -57,9 +62,10 @@ def _line(
         )
 
 
-def _frame(axes: Axes, title: str, below: str, slots: Sequence[int]) -> None:
+def _frame(axes: Axes, title: str, label: str, slots: Sequence[int]) -> None:
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel(below)
+    axes.set_xlabel(label)
+
     axes.set_xticks(slots)
     axes.set_xlim(slots[0] - 0.4, slots[-1] + 0.4)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)

@@ -1,4 +1,4 @@
-"""Source: the checkpoint or bundle whose acceptance is measured, opened as a runtime."""
+"""Model source: the checkpoint or bundle whose acceptance is measured, opened as a runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spaceport.tools.tune.spelling import ConversationSpelling, spelling_with
 def open_source(
     folder: Path, backend: str, max_seq_len: int | None, threads: int, remote_code: bool
 ) -> Iterator[Runtime]:
-    """A bundle on its backend, or a checkpoint in PyTorch; either must have mask slots."""
+    """A runtime over a bundle on a backend, or over a checkpoint in PyTorch; either must have mask slots."""
     if not is_checkpoint(folder):
         if not (folder / MANIFEST_FILE).exists():
             raise InputFault(
@@ -34,7 +34,7 @@ def open_source(
             f"--backend {backend} runs bundles, {folder} is a checkpoint and runs in PyTorch: leave --backend out, "
             "or export the checkpoint first"
         )
-    # PyTorch is read only for a checkpoint: a bundle is measured where nothing but a backend is installed.
+    # Imported for checkpoints only: bundles are measured where PyTorch is not installed.
     from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
     from spaceport.exporter.quiet import quiet_libraries
     from spaceport.tools.reference import checkpoint_runtime
@@ -47,24 +47,24 @@ def open_source(
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint and no bundle."""
+    """Whether a folder is a checkpoint, not a bundle."""
     return (folder / "config.json").exists() and not (folder / MANIFEST_FILE).exists()
 
 
 def spelling_for(runtime: Runtime) -> ConversationSpelling:
-    """How conversations are written in the tokens of a runtime's model, as a training writes them."""
+    """The tokenization of conversations for a runtime's model, the same as in training."""
     bundle = runtime.bundle
 
-    def written(turns: Sequence[Turn], ask: bool) -> str:
+    def rendered(turns: Sequence[Turn], ask: bool) -> str:
         return render(bundle, [{"role": turn.role, "content": turn.content} for turn in turns], ask)
 
-    told = TEMPLATE_FILE in bundle.manifest.files
-    return spelling_with(runtime.tokenizer, written if told else None, bundle.manifest.tokens)
+    has_template = TEMPLATE_FILE in bundle.manifest.files
+    return spelling_with(runtime.tokenizer, rendered if has_template else None, bundle.manifest.tokens)
 
 
 def _require_masks(folder: Path, mask_slots: int) -> None:
     if not mask_slots:
         raise InputFault(
-            f"{folder}: has no mask token, so it drafts nothing that could be accepted: expected a checkpoint tuned with "
-            "mask slots (`spaceport tune` makes one), or a bundle exported from one"
+            f"{folder}: has no mask token, so there are no draft tokens to measure: expected a checkpoint tuned with mask "
+            "slots (`spaceport tune`), or a bundle exported from one"
         )

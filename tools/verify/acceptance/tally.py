@@ -1,4 +1,4 @@
-"""Tally: from predictions along lines to the accuracy of each slot and the tokens that a step writes."""
+"""Tally: per-slot accuracy and tokens per step, counted from predictions along answers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def hits(found: NDArray[np.int64], answer: Sequence[int]) -> NDArray[np.bool_]:
-    """Where predictions are right, the answer's places x slots; slot i at place s is about place s + i."""
-    right = np.zeros(found.shape, np.bool_)
-    for slot in range(min(found.shape[1], len(answer))):
-        about = len(answer) - slot
-        right[:about, slot] = found[:about, slot] == np.array(answer[slot:], np.int64)
-    return right
+def correct_predictions(predicted: NDArray[np.int64], answer: Sequence[int]) -> NDArray[np.bool_]:
+    """Which predictions are correct: indices of the answer x slots; slot i at index n predicts token n + i."""
+    correct = np.zeros(predicted.shape, np.bool_)
+    for slot in range(min(predicted.shape[1], len(answer))):
+        count = len(answer) - slot
+        correct[:count, slot] = predicted[:count, slot] == np.array(answer[slot:], np.int64)
+    return correct
 
 
-def count_steps(right: NDArray[np.bool_], mask_slots: int) -> int:
-    """Steps that the runtime would take to write an answer with so many mask slots.
+def count_steps(correct: NDArray[np.bool_], mask_slots: int) -> int:
+    """Steps that the runtime takes to generate an answer with this number of mask slots.
 
-    The first step writes one token. Each after it verifies the candidates of the group that began at the place before,
-    and writes those that are right, and one token more.
+    The first step yields one token. Each later step verifies the draft tokens that the mask slots predicted one step
+    earlier; it yields the leading correct ones and one more token.
     """
-    drafts = right[:, 1 : 1 + mask_slots]
+    drafts = correct[:, 1 : 1 + mask_slots]
     accepted = np.cumprod(drafts, axis=1, dtype=np.int64).sum(axis=1)
-    steps, last = 1, 0  # the place of the last token that is written
-    while last < len(right) - 1:
+    steps, last = 1, 0  # last: index of the last generated token
+    while last < len(correct) - 1:
         last += int(accepted[last]) + 1
         steps += 1
     return steps
@@ -36,71 +36,71 @@ def count_steps(right: NDArray[np.bool_], mask_slots: int) -> int:
 
 @dataclass
 class Tally:
-    """What was counted along lines of one kind."""
+    """Counts over the answers of one kind."""
 
     mask_slots: int
-    lines: int = 0
-    tokens: int = 0  # written ones: the end token is not among them, as in a request's statistics
-    asked: list[int] = field(default_factory=list)  # predictions of each slot from 0
-    right: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)  # for 0, 1, ... mask slots
+    segments: int = 0
+    tokens: int = 0  # without end tokens, as in a request's statistics
+    predictions: list[int] = field(default_factory=list)  # by slot; slot 0 predicts the next token
+    correct: list[int] = field(default_factory=list)  # by slot
+    steps: list[int] = field(default_factory=list)  # with 0, 1, ... mask slots
 
     def __post_init__(self) -> None:
-        for counts in (self.asked, self.right, self.steps):
+        for counts in (self.predictions, self.correct, self.steps):
             counts.extend([0] * (1 + self.mask_slots))
 
-    def add(self, found: NDArray[np.int64], answer: Sequence[int], ended: bool) -> None:
-        """Count a line; `ended` says that its last token is an end token."""
+    def add(self, predicted: NDArray[np.int64], answer: Sequence[int], ended: bool) -> None:
+        """Count one segment; `ended` if its last token is an end token."""
         if not answer:
             return
-        right = hits(found, answer)
-        self.lines += 1
+        correct = correct_predictions(predicted, answer)
+        self.segments += 1
         self.tokens += len(answer) - ended
         for slot in range(1 + self.mask_slots):
-            self.asked[slot] += max(0, len(answer) - slot)
-            self.right[slot] += int(right[:, slot].sum())
-            self.steps[slot] += count_steps(right, slot)
+            self.predictions[slot] += max(0, len(answer) - slot)
+            self.correct[slot] += int(correct[:, slot].sum())
+            self.steps[slot] += count_steps(correct, slot)
 
     @property
     def accuracy(self) -> list[float | None]:
-        """Share of right predictions of each slot from 0; nothing where there were none."""
-        return [got / of if of else None for got, of in zip(self.right, self.asked, strict=True)]
+        """Share of correct predictions by slot; None for a slot without predictions."""
+        return [good / count if count else None for good, count in zip(self.correct, self.predictions, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts and what follows from them."""
+        """The counts, accuracy and tokens per step as JSON data."""
         return {**asdict(self), "accuracy": self.accuracy, "tokens_per_step": self.tokens_per_step}
 
     @property
     def tokens_per_step(self) -> list[float | None]:
-        """Tokens that a step writes with 0, 1, ... mask slots."""
+        """Tokens per step with 0, 1, ... mask slots."""
         return [self.tokens / steps if steps else None for steps in self.steps]
 
 
 @dataclass
-class Forks:
-    """[Fork] predicted against [Fork] in the tree, over the places of spines."""
+class ForkTally:
+    """Predicted against expected [Fork] tokens, over the root threads of reference answers."""
 
-    places: int = 0
-    written: int = 0  # in the trees
+    positions: int = 0
+    expected: int = 0  # [Fork] tokens in the reference answers
     predicted: int = 0
-    right: int = 0
+    correct: int = 0
 
     def add(self, predictions: NDArray[np.int64], answer: Sequence[int], fork: int) -> None:
-        """Count a spine, with what is predicted for each of its places."""
-        told, there = predictions == fork, np.array(answer, np.int64) == fork
-        self.places += len(answer)
-        self.written += int(there.sum())
-        self.predicted += int(told.sum())
-        self.right += int((told & there).sum())
+        """Count one root thread, with the next-token prediction at each of its tokens."""
+        predicted, expected = predictions == fork, np.array(answer, np.int64) == fork
+        self.positions += len(answer)
+        self.expected += int(expected.sum())
+        self.predicted += int(predicted.sum())
+        self.correct += int((predicted & expected).sum())
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts and what follows from them."""
+        """The counts, precision and recall as JSON data."""
         return {**asdict(self), "precision": self.precision, "recall": self.recall}
 
     @property
     def precision(self) -> float | None:
-        return self.right / self.predicted if self.predicted else None
+        return self.correct / self.predicted if self.predicted else None
 
     @property
     def recall(self) -> float | None:
-        return self.right / self.written if self.written else None
+        return self.correct / self.expected if self.expected else None

@@ -1,4 +1,4 @@
-"""Acceptance: what is counted along a line is what the runtime does, on every engine, for checkpoints and bundles."""
+"""Acceptance: counted steps equal the runtime's own, on every engine, for checkpoints and bundles."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import checkpoint_runtime
-from spaceport.tools.verify.acceptance.answers import write_answer
-from spaceport.tools.verify.acceptance.given import Given, Passage
+from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.measure import measure
-from spaceport.tools.verify.acceptance.predictions import NOTHING, predict_line
-from spaceport.tools.verify.acceptance.tally import Tally, count_steps, hits
+from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION, predict_segment
+from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.tally import Tally, correct_predictions, count_steps
 from support.hash_engine import CHILD as HASH_CHILD
 from support.hash_engine import END, MASKS, Cell, HashEngine, Language, advance, request_for
 from support.paths import TINY
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
-CHILD = 631  # a row of the tiny model that no text uses
+CHILD = 631  # an embedding row of the tiny model that no text uses
 
 
 @pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "torch"])
@@ -45,17 +45,17 @@ def runtime(request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundl
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_steps_along_the_own_answer_are_those_that_the_runtime_takes(runtime: Runtime, name: str) -> None:
+def test_counted_steps_of_a_generated_answer_are_those_that_the_runtime_takes(runtime: Runtime, name: str) -> None:
     tokens = runtime.bundle.manifest.tokens
     prompt = runtime.tokens_of(PROMPTS[name])
-    line = write_answer(runtime, prompt, 96, 5).spine
-    found = predict_line(runtime.engine, tokens, Passage(line.prompt, line.tokens), 5)
+    root = generate_answer(runtime, prompt, 96, 5).root
+    predicted = predict_segment(runtime.engine, tokens, Segment(root.prefix, root.tokens), 5)
     tally = Tally(5)
-    tally.add(found, line.tokens, line.ending == "end")
-    assert tuple(found[:, 0]) == line.tokens
+    tally.add(predicted, root.tokens, root.ending == "end")
+    assert tuple(predicted[:, 0]) == root.tokens
     for mask_slots in range(6):
         completion = runtime.generate(prompt, Decoding(max_tokens=96, mask_slots=mask_slots, draft="chain"))
-        assert line.text_tokens == completion.tokens
+        assert root.text_tokens == completion.tokens
         assert tally.steps[mask_slots] == completion.statistics.steps
         assert tally.tokens_per_step[mask_slots] == completion.statistics.tokens_per_step
 
@@ -73,7 +73,7 @@ def test_steps_along_the_own_answer_are_those_that_the_runtime_takes(runtime: Ru
     seed=st.integers(0, 10**6),
     lowering=st.sampled_from(LOWERINGS),
 )
-def test_every_mask_slot_is_asked_behind_every_place(
+def test_every_mask_slot_predicts_after_every_token(
     prompt: list[int],
     answer: list[int],
     mask_slots: int,
@@ -89,28 +89,28 @@ def test_every_mask_slot_is_asked_behind_every_place(
     engine = HashEngine(language, visible_length(len(prompt) + len(answer) + 7), 1, lowering)
     engine.rows = rows
     tokens = TokenIds(masks, fork, None if fork is None else HASH_CHILD, (END,))
-    found = predict_line(engine, tokens, Passage(tuple(prompt), tuple(answer), child), mask_slots)
+    predicted = predict_segment(engine, tokens, Segment(tuple(prompt), tuple(answer), child), mask_slots)
     cells: list[Cell] = []
     for token in prompt:
         cells.append(language.follow(cells, token))
-    for place, token in enumerate(answer):
+    for index, token in enumerate(answer):
         here = {fork} if child or cells[-1].token == fork else set()
         ahead = {fork} if child else set()
         expected = [writable(language.logits(cells[-1].state), tokens, here)]
         expected += [writable(language.draft(cells, depth), tokens, ahead) for depth in range(mask_slots)]
-        left = len(answer) - place  # how many tokens there are to predict
-        assert found[place].tolist() == [*expected[:left], *[NOTHING] * (1 + mask_slots - left)]
+        remaining = len(answer) - index  # tokens left to predict
+        assert predicted[index].tolist() == [*expected[:remaining], *[NO_PREDICTION] * (1 + mask_slots - remaining)]
         cells.append(language.follow(cells, token))
 
 
 def writable(logits: NDArray[np.float32], tokens: TokenIds, banned: set[int | None]) -> int:
-    """The likeliest token that may be written."""
+    """The most probable token that may be generated."""
     allowed = [token for token in range(logits.size) if token not in banned | set(tokens.forbidden)]
     return max(allowed, key=lambda token: float(logits[token]))
 
 
 class Recorder(HashEngine):
-    """A fake engine that keeps what it was given."""
+    """A fake engine that stores its input batches."""
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self.batches = [*getattr(self, "batches", []), batch]
@@ -119,7 +119,7 @@ class Recorder(HashEngine):
 
 def test_several_mask_tokens_are_fed_in_their_order() -> None:
     engine = Recorder(Language(1), 64, 1)
-    predict_line(engine, TokenIds(MASKS, end=(END,)), Passage((1, 2), (3, 4, 5)), 2)
+    predict_segment(engine, TokenIds(MASKS, end=(END,)), Segment((1, 2), (3, 4, 5)), 2)
     assert [batch.input_ids.tolist() for batch in engine.batches] == [[[1, 2, 3, 4]], [[*MASKS, MASKS[0]]]]
     assert [batch.position_ids.tolist() for batch in engine.batches] == [[[0, 1, 2, 3]], [[2, 3, 3]]]
 
@@ -142,79 +142,81 @@ def test_counted_steps_are_those_of_the_loop_for_any_quality_of_drafts(
         advance(engine, request)
     (thread,) = request.threads
     answer = (*thread.written, *((END,) if thread.ending == "end" else ()))
-    found = predict_line(engine, request.config.tokens, Passage((1, 2, 3), answer), mask_slots)
-    assert count_steps(hits(found, answer), mask_slots) == request.statistics.steps
+    predicted = predict_segment(engine, request.config.tokens, Segment((1, 2, 3), answer), mask_slots)
+    assert count_steps(correct_predictions(predicted, answer), mask_slots) == request.statistics.steps
 
 
 def forking(runtime: Runtime, fork: int) -> Runtime:
-    """The runtime with an ordinary token taken for [Fork], so that its texts fork."""
+    """The runtime with an ordinary token as its [Fork] token, so that its answers fork."""
     tokens = replace(runtime.bundle.manifest.tokens, fork=fork, child=CHILD)
     bundle = replace(runtime.bundle, manifest=replace(runtime.bundle.manifest, tokens=tokens))
     return Runtime(bundle, runtime.engine, runtime.max_seq_len)
 
 
-# In the plain text the line break stands twice in a row; children would fork again at the other, were they let.
+# The plain answer has the line break twice in a row. At the other token children would fork again if they could.
 BREAK, OTHER = 203, 283
 
 
 @pytest.mark.parametrize("mask_slots", [0, 2, 5])
 @pytest.mark.parametrize("fork", [BREAK, OTHER])
-def test_each_fork_of_a_spine_begets_a_child_that_continues_it(runtime: Runtime, fork: int, mask_slots: int) -> None:
+def test_each_fork_of_the_root_starts_a_child_that_continues_it(runtime: Runtime, fork: int, mask_slots: int) -> None:
     prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
-    answer = write_answer(forking(runtime, fork), prompt, 40, mask_slots)
-    spine = answer.spine
-    assert [child.fork for child in answer.children] == [i for i, token in enumerate(spine.tokens) if token == fork]
+    answer = generate_answer(forking(runtime, fork), prompt, 40, mask_slots)
+    root = answer.root
+    assert [child.fork for child in answer.children] == [i for i, token in enumerate(root.tokens) if token == fork]
     assert answer.children
-    # a runtime in which [Fork] counts as a mask never writes it
+    # a runtime in which [Fork] is a mask token never generates it
     unforked = replace(runtime.bundle.manifest.tokens, mask=(*runtime.bundle.manifest.tokens.mask, fork, CHILD))
     bundle = replace(runtime.bundle, manifest=replace(runtime.bundle.manifest, tokens=unforked))
     alone = Runtime(bundle, runtime.engine, runtime.max_seq_len)
     for child in answer.children:
         assert child.fork is not None
-        assert child.prompt == (*prompt, *spine.tokens[: child.fork + 1], CHILD)
-        room = len(prompt) + 40 - len(child.prompt)
-        expected = alone.generate(child.prompt, Decoding(max_tokens=room, mask_slots=0)).tokens if room else ()
+        assert child.prefix == (*prompt, *root.tokens[: child.fork + 1], CHILD)
+        remaining = len(prompt) + 40 - len(child.prefix)
+        expected = ()
+        if remaining:
+            expected = alone.generate(child.prefix, Decoding(max_tokens=remaining, mask_slots=0)).tokens
         assert child.text_tokens == expected
     assert fork not in answer.text_tokens
-    assert len(answer.text_tokens) == len(spine.tokens) - len(answer.children) + sum(
+    assert len(answer.text_tokens) == len(root.tokens) - len(answer.children) + sum(
         len(child.tokens) for child in answer.children
     )
 
 
 @pytest.mark.parametrize("mask_slots", [0, 2, 5])
 @pytest.mark.parametrize("fork", [BREAK, OTHER])
-def test_threads_side_by_side_write_the_same_in_fewer_steps(runtime: Runtime, fork: int, mask_slots: int) -> None:
+def test_concurrent_threads_generate_the_same_in_fewer_steps(runtime: Runtime, fork: int, mask_slots: int) -> None:
     prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
     forked = forking(runtime, fork)
-    together = write_answer(forked, prompt, 40, mask_slots)
-    one_by_one = write_answer(forked, prompt, 40, mask_slots, max_threads=1)
-    assert together.lines == one_by_one.lines
+    concurrent = generate_answer(forked, prompt, 40, mask_slots)
+    sequential = generate_answer(forked, prompt, 40, mask_slots, max_threads=1)
+    assert concurrent.threads == sequential.threads
     counted = 0
-    for line in one_by_one.lines:
-        if line.tokens:
-            passage = Passage(line.prompt, line.tokens, line.fork is not None)
-            found = predict_line(runtime.engine, forked.bundle.manifest.tokens, passage, mask_slots)
-            assert tuple(found[:, 0]) == line.tokens
-            counted += count_steps(hits(found, line.tokens), mask_slots)
-    assert one_by_one.statistics.steps == counted
-    assert together.statistics.steps < one_by_one.statistics.steps
-    assert together.statistics.peak_threads > one_by_one.statistics.peak_threads == 1
+    for thread in sequential.threads:
+        if thread.tokens:
+            segment = Segment(thread.prefix, thread.tokens, thread.fork is not None)
+            predicted = predict_segment(runtime.engine, forked.bundle.manifest.tokens, segment, mask_slots)
+            assert tuple(predicted[:, 0]) == thread.tokens
+            counted += count_steps(correct_predictions(predicted, thread.tokens), mask_slots)
+    assert sequential.statistics.steps == counted
+    assert concurrent.statistics.steps < sequential.statistics.steps
+    assert concurrent.statistics.peak_threads > sequential.statistics.peak_threads == 1
     if not mask_slots:
-        assert together.statistics.steps == 40  # threads in step end when the longest path does
+        assert concurrent.statistics.steps == 40  # concurrent threads end when the longest path does
 
 
 @pytest.mark.parametrize("mask_slots", [0, 5])
-def test_no_fork_is_written_right_behind_a_fork(runtime: Runtime, mask_slots: int) -> None:
+def test_no_fork_directly_follows_a_fork(runtime: Runtime, mask_slots: int) -> None:
     prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
     plain = runtime.generate(prompt, Decoding(max_tokens=40)).tokens
-    twice = next(place for place in range(1, 40) if plain[place - 1 : place + 1] == (BREAK, BREAK))
+    twice = next(index for index in range(1, 40) if plain[index - 1 : index + 1] == (BREAK, BREAK))
     forked = forking(runtime, BREAK)
-    assert write_answer(forked, prompt, 40, mask_slots).spine.tokens[twice] != BREAK
-    assert write_answer(forked, (*prompt, *plain[:twice]), 4, mask_slots).spine.tokens[0] != BREAK
+    assert generate_answer(forked, prompt, 40, mask_slots).root.tokens[twice] != BREAK
+    assert generate_answer(forked, (*prompt, *plain[:twice]), 4, mask_slots).root.tokens[0] != BREAK
 
 
-def test_own_threads_are_read_under_the_bans_that_they_were_written_under(runtime: Runtime) -> None:
+def test_generated_threads_are_measured_under_the_token_bans_of_their_generation(runtime: Runtime) -> None:
     prompt = tuple(runtime.tokens_of(next(iter(PROMPTS.values()))))
-    found = measure(forking(runtime, OTHER), [Given(1, prompt, ())], 40, 2)
-    assert found.own.lines > 1
-    assert found.own.accuracy[0] == 1.0
+    found = measure(forking(runtime, OTHER), [ReferenceAnswer(1, prompt, ())], 40, 2)
+    assert found.generated.segments > 1
+    assert found.generated.accuracy[0] == 1.0

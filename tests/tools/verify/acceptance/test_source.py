@@ -1,4 +1,4 @@
-"""Acceptance sources: a bundle spells what a training spells, and is measured with nothing but its backend."""
+"""Model sources: bundles tokenize conversations as training does, and need only their backend to be measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONVERSATIONS = (
     Conversation(4, (Turn("text", "import re\n\nNaN = float('nan')\n"),)),
 )
 
-# argv: bundle, data. Fails if anything that belongs to exporting is read.
+# argv: bundle, data. Fails if a package that only export or training needs is imported.
 MEASURE = """
 import sys
 
@@ -42,13 +42,13 @@ sys.exit(run(["acceptance", *sys.argv[1:], "--max-tokens", "8", "--threads", "1"
 """
 
 
-def test_a_bundle_spells_conversations_as_the_training_of_its_checkpoint_does(tiny_bundle: Path) -> None:
-    ours = prepare(CONVERSATIONS, checkpoint_spelling(TINY, False), 512)
+def test_a_bundle_tokenizes_conversations_as_training_does(tiny_bundle: Path) -> None:
+    training = prepare(CONVERSATIONS, checkpoint_spelling(TINY, False), 512)
     with Runtime.open(tiny_bundle, threads=1) as runtime:
-        theirs = prepare(CONVERSATIONS, spelling_for(runtime), 512)
-    assert ours.counts == theirs.counts
-    assert len(ours.whole) == 4
-    for one, other in zip(ours.whole, theirs.whole, strict=True):
+        bundle = prepare(CONVERSATIONS, spelling_for(runtime), 512)
+    assert training.counts == bundle.counts
+    assert len(training.whole) == 4
+    for one, other in zip(training.whole, bundle.whole, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.learned.tolist() == other.learned.tolist()
 
@@ -64,7 +64,8 @@ def test_a_bundle_is_measured_where_only_its_backend_is_installed(tiny_bundle: P
     assert json.loads(done.stdout)["samples"] == 1
 
 
-def test_turns_that_a_template_refuses_are_told_with_their_line() -> None:
+def test_an_error_of_the_chat_template_names_the_line_of_the_conversation() -> None:
+
     tokenizer = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
     tokenizer.chat_template = (
         "{{ raise_exception('only one turn') if messages | length > 1 else messages[0]['content'] }}"

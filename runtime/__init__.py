@@ -2,7 +2,7 @@
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.sampling.scoring import Score
@@ -17,7 +17,7 @@ __all__ = [
     "AsyncStream",
     "Completion",
     "Decoding",
-    "Form",
+    "Grammar",
     "OptionFault",
     "Piece",
     "QueueFull",

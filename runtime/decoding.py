@@ -10,7 +10,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ExactDrafts
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import Drafting, Shape
-from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 
 _LONGEST_STOP = 1000  # characters; the beginnings of a stop string are held for each thread
@@ -33,7 +33,7 @@ _OF_TREES = ("draft_rows", "draft_siblings", "lookup")
 _OPEN = ("max_tokens", "max_total_tokens", "mask_slots", "max_threads", "logprobs", *_OF_TREES)
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("sampling", (Sampling,), "a Sampling"),
-    ("form", (Form, NoneType), "a Form, such as Form(regex='[a-z]+')"),
+    ("grammar", (Grammar, NoneType), "a Grammar, such as Grammar(regex='[a-z]+')"),
     ("fork", (bool, NoneType), "True, False or None"),
     ("trace", (bool,), "True or False"),
     ("timeout", (int, float, NoneType), "seconds, more than 0"),
@@ -50,7 +50,7 @@ class Decoding:
     stop: str | Sequence[str] = ()  # the text ends before the first of these
     timeout: float | None = None  # seconds until it ends where it is
     sampling: Sampling = field(default_factory=Sampling)  # the likeliest tokens, unless told otherwise
-    form: Form | None = None  # what the text has to be like; it does not fork then
+    grammar: Grammar | None = None  # what the text has to be like; it does not fork then
 
     mask_slots: int | None = None  # most tokens that mask slots draft for each thread; none: as many as the bundle has
     draft: Shape = "tree"
@@ -82,8 +82,10 @@ class Decoding:
         for name in _OF_TREES:
             if self.draft == "chain" and (given := getattr(self, name)):
                 raise OptionFault(f"{name} is {given} with draft chain: expected it with draft tree: leave one out")
-        if self.form is not None and self.fork:
-            raise OptionFault("form and fork are both asked for: expected one, a form is that of a text in one line")
+        if self.grammar is not None and self.fork:
+            raise OptionFault(
+                "grammar and fork are both asked for: a constrained completion cannot fork: leave one of them out"
+            )
         self.drafting(0)
 
     def _stops(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Grammar: what a text has to be like, token by token."""
+"""Grammar: constrained decoding with a regular expression or a JSON schema."""
 
 from __future__ import annotations
 
@@ -17,47 +17,51 @@ from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.vocabulary import Matcher, Vocabulary
 
-# Between the parts of a JSON text: nothing, a space, or a new line and its indentation. A weak model that may write any
-# white space writes nothing else.
+# Whitespace between JSON tokens: none, a space, or a line break with indentation. If all whitespace were allowed, a weak
+# model could generate whitespace for ever.
 _SPACE = r" |\n {0,20}"
-# The library would otherwise force tokens of its own where a text can go on in one way only: special tokens that are
-# spelt alike, and other characters than the grammar's where the tokenizer normalizes.
+# Without this option llguidance forces tokens wherever the grammar allows only one continuation. It would force special
+# tokens with the same spelling, and characters outside the grammar where the tokenizer normalizes text.
 _OPTIONS = '%llguidance {"no_forcing": true}'
 _EXAMPLE = '{"type": "object", "properties": {"name": {"type": "string"}}}'
-_ADVICE = "expected a form that the model's tokens can write; ask for one that allows more there"
-_MOST_SHOWN = 60  # characters of a form or a text in a message
+_ADVICE = "expected a grammar that the model's tokens can match; use one that allows more at this position"
+_MOST_SHOWN = 60  # characters of a grammar or a text in an error message
 
 
 class DeadEnd(OptionFault):
-    """A text that can neither go on nor end as it is asked for."""
+    """The grammar allows no token at a position where the text cannot end either."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """What is asked of a whole text: that it matches a regular expression, or is JSON that fits a schema."""
+class Grammar:
+    """A regular expression or a JSON schema that the whole completion matches; give exactly one of them.
 
-    regex: str | None = None  # Rust's kind: no look-around, no back-references
-    json_schema: str | Mapping[str, Any] | None = None  # properties are written in the schema's order
-    grammar: str = field(init=False, repr=False)  # the same for the library
-    name: str = field(init=False, repr=False)  # the same in a message
+    regex: Regular expression in the syntax of Rust's regex crate: no look-around, no back-references.
+    json_schema: JSON schema as a string or a mapping; properties are generated in the schema's order.
+    """
+
+    regex: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    source: str = field(init=False, repr=False)  # the grammar in llguidance's syntax
+    label: str = field(init=False, repr=False)  # the grammar as error messages name it
 
     def __post_init__(self) -> None:
         if (self.regex is None) == (self.json_schema is None):
             raise OptionFault("regex and json_schema are both given, or neither is: expected one of the two")
         if self.regex is not None:
-            rule, name = _rule_of(self.regex), f"the regular expression {_shown(self.regex)}"
+            rule, label = _rule_of(self.regex), f"the regular expression {_shown(self.regex)}"
         else:
             schema = _schema_of(self.json_schema)
             rule = "start: %json " + json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **schema})
-            name = f"the JSON schema {_shown(json.dumps(schema))}"
-        object.__setattr__(self, "grammar", f"{_OPTIONS}\n{rule}")
-        object.__setattr__(self, "name", name)
+            label = f"the JSON schema {_shown(json.dumps(schema))}"
+        object.__setattr__(self, "source", f"{_OPTIONS}\n{rule}")
+        object.__setattr__(self, "label", label)
 
 
 def _rule_of(regex: str) -> str:
     if not isinstance(regex, str) or not regex:
         raise OptionFault(f"regex is {regex!r}: expected a regular expression of at least one character")
-    signs = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # a rule is one line, and its expression ends at a bare /
+    signs = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # a rule is one line, and an unescaped / ends its expression
     escaped = re.sub(r"\\.|/|\n", lambda found: signs.get(found[0], found[0]), regex, flags=re.DOTALL)
     return f"start: TEXT\nTEXT: /{escaped}/"
 
@@ -79,38 +83,38 @@ def _shown(text: str) -> str:
 
 @dataclass
 class GrammarState:
-    """A grammar's state along the text of one thread; it is rolled back where the text is."""
+    """The state of a grammar after the tokens of one thread; it can be rolled back."""
 
     vocabulary: Vocabulary
     matcher: Matcher
     tokens: list[int] = field(default_factory=list)
-    masks: dict[int, NDArray[np.bool_]] = field(default_factory=dict)  # what was asked for lately, by place
-    chosen: int = 0  # tokens that are written or will be; those behind them were only tried
+    masks: dict[int, NDArray[np.bool_]] = field(default_factory=dict)  # recent masks of allowed tokens, by token index
+    chosen: int = 0  # number of tokens that are part of the completion; those after them are draft tokens
 
     def reach(self, text: list[int], settled: int) -> bool:
-        """Go to the end of a text, whose first `settled` tokens never change; answers whether the grammar allows it."""
+        """Move to the end of these tokens, of which the first `settled` never change; whether the grammar allows them."""
         same = min(len(self.tokens), len(text))
-        while self.tokens[:same] != text[:same]:  # only what was drafted differs, and that is short
+        while self.tokens[:same] != text[:same]:  # only draft tokens differ, and they are few
             same -= 1
         if undone := self.tokens[same:]:
             pieces = len(undone) if same else len(undone) - 1 + len(self._pieces(undone[0], first=True))
             self.matcher.rollback(pieces)
             del self.tokens[same:]
-        self.masks = {place: mask for place, mask in self.masks.items() if settled <= place <= same}
-        return all(self.write(token) for token in text[same:])
+        self.masks = {index: mask for index, mask in self.masks.items() if settled <= index <= same}
+        return all(self.advance(token) for token in text[same:])
 
-    def write(self, token: int) -> bool:
-        """Go one token further; answers whether the grammar allows it."""
+    def advance(self, token: int) -> bool:
+        """Move behind one more token; whether the grammar allows it."""
         pieces = self._pieces(token, first=not self.tokens)
         self.tokens.append(token)
         return self.matcher.consume_tokens(pieces)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """V, True = may follow."""
-        place = len(self.tokens)
-        if place not in self.masks:
-            self.masks[place] = self.vocabulary.allowed(self.matcher, first=not place)
-        return self.masks[place]
+        """Mask of the tokens that may follow: V, True = allowed."""
+        index = len(self.tokens)
+        if index not in self.masks:
+            self.masks[index] = self.vocabulary.allowed(self.matcher, first=not index)
+        return self.masks[index]
 
     def _pieces(self, token: int, first: bool) -> list[int]:
         return self.vocabulary.openings.get(token, [token]) if first else [token]
@@ -118,17 +122,17 @@ class GrammarState:
 
 @dataclass
 class Constrained:
-    """Another choice, out of the tokens that a text may go on with to become what is asked for.
+    """A token selector that limits another one to the tokens that a grammar allows.
 
-    It serves one request. A thread's own text is a whole text: do not let a text fork that is meant as one.
+    It serves one request. The grammar applies to the text of each thread, so a constrained request must not fork.
     """
 
     inner: TokenSelector
-    form: Form
+    grammar: Grammar
     vocabulary: Vocabulary
-    start: Matcher  # before the first token of any thread
-    lines: dict[tuple[int, ...], GrammarState] = field(default_factory=dict)  # by the path of the thread
-    scores: NDArray[np.float32] = field(init=False)  # V, used again for each token: a new array takes longer to get
+    start: Matcher  # before the first token of a thread
+    states: dict[tuple[int, ...], GrammarState] = field(default_factory=dict)  # by the path of the thread
+    scores: NDArray[np.float32] = field(init=False)  # V, reused for each token: a new array takes longer
 
     def __post_init__(self) -> None:
         self.scores = np.empty(self.vocabulary.text.size, np.float32)
@@ -138,27 +142,27 @@ class Constrained:
         allowed = self._allowed(thread, text, ahead)
         token = self.inner.token(self._scores(logits, allowed), thread, ahead)
         if not allowed[token]:
-            raise self._dead_end(thread, text, "all tokens that fit are banned there")
+            raise self._dead_end(thread, text, "all tokens that it allows are banned")
         if not self.vocabulary.ends[token]:
-            line = self.lines[thread.path]
-            line.write(token)
-            line.chosen = len(line.tokens)
+            state = self.states[thread.path]
+            state.advance(token)
+            state.chosen = len(state.tokens)
         return token
 
     def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        """Behind the token that was chosen last, only what may follow it and the best guesses before."""
+        """The candidates of mask slots; behind the token that was chosen last, only those that the grammar allows."""
         found: list[Guess] = []
-        line = self.lines.get(thread.path)
-        if line is not None and thread.start + line.chosen == place:
-            text = line.tokens[: line.chosen]
-            while len(found) < len(logits) and line.reach(text, line.chosen) and (allowed := line.allowed()).any():
+        state = self.states.get(thread.path)
+        if state is not None and thread.start + state.chosen == place:
+            text = state.tokens[: state.chosen]
+            while len(found) < len(logits) and state.reach(text, state.chosen) and (allowed := state.allowed()).any():
                 scores = self._scores(logits[len(found)], allowed)
                 found += self.inner.guesses(scores[None], thread, place + len(found), most)
                 if not found[-1].tokens or self.vocabulary.ends[found[-1].tokens[0]]:
                     break
                 text.append(found[-1].tokens[0])
-            if line.matcher.is_error():
-                del self.lines[thread.path]
+            if state.matcher.is_error():
+                del self.states[thread.path]
         if len(found) < len(logits):
             found += self.inner.guesses(logits[len(found) :], thread, place + len(found), most)
         return tuple(found)
@@ -170,38 +174,38 @@ class Constrained:
 
     def _allowed(self, thread: Thread, text: list[int], ahead: Sequence[int]) -> NDArray[np.bool_]:
         if any(self.vocabulary.ends[token] for token in ahead):
-            return self.vocabulary.ends  # a draft may be longer than the text
-        if thread.path not in self.lines:
-            self.lines[thread.path] = GrammarState(self.vocabulary, self.start.deep_copy())
-        line = self.lines[thread.path]
-        if line.reach(text, len(text) - len(ahead)) and (allowed := line.allowed()).any():
+            return self.vocabulary.ends  # a draft may go on behind the end token
+        if thread.path not in self.states:
+            self.states[thread.path] = GrammarState(self.vocabulary, self.start.deep_copy())
+        state = self.states[thread.path]
+        if state.reach(text, len(text) - len(ahead)) and (allowed := state.allowed()).any():
             return allowed
-        del self.lines[thread.path]  # a matcher that failed stays so
-        raise self._dead_end(thread, text, _reason(line.matcher))
+        del self.states[thread.path]  # a matcher that failed cannot be used again
+        raise self._dead_end(thread, text, _reason(state.matcher))
 
     def _dead_end(self, thread: Thread, text: list[int], reason: str) -> DeadEnd:
         behind = self.vocabulary.tokenizer.decode(text)[-_MOST_SHOWN:]
         return DeadEnd(
-            f"{self.form.name} cannot be kept to at place {thread.start + len(text)}, behind {behind!r}: {reason}: "
+            f"{self.grammar.label} allows no token at position {thread.start + len(text)}, after {behind!r}: {reason}: "
             f"{_ADVICE}"
         )
 
 
-def constrained(inner: TokenSelector, form: Form, vocabulary: Vocabulary) -> Constrained:
-    """A choice for one request, whose text will have this form."""
-    start = vocabulary.matcher(form.grammar)
+def constrained(inner: TokenSelector, grammar: Grammar, vocabulary: Vocabulary) -> Constrained:
+    """A token selector for one request, whose completion matches the grammar."""
+    start = vocabulary.matcher(grammar.source)
     if start.is_error():
-        known = "Rust's regex crate" if form.regex is not None else "llguidance's JSON schemas"
-        raise OptionFault(f"{form.name} cannot be used: {_reason(start)}: expected the syntax of {known}")
+        known = "Rust's regex crate" if grammar.regex is not None else "llguidance's JSON schemas"
+        raise OptionFault(f"{grammar.label} cannot be used: {_reason(start)}: expected the syntax of {known}")
     trial = start.deep_copy()
     if not vocabulary.allowed(trial, first=True).any():
-        raise DeadEnd(f"{form.name} cannot be begun: {_reason(trial)}: {_ADVICE}")
-    return Constrained(inner, form, vocabulary, start)
+        raise DeadEnd(f"{grammar.label} allows no first token: {_reason(trial)}: {_ADVICE}")
+    return Constrained(inner, grammar, vocabulary, start)
 
 
 def _reason(matcher: Matcher) -> str:
-    """What the library says is wrong, without the lines of our own that it quotes."""
-    told = matcher.get_error().replace("<non-verbose/>", "")
-    told = re.split(r"\n +\d+ \| ", re.sub(r"^(at )?\d+\(\d+\): ", "", told))[0]
-    told = " ".join(re.sub(r"regex parse error:.*?error: ", "", told, flags=re.DOTALL).split())
-    return "no token writes what would have to follow" if told in ("", "NoExtensionBias") else told
+    """llguidance's error message, without the lines of the generated grammar that it quotes."""
+    message = matcher.get_error().replace("<non-verbose/>", "")
+    message = re.split(r"\n +\d+ \| ", re.sub(r"^(at )?\d+\(\d+\): ", "", message))[0]
+    message = " ".join(re.sub(r"regex parse error:.*?error: ", "", message, flags=re.DOTALL).split())
+    return "no token of the vocabulary fits" if message in ("", "NoExtensionBias") else message

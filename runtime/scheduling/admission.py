@@ -65,7 +65,7 @@ class Admission:
             max_total=self._max_total(ids, decoding.max_total_tokens),
             drafting=drafting,
             planner=self.planner,
-            kind=(round(sampling.temperature, 1), decoding.form is not None),
+            kind=(round(sampling.temperature, 1), decoding.grammar is not None),
             max_rows=self.engine.rows,
             max_threads=decoding.threads(manifest.exact_drafts),
             end=frozenset(manifest.tokens.end),
@@ -120,7 +120,7 @@ class Admission:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens as a form reads them; it takes a while to make, so only who asks for a form waits for it."""
+        """The vocabulary as grammars use it; building it takes a while, so only requests with a grammar wait for it."""
         manifest = self.bundle.manifest
         tokens = manifest.tokens
         never = (*tokens.forbidden, *tokens.fork_ids)
@@ -132,7 +132,7 @@ class Admission:
         if not fork:
             bans = Bans(frozenset((*tokens.forbidden, *tokens.fork_ids)))
         selector = chooser(sampling, bans, prompt_length)
-        return selector if decoding.form is None else constrained(selector, decoding.form, self.vocabulary)
+        return selector if decoding.grammar is None else constrained(selector, decoding.grammar, self.vocabulary)
 
     def _forks(self, decoding: Decoding) -> bool:
         able = self.bundle.manifest.tokens.fork is not None
@@ -140,7 +140,7 @@ class Admission:
             raise OptionFault(
                 "fork is True: expected a bundle with a fork token, this one has none: leave the option out"
             )
-        return able and decoding.form is None if decoding.fork is None else decoding.fork
+        return able and decoding.grammar is None if decoding.fork is None else decoding.fork
 
     def _max_length(self, ids: Sequence[int], max_tokens: int | None) -> int:
         room = self.max_seq_len - len(ids)

@@ -13,7 +13,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Weights
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import open_reference_runtime
@@ -34,7 +34,7 @@ DRAFTS: tuple[dict[str, Any], ...] = (
     {"draft_rows": 60, "draft_siblings": 6},
     {"mask_slots": 0, "lookup": 9},
 )
-FORM = Form(regex="(self|object|[a-z_]{2,9} = None;)( [a-z]{1,5}){2,8}")
+GRAMMAR = Grammar(regex="(self|object|[a-z_]{2,9} = None;)( [a-z]{1,5}){2,8}")
 
 
 @pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "onnxruntime int8", "torch"])
@@ -80,10 +80,10 @@ def test_sampled_texts_side_by_side_are_what_each_is_alone(
 
 def test_a_form_is_kept_and_drafts_do_not_change_it(runtime: Runtime) -> None:
     for how in (Sampling(), Sampling(temperature=1.0, seed=5)):
-        plain = runtime.generate(PROMPT, Decoding(form=FORM, sampling=how, mask_slots=0))
+        plain = runtime.generate(PROMPT, Decoding(grammar=GRAMMAR, sampling=how, mask_slots=0))
         assert plain.ending == "end"
         for drafts in DRAFTS:
-            assert runtime.generate(PROMPT, Decoding(form=FORM, sampling=how, **drafts)).tokens == plain.tokens
+            assert runtime.generate(PROMPT, Decoding(grammar=GRAMMAR, sampling=how, **drafts)).tokens == plain.tokens
 
 
 def test_a_dead_end_that_the_text_never_comes_to_is_none(tiny_bundle: Path) -> None:
@@ -91,13 +91,16 @@ def test_a_dead_end_that_the_text_never_comes_to_is_none(tiny_bundle: Path) -> N
     with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
         every = range(runtime.bundle.manifest.signature.vocab_size)
         banned = [token for token in every if "Z" in runtime.tokenizer.decode([token])]
-        how: dict[str, Any] = {"form": Form(regex="alpha beta gamma delta Z"), "sampling": Sampling(banned=banned)}
+        how: dict[str, Any] = {
+            "grammar": Grammar(regex="alpha beta gamma delta Z"),
+            "sampling": Sampling(banned=banned),
+        }
         for limit in ({"stop": "delta "}, {"max_tokens": 12}, {"max_total_tokens": 12}):
             plain = runtime.generate(PROMPT, Decoding(mask_slots=0, **how, **limit))
             for drafts in DRAFTS:
                 drafted = runtime.generate(PROMPT, Decoding(**how, **limit, **drafts))
                 assert (drafted.tokens, drafted.ending) == (plain.tokens, plain.ending)
-        with pytest.raises(OptionFault, match="cannot be kept to"):
+        with pytest.raises(OptionFault, match="allows no token at position"):
             runtime.generate(PROMPT, Decoding(**how))
 
 
@@ -160,8 +163,8 @@ def test_a_trace_is_kept_if_it_is_asked_for(tiny_bundle: Path) -> None:
         ({"fork": "no"}, "fork is 'no': expected True, False or None"),
         ({"trace": "t.json"}, "trace is 't.json': expected True or False"),
         ({"sampling": 0.7}, "sampling is 0.7: expected a Sampling"),
-        ({"form": "[a-z]"}, r"form is .* expected a Form"),
-        ({"fork": True, "form": FORM}, "form and fork are both asked for"),
+        ({"grammar": "[a-z]"}, r"grammar is .* expected a Grammar"),
+        ({"fork": True, "grammar": GRAMMAR}, "grammar and fork are both asked for"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_once(asked: dict[str, Any], told: str) -> None:
@@ -200,7 +203,7 @@ def test_a_stream_that_two_read_ends_for_both(tiny_bundle: Path) -> None:
         ({"mask_slots": 6}, "mask_slots is 6: expected 0 to 5"),
         ({"fork": True}, "expected a bundle with a fork token"),
         ({"sampling": Sampling(banned=(10**6,))}, "banned holds the token id 1000000: expected ids from 0 to"),
-        ({"form": Form(regex="(")}, "regular expression"),
+        ({"grammar": Grammar(regex="(")}, "regular expression"),
     ],
 )
 def test_what_a_bundle_cannot_do_is_refused_before_anything_is_written(

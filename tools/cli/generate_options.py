@@ -15,7 +15,7 @@ from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.decode.draft import Drafting, Shape
 from spaceport.runtime.decoding import MAX_THREADS, Decoding
-from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.text.tokenizer import encode
 from spaceport.tools.cli.options import (
@@ -178,7 +178,7 @@ def decoding_of(told: dict[str, Any]) -> Decoding:
         sampling=Sampling(
             **{name: said[name] for name in _SAMPLING if name in said}, logit_bias=_biases(told["logit_bias"])
         ),
-        form=_form(told["regex"], told["json_schema"]),
+        grammar=_grammar(told["regex"], told["json_schema"]),
         logprobs=told["logprobs"],
         trace=any(told[file] is not None for file in ("trace", "report", "picture")),
     )
@@ -227,9 +227,9 @@ def _biases(given: Sequence[str]) -> dict[int, float]:
     return found
 
 
-def _form(regex: str | None, schema: Path | None) -> Form | None:
+def _grammar(regex: str | None, schema: Path | None) -> Grammar | None:
     if regex is not None and schema is not None:
         raise OptionFault("--regex and --json-schema are both given: expected one of the two")
     if schema is not None:
-        return Form(json_schema=read_text(schema))
-    return None if regex is None else Form(regex=regex)
+        return Grammar(json_schema=read_text(schema))
+    return None if regex is None else Grammar(regex=regex)

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from spaceport.runtime import Decoding, Form, Runtime
+from spaceport.runtime import Decoding, Grammar, Runtime
 
 SCHEMA = {
     "type": "object",
@@ -17,8 +17,8 @@ SCHEMA = {
 }
 
 with Runtime.open(sys.argv[1]) as runtime:
-    completion = runtime.generate("import json\n", Decoding(max_tokens=200, form=Form(json_schema=SCHEMA)))
-    number = runtime.generate("import json\n", Decoding(max_tokens=20, form=Form(regex="[0-9]{3}-[0-9]{4}")))
+    completion = runtime.generate("import json\n", Decoding(max_tokens=200, grammar=Grammar(json_schema=SCHEMA)))
+    number = runtime.generate("import json\n", Decoding(max_tokens=20, grammar=Grammar(regex="[0-9]{3}-[0-9]{4}")))
 
 if completion.ending != "end":  # a limit cut the text, so it is no complete JSON
     sys.exit(f"incomplete: {completion.ending}")

@@ -25,7 +25,7 @@ from spaceport.runtime.decode.request import Request, RequestConfig
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.sampling.choice import greedy
-from spaceport.runtime.sampling.grammar import Constrained, DeadEnd, Form, constrained
+from spaceport.runtime.sampling.grammar import Constrained, DeadEnd, Grammar, constrained
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.text.tokenizer import open_tokenizer
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
@@ -107,8 +107,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     return VOCABULARIES[id(tokenizer)]
 
 
-def choose_for(tokenizer: Tokenizer, form: Form) -> Constrained:
-    return constrained(greedy(), form, vocabulary_of(tokenizer))
+def choose_for(tokenizer: Tokenizer, grammar: Grammar) -> Constrained:
+    return constrained(greedy(), grammar, vocabulary_of(tokenizer))
 
 
 def logits_for(seed: int, text: Sequence[int], size: int = PADDED) -> NDArray[np.float32]:
@@ -122,9 +122,11 @@ def thread_of(written: Sequence[int] = ()) -> Thread:
     return thread
 
 
-def write(tokenizer: Tokenizer, form: Form, seed: int, most: int = 80, haste: float = 0.0) -> tuple[list[int], bool]:
+def write(
+    tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 80, haste: float = 0.0
+) -> tuple[list[int], bool]:
     """A text token by token, and whether it ended by itself; the end is the likelier the more haste there is."""
-    choose, thread = choose_for(tokenizer, form), thread_of()
+    choose, thread = choose_for(tokenizer, grammar), thread_of()
     ends = vocabulary_of(tokenizer).ends
     for _ in range(most):
         logits = logits_for(seed, thread.written)
@@ -142,7 +144,7 @@ def write(tokenizer: Tokenizer, form: Form, seed: int, most: int = 80, haste: fl
 @example(r"  the ship", 0)
 @example(r" ?(?:é|你😀){2,4}\n?", 1)
 def test_a_text_that_ends_by_itself_matches_its_regular_expression(tokenizer: Tokenizer, regex: str, seed: int) -> None:
-    tokens, ended = write(tokenizer, Form(regex=regex), seed, haste=2.0)
+    tokens, ended = write(tokenizer, Grammar(regex=regex), seed, haste=2.0)
     if ended:
         assert re.fullmatch(regex, full(tokenizer, tokens))
 
@@ -153,8 +155,8 @@ def test_a_text_that_ends_by_itself_matches_its_regular_expression(tokenizer: To
 def test_a_text_that_ends_by_itself_is_json_that_fits_its_schema(
     tokenizer: Tokenizer, schema: dict[str, Any], seed: int, spelt: bool
 ) -> None:
-    form = Form(json_schema=json.dumps(schema, ensure_ascii=False) if spelt else schema)
-    tokens, ended = write(tokenizer, form, seed, most=300)
+    grammar = Grammar(json_schema=json.dumps(schema, ensure_ascii=False) if spelt else schema)
+    tokens, ended = write(tokenizer, grammar, seed, most=300)
     assume(ended)
     assert fits(schema, json.loads(full(tokenizer, tokens)))
 
@@ -164,24 +166,24 @@ def test_json_may_be_laid_out_but_not_be_white_space_without_end(tokenizer: Toke
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "null"}}}, "required": ["a"]}
     for indent in (None, 2, 4):
         text = json.dumps({"a": [None, None]}, indent=indent)
-        assert allowed_all_along(tokenizer, Form(json_schema=schema), text)
-    assert not allowed_all_along(tokenizer, Form(json_schema=schema), '{  "a": []}')
-    assert not allowed_all_along(tokenizer, Form(json_schema=schema), '{\n\n"a": []}')
-    asked = Form(json_schema={"x-guidance": {"whitespace_flexible": False}, **schema})
+        assert allowed_all_along(tokenizer, Grammar(json_schema=schema), text)
+    assert not allowed_all_along(tokenizer, Grammar(json_schema=schema), '{  "a": []}')
+    assert not allowed_all_along(tokenizer, Grammar(json_schema=schema), '{\n\n"a": []}')
+    asked = Grammar(json_schema={"x-guidance": {"whitespace_flexible": False}, **schema})
     assert allowed_all_along(tokenizer, asked, '{"a":[null]}')
     assert not allowed_all_along(tokenizer, asked, '{"a": [null]}')
 
 
-def allowed_all_along(tokenizer: Tokenizer, form: Form, text: str) -> bool:
+def allowed_all_along(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     """Whether a text may be written byte by byte, and may end there."""
     written: list[int] = []
     alone = {raw: token for token, raw in RAW[id(tokenizer)].items() if len(raw) == 1}
     for byte in text.encode():
         token = alone[bytes([byte])]
-        if not allowed_by(form, tokenizer, written)[token]:
+        if not allowed_by(grammar, tokenizer, written)[token]:
             return False
         written.append(token)
-    return bool(allowed_by(form, tokenizer, written)[CLOSE[id(tokenizer)]])
+    return bool(allowed_by(grammar, tokenizer, written)[CLOSE[id(tokenizer)]])
 
 
 class Seeing:
@@ -197,10 +199,10 @@ class Seeing:
         return greedy().guesses(logits, thread, place, most)
 
 
-def allowed_by(form: Form, tokenizer: Tokenizer, written: Sequence[int]) -> NDArray[np.bool_]:
+def allowed_by(grammar: Grammar, tokenizer: Tokenizer, written: Sequence[int]) -> NDArray[np.bool_]:
     """V, True = what may follow the tokens of a text."""
     seeing = Seeing()
-    constrained(seeing, form, vocabulary_of(tokenizer)).token(np.zeros(PADDED, np.float32), thread_of(written), ())
+    constrained(seeing, grammar, vocabulary_of(tokenizer)).token(np.zeros(PADDED, np.float32), thread_of(written), ())
     return seeing.allowed
 
 
@@ -243,11 +245,11 @@ def test_a_token_may_follow_exactly_if_some_text_that_is_asked_for_goes_on_with_
     """Also: the end exactly where a text is complete, no special token however it is spelt, no token beyond them."""
     assume(any(texts))
     asked = [text.encode() for text in texts]
-    form = Form(regex="|".join(f"(?:{re.escape(text)})" for text in texts))
+    grammar = Grammar(regex="|".join(f"(?:{re.escape(text)})" for text in texts))
     tokens, written = list[int](), b""
     raw, ends = RAW[id(tokenizer)], vocabulary_of(tokenizer).ends
     for place in range(30):
-        allowed = allowed_by(form, tokenizer, tokens)
+        allowed = allowed_by(grammar, tokenizer, tokens)
         # The decoder of this tokenizer takes the first space of a text away.
         cut = int(tokenizer is WORDS and place == 0)
         then = {token: written + (more.removeprefix(b" ") if cut else more) for token, more in raw.items()}
@@ -270,17 +272,17 @@ def test_a_token_may_follow_exactly_if_some_text_that_is_asked_for_goes_on_with_
 def test_the_same_place_has_the_same_answer_in_whatever_order_it_is_asked_for(
     tokenizer: Tokenizer, regex: str, seed: int, data: st.DataObject
 ) -> None:
-    form = Form(regex=f"(?:{regex}){{1,9}}")
-    tokens, _ = write(tokenizer, form, seed, most=12)
-    others, _ = write(tokenizer, form, seed + 1, most=12)
-    choose = choose_for(tokenizer, form)
+    grammar = Grammar(regex=f"(?:{regex}){{1,9}}")
+    tokens, _ = write(tokenizer, grammar, seed, most=12)
+    others, _ = write(tokenizer, grammar, seed + 1, most=12)
+    choose = choose_for(tokenizer, grammar)
     for _ in range(12):
         text = data.draw(st.sampled_from([tokens, others]))
         end = data.draw(st.integers(0, len(text)))
         known = data.draw(st.integers(0, end))
         logits = logits_for(data.draw(st.integers(0, 3)), text[:end])
         found = choose.token(logits, thread_of(text[:known]), text[known:end])
-        assert found == choose_for(tokenizer, form).token(logits, thread_of(text[:end]), ())
+        assert found == choose_for(tokenizer, grammar).token(logits, thread_of(text[:end]), ())
         if data.draw(st.booleans()):
             place = 2 + end + data.draw(st.integers(0, 2))
             choose.guesses(np.stack([logits_for(seed, [n]) for n in range(3)]), thread_of(text[:known]), place, 2)
@@ -305,7 +307,7 @@ def run(language: Language, regex: str, drafting: Drafting, most: int, chunk: in
     """What a constrained request writes, how it ends, and its steps."""
     engine = HashEngine(language, visible_length(8 + most + 160), 1)
     plain = request_for(engine, [1, 2, 3], most, drafting).config.selector
-    selector = constrained(plain, Form(regex=regex), SMALL_VOCABULARY)
+    selector = constrained(plain, Grammar(regex=regex), SMALL_VOCABULARY)
     request = request_for(engine, [1, 2, 3], most, drafting, selector=selector)
     while request.live:
         advance(engine, request, chunk=chunk)
@@ -347,7 +349,7 @@ def test_what_can_be_written_in_one_way_only_is_drafted_without_fail() -> None:
 
 
 def test_guesses_follow_what_may_stand_before_them() -> None:
-    choose, thread = constrained(greedy(), Form(regex="ab(?:cab|b) c"), SMALL_VOCABULARY), thread_of()
+    choose, thread = constrained(greedy(), Grammar(regex="ab(?:cab|b) c"), SMALL_VOCABULARY), thread_of()
     ids = SMALL.get_vocab()
     likely = np.zeros((6, VOCAB), np.float32)
     likely[:, ids["©"]] = 5.0  # never allowed here
@@ -362,13 +364,13 @@ def test_guesses_follow_what_may_stand_before_them() -> None:
 
 
 def test_threads_do_not_hear_each_other() -> None:
-    form = Form(regex="(?:ab|ca|bc)*")
-    choose = constrained(greedy(), form, SMALL_VOCABULARY)
+    grammar = Grammar(regex="(?:ab|ca|bc)*")
+    choose = constrained(greedy(), grammar, SMALL_VOCABULARY)
     threads = [thread_of(), thread_of()]
     threads[1].path = (0,)
     for place in range(20):
         for seed, thread in enumerate(threads):
-            alone = constrained(greedy(), form, SMALL_VOCABULARY)
+            alone = constrained(greedy(), grammar, SMALL_VOCABULARY)
             logits = logits_for(seed, [place], VOCAB)
             logits[END] = -9
             token = choose.token(logits, thread, ())
@@ -379,7 +381,7 @@ def test_threads_do_not_hear_each_other() -> None:
 
 def test_behind_the_end_only_the_end_follows() -> None:
     """A draft is walked to its own end, also where the text ended before."""
-    choose, a = constrained(greedy(), Form(regex="a"), SMALL_VOCABULARY), SMALL.get_vocab()["a"]
+    choose, a = constrained(greedy(), Grammar(regex="a"), SMALL_VOCABULARY), SMALL.get_vocab()["a"]
     wants_a = np.eye(VOCAB, dtype=np.float32)[a]
     assert choose.token(wants_a, thread_of([a]), ()) == END
     assert choose.token(wants_a, thread_of(), (a, END)) == END
@@ -387,7 +389,7 @@ def test_behind_the_end_only_the_end_follows() -> None:
 
 
 def test_only_a_copy_of_the_logits_is_changed() -> None:
-    choose, logits = choose_for(BYTES, Form(regex="a")), np.zeros((2, PADDED), np.float32)
+    choose, logits = choose_for(BYTES, Grammar(regex="a")), np.zeros((2, PADDED), np.float32)
     choose.token(logits[0], thread_of(), ())
     choose.guesses(logits, thread_of(), 3, 1)
     assert not logits.any()
@@ -395,13 +397,13 @@ def test_only_a_copy_of_the_logits_is_changed() -> None:
 
 def test_logits_that_are_not_numbers_are_still_found() -> None:
     with pytest.raises(NotANumber, match="place 2"):
-        choose_for(BYTES, Form(regex="a")).token(np.full(PADDED, np.nan, np.float32), thread_of(), ())
+        choose_for(BYTES, Grammar(regex="a")).token(np.full(PADDED, np.nan, np.float32), thread_of(), ())
 
 
 def test_tokens_that_are_no_text_are_not_written() -> None:
     ids = SMALL.get_vocab()
     vocabulary = open_vocabulary(SMALL, VOCAB, (END,), [ids["ab"]])
-    choose = constrained(greedy(), Form(regex="(?:ab)*"), vocabulary)
+    choose = constrained(greedy(), Grammar(regex="(?:ab)*"), vocabulary)
     assert choose.token(np.eye(VOCAB, dtype=np.float32)[ids["ab"]], thread_of(), ()) == ids["a"]
 
 
@@ -409,7 +411,7 @@ def test_tokens_that_the_decoder_shows_as_something_else_are_not_written() -> No
     told = json.loads(FALLBACK.to_str())
     told["decoder"]["decoders"].insert(0, {"type": "Replace", "pattern": {"String": "b"}, "content": "B"})
     tokenizer = Tokenizer.from_str(json.dumps(told))
-    choose = constrained(greedy(), Form(regex="ab+"), open_vocabulary(tokenizer, PADDED, (2,)))
+    choose = constrained(greedy(), Grammar(regex="ab+"), open_vocabulary(tokenizer, PADDED, (2,)))
     ids, thread = tokenizer.get_vocab(), thread_of()
     for wanted, second in (("ab", "a"), ("b", "<0x62>"), ("b", "</s>")):
         logits = np.zeros(PADDED, np.float32)
@@ -448,7 +450,7 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer() -> None:
 )
 def test_a_form_that_cannot_be_meant_is_refused_before_a_token_is_written(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionFault, match=message) as caught:
-        choose_for(BYTES, Form(**asked))
+        choose_for(BYTES, Grammar(**asked))
     assert "llguidance {" not in str(caught.value)  # what is only ours is not quoted
     assert "\n" not in str(caught.value)
 
@@ -459,25 +461,25 @@ def test_a_form_that_no_token_can_begin_is_refused_before_a_token_is_written() -
         ("[a&&b]", vocabulary_of(BYTES)),
         ("[a&&b]", vocabulary_of(WORDS)),
     ):
-        with pytest.raises(DeadEnd, match="cannot be begun: no token writes what would have to follow: expected"):
-            constrained(greedy(), Form(regex=regex), vocabulary)
+        with pytest.raises(DeadEnd, match="allows no first token: no token of the vocabulary fits: expected"):
+            constrained(greedy(), Grammar(regex=regex), vocabulary)
 
 
 def test_a_text_that_no_token_can_go_on_with_says_where() -> None:
-    choose, ids = constrained(greedy(), Form(regex="a(?:bc|x)x"), SMALL_VOCABULARY), SMALL.get_vocab()
+    choose, ids = constrained(greedy(), Grammar(regex="a(?:bc|x)x"), SMALL_VOCABULARY), SMALL.get_vocab()
     line = np.eye(VOCAB, dtype=np.float32)
     thread = thread_of()
     for name in ("a", "b"):
         assert choose.token(line[ids[name]], thread, ()) == ids[name]
         thread.tokens.append(ids[name])
     for _ in range(2):
-        with pytest.raises(DeadEnd, match=r"place 5, behind 'abc': no token writes .*expected"):
+        with pytest.raises(DeadEnd, match=r"position 5, after 'abc': no token of the vocabulary fits: expected"):
             choose.token(line[0], thread, [ids["c"]])
         assert choose.token(line[0], thread, ()) == ids["c"]  # a failure is not remembered
 
 
 def test_guesses_may_go_where_no_token_can_go_on() -> None:
-    choose, ids = constrained(greedy(), Form(regex="a(?:bcx|ca)"), SMALL_VOCABULARY), SMALL.get_vocab()
+    choose, ids = constrained(greedy(), Grammar(regex="a(?:bcx|ca)"), SMALL_VOCABULARY), SMALL.get_vocab()
     line = np.eye(VOCAB, dtype=np.float32)
     for _ in range(2):
         assert choose.token(line[ids["a"]], thread_of(), ()) == ids["a"]
@@ -488,8 +490,8 @@ def test_guesses_may_go_where_no_token_can_go_on() -> None:
 
 def test_a_text_whose_tokens_all_are_banned_says_where() -> None:
     ids = SMALL.get_vocab()
-    choose = constrained(greedy([ids["b"], ids["bc"]]), Form(regex="abc"), SMALL_VOCABULARY)
-    with pytest.raises(DeadEnd, match=r"place 3, behind 'a': all tokens that fit are banned there: expected"):
+    choose = constrained(greedy([ids["b"], ids["bc"]]), Grammar(regex="abc"), SMALL_VOCABULARY)
+    with pytest.raises(DeadEnd, match=r"position 3, after .a.: all tokens that it allows are banned: expected"):
         choose.token(np.zeros(VOCAB, np.float32), thread_of(), [ids["a"]])
 
 
@@ -520,12 +522,12 @@ def test_a_tokenizer_with_a_gap_is_refused() -> None:
 
 
 def test_only_the_masks_of_the_last_places_are_kept() -> None:
-    choose, thread = constrained(greedy(), Form(regex="a*"), SMALL_VOCABULARY), thread_of()
+    choose, thread = constrained(greedy(), Grammar(regex="a*"), SMALL_VOCABULARY), thread_of()
     wants_a = np.eye(VOCAB, dtype=np.float32)[[SMALL.get_vocab()["a"]] * 4]
     for place in range(30):
         thread.tokens.append(choose.token(wants_a[0], thread, ()))
         choose.guesses(wants_a, thread, 3 + place, 1)
-    assert len(choose.lines[()].masks) <= 6
+    assert len(choose.states[()].masks) <= 6
 
 
 @pytest.mark.parametrize("name", ["tiny_bundle", "tiny_int8_bundle"])
@@ -544,12 +546,12 @@ def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(
         "additionalProperties": False,
     }
     call = r"def [a-z_]+\((?:[a-z]+, )*[a-z]+\):\n    return [a-z]{2,12}\n"
-    for form in (Form(json_schema=schema), Form(regex=call)):
+    for grammar in (Grammar(json_schema=schema), Grammar(regex=call)):
         found, steps = [], []
         for drafting in (Drafting(), Drafting(5), Drafting(5, "chain"), Drafting(3, lookup=4)):
             config = RequestConfig(
                 tokens=manifest.tokens,
-                selector=constrained(greedy(manifest.tokens.forbidden), form, vocabulary),
+                selector=constrained(greedy(manifest.tokens.forbidden), grammar, vocabulary),
                 max_length=len(prompt) + 150,
                 max_total=150,
                 drafting=drafting,
@@ -563,5 +565,7 @@ def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(
             steps.append(request.statistics.steps)
         assert len(set(found)) == 1
         assert max(steps[1:]) < steps[0]
-        assert re.fullmatch(call, found[0]) if form.regex else json.loads(found[0])["kind"] in ("the answer", "a ship")
+        assert (
+            re.fullmatch(call, found[0]) if grammar.regex else json.loads(found[0])["kind"] in ("the answer", "a ship")
+        )
     engine.close()

@@ -17,7 +17,7 @@ import click
 import pytest
 
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.grammar import Form
+from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
@@ -100,7 +100,7 @@ OPTIONS: list[tuple[list[object], Decoding]] = [
     (["--logit-bias", "362=-9", "--logit-bias", "5=3"], Decoding(sampling=Sampling(logit_bias={362: -9, 5: 3}))),
     (["--ban", "362", "--ban", "JSON"], Decoding(sampling=Sampling(banned=(362, 322)))),
     (["--logprobs", 1], Decoding(logprobs=1)),
-    (["--regex", "[a-z =]+"], Decoding(form=Form(regex="[a-z =]+"))),
+    (["--regex", "[a-z =]+"], Decoding(grammar=Grammar(regex="[a-z =]+"))),
 ]
 
 

@@ -83,7 +83,7 @@ WRONG: list[tuple[list[object], str]] = [
     (["--regex", ""], "regex is '': expected a regular expression of at least one character"),
     (["--regex", "a", "--json-schema", TINY / "config.json"], "--regex and --json-schema are both given: expected one"),
     (["--json-schema", TINY / "README.md"], "json_schema is not JSON: .*: expected a schema such as"),
-    (["--regex", "a", "--fork"], "form and fork are both asked for"),
+    (["--regex", "a", "--fork"], "grammar and fork are both asked for"),
     (["--regex", "a", "--max-threads", 2], "--max-threads with --regex: it would do nothing; expected one of the two"),
     (["--json-schema", "s", "--max-depth", 2], "--max-depth with --json-schema: it would do nothing; expected one"),
     (["--trace", "/"], "/: is no file: expected the name of a file"),

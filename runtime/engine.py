@@ -30,7 +30,7 @@ class Costs:
 
 
 # Of a CPU; measured, see docs/performance.md. Attention scores of more prompt rows do not fit into its caches.
-PROCESSOR = Costs(0.08, 16, 128)
+CPU_COSTS = Costs(0.08, 16, 128)
 UNTIMED = Costs(0.08, 16)  # of a GPU whose calls were not timed
 
 

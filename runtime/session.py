@@ -10,7 +10,7 @@ from types import TracebackType
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import resolve
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.step_costs import step_costs as costs_of
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.costs import CostSource, StepCosts, fixed_costs
@@ -89,9 +89,9 @@ class Runtime:
             raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
         if queue_limit < 0:
             raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
-        opening = Opening(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
-        resolved = resolve(opened, backend, opening)
-        costs = costs_of(opened, resolved.name, resolved.engine, opening, step_costs)
+        options = EngineOptions(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
+        resolved = resolve(opened, backend, options)
+        costs = costs_of(opened, resolved.name, resolved.engine, options, step_costs)
         return cls(opened, resolved.engine, length, slots, queue_limit, notes=resolved.notes, costs=costs)
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:

@@ -12,7 +12,7 @@ from spaceport.graphs.contract.faults import InputFault, MissingDependency, Opti
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime.backends.built import engine_for
 from spaceport.runtime.backends.device import gpu, no_gpu
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Engine
 
@@ -54,25 +54,25 @@ class MissingBackend(MissingDependency):
 _REASONS = (MissingDependency, InputFault, OptionFault)  # why a backend cannot run a bundle
 
 
-def resolve(bundle: Bundle, backend: str, opening: Opening) -> Resolved:
+def resolve(bundle: Bundle, backend: str, options: EngineOptions) -> Resolved:
     """The backend of this name, or with `auto` the best one that can run the bundle here, opened."""
     if backend not in ("auto", *BACKENDS):
         raise OptionFault(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
-    check_threads(opening.threads)
+    check_threads(options.threads)
     notes: tuple[str, ...] = ()
     if backend == "auto":
-        backend, notes = choose(bundle, opening)
+        backend, notes = choose(bundle, options)
     else:
-        require(bundle, backend, opening)
-    return Resolved(backend, _open(bundle, backend, opening), notes)
+        require(bundle, backend, options)
+    return Resolved(backend, _open(bundle, backend, options), notes)
 
 
-def open_engine(bundle: Bundle, backend: str, opening: Opening) -> Engine:
+def open_engine(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
     """The engine of `resolve`, for callers that need no more."""
-    return resolve(bundle, backend, opening).engine
+    return resolve(bundle, backend, options).engine
 
 
-def choose(bundle: Bundle, opening: Opening) -> tuple[str, tuple[str, ...]]:
+def choose(bundle: Bundle, options: EngineOptions) -> tuple[str, tuple[str, ...]]:
     """The best backend that can run the bundle here, and why the better ones cannot.
 
     The reasons are left out where nobody would expect a better one: without a GPU, for a bundle without engines.
@@ -82,7 +82,7 @@ def choose(bundle: Bundle, opening: Opening) -> tuple[str, tuple[str, ...]]:
     last = [*BACKENDS][-1]
     for name in BACKENDS:
         try:
-            require(bundle, name, opening)
+            require(bundle, name, options)
         except _REASONS as reason:
             if name == last:
                 raise
@@ -93,15 +93,15 @@ def choose(bundle: Bundle, opening: Opening) -> tuple[str, tuple[str, ...]]:
     raise AssertionError("there is a last backend")
 
 
-def _open(bundle: Bundle, backend: str, opening: Opening) -> Engine:
+def _open(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
     chosen = BACKENDS[backend]
     opener = import_module(f"spaceport.runtime.backends.{chosen.opener}")
     try:
-        opened: Engine = opener.open_engine(bundle, opening, *((chosen.flavour,) if chosen.flavour else ()))
+        opened: Engine = opener.open_engine(bundle, options, *((chosen.flavour,) if chosen.flavour else ()))
     except MemoryError as error:
-        gigabytes = bundle.manifest.signature.kv_bytes(opening.requests, opening.capacity) / 1e9
+        gigabytes = bundle.manifest.signature.kv_bytes(options.requests, options.capacity) / 1e9
         raise OptionFault(
-            f"{gigabytes:.1f} GB of KV buffers for {opening.capacity} slots do not fit into the memory: lower max_seq_len "
+            f"{gigabytes:.1f} GB of KV buffers for {options.capacity} slots do not fit into the memory: lower max_seq_len "
             "(--max-seq-len)"
         ) from error
     return opened
@@ -115,16 +115,16 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
     return [f"{', '.join(names)}: {reason}" for reason, names in shared.items()]
 
 
-def why_not(bundle: Bundle, backend: str, opening: Opening) -> str | None:
+def why_not(bundle: Bundle, backend: str, options: EngineOptions) -> str | None:
     """Why a backend cannot run the bundle here; nothing if it can."""
     try:
-        require(bundle, backend, opening)
+        require(bundle, backend, options)
     except _REASONS as error:
         return str(error)
     return None
 
 
-def require(bundle: Bundle, backend: str, opening: Opening) -> None:
+def require(bundle: Bundle, backend: str, options: EngineOptions) -> None:
     """Raise if a backend cannot run the bundle here; asked of what is installed and recorded, nothing big is loaded."""
     flavour, signature = BACKENDS[backend].flavour, bundle.manifest.signature
     require_device(backend)
@@ -134,7 +134,7 @@ def require(bundle: Bundle, backend: str, opening: Opening) -> None:
             "it with --lowering append, then `spaceport build` it"
         )
     if flavour is not None:
-        engine_for(bundle, flavour, None, gpu().target, opening)
+        engine_for(bundle, flavour, None, gpu().target, options)
     if backend == "onnxruntime-cuda" and signature.lowering != "scatter":
         raise InputFault(
             f"{bundle.path}: its graph is append-lowered, backend {backend} runs scatter-lowered graphs: export it with "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord, Flavour
 from spaceport.runtime.backends import trust
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle, BundleError
 
 
@@ -25,7 +25,7 @@ class NoEngine(InputFault):
     """A bundle has no engine that would run here; the message says what comes nearest, and how to build one."""
 
 
-def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: str, opening: Opening) -> Named:
+def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: str, options: EngineOptions) -> Named:
     """The engine that this library and GPU run and that has room enough; of several the one with the least room.
 
     Without a version any will do: to ask before the library is loaded.
@@ -35,15 +35,15 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
         (lambda record: record.graph == bundle.manifest.graph, "graph"),
         (lambda record: record.target == target, "target"),
         (lambda record: version is None or record.version == version, "version"),
-        (lambda record: record.requests >= opening.requests, "requests"),
-        (lambda record: record.capacity >= opening.capacity, "capacity"),
+        (lambda record: record.requests >= options.requests, "requests"),
+        (lambda record: record.capacity >= options.capacity, "capacity"),
     )
     folder, told = bundle.path / ENGINES_FOLDER, sorted(bundle.manifest.engines.items())
     left = [Named(name, record) for name, record in told if (folder / name).is_file()]  # who removes one is rid of it
     for fits, what in rules:
         fitting = [named for named in left if fits(named.record)]
         if not fitting:
-            raise NoEngine(_lacking(bundle, what, left, flavour, version, target, opening))
+            raise NoEngine(_lacking(bundle, what, left, flavour, version, target, options))
         left = fitting
     return min(left, key=lambda named: (named.record.capacity, named.record.requests, named.name))
 
@@ -70,7 +70,13 @@ def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
 
 
 def _lacking(
-    bundle: Bundle, what: str, left: list[Named], flavour: Flavour, version: str | None, target: str, opening: Opening
+    bundle: Bundle,
+    what: str,
+    left: list[Named],
+    flavour: Flavour,
+    version: str | None,
+    target: str,
+    options: EngineOptions,
 ) -> str:
     """Why none of these engines fits, when `what` is the first thing about them that does not."""
     build = f"`spaceport build {_quoted(bundle.path)} --flavour {flavour}`"
@@ -80,9 +86,9 @@ def _lacking(
         "graph": f"its {flavour} engines were built from another graph: build them again with {build}",
         "target": f"its {flavour} engines are for {got}, this GPU is {target}: build one with {build} --target current",
         "version": f"its engines were built with {flavour} {got}, {version} is installed: build one with {build}",
-        "requests": f"its engines take {got} requests at most, {opening.requests} are asked for: lower max_requests "
-        f"(--max-requests), or build one with {build} --max-requests {opening.requests}",
-        "capacity": f"its engines have {got} slots, {opening.capacity} are needed: lower max_seq_len (--max-seq-len), "
+        "requests": f"its engines take {got} requests at most, {options.requests} are asked for: lower max_requests "
+        f"(--max-requests), or build one with {build} --max-requests {options.requests}",
+        "capacity": f"its engines have {got} slots, {options.capacity} are needed: lower max_seq_len (--max-seq-len), "
         f"or build one with {build} and a higher --max-seq-len",
     }
     return f"{bundle.path}: {told[what]}"

@@ -12,9 +12,9 @@ import onnxruntime as ort
 
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.runtime.backends.device import gpu
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_device import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, session_options, unloadable
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault
 
@@ -37,20 +37,20 @@ _NO_GRAPHS = re.compile("cannot use the (graph capture|CUDA Graph) feature", re.
 _NO_MEMORY = re.compile("out of memory|Failed to allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
-def open_engine(bundle: Bundle, opening: Opening) -> DeviceEngine:
+def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
     """The bundle's graph on the first GPU."""
     lacking = preload()
     try:
-        session, notes = open_on_gpu(bundle, opening.graphs)
+        session, notes = open_on_gpu(bundle, options.graphs)
         if _PROVIDER not in session.get_providers():  # with enable_fallback=0, too
             raise MissingDependency(without_cuda(lacking))
         name = f"cuda:0 ({gpu().name})"
-        graphs = opening.graphs and not notes
+        graphs = options.graphs and not notes
         selection = open_selection(bundle, [_PROVIDER, "CPUExecutionProvider"])
-        engine = DeviceEngine(session, bundle.manifest.signature, opening, "cuda", name, graphs, notes, selection)
+        engine = DeviceEngine(session, bundle.manifest.signature, options, "cuda", name, graphs, notes, selection)
     except FAULTS as error:
         if _NO_MEMORY.search(str(error)):
-            raise OptionFault(no_room(bundle, opening)) from error
+            raise OptionFault(no_room(bundle, options)) from error
         if isinstance(error, MissingDependency | EngineFault):
             raise
         raise unloadable(bundle, error) from error
@@ -110,13 +110,13 @@ def without_cuda(lacking: Sequence[str]) -> str:
     )
 
 
-def no_room(bundle: Bundle, opening: Opening) -> str:
+def no_room(bundle: Bundle, options: EngineOptions) -> str:
     """What to say where the GPU's memory ends."""
     manifest = bundle.manifest
-    buffers = manifest.signature.kv_bytes(opening.requests, opening.capacity) / 1e9
+    buffers = manifest.signature.kv_bytes(options.requests, options.capacity) / 1e9
     weights = manifest.graph_bytes / 1e9
     return (
-        f"{weights:.1f} GB of weights and {buffers:.1f} GB of KV buffers ({opening.requests} requests of {opening.capacity} "
+        f"{weights:.1f} GB of weights and {buffers:.1f} GB of KV buffers ({options.requests} requests of {options.capacity} "
         f"slots) do not fit into the {gpu().memory / 1e9:.1f} GB of the {gpu().name}: lower max_seq_len (--max-seq-len) or "
         "max_requests (--max-requests)"
     )

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Signature, logit_rows, selection_width
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
 from spaceport.runtime.selection import SelectedRows, selected_rows
@@ -79,7 +79,7 @@ class DeviceEngine:
         self,
         session: ort.InferenceSession,
         signature: Signature,
-        opening: Opening,
+        options: EngineOptions,
         kind: Literal["cuda", "cpu"],
         device: str,
         graphs: bool = False,
@@ -88,15 +88,15 @@ class DeviceEngine:
     ) -> None:
         self.selects = selection is not None
         self.signature = signature
-        self.capacity = self.rows = opening.capacity
-        self.requests = opening.requests
+        self.capacity = self.rows = options.capacity
+        self.requests = options.requests
         self.device = device
         self.notes = notes
         self._session: ort.InferenceSession | None = session
         self._kind = kind
         self._limits = Limits(self.capacity, self.rows, logit_rows(self.rows, signature.vocab_size))
         # one block of 2 * layers x requests x Hkv x S x D; zeroed, since 0 * NaN is NaN
-        kv = np.zeros(signature.kv_bytes(opening.requests, opening.capacity), np.uint8)
+        kv = np.zeros(signature.kv_bytes(options.requests, options.capacity), np.uint8)
         self._kv = ort.OrtValue.ortvalue_from_numpy(kv, kind, 0)
         self._staged: dict[int, Staged] = {}  # by its bytes
         self._logits: dict[int, ort.OrtValue] = {}  # the same

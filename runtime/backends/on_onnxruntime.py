@@ -15,10 +15,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import Activations, Signature, Tensor, Weights, selection_width
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.engine import PROCESSOR, Batch, EngineFault, Moves
+from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, Moves
 
 # onnxruntime's exceptions share no base of their own; on broken files it lets Python's slip through as well.
 FAULTS: tuple[type[Exception], ...] = (
@@ -46,7 +46,7 @@ class OnnxRuntimeEngine:
     """A graph in an onnxruntime session on the CPU."""
 
     device = "cpu"
-    costs = PROCESSOR
+    costs = CPU_COSTS
     notes: tuple[str, ...] = ()
 
     def __init__(self, session: ort.InferenceSession, signature: Signature, capacity: int, requests: int) -> None:
@@ -133,19 +133,19 @@ class OnnxRuntimeEngine:
         self._binding.bind_output("logits", "cpu", 0, np.float32, self._logits.shape, self._logits.ctypes.data)
 
 
-def open_engine(bundle: Bundle, opening: Opening) -> OnnxRuntimeEngine:
+def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
     if bundle.manifest.integer_matmuls and not (is_exact(setting=False) or is_exact(setting=True)):
         raise BundleError(
             f"{bundle.path}: its weights are int8, and ONNX Runtime {ort.__version__} cuts sums of 8-bit products off on this CPU, "
             "which has no VNNI: texts would not be the model's; export the checkpoint with --weights int4, or as it is"
         )
-    options = session_options(opening.threads, bundle.manifest.weights, bundle.manifest.activations)
+    settings = session_options(options.threads, bundle.manifest.weights, bundle.manifest.activations)
     try:
-        session = open_session(bundle, options, ["CPUExecutionProvider"])
+        session = open_session(bundle, settings, ["CPUExecutionProvider"])
     except FAULTS as error:
         raise unloadable(bundle, error) from error
-    return OnnxRuntimeEngine(session, bundle.manifest.signature, opening.capacity, opening.requests)
+    return OnnxRuntimeEngine(session, bundle.manifest.signature, options.capacity, options.requests)
 
 
 def session_options(threads: int, weights: Weights, activations: Activations = "float") -> ort.SessionOptions:

@@ -19,8 +19,8 @@ from spaceport.graphs.contract.signature import BEST_TOKENS, Signature, logit_ro
 from spaceport.runtime.backends.built import Named, engine_for, read_engine
 from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.kernels import Kernels
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
 from spaceport.runtime.backends.torch_device import Cuda, Device
@@ -67,14 +67,14 @@ class TensorRtEngine:
         engine: Any,
         record: EngineRecord,
         signature: Signature,
-        opening: Opening,
+        options: EngineOptions,
         device: Device,
         name: str,
         words: Words,
     ) -> None:
         self.signature = signature
         self.capacity = record.capacity
-        self.requests = opening.requests
+        self.requests = options.requests
         self.rows = record.prompt_rows
         self.device = name
         self.notes: tuple[str, ...] = ()
@@ -82,20 +82,20 @@ class TensorRtEngine:
         self._engine: Any = engine
         wanted = logit_rows(record.prompt_rows, signature.vocab_size)
         self._limits = Limits(record.capacity, record.prompt_rows, wanted)
-        widest = CallShape(opening.requests, record.prompt_rows, record.capacity, wanted)
+        widest = CallShape(options.requests, record.prompt_rows, record.capacity, wanted)
         # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
-        layers = (2 * signature.layers, opening.requests, signature.kv_heads, record.capacity, signature.head_dim)
+        layers = (2 * signature.layers, options.requests, signature.kv_heads, record.capacity, signature.head_dim)
         self._kv = device.zeros(layers, getattr(torch, signature.dtype))
         block = device.host(end_of(signature, widest))
         self._block, self._rows_in = Block(block.numpy(), signature), block
         self._rows = device.zeros((block.numel(),), torch.uint8)
-        self._logits = device.zeros((opening.requests * wanted * signature.vocab_size,), torch.float32)
+        self._logits = device.zeros((options.requests * wanted * signature.vocab_size,), torch.float32)
         self._logits_out = device.host(4 * self._logits.numel()).view(torch.float32)
         scratch = max(engine.get_device_memory_size_for_profile_v2(profile) for profile in (STEPS, PROMPTS))
         self._scratch = device.zeros((max(1, scratch),), torch.uint8)  # for both: only one runs at a time
         self._kernels = Kernels(api, engine, f"{record.sha256[:32]}-{record.version}")
-        self._contexts = [self._context(profile, opening.graphs) for profile in (STEPS, PROMPTS)]
-        self._captured = Captured(self._capture) if opening.graphs else None
+        self._contexts = [self._context(profile, options.graphs) for profile in (STEPS, PROMPTS)]
+        self._captured = Captured(self._capture) if options.graphs else None
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         with self._device.working():
@@ -232,16 +232,16 @@ def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
     kv[:, where[0], :, where[2]] = kv[:, where[0], :, where[1]]
 
 
-def open_engine(bundle: Bundle, opening: Opening, flavour: Flavour) -> TensorRtEngine:
+def open_engine(bundle: Bundle, options: EngineOptions, flavour: Flavour) -> TensorRtEngine:
     """The bundle's engine for this GPU."""
     api: Any = import_module(LIBRARIES[flavour])
-    named = engine_for(bundle, flavour, api.__version__, gpu().target, opening)
-    plan = read_engine(bundle, named, opening.trust_engines)
+    named = engine_for(bundle, flavour, api.__version__, gpu().target, options)
+    plan = read_engine(bundle, named, options.trust_engines)
     name = f"cuda:0 ({gpu().name}, {flavour} {api.__version__})"
     try:
-        engine = deserialized(api, plan, named, bundle, opening, Cuda(), name)
+        engine = deserialized(api, plan, named, bundle, options, Cuda(), name)
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-        gigabytes = bundle.manifest.signature.kv_bytes(opening.requests, named.record.capacity) / 1e9
+        gigabytes = bundle.manifest.signature.kv_bytes(options.requests, named.record.capacity) / 1e9
         raise OptionFault(
             f"{named.record.size / 1e9:.1f} GB of engine, {gigabytes:.1f} GB of KV buffers and what else it needs do not fit "
             f"into the GPU's {gpu().memory / 1e9:.1f} GB: lower max_requests (--max-requests), or build with a lower "
@@ -251,7 +251,7 @@ def open_engine(bundle: Bundle, opening: Opening, flavour: Flavour) -> TensorRtE
 
 
 def deserialized(
-    api: Any, plan: bytes, named: Named, bundle: Bundle, opening: Opening, device: Device, name: str
+    api: Any, plan: bytes, named: Named, bundle: Bundle, options: EngineOptions, device: Device, name: str
 ) -> TensorRtEngine:
     """An engine of its bytes, held to the contract."""
     words, logger = _listening(api)
@@ -263,7 +263,7 @@ def deserialized(
     if engine is None:
         raise BundleError(f"{bundle.path}: {named.name} does not open: {words}: build it again with `spaceport build`")
     hold_to_contract(api, engine, bundle.manifest.signature, named)
-    return TensorRtEngine(api, engine, named.record, bundle.manifest.signature, opening, device, name, words)
+    return TensorRtEngine(api, engine, named.record, bundle.manifest.signature, options, device, name, words)
 
 
 @cache

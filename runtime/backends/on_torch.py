@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Signature
-from spaceport.runtime.engine import PROCESSOR, Batch, Moves
+from spaceport.runtime.engine import CPU_COSTS, Batch, Moves
 
 
 class TorchEngine:
     """A module called step by step; it writes its rows into the buffers that it is given."""
 
-    costs = PROCESSOR
+    costs = CPU_COSTS
     notes: tuple[str, ...] = ()
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.timing import batched_requests, measure
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, CostTable, Points, StepCosts, fixed_costs
@@ -25,13 +25,13 @@ _PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorr
 _MOST_BYTES = 100_000  # of a file; a larger one is none of ours
 
 
-def step_costs(bundle: Bundle, backend: str, engine: Engine, opening: Opening, source: CostSource) -> StepCosts:
+def step_costs(bundle: Bundle, backend: str, engine: Engine, options: EngineOptions, source: CostSource) -> StepCosts:
     """What steps cost on an engine that has just been opened: as measured here, the constants of its kind, or nothing."""
     if source not in get_args(CostSource):
         raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
     if source != "measured":
         return fixed_costs(engine.costs.row if source == "standard" else 0.0)
-    file = cache_folder() / f"{_key(bundle, backend, engine, opening)}.json"
+    file = cache_folder() / f"{_key(bundle, backend, engine, options)}.json"
     table = load(file)
     if table is None or table.requests != batched_requests(engine):
         table = measure(engine)
@@ -76,15 +76,15 @@ def cache_folder() -> Path:
     return cache / "spaceport" / "step-costs"
 
 
-def _key(bundle: Bundle, backend: str, engine: Engine, opening: Opening) -> str:
+def _key(bundle: Bundle, backend: str, engine: Engine, options: EngineOptions) -> str:
     """A digest of everything that the costs depend on; times and dates are not among it, so clocks may be wrong."""
     facts = (
         bundle.manifest.graph,
         backend,
         engine.device,
-        (opening.capacity, opening.requests, opening.threads),
+        (options.capacity, options.requests, options.threads),
         [(package, _version(package)) for package in _PACKAGES],
-        (_processor(), _cores()),
+        (_cpu_name(), _cores()),
     )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -100,7 +100,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     """The name of the CPU."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():

@@ -22,7 +22,7 @@ from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.threads import Ending, Thread, new_thread
-from spaceport.runtime.engine import NO_MOVES, PROCESSOR, Moves
+from spaceport.runtime.engine import CPU_COSTS, NO_MOVES, Moves
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RequestConfig:
     max_length: int  # tokens of a thread, the prompt and everything before its forks included
     max_total: int  # new tokens of all threads together; 0: the request ends when its prompt is in the KV cache
     drafting: Drafting = field(default_factory=Drafting)
-    planner: DraftPlanner = field(default_factory=lambda: DraftPlanner(fixed_costs(PROCESSOR.row)))
+    planner: DraftPlanner = field(default_factory=lambda: DraftPlanner(fixed_costs(CPU_COSTS.row)))
     kind: Hashable = None  # requests of one kind share what they learn about acceptance
     max_rows: int | None = None  # rows of a step that the engine takes; None: any number
     max_threads: int = 1  # threads that write at the same time; the others are queued

@@ -15,7 +15,7 @@ from spaceport.exporter.export import ExportOptions, with_supported_activations
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
@@ -41,7 +41,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(bundle: Path) -> Engine:
-    return open_engine(open_bundle(bundle), "onnxruntime", Opening(capacity=256, requests=3))
+    return open_engine(open_bundle(bundle), "onnxruntime", EngineOptions(capacity=256, requests=3))
 
 
 def feed(engine: Engine, tokens: Array, first: int, slots: Array, visible: int, requests: int = 1) -> Logits:

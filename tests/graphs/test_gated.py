@@ -42,9 +42,9 @@ from spaceport.graphs.gated import (
 )
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from spaceport.runtime.backends.on_torch import TorchEngine
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
@@ -138,7 +138,7 @@ def gated_bundle(tuned: Path) -> Path:
 
 
 def adapter_changes_mask_rows_only(base: Path, gated: Path) -> None:
-    engines = [open_engine(open_bundle(bundle), "onnxruntime", Opening(SLOTS, 1)) for bundle in (base, gated)]
+    engines = [open_engine(open_bundle(bundle), "onnxruntime", EngineOptions(SLOTS, 1)) for bundle in (base, gated)]
     (ordinary, drafted), (same, other) = (walk(engine, MASK) for engine in engines)
     assert ordinary.tobytes() == same.tobytes()
     assert (np.abs(drafted - other).max(axis=-1) > 0.5).all()

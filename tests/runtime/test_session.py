@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.capacity import capacity_for
@@ -90,7 +90,7 @@ def test_a_chat_goes_through_the_models_template(runtime: Runtime) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 48, 512])
 def test_a_prompt_fed_in_chunks_leads_to_the_same_text(any_tiny_bundle: Path, chunk: int) -> None:
     bundle = open_bundle(any_tiny_bundle)
-    engine = open_engine(bundle, "auto", Opening(capacity_for(bundle.manifest, 512), 1))
+    engine = open_engine(bundle, "auto", EngineOptions(capacity_for(bundle.manifest, 512), 1))
     with Runtime(bundle, engine, 512, prompt_rows=chunk) as opened:
         found = opened.generate(DECODER, chain(5))
     assert found.text == GOLDEN

@@ -17,10 +17,10 @@ from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Observer, Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
-from spaceport.runtime.engine import PROCESSOR, Batch, Costs, Engine, Moves
+from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 
-FREE_ROWS = replace(PROCESSOR, row=0.0)  # drafts are as wide as they may be
+FREE_ROWS = replace(CPU_COSTS, row=0.0)  # drafts are as wide as they may be
 
 VOCAB = 15
 MASKS = (11, 12)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import Batch, Engine, Moves
 from spaceport.runtime.scheduling.capacity import capacity_for
@@ -61,7 +61,7 @@ def spoilt_runtime(
 ) -> tuple[Runtime, SpoiltEngine]:
     """A bundle's runtime over such an engine."""
     opened = open_bundle(bundle)
-    engine = open_engine(opened, "onnxruntime", Opening(capacity_for(opened.manifest, LENGTH), requests, 1))
+    engine = open_engine(opened, "onnxruntime", EngineOptions(capacity_for(opened.manifest, LENGTH), requests, 1))
     spoilt = SpoiltEngine(engine, after, before)
     return Runtime(opened, spoilt, LENGTH), spoilt
 

@@ -20,8 +20,8 @@ import torch
 from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord
 from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.runtime.backends.built import Named
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_tensorrt import TensorRtEngine, deserialized
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import Batch
 
@@ -363,10 +363,10 @@ def opened_with(
     api: Any, bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1, graphs: bool = True
 ) -> TensorRtEngine:
     """The same, by a library that may have opened others."""
-    opening = Opening(plan.record.capacity, requests, graphs=graphs)
+    engine_options = EngineOptions(plan.record.capacity, requests, graphs=graphs)
     serialized = json.dumps({"engine": plan.record.target}).encode()
     named = Named("stand-in.engine", plan.record)
-    return deserialized(api, serialized, named, bundle, opening, device, "stand-in")
+    return deserialized(api, serialized, named, bundle, engine_options, device, "stand-in")
 
 
 def batch_of_rows(rows: int) -> Batch:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spaceport.runtime.backends import BACKENDS, open_engine, why_not
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.bench import outside
 from spaceport.tools.bench.steps import StepCost, step_costs
@@ -36,12 +36,14 @@ class EngineMeasurement:
     notes: tuple[str, ...]
 
 
-def variants(bundle: Bundle, opening: Opening, backends: Sequence[str]) -> tuple[list[EngineVariant], dict[str, str]]:
+def variants(
+    bundle: Bundle, engine_options: EngineOptions, backends: Sequence[str]
+) -> tuple[list[EngineVariant], dict[str, str]]:
     """The ways that a bundle can be run here, and why the other backends cannot run it."""
     found: list[EngineVariant] = []
     reasons: dict[str, str] = {}
     for backend in backends:
-        reason = why_not(bundle, backend, opening)
+        reason = why_not(bundle, backend, engine_options)
         if reason is not None:
             reasons[backend] = reason
         else:
@@ -52,13 +54,18 @@ def variants(bundle: Bundle, opening: Opening, backends: Sequence[str]) -> tuple
 
 
 def measure(
-    bundle: Bundle, variant: EngineVariant, opening: Opening, rows: Sequence[int], context: int, rounds: int
+    bundle: Bundle,
+    variant: EngineVariant,
+    engine_options: EngineOptions,
+    rows: Sequence[int],
+    context: int,
+    rounds: int,
 ) -> EngineMeasurement:
     """Steps of so many rows behind a text, and rounds with all that stands beside the engine."""
-    engine = open_engine(bundle, variant.backend, replace(opening, graphs=variant.graphs))
+    engine = open_engine(bundle, variant.backend, replace(engine_options, graphs=variant.graphs))
     try:
         steps = step_costs(engine, rows, context, rounds)
-        cases = [case for case in outside.CASES if case[0] <= opening.requests]
+        cases = [case for case in outside.CASES if case[0] <= engine_options.requests]
         beside = [outside.measure(bundle, engine, requests, wide, rounds, None) for requests, wide in cases]
         return EngineMeasurement(variant, engine.device, tuple(steps), tuple(beside), engine.notes)
     finally:

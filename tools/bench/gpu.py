@@ -20,7 +20,7 @@ from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, Flavour
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Precision
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.device import gpu, no_gpu
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.capacity import capacity_for
@@ -108,16 +108,16 @@ def measure_model(
     model = MeasuredModel(checkpoint.name, manifest.parameters, options.dtype)
     model.built = build(options, bundles["append"].path, run, say)
     bundles["append"] = open_bundle(bundles["append"].path)
-    opening = Opening(capacity_for(manifest, options.length), options.requests)
+    engine_options = EngineOptions(capacity_for(manifest, options.length), options.requests)
     for backend in options.backends:
         lowering: Lowering = "append" if BACKENDS[backend].flavour else "scatter"
-        found, reasons = variants(bundles[lowering], opening, [backend])
+        found, reasons = variants(bundles[lowering], engine_options, [backend])
         model.failed.update(reasons)
         for variant in found:
             say(f"measuring {checkpoint.name}, {variant}")
             try:
                 model.measured.append(
-                    measure(bundles[lowering], variant, opening, options.rows, options.context, options.rounds)
+                    measure(bundles[lowering], variant, engine_options, options.rows, options.context, options.rounds)
                 )
             except _FAULTS as error:
                 model.failed[str(variant)] = str(error)

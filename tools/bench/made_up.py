@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import PROCESSOR, Batch, Costs, Engine, Moves
+from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves
 from spaceport.runtime.selection import SelectedRows, selected_rows, selecting
 
 
@@ -40,7 +40,7 @@ class MadeUpEngine:
         capacity: int,
         predict: Predict,
         inner: Engine | None = None,
-        costs: Costs = PROCESSOR,
+        costs: Costs = CPU_COSTS,
     ) -> None:
         self.signature, self.requests = signature, requests
         self.capacity = capacity

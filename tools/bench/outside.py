@@ -20,7 +20,7 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import PROCESSOR, Batch, Engine
+from spaceport.runtime.engine import CPU_COSTS, Batch, Engine
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.scheduling.generation import Delivery, Generation
@@ -51,7 +51,7 @@ def made_up_engine(manifest: Manifest, requests: int, inner: Engine | None) -> M
         return Predicted(letters[likely % len(letters)], np.broadcast_to(_RANKS, likely.shape))
 
     # With rows that cost nothing the tree is as wide as it may be, whatever its rows promise.
-    costs = replace(PROCESSOR, row=0.0)
+    costs = replace(CPU_COSTS, row=0.0)
     return MadeUpEngine(manifest.signature, requests, capacity_for(manifest, LENGTH), predict, inner, costs)
 
 

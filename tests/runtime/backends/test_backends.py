@@ -25,13 +25,13 @@ from spaceport.runtime.backends import (
     why_not,
 )
 from spaceport.runtime.backends.built import Named, NoEngine, engine_for, read_engine
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import MISSING, OK
 from support.small_bundle import RECORD, edit, fill
 
-OPENING = Opening(capacity=512, requests=2)
+OPTIONS = EngineOptions(capacity=512, requests=2)
 PLAN = b"an engine"
 GPU = device.Gpu("NVIDIA Test", "sm89", 24 << 30)
 
@@ -82,8 +82,8 @@ def scattered(bundle: Bundle) -> Bundle:
     return Bundle(bundle.path, replace(bundle.manifest, signature=signature, engines={}))
 
 
-def chosen(bundle: Bundle, **opening: Any) -> str:
-    return engine_for(bundle, "tensorrt-rtx", "1.7", "sm89", replace(OPENING, **opening)).name
+def chosen(bundle: Bundle, **options: Any) -> str:
+    return engine_for(bundle, "tensorrt-rtx", "1.7", "sm89", replace(OPTIONS, **options)).name
 
 
 def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
@@ -102,7 +102,7 @@ def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
     assert chosen(found, requests=1) == "b.engine"
     assert chosen(found, requests=3) == "c.engine"
     assert chosen(found, capacity=1025) == "a.engine"
-    assert engine_for(found, "tensorrt-rtx", None, "sm89", OPENING).name == "f.engine", (
+    assert engine_for(found, "tensorrt-rtx", None, "sm89", OPTIONS).name == "f.engine", (
         "any version, before it is known"
     )
 
@@ -131,7 +131,7 @@ def test_the_engine_that_comes_nearest_says_what_it_lacks(bundle: Bundle, told: 
 
 def test_a_bundle_without_engines_says_how_to_build_one(bundle: Bundle) -> None:
     with pytest.raises(NoEngine, match=r"it holds no tensorrt engine: build one with `spaceport build .*tensorrt`"):
-        engine_for(with_engines(bundle), "tensorrt", None, "sm89", OPENING)
+        engine_for(with_engines(bundle), "tensorrt", None, "sm89", OPTIONS)
 
 
 def the_engine(bundle: Bundle) -> Named:
@@ -172,12 +172,12 @@ def test_a_changed_engine_never_runs(bundle: Bundle, state: Path, trusted: bool)
 
 def test_an_engine_whose_file_was_removed_is_none(bundle: Bundle) -> None:
     both = with_engines(bundle, a={}, b={"capacity": 9999})
-    assert engine_for(both, "tensorrt-rtx", None, "sm89", OPENING).name == "a.engine"
+    assert engine_for(both, "tensorrt-rtx", None, "sm89", OPTIONS).name == "a.engine"
     (both.path / ENGINES_FOLDER / "a.engine").unlink()
-    assert engine_for(both, "tensorrt-rtx", None, "sm89", OPENING).name == "b.engine"
+    assert engine_for(both, "tensorrt-rtx", None, "sm89", OPTIONS).name == "b.engine"
     (both.path / ENGINES_FOLDER / "b.engine").unlink()
     with pytest.raises(NoEngine, match="it holds no tensorrt-rtx engine: build one with"):
-        engine_for(both, "tensorrt-rtx", None, "sm89", OPENING)
+        engine_for(both, "tensorrt-rtx", None, "sm89", OPTIONS)
 
 
 def test_what_cannot_be_noted_is_not_trusted(state: Path) -> None:
@@ -197,13 +197,13 @@ def test_the_note_is_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_the_best_backend_is_the_first_that_runs_the_bundle(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "require_module", lambda backend: None)  # everything is installed
     both = with_engines(bundle, a={}, b={"flavour": "tensorrt"})
-    assert choose(both, OPENING) == ("tensorrt", ())
-    name, (note,) = choose(bundle, OPENING)
+    assert choose(both, OPTIONS) == ("tensorrt", ())
+    name, (note,) = choose(bundle, OPTIONS)
     assert name == "tensorrt-rtx"
     assert note.startswith(f"not tensorrt: {bundle.path}: it holds no tensorrt engine")
-    name, notes = choose(scattered(bundle), OPENING)
+    name, notes = choose(scattered(bundle), OPTIONS)
     assert (name, len(notes)) == ("onnxruntime-cuda", 2)
-    name, notes = choose(with_engines(bundle, a={"target": "sm75"}), OPENING)
+    name, notes = choose(with_engines(bundle, a={"target": "sm75"}), OPTIONS)
     assert name == "onnxruntime"
     assert [note.split(":")[0] for note in notes] == ["not tensorrt", "not tensorrt-rtx", "not onnxruntime-cuda"]
     assert "sm75, this GPU is sm89" in notes[1]
@@ -211,8 +211,8 @@ def test_the_best_backend_is_the_first_that_runs_the_bundle(bundle: Bundle, monk
 
 @pytest.mark.usefixtures("without_gpu")
 def test_without_a_gpu_only_engines_are_missed(bundle: Bundle) -> None:
-    assert choose(scattered(bundle), OPENING) == ("onnxruntime", ())
-    name, (note,) = choose(bundle, OPENING)
+    assert choose(scattered(bundle), OPTIONS) == ("onnxruntime", ())
+    name, (note,) = choose(bundle, OPTIONS)
     assert name == "onnxruntime"
     assert note == "not tensorrt, tensorrt-rtx, onnxruntime-cuda: needs an NVIDIA GPU: no NVIDIA driver here"
 
@@ -241,7 +241,7 @@ def test_a_bundle_of_another_kind_is_a_bad_file(
 ) -> None:
     signature = replace(bundle.manifest.signature, lowering=lowering, dtype=dtype)
     with pytest.raises(InputFault, match=message):
-        require(Bundle(bundle.path, replace(bundle.manifest, signature=signature)), backend, OPENING)
+        require(Bundle(bundle.path, replace(bundle.manifest, signature=signature)), backend, OPTIONS)
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -249,9 +249,9 @@ def test_a_bundle_of_another_kind_is_a_bad_file(
 def test_a_backend_that_needs_a_gpu_says_so_before_all_else(bundle: Bundle, backend: str) -> None:
     message = f"backend {backend} needs an NVIDIA GPU: no NVIDIA driver here"
     for kind in (bundle, scattered(bundle)):
-        assert why_not(kind, backend, OPENING) == message
+        assert why_not(kind, backend, OPTIONS) == message
         with pytest.raises(MissingDependency, match=message):
-            open_engine(kind, backend, OPENING)
+            open_engine(kind, backend, OPTIONS)
 
 
 @pytest.mark.usefixtures("with_gpu")
@@ -261,7 +261,7 @@ def test_an_onnxruntime_without_cuda_is_told_from_one_with_it(bundle: Bundle) ->
         pytest.skip("this onnxruntime has CUDA")
     message = r"needs an onnxruntime with CUDA, this one has .*CPUExecutionProvider: pip uninstall onnxruntime onnxrunt"
     with pytest.raises(MissingDependency, match=message):
-        require(scattered(bundle), "onnxruntime-cuda", OPENING)
+        require(scattered(bundle), "onnxruntime-cuda", OPTIONS)
 
 
 @pytest.fixture
@@ -283,9 +283,9 @@ def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(bundl
         r"'spaceport\[gpu\]'"
     )
     with pytest.raises(MissingDependency, match=message):
-        require(scattered(bundle), "onnxruntime-cuda", OPENING)
-    require(scattered(bundle), "onnxruntime", OPENING)  # on the processor either of them runs
-    name, notes = choose(scattered(bundle), OPENING)
+        require(scattered(bundle), "onnxruntime-cuda", OPTIONS)
+    require(scattered(bundle), "onnxruntime", OPTIONS)  # on the processor either of them runs
+    name, notes = choose(scattered(bundle), OPTIONS)
     assert name == "onnxruntime"
     assert any("both installed" in note for note in notes)
 
@@ -297,7 +297,7 @@ def test_one_package_of_onnxruntime_clashes_with_nothing() -> None:
 def test_a_backend_that_nobody_knows_is_a_mistake_of_usage(bundle: Bundle) -> None:
     message = "backend is 'cuda': expected auto, tensorrt, tensorrt-rtx, onnxruntime-cuda, onnxruntime"
     with pytest.raises(OptionFault, match=message):
-        open_engine(bundle, "cuda", OPENING)
+        open_engine(bundle, "cuda", OPTIONS)
     with pytest.raises(OptionFault, match="threads is -1: expected 0"):
         check_threads(-1)
 
@@ -322,4 +322,4 @@ def test_why_an_engine_does_not_run_is_said_once_on_stderr(
 def test_paths_with_spaces_are_named_so_that_they_can_be_pasted(bundle: Bundle) -> None:
     spaced = Bundle(Path("my bundle"), replace(bundle.manifest, engines={}))
     with pytest.raises(NoEngine, match="`spaceport build 'my bundle' --flavour tensorrt`"):
-        engine_for(spaced, "tensorrt", None, "sm89", OPENING)
+        engine_for(spaced, "tensorrt", None, "sm89", OPTIONS)

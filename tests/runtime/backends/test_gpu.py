@@ -17,7 +17,7 @@ from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.backends import device, open_engine
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import run
@@ -81,7 +81,9 @@ def line(prompt: Any) -> dict[str, Any]:
 def test_cuda_graphs_compute_what_the_plain_path_does(built: Path, flavour: Flavour) -> None:
     """To the bit where they are the same kernels; TensorRT-RTX compiles those of a shape at once only to capture them."""
     bundle = open_bundle(built)
-    with_graphs, without = (open_engine(bundle, flavour, Opening(1152, 2, graphs=graphs)) for graphs in (True, False))
+    with_graphs, without = (
+        open_engine(bundle, flavour, EngineOptions(1152, 2, graphs=graphs)) for graphs in (True, False)
+    )
     dice = np.random.default_rng(0)
     for rows in (40, 1, 9, 36, 1, 9, 36, 1, 36, 9, 9, 36, 1, 1, 64, 1, 9):
         batch = chain_batch(with_graphs, rows, 64, dice)
@@ -95,7 +97,7 @@ def test_cuda_graphs_compute_what_the_plain_path_does(built: Path, flavour: Flav
 
 def test_moves_reach_every_layer(built: Path, flavour: Flavour) -> None:
     """What rows saw before a move they see behind it, in other slots."""
-    engine = open_engine(open_bundle(built), flavour, Opening(1152, 2))
+    engine = open_engine(open_bundle(built), flavour, EngineOptions(1152, 2))
     dice = np.random.default_rng(1)
     engine.run(chain_batch(engine, 20, 0, dice))
     after = chain_batch(engine, 1, 20, dice)

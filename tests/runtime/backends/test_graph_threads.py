@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_device import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import open_session, session_options
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import Batch, EngineFault
 from support.replaying import ReplayingSession
@@ -31,7 +31,7 @@ STEP = Batch(
 def device_engine(path: Path) -> tuple[DeviceEngine, ReplayingSession]:
     bundle = open_bundle(path)
     session = ReplayingSession(open_session(bundle, session_options(1, "same"), ["CPUExecutionProvider"]))
-    return DeviceEngine(session, bundle.manifest.signature, Opening(512, 1), "cpu", "cpu", graphs=True), session
+    return DeviceEngine(session, bundle.manifest.signature, EngineOptions(512, 1), "cpu", "cpu", graphs=True), session
 
 
 def test_what_one_os_thread_captured_is_played_for_all(tiny_bundle: Path) -> None:

@@ -22,9 +22,9 @@ from spaceport.graphs.contract.manifest import SELECTION_FILE
 from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
 from spaceport.runtime.backends.device import Gpu, no_gpu
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
 from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.staging import CallShape
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -48,8 +48,8 @@ def session_of(bundle: Bundle) -> ort.InferenceSession:
     return open_session(bundle, options, ["CPUExecutionProvider"])
 
 
-def opening_of(bundle: Bundle) -> Opening:
-    return Opening(capacity_for(bundle.manifest, LENGTH), REQUESTS)
+def options_of(bundle: Bundle) -> EngineOptions:
+    return EngineOptions(capacity_for(bundle.manifest, LENGTH), REQUESTS)
 
 
 def device_engine(bundle: Bundle, selects: bool = True) -> tuple[DeviceEngine, ReplayingSession]:
@@ -57,7 +57,7 @@ def device_engine(bundle: Bundle, selects: bool = True) -> tuple[DeviceEngine, R
     session = ReplayingSession(session_of(bundle))
     selection = open_selection(bundle, ["CPUExecutionProvider"]) if selects else None
     signature = bundle.manifest.signature
-    return DeviceEngine(session, signature, opening_of(bundle), "cpu", "cpu", True, selection=selection), session
+    return DeviceEngine(session, signature, options_of(bundle), "cpu", "cpu", True, selection=selection), session
 
 
 def texts(runtime: Runtime, asked: Sequence[tuple[str, Decoding]]) -> list[list[int]]:
@@ -84,7 +84,7 @@ def test_texts_are_those_of_the_plain_engine(kind: str, request: pytest.FixtureR
     ]
     with (
         Runtime(bundle, engine, LENGTH) as ours,
-        Runtime(bundle, open_engine(bundle, "onnxruntime", opening_of(bundle)), LENGTH) as plain,
+        Runtime(bundle, open_engine(bundle, "onnxruntime", options_of(bundle)), LENGTH) as plain,
     ):
         assert texts(ours, asked) == texts(plain, asked)
     assert session.replays > 10
@@ -175,7 +175,7 @@ def call(draw: st.DrawFn, capacity: int) -> Batch:
 @pytest.mark.parametrize(("kind", "within"), [("tiny_bundle", 1e-3), ("half_bundle", 0.1)])
 def test_logits_are_those_of_the_plain_engine(kind: str, within: float, request: pytest.FixtureRequest) -> None:
     bundle = open_bundle(request.getfixturevalue(kind))
-    capacity = opening_of(bundle).capacity
+    capacity = options_of(bundle).capacity
 
     @settings(max_examples=25)
     @given(calls=st.lists(call(capacity), min_size=1, max_size=12))
@@ -189,7 +189,7 @@ def test_logits_are_those_of_the_plain_engine(kind: str, within: float, request:
             assert np.abs(got - expected).max() < within
 
     ours, session = device_engine(bundle)
-    plain = open_engine(bundle, "onnxruntime", opening_of(bundle))
+    plain = open_engine(bundle, "onnxruntime", options_of(bundle))
     same()
     assert session.replays > 10
 
@@ -220,7 +220,7 @@ def test_buffers_of_every_type_hold_what_was_written(dtype: Precision) -> None:
     session = ReplayingSession(
         ort.InferenceSession(graph, session_options(1, "same"), providers=["CPUExecutionProvider"])
     )
-    engine = DeviceEngine(session, signature, Opening(128, REQUESTS), "cpu", "cpu", graphs=True)
+    engine = DeviceEngine(session, signature, EngineOptions(128, REQUESTS), "cpu", "cpu", graphs=True)
     expected = np.zeros((REQUESTS, 128))
     dice = np.random.default_rng(7)
     for _ in range(60):
@@ -291,7 +291,7 @@ def test_a_provider_that_does_not_start_is_an_error_and_no_slow_engine(tiny_bund
     if "CUDAExecutionProvider" not in ort.get_available_providers() or no_gpu() is None:
         pytest.skip("needs onnxruntime-gpu on a machine without a GPU")
     with pytest.raises(MissingDependency, match="does not start CUDA"):
-        on_cuda.open_engine(open_bundle(tiny_bundle), Opening(512, 1))
+        on_cuda.open_engine(open_bundle(tiny_bundle), EngineOptions(512, 1))
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_full_gpu_is_told_from_a_broken_graph(said: str, expected: bool) -> No
 
 def test_what_a_full_gpu_had_to_hold_is_told(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_cuda, "gpu", lambda: Gpu("NVIDIA Test", "sm89", 24 * 10**9))
-    message = on_cuda.no_room(open_bundle(tiny_bundle), Opening(10**6, 8))
+    message = on_cuda.no_room(open_bundle(tiny_bundle), EngineOptions(10**6, 8))
     assert message == (
         "0.0 GB of weights and 6.1 GB of KV buffers (8 requests of 1000000 slots) do not fit into the 24.0 GB of the NVIDIA "
         "Test: lower max_seq_len (--max-seq-len) or max_requests (--max-requests)"
@@ -329,8 +329,8 @@ def gpu_bundle(tiny_bundle: Path) -> Bundle:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [True, False])
 def test_texts_on_a_gpu_are_those_on_the_processor(gpu_bundle: Bundle, graphs: bool) -> None:
-    at = opening_of(gpu_bundle)
-    engine = open_engine(gpu_bundle, "onnxruntime-cuda", Opening(at.capacity, at.requests, graphs=graphs))
+    at = options_of(gpu_bundle)
+    engine = open_engine(gpu_bundle, "onnxruntime-cuda", EngineOptions(at.capacity, at.requests, graphs=graphs))
     assert engine.notes == ()
     assert engine.device.startswith("cuda:0 (NVIDIA ")
     asked = [(PROMPTS[number % 3], Decoding(max_tokens=60, mask_slots=number)) for number in range(5)]
@@ -344,7 +344,7 @@ def test_texts_on_a_gpu_are_those_on_the_processor(gpu_bundle: Bundle, graphs: b
 
 @pytest.mark.gpu
 def test_a_request_that_is_cleared_on_a_gpu_holds_zeros(gpu_bundle: Bundle) -> None:
-    engine = open_engine(gpu_bundle, "onnxruntime-cuda", opening_of(gpu_bundle))
+    engine = open_engine(gpu_bundle, "onnxruntime-cuda", options_of(gpu_bundle))
     assert isinstance(engine, DeviceEngine)
     clean = engine.run(one_row(engine, 1)).copy()
     size = engine._kv.tensor_size_in_bytes()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_engine
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import Batch
 
@@ -44,8 +44,8 @@ def slots_of(engine: OnnxRuntimeEngine) -> int:
 @pytest.mark.torch
 def test_buffers_that_fit_give_the_logits_of_buffers_of_full_length(tiny_bundle: Path) -> None:
     bundle = open_bundle(tiny_bundle)
-    fitted = open_engine(bundle, Opening(CAPACITY, 1))
-    full = open_engine(bundle, Opening(CAPACITY, 2))
+    fitted = open_engine(bundle, EngineOptions(CAPACITY, 1))
+    full = open_engine(bundle, EngineOptions(CAPACITY, 2))
     lengths = []
     for seed, call in enumerate(CALLS):
         batch = step(*call, seed)
@@ -57,7 +57,7 @@ def test_buffers_that_fit_give_the_logits_of_buffers_of_full_length(tiny_bundle:
 
 @pytest.mark.torch
 def test_a_row_that_is_written_behind_what_is_visible_finds_its_slot(tiny_bundle: Path) -> None:
-    engine = open_engine(open_bundle(tiny_bundle), Opening(CAPACITY, 1))
+    engine = open_engine(open_bundle(tiny_bundle), EngineOptions(CAPACITY, 1))
     batch = step(2, 0, 64, 0)
     expected: NDArray[np.float32] = engine.run(batch).copy()
     slots = np.array([[0, CAPACITY - 1]])  # a padding row
@@ -69,7 +69,7 @@ def test_a_row_that_is_written_behind_what_is_visible_finds_its_slot(tiny_bundle
 @pytest.mark.torch
 def test_what_lies_behind_kept_slots_is_zero(tiny_bundle: Path) -> None:
     """NaN times a weight of 0 is NaN."""
-    engine = open_engine(open_bundle(tiny_bundle), Opening(CAPACITY, 1))
+    engine = open_engine(open_bundle(tiny_bundle), EngineOptions(CAPACITY, 1))
     engine.run(step(400, 0, 448, 0))
     engine._memory[:, 100:] = np.nan
     engine.clear(0)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_tensorrt import PROMPTS, STEPS
-from spaceport.runtime.backends.opening import Opening
 from spaceport.runtime.backends.timing import measure
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault
@@ -80,7 +80,7 @@ def test_any_call_gives_the_logits_of_onnx_runtime(graphs: bool, tiny_append_bun
     """The same shapes again and again, of one request or two, so that graphs are played for the range they were made of."""
     bundle, plan = plan_of(tiny_append_bundle, 1024, 3)
     engine = opened(bundle, plan, StandInDevice(), 3, graphs)
-    plain = open_engine(bundle, "onnxruntime", Opening(1024, 3))
+    plain = open_engine(bundle, "onnxruntime", EngineOptions(1024, 3))
     dice = np.random.default_rng(0)
     held = np.zeros((3, 1024), np.bool_)
     for number in range(24):

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import Drafting, Guess
 from spaceport.runtime.decode.request import Request, RequestConfig
@@ -536,7 +536,7 @@ def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(
 ) -> None:
     bundle = open_bundle(request.getfixturevalue(name))
     manifest, tokenizer = bundle.manifest, open_tokenizer(bundle)
-    engine = open_engine(bundle, "auto", Opening(512, 1))
+    engine = open_engine(bundle, "auto", EngineOptions(512, 1))
     vocabulary = open_vocabulary(tokenizer, manifest.signature.vocab_size, manifest.tokens.end)
     prompt = list(tokenizer.encode("import json\n\n").ids)
     schema = {

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
@@ -228,7 +228,7 @@ def test_low_rank_adapters_are_merged_into_plain_weights(data: Path, tmp_path: P
 
 def logits_of(bundle: Path, ids: list[int]) -> Any:
     """The logits of a line of tokens, fed in one step."""
-    engine = open_engine(open_bundle(bundle), "onnxruntime", Opening(64, 1))
+    engine = open_engine(open_bundle(bundle), "onnxruntime", EngineOptions(64, 1))
     count = len(ids)
     visible = np.zeros((1, 1, count, visible_length(64)), np.bool_)
     visible[0, 0, :, :count] = np.tri(count, dtype=np.bool_)

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.bench.outside import CASES, LENGTH, measure
@@ -31,7 +31,7 @@ def command(bundle: Path, real: bool, threads: int, least: int, profiled: bool, 
     capacity = capacity_for(opened.manifest, LENGTH)
     costs = []
     for requests, rows in CASES:
-        inner = open_engine(opened, "auto", Opening(capacity, requests, threads)) if real else None
+        inner = open_engine(opened, "auto", EngineOptions(capacity, requests, threads)) if real else None
         profile = cProfile.Profile() if profiled else None
         costs.append(measure(opened, inner, requests, rows, least, profile))
         if profile is not None:

@@ -15,7 +15,7 @@ from spaceport.graphs.contract.manifest import EngineRecord, Manifest
 from spaceport.graphs.contract.signature import Activations, Precision
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
 from spaceport.runtime.backends.device import gpu, no_gpu
-from spaceport.runtime.backends.opening import Opening
+from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.engine import Engine, EngineFault
@@ -86,20 +86,20 @@ def line_up(bundle: Bundle, options: CheckOptions) -> Lineup:
     if options.layers and options.checkpoint is None:
         raise OptionFault("--layers compares with the PyTorch model: expected a CHECKPOINT behind the bundle")
     room = room_of(bundle.manifest, options.length, _largest(bundle, options))
-    opening = Opening(room.capacity, room.requests, options.threads, options.trust_engines)
+    engine_options = EngineOptions(room.capacity, room.requests, options.threads, options.trust_engines)
     absent = {}
     for name in options.backends:
         if name not in BACKENDS:
             raise OptionFault(f"backend is {name!r}: expected {', '.join(BACKENDS)}")
-        require(bundle, name, opening)
+        require(bundle, name, engine_options)
     if not options.backends:
-        absent = {name: reason for name in BACKENDS if (reason := why_not(bundle, name, opening)) is not None}
+        absent = {name: reason for name in BACKENDS if (reason := why_not(bundle, name, engine_options)) is not None}
     named = [name for name in options.backends or BACKENDS if name not in absent]
     if not named:
         raise MissingDependency(f"{bundle.path}: nothing runs it here: {'; '.join(by_reason(absent))}")
     contenders = [
         *_references(bundle, options, room),
-        *(_backend(bundle, name, opening) for name in dict.fromkeys(named)),
+        *(_backend(bundle, name, engine_options) for name in dict.fromkeys(named)),
     ]
     if len(contenders) < 2:
         raise OptionFault(_alone(bundle, contenders, absent, options))
@@ -159,10 +159,10 @@ def _reference(bundle: Bundle, options: CheckOptions, checkpoint: Path, room: Ro
     return Contender(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.activations)
 
 
-def _backend(bundle: Bundle, name: str, opening: Opening) -> Contender:
+def _backend(bundle: Bundle, name: str, engine_options: EngineOptions) -> Contender:
     dtype, weights = bundle.manifest.signature.dtype, bundle.manifest.weights
     label = f"{name} {dtype}" + ("" if weights == "same" else f" {weights}")
-    return Contender(label, name, dtype, lambda: open_engine(bundle, name, opening), bundle.manifest.activations)
+    return Contender(label, name, dtype, lambda: open_engine(bundle, name, engine_options), bundle.manifest.activations)
 
 
 def _alone(bundle: Bundle, contenders: list[Contender], absent: Mapping[str, str], options: CheckOptions) -> str:

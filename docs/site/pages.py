@@ -23,7 +23,7 @@ OUTSIDE["README.md"] = "project/overview.md"
 PLACES = {place: name for name, place in OUTSIDE.items()}
 
 LANGUAGES = {".py": "python", ".sh": "bash"}
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -32,7 +32,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = [{"Documentation": "README.md"}]
     for heading, body in re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", text_of("README.md"), re.MULTILINE | re.DOTALL):
         pages: list[Any] = []
-        for _, target, _ in LINK.findall(body):
+        for _, _, target, _ in LINK.findall(body):
             if (place := outside_or_here(target)) not in seen:
                 seen.add(place)
                 pages += [place, *pages_listed_by(place)]
@@ -48,21 +48,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links lead to where things are in the built documentation; an example's page ends with its programs."""
+    """Links and pictures lead to the files of the built documentation; an example's page ends with its programs."""
     source = page.file.src_uri
     home = Path(PLACES.get(source, f"docs/{source}")).parent
 
     def moved(link: re.Match[str]) -> str:
-        target = normpath((home / link[2]).as_posix())
+        target = normpath((home / link[3]).as_posix())
         if target in OUTSIDE:
             place = OUTSIDE[target]
         elif target.startswith("docs/") and (ROOT / target).is_file():
             place = target.removeprefix("docs/")
         elif (ROOT / target).exists():  # a source file, which is not part of the pages
-            return link[1]
+            return link[2]
         else:
             return link[0]  # reported by the build
-        return f"[{link[1]}]({relpath(place, Path(source).parent.as_posix())}{link[3] or ''})"
+        return f"{link[1]}[{link[2]}]({relpath(place, Path(source).parent.as_posix())}{link[4] or ''})"
 
     return LINK.sub(moved, markdown) + programs_beside(source)
 
@@ -89,4 +89,4 @@ def pages_listed_by(place: str) -> list[str]:
     """The pages of a folder whose index this is."""
     if not place.startswith("decisions/"):
         return []
-    return [f"decisions/{target}" for _, target, _ in LINK.findall(text_of(place))]
+    return [f"decisions/{target}" for _, _, target, _ in LINK.findall(text_of(place))]

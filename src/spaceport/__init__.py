@@ -1,3 +1,3 @@
-"""Spaceport: exports, compiles and runs language models that draft for themselves and fork."""
+"""Spaceport: self-speculative decoding for language models on ONNX Runtime and TensorRT."""
 
 __version__ = "0.1.0"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,28 @@ def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle
     (command,) = commands.splitlines()
     assert run(["generate", "demo.bundle", "import os", "--max-tokens", "40", *command.split()[-4:]]) == 0
     assert (beside_the_bundle / "trace.json").stat().st_size > 1000
+
+
+def test_the_command_of_the_page_on_generate_prints_what_the_page_shows(
+    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks("generate.md", "console")
+    command, output = block.split("\n", 1)
+    assert run(shlex.split(command.removeprefix("$ "))[1:]) == 0
+    assert capsys.readouterr().out == output
+
+
+def test_the_json_object_has_the_entries_that_the_page_lists(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", str(tiny_bundle), "a", "--json", "--max-tokens", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    page = (DOCS / "generate.md").read_text("utf-8")
+    table = page[page.index("| entry |") :].split("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
+    assert sorted(name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)) == sorted(found)
+    ((_, threads),) = (row for row in rows if "`threads`" in row[0])
+    assert set(re.findall(r"`([a-z]+)`", threads)) == set(found["threads"][0])
 
 
 def test_the_commands_of_the_page_on_the_decode_benchmark_run(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from spaceport.tools.cli import run
+from spaceport.tools.report.files import read_trace
 from support.paths import ROOT
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -29,32 +30,39 @@ def commands_of(block: str) -> list[list[str]]:
     return [line[1:] for line in lines]
 
 
-def test_the_commands_and_the_program_run_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that looks like the root of a checkout to the commands of the README."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
-    commands = commands_of(blocks("console")[0])
-    assert len(commands) == 6
-    for arguments in commands:
+    return tmp_path
+
+
+def test_the_readme_fits_on_few_lines_and_names_what_people_search_for() -> None:
+    assert len(README.splitlines()) <= 150
+    words = ("self-speculative", "speculative decoding", "prefill", "acceptance rate", "draft token", "KV cache")
+    for word in (*words, "prompt lookup", "SAR-SFT", "SPACE", "APAR", "ONNX Runtime", "TensorRT"):
+        assert word.lower() in README.lower(), word
+
+
+def test_the_commands_and_the_program_run_one_after_the_other(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use, measure = blocks("console")[:2]
+    for arguments in commands_of(use + measure):
         assert run(arguments) == 0, capsys.readouterr().err
-    (program_text,) = blocks("python")
+    assert "<svg" in (checkout / "steps.svg").read_text("utf-8")
+    assert "<svg" in (checkout / "report.html").read_text("utf-8")
+    (program,) = blocks("python")
+    assert len(program.splitlines()) == 5
     capsys.readouterr()
-    exec(compile(program_text, "README.md", "exec"), {})
-    assert "move has two parameters, src, which is required, and dst" in capsys.readouterr().out
+    exec(compile(program, "README.md", "exec"), {})
+    assert re.search(r"\d+\.\d+$", capsys.readouterr().out.strip())
 
 
 @pytest.mark.nightly  # docs/examples/07_tuning does most of it in each run
-def test_a_model_learns_as_the_readme_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base").symlink_to(ROOT / "tests" / "data" / "tiny")
-    items = "\n".join(f"{number}. part {number}: as it was found there" for number in (1, 2, 3))
-    chats = [{"prompt": f"What is in box {box}?", "response": f"These:\n{items}"} for box in range(4)]
-    for name in ("train.jsonl", "heldout.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats), "utf-8")
-    for arguments in commands_of(blocks("console")[1]):
+def test_a_model_learns_as_the_readme_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in commands_of(blocks("console")[2]):
         assert run(arguments) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "tuned.bundle: llama" in out
@@ -63,24 +71,46 @@ def test_a_model_learns_as_the_readme_says(
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="TensorRT-RTX is there for Linux only")
-def test_engines_are_built_checked_and_audited_as_the_readme_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tools").symlink_to(ROOT / "tools")
-    (tmp_path / "prompts.jsonl").write_text('{"text": "import json"}\n', "utf-8")
-    for arguments in commands_of(blocks("console")[2]):
+def test_engines_are_built_and_checked_as_the_readme_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in commands_of(blocks("console")[3]):
         assert run(arguments) == 0, capsys.readouterr().err
-    assert sorted(file.name[:4] for file in (tmp_path / "demo-gpu.bundle" / "engines").iterdir()) == ["sm80", "sm89"]
-    assert "lossless: " in capsys.readouterr().out
+    names = sorted(file.name[:4] for file in (checkout / "demo-gpu.bundle" / "engines").iterdir())
+    assert names == ["sm80", "sm89"]
+
+
+PICTURE = ROOT / "docs" / "steps_and_threads.svg"
+DRAW = (  # draws PICTURE; the standard costs make the same request take the same steps on every machine
+    "spaceport generate demo.bundle --chat 'Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )' "
+    "--step-costs standard --trace trace.json --picture docs/steps_and_threads.svg"
+)
+
+
+def tokens_in(picture: str) -> list[tuple[str, int]]:
+    """The accepted and the other tokens of a picture's cells, in the order of the picture."""
+    cells = [part for part in ElementTree.fromstring(picture).iter() if "cell" in part.get("class", "").split()]
+    return [(kind, sum(part.get("class") == kind for part in cell)) for cell in cells for kind in ("accepted", "own")]
+
+
+def test_the_picture_shows_the_accepted_tokens_of_a_real_generation(
+    demo_bundle: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "demo.bundle").symlink_to(demo_bundle)
+    (checkout / "docs").mkdir()
+    assert run(shlex.split(DRAW)[1:]) == 0, capsys.readouterr().err
+    shown, drawn = PICTURE.read_text("utf-8"), (checkout / "docs" / PICTURE.name).read_text("utf-8")
+    record = read_trace(checkout / "trace.json")
+    rows = [rows for step in record.steps for rows in step.rows]
+    assert tokens_in(shown) == tokens_in(drawn), f"the generation has changed, run: {DRAW}"
+    found = tokens_in(shown)
+    assert sum(count for kind, count in found if kind == "accepted") == sum(one.accepted for one in rows) > 50
+    assert sum(count for kind, count in found if kind == "own") == sum(one.written - one.accepted for one in rows)
+    assert f"]({PICTURE.relative_to(ROOT)})" in README
+    assert PICTURE.stat().st_size <= 60_000
 
 
 ROW = re.compile(
     r"^(plain|speculative|parallel threads|both) +(\d.*\d) +[\d.]+ +[\d.]+  (-|identical|DIFFERENT)$", re.MULTILINE
 )
-THREAD = re.compile(r"^(?:root|thread \d)  .*(?:\n {10}.*)*", re.MULTILINE)
-
-
 SPECULATIVE = ("speculative", "both")
 
 
@@ -90,9 +120,9 @@ def repeatable(row: tuple[str, str, str]) -> tuple[str, str, str]:
     return name, counts.split()[0] if name in SPECULATIVE else counts, verdict
 
 
-def unmarked(thread: str) -> str:
-    """A thread without the marks of its accepted drafts, which depend on the machine as well."""
-    return re.sub(r"[\[\]\s]+", "", thread)
+def headings(text: str) -> set[tuple[str, ...]]:
+    """The column headings of the demo's tables."""
+    return {tuple(re.split("  +", line)) for line in text.splitlines() if line.startswith("decoding  ")}
 
 
 def test_the_demo_checks_the_graph_and_finds_every_speculative_output_identical(
@@ -106,18 +136,6 @@ def test_the_demo_checks_the_graph_and_finds_every_speculative_output_identical(
     shown = ROW.findall(README)
     assert len(shown) == 4 + 2
     assert set(map(repeatable, shown)) <= set(map(repeatable, table)), "the README shows what the demo prints"
-    assert list(map(unmarked, THREAD.findall(README))) == list(map(unmarked, THREAD.findall(out)))
-    assert len(THREAD.findall(out)) == 4
+    assert headings(README) == headings(out)
     assert re.search(r"^check passed: 15 cases, ", out, re.MULTILINE)
     assert "check passed: 15 cases, " in README
-
-
-def test_what_json_holds_is_what_the_readme_says(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", str(tiny_bundle), "a", "--json", "--max-tokens", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    table = README[README.index("| entry |") :].split("\n\n")[0]
-    rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
-    names = [name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)]
-    assert sorted(names) == sorted(found)
-    ((_, threads),) = (row for row in rows if "`threads`" in row[0])
-    assert set(re.findall(r"`([a-z]+)`", threads)) == set(found["threads"][0])

@@ -138,4 +138,4 @@ def test_an_int8_bundle_with_three_kv_heads_has_the_operator_and_is_lossless(
         with Runtime.open(tmp_path / "bundle", max_seq_len=256, max_requests=requests) as runtime:
             prompts = [TokenizedPrompt(1, tuple(range(3, end))) for end in (70, 20)]
             report = audit(runtime, prompts, 16)
-        assert report.statement.startswith("lossless")
+        assert report.summary.startswith("lossless")

@@ -97,13 +97,13 @@ def test_all_that_such_a_bundle_promises_is_lossless_without_noise(bundle: Path)
     with Runtime.open(bundle, max_seq_len=256, max_requests=3) as runtime:
         prompts = [TokenizedPrompt(1, tuple(runtime.tokens_of(text))) for text in PROMPTS.values()]
         report = audit(runtime, prompts, 24)
-    assert report.statement.startswith("lossless")
+    assert report.summary.startswith("lossless")
     assert {one.largest for one in report.noise} == {0.0}
-    assert all(row.identical == row.texts for row in report.drafted)
-    assert {row.kind for row in report.kinds} == {
-        *("plain", "plain, drawn", "chain k = 5", "chain k = 1", "chain with look-up", "chain with look-up, drawn")
+    assert all(row.identical == row.completions for row in report.drafted)
+    assert {row.mode for row in report.modes} == {
+        *("plain", "plain, sampled", "chain k = 5", "chain k = 1", "chain with lookup", "chain with lookup, sampled")
     }
-    assert report.engine.endswith("scatter, drafts in one line")
+    assert report.engine.endswith("scatter, drafts as chains")
 
 
 def test_its_drafts_are_one_line_unless_trees_are_asked_for(bundle: Path) -> None:

@@ -189,7 +189,7 @@ def error_of(bundle: Path, engine: Engine, text: NDArray[np.int64]) -> float:
     [
         (["--dtype", "float16"], USAGE, "dtype is float16: integer products are for the CPU, expected float32"),
         (["--calibrate", "{prompts}", "--activations", "float"], USAGE, "expected --weights int8 with it"),
-        (["--calibrate", "{missing}"], INPUT, "expected a file of prompts, one on each line"),
+        (["--calibrate", "{missing}"], INPUT, "expected a prompt file with one prompt per line"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -146,8 +146,8 @@ def checks(
             if (BACKENDS[backend].flavour is None) == (lowering == "scatter"):
                 say(f"auditing {bundle.name} on {backend}")
                 result = run(["audit", str(bundle), str(prompts), "--backend", backend])
-                statement = result.failure if result.answer is None else result.answer["statement"]
-                told.append((f"audit, {backend}", statement))
+                summary = result.failure if result.answer is None else result.answer["summary"]
+                told.append((f"audit, {backend}", summary))
     return told
 
 

@@ -17,9 +17,9 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.audit.audit_report import AuditReport, GradedMismatch
-from spaceport.tools.verify.audit.opened import MOST_REQUESTS, AuditOptions, audit_bundle
+from spaceport.tools.verify.audit.bundle_audit import DEFAULT_REQUESTS, AuditOptions, audit_bundle
 
-_SHOWN = 10  # findings; --json has all
+_SHOWN = 10  # mismatches; --json has all
 
 
 @click.command("audit")
@@ -35,7 +35,7 @@ _SHOWN = 10  # findings; --json has all
     "--max-requests",
     type=int,
     metavar="N",
-    help=f"Texts at a time, beside one alone; by default {MOST_REQUESTS}, or as many as the bundle's engines take.",
+    help=f"Texts at a time, beside one alone; by default {DEFAULT_REQUESTS}, or as many as the bundle's engines take.",
 )
 @threads_option
 @trust_engines_option
@@ -68,48 +68,46 @@ def command(
 
 
 def show(report: AuditReport) -> None:
-    """The noise, the kinds, where they part, and the statement."""
+    """Print the noise, the modes, the first mismatches and the summary."""
     noise = [
-        (one.name, one.places, f"{one.largest:.1e}", f"{one.limit:.1e}", "rounding" if one.sound else "FAULT")
+        (one.name, one.positions, f"{one.largest:.1e}", f"{one.allowed:.1e}", "rounding" if one.passed else "FAULT")
         for one in report.noise
     ]
     show_table(
-        f"Noise of other widths and slots, against steps of one row ({report.engine})",
-        ("width", "places", "noise", "allowed", "verdict"),
+        f"Noise of other step widths and KV slots, against steps of one row ({report.engine})",
+        ("width", "positions", "noise", "allowed", "verdict"),
         noise,
     )
     rows = [
         (
-            row.kind,
+            row.mode,
             row.requests,
-            row.texts,
+            row.completions,
             row.tokens,
             row.steps,
             "-" if row.reference else row.identical,
             row.near_ties if row.margin is None else f"{row.near_ties} ({row.margin:.0e})",
             row.faults,
         )
-        for row in report.kinds
+        for row in report.modes
     ]
-    columns = ("kind of draft", "at once", "texts", "tokens", "steps", "same", "near-ties", "faults")
+    columns = ("mode", "requests", "completions", "tokens", "steps", "identical", "near-ties", "faults")
     click.echo()
-    show_table("Texts, each token held against the logits of a step of one row", columns, rows)
+    show_table("Completions, each token verified by the logits of a step of one row", columns, rows)
     for graded in sorted(report.mismatches, key=lambda graded: graded.grade != "FAULT")[:_SHOWN]:
-        click.echo(f"\n{told(graded)}")
+        click.echo(f"\n{described(graded)}")
     if (more := len(report.mismatches) - _SHOWN) > 0:
-        click.echo(f"\n{more} more places: --json lists them")
-    click.echo(f"\n{report.statement}")
+        click.echo(f"\n{more} more mismatches: --json lists them")
+    click.echo(f"\n{report.summary}")
 
 
-def told(graded: GradedMismatch) -> str:
-    """A finding in two lines."""
+def described(graded: GradedMismatch) -> str:
+    """A mismatch in two lines."""
     mismatch = graded.mismatch
     thread = f", thread {'.'.join(map(str, mismatch.path))}" if mismatch.path else ""
-    kind = graded.kind if graded.requests == 1 else f"{graded.kind}, {graded.requests} at once"
-    head = f"{graded.grade}: prompt {graded.prompt} (line {graded.line}), {kind}{thread}"
-    if mismatch.said:
-        return f"{head}: {mismatch.said}"
-    place = (
-        f"token {mismatch.place - graded.start + 1}: plain decoding writes {graded.plain!r}, it has {graded.written!r}"
-    )
-    return f"{head}, {place} (margin {mismatch.margin:.1e})\n  behind {graded.around!r}"
+    mode = graded.mode if graded.requests == 1 else f"{graded.mode}, {graded.requests} requests"
+    head = f"{graded.grade}: prompt {graded.prompt} (line {graded.line}), {mode}{thread}"
+    if mismatch.reason:
+        return f"{head}: {mismatch.reason}"
+    token = f"token {mismatch.position - graded.start + 1}: expected {graded.expected!r}, found {graded.found!r}"
+    return f"{head}, {token} (margin {mismatch.margin:.1e})\n  after {graded.context!r}"

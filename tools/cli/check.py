@@ -27,7 +27,7 @@ from spaceport.tools.reference import open_reference
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.accuracy import LogitDifference, write_report
 from spaceport.tools.verify.audit.audit_report import AuditReport
-from spaceport.tools.verify.audit.opened import AuditOptions, audit_bundle
+from spaceport.tools.verify.audit.bundle_audit import AuditOptions, audit_bundle
 from spaceport.tools.verify.audit.prompts import read_prompts
 from spaceport.tools.verify.check.check import CheckReport, check
 from spaceport.tools.verify.check.lineup import DEFAULT_LONG, SHORTEST, CheckOptions

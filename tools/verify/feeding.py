@@ -1,4 +1,4 @@
-"""Feeding: tokens that are known, fed to an engine N rows at a time, for the logits behind each of them."""
+"""Feeding: the logits of an engine for known token sequences, fed N rows at a time."""
 
 from __future__ import annotations
 
@@ -16,43 +16,46 @@ from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
-_GAPS = 48  # slots; fewer than the rows of a step that every request has room for
+_GAPS = 48  # slots; fewer than the free slots that every request has for a step's rows
 
 Logits = NDArray[np.float32]
-# Called with the index of a line, an index of its tokens, and the logits for the token there; valid until it returns.
+# Called with the index of a sequence, a position in it, and the logits for the token there; valid until it returns.
 OnLogits = Callable[[int, int, Logits], None]
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How lines are fed."""
+class FeedPlan:
+    """How sequences are fed to an engine."""
 
-    rows: int = 1  # of the text in a step
-    requests: int = 1  # lines side by side
-    parts: int | None = None  # rows of the prompt in a step; none: as plain decoding feeds it, whole and alone
-    gaps: bool = False  # between the slots of rows, as draft trees leave them
+    rows: int = 1  # rows of a sequence per step
+    requests: int = 1  # sequences in one engine call
+    prefill_chunk: int | None = None  # prompt rows per step; None: as plain decoding prefills, alone in the call
+    gaps: bool = False  # leave gaps between KV slots, as draft trees do
 
-    def first(self, line: ThreadTokens) -> int:
-        """The first row of steps of this width: they end with the line, so a short text's begin within its prompt."""
-        if self.parts is None:
-            return line.start
-        steps = min(-(-(len(line.tokens) - line.start + 1) // self.rows), len(line.tokens) // self.rows)
-        return len(line.tokens) - steps * self.rows
+    def first(self, thread: ThreadTokens) -> int:
+        """Position of the first token in steps of this width.
 
-    def least(self, line: ThreadTokens) -> int:
-        """The first place whose logits come from a step of this width."""
-        return max(line.start, self.first(line) + (self.parts is not None))
+        These steps end with the sequence, so those of a short sequence begin within its prompt.
+        """
+        if self.prefill_chunk is None:
+            return thread.start
+        steps = min(-(-(len(thread.tokens) - thread.start + 1) // self.rows), len(thread.tokens) // self.rows)
+        return len(thread.tokens) - steps * self.rows
 
-    def before(self, first: int) -> int:
-        """Rows of a step before `first` rows have been fed; a prompt that is cut is cut once at least."""
-        return PREFILL_ROWS if self.parts is None else min(self.parts, max(1, -(-first // 2)))
+    def first_scored(self, thread: ThreadTokens) -> int:
+        """The first position whose logits come from a step of this width."""
+        return max(thread.start, self.first(thread) + (self.prefill_chunk is not None))
+
+    def prefill_rows(self, first: int) -> int:
+        """Rows per step for the tokens before position `first`; a chunked prefill has at least two chunks."""
+        return PREFILL_ROWS if self.prefill_chunk is None else min(self.prefill_chunk, max(1, -(-first // 2)))
 
 
-PLAIN = Pace()
+PLAIN = FeedPlan()
 
 
 class KnownTokens:
-    """A token selector for texts that are fed and not written: whatever it chooses is of no use."""
+    """A token selector for sequences that are fed, not generated: its choices are not used."""
 
     def token(self, logits: Logits, thread: Thread, ahead: Sequence[int]) -> int:
         return 0
@@ -62,29 +65,29 @@ class KnownTokens:
 
 
 class EchoObserver:
-    """Passes on the logits of a line's tokens from one of them on."""
+    """Passes on the logits for a sequence's tokens from a position on."""
 
-    def __init__(self, index: int, least: int, on_logits: OnLogits) -> None:
+    def __init__(self, index: int, first: int, on_logits: OnLogits) -> None:
         self.index = index
-        self.spoilt = False  # whether some of the logits were NaN: then the KV buffers hold NaN too
-        self._least, self._on_logits = least, on_logits
+        self.has_nan = False  # some logits were NaN, so the KV cache may hold NaN too
+        self._first, self._on_logits = first, on_logits
 
     def on_step(self, verified: VerifiedStep) -> None:
         (part,), (own,) = verified.plan.parts, verified.logits
         for row, logits in zip(part.rows_wanted.tolist(), own, strict=True):
-            place = int(part.positions[row]) + 1
-            if place >= self._least:
-                self._on_logits(self.index, place, logits)
-            self.spoilt |= bool(np.isnan(logits).any())
+            position = int(part.positions[row]) + 1
+            if position >= self._first:
+                self._on_logits(self.index, position, logits)
+            self.has_nan |= bool(np.isnan(logits).any())
 
 
 def known_request(
     engine: Engine, tokens: Sequence[int], start: int, observer: Observer, stays: bool = False
 ) -> Request:
-    """A request that feeds these tokens and is then over, or `stays` with its KV slots held.
+    """A request that feeds these tokens and then ends, or `stays` live with its KV slots held.
 
-    The observer gets the logits for each token from `start` on, and for one behind the last. A request that stays has one
-    token more than it was given, the one that KnownTokens chooses behind the text, and would go on behind that.
+    The observer gets the logits for each token from position `start` on, and for one after the last. A request that stays
+    has one extra token: the one that KnownTokens selects after the last.
     """
     config = RequestConfig(
         tokens=TokenIds(),
@@ -103,47 +106,47 @@ def prefill(engine: Engine, request: Request, rows: int) -> None:
         step(engine, [StepInput(request, 0, min(rows, engine.rows))])
 
 
-def feed(engine: Engine, lines: Sequence[ThreadTokens], pace: Pace, on_logits: OnLogits) -> None:
-    """Feed lines side by side from their first tokens; logits are passed on from each line's start on, and one behind it.
+def feed(engine: Engine, threads: Sequence[ThreadTokens], plan: FeedPlan, on_logits: OnLogits) -> None:
+    """Feed sequences in shared engine calls, and pass on the logits from each one's `start` to one after its end.
 
-    Those of rows that were fed in narrower steps are not.
+    Logits of rows that were fed in narrower steps are left out.
     """
-    firsts = [pace.first(line) for line in lines]
-    observers = [EchoObserver(index, pace.least(line), on_logits) for index, line in enumerate(lines)]
+    firsts = [plan.first(thread) for thread in threads]
+    observers = [EchoObserver(index, plan.first_scored(thread), on_logits) for index, thread in enumerate(threads)]
     requests = [
-        known_request(engine, line.tokens, line.start, observer)
-        for line, observer in zip(lines, observers, strict=True)
+        known_request(engine, thread.tokens, thread.start, observer)
+        for thread, observer in zip(threads, observers, strict=True)
     ]
-    gaps = [_Gaps(request, index) for index, request in enumerate(requests)] if pace.gaps else []
+    gaps = [_Gaps(request, index) for index, request in enumerate(requests)] if plan.gaps else []
     while live := [(index, request) for index, request in enumerate(requests) if request.live]:
         for gap in gaps:
             gap.close_one()
         inputs = []
         for index, request in live:
             first, fed = firsts[index], request.threads[0].fed
-            rows = pace.rows if fed >= first else min(pace.before(first), first - fed)
+            rows = plan.rows if fed >= first else min(plan.prefill_rows(first), first - fed)
             inputs.append(StepInput(request, index, min(rows, engine.rows)))
         step(engine, inputs)
     for observer in observers:
-        if observer.spoilt:
+        if observer.has_nan:
             engine.clear(observer.index)
 
 
-def logits_of(engine: Engine, line: ThreadTokens) -> Logits:
-    """The logits for every place from a line's start on and for one behind it, as plain decoding has them."""
-    found = np.empty((len(line.tokens) - line.start + 1, engine.signature.vocab_size), np.float32)
+def logits_of(engine: Engine, thread: ThreadTokens) -> Logits:
+    """The logits of plain decoding for every position from a thread's start to one after its end."""
+    found = np.empty((len(thread.tokens) - thread.start + 1, engine.signature.vocab_size), np.float32)
 
-    def note(_: int, place: int, logits: Logits) -> None:
-        found[place - line.start] = logits
+    def on_logits(_: int, position: int, logits: Logits) -> None:
+        found[position - thread.start] = logits
 
-    feed(engine, [line], PLAIN, note)
+    feed(engine, [thread], PLAIN, on_logits)
     return found
 
 
 class _Gaps:
-    """Slots that no row sees, some of them released in each step: so rows stand with gaps, and in no order.
+    """Reserved slots that no row sees, one released before each step, so that rows get slots with gaps and out of order.
 
-    That is how draft trees leave them, and the slots of a row decide in which order its sums are taken.
+    Draft trees leave slots like this, and the slots of a row decide the order of its floating-point sums.
     """
 
     def __init__(self, request: Request, seed: int) -> None:

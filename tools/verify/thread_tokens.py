@@ -1,4 +1,4 @@
-"""Thread tokens: the threads of a completion, each as its tokens behind everything that it continues."""
+"""Thread tokens: the token sequence of each thread of a completion, from the first prompt token on."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from spaceport.runtime.text.piece import Path
 
 @dataclass(frozen=True)
 class ThreadTokens:
-    """The tokens of a thread from the first one of the prompt."""
+    """The tokens of one thread, prompt included."""
 
     path: Path
     tokens: tuple[int, ...]
-    start: int  # place of the first token that the thread wrote itself
+    start: int  # position of the first token that the thread generated
     ended: bool = False  # an end token followed
-    cut: bool = False  # all threads together had no more room: how far it came says nothing
+    cut: bool = False  # the KV slots of all threads together ran out: the length says nothing
 
     @property
-    def written(self) -> int:
-        """How many tokens the thread wrote, the one that ended it among them."""
+    def generated(self) -> int:
+        """Number of tokens that the thread generated, end token included."""
         return len(self.tokens) - self.start + self.ended
 
 
 def thread_tokens_of(completion: Completion, child: int | None) -> dict[Path, ThreadTokens]:
-    """The threads of a finished text, parents before their children."""
-    lines: dict[Path, ThreadTokens] = {}
+    """The threads of a completion, parents before their children."""
+    threads: dict[Path, ThreadTokens] = {}
     for thread in completion.threads:
         before = completion.prompt_tokens
         if thread.fork is not None:
             assert child is not None
-            parent = lines[thread.path[:-1]]
+            parent = threads[thread.path[:-1]]
             before = (*parent.tokens[: parent.start + thread.fork + 1], child)
         ending = thread.ending
-        lines[thread.path] = ThreadTokens(
+        threads[thread.path] = ThreadTokens(
             thread.path, (*before, *thread.tokens), len(before), ending == "end", ending == "total"
         )
-    return lines
+    return threads
 
 
-def first_difference(line: ThreadTokens, plain: ThreadTokens) -> int | None:
-    """The first place at which two lines with the same beginning differ; none: they are the same."""
-    shorter = min(len(line.tokens), len(plain.tokens))
-    for place in range(line.start, shorter):
-        if line.tokens[place] != plain.tokens[place]:
-            return place
-    ends = (len(line.tokens), line.ended) != (len(plain.tokens), plain.ended)
-    return shorter if ends else None
+def first_difference(thread: ThreadTokens, other: ThreadTokens) -> int | None:
+    """The first position at which two threads with the same prefix differ; None if they are equal."""
+    shorter = min(len(thread.tokens), len(other.tokens))
+    for position in range(thread.start, shorter):
+        if thread.tokens[position] != other.tokens[position]:
+            return position
+    differ = (len(thread.tokens), thread.ended) != (len(other.tokens), other.ended)
+    return shorter if differ else None

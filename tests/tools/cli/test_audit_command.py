@@ -19,7 +19,7 @@ from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
-from spaceport.tools.verify.audit.opened import requests_for
+from spaceport.tools.verify.audit.bundle_audit import requests_for
 from spaceport.tools.verify.audit.prompts import AuditPrompt, read_prompts
 from support.paths import DOCS, TINY
 from support.small_bundle import RECORD, fill
@@ -61,11 +61,11 @@ def test_it_runs_where_nothing_is_installed_that_exports(tiny_bundle: Path, prom
     lines = done.stdout.splitlines()
     assert (
         lines[0]
-        == "Noise of other widths and slots, against steps of one row (OnnxRuntimeEngine, cpu, float32, scatter)"
+        == "Noise of other step widths and KV slots, against steps of one row (OnnxRuntimeEngine, cpu, float32, scatter)"
     )
     assert any(re.match(r"2 x 9 rows +\d+  \d\.\de[+-]\d\d  \d\.\de-0[34]  rounding$", line) for line in lines)
-    assert any(re.match(r"tree with look-up, drawn +2 +2 +32 +\d+  2 +0 +0$", line) for line in lines)
-    assert re.fullmatch(r"lossless: 20 texts, 320 tokens, 0 faults, 0 near-ties \(noise .*\)", lines[-1])
+    assert any(re.match(r"tree with lookup, sampled +2 +2 +32 +\d+  2 +0 +0$", line) for line in lines)
+    assert re.fullmatch(r"lossless: 20 completions, 320 tokens, 0 faults, 0 near-ties \(noise .*\)", lines[-1])
 
 
 def test_a_fault_is_told_with_its_place_and_ends_with_a_code_of_its_own(
@@ -75,12 +75,12 @@ def test_a_fault_is_told_with_its_place_and_ends_with_a_code_of_its_own(
     assert run(arguments(tiny_bundle, prompts, "--max-requests", 1)) == ACCURACY
     out, _ = capfd.readouterr()
     assert re.search(
-        r"FAULT: prompt 2 \(line 2\), chain k = 5, token \d+: plain decoding writes '.*', it has '.*' \(margin \d\.\de"
-        r"[+-]\d\d\)\n  behind '.*nobody",
+        r"FAULT: prompt 2 \(line 2\), chain k = 5, token \d+: expected '.*', found '.*' \(margin \d\.\de"
+        r"[+-]\d\d\)\n  after '.*nobody",
         out,
     )
-    assert re.search(r"\n\d+ more places: --json lists them\n", out)
-    assert out.splitlines()[-1].startswith("NOT LOSSLESS: 8 texts, 128 tokens, ")
+    assert re.search(r"\n\d+ more mismatches: --json lists them\n", out)
+    assert out.splitlines()[-1].startswith("NOT LOSSLESS: 8 completions, 128 tokens, ")
 
 
 def test_the_report_as_json_says_the_same(
@@ -90,12 +90,14 @@ def test_the_report_as_json_says_the_same(
     assert run(arguments(tiny_bundle, prompts, "--max-requests", 1, "--limit", 1, "--json")) == ACCURACY
     report = json.loads(capfd.readouterr().out)
     assert report["passed"] is False
-    assert report["statement"].startswith("NOT LOSSLESS: 4 texts, 64 tokens, ")
-    assert [width["rows"] for width in report["widths"]] == [1, 2, 4, 9, 16, 36, 64][: len(report["widths"])]
-    assert {kind["texts"] for kind in report["kinds"]} == {1}
-    faults = [finding for finding in report["findings"] if finding["grade"] == "FAULT"]
-    assert sum(kind["faults"] for kind in report["kinds"]) == len(faults) > 0
-    assert faults[0]["plain"]["id"] != faults[0]["written"]["id"]
+    assert report["summary"].startswith("NOT LOSSLESS: 4 completions, 64 tokens, ")
+    assert [width["rows"] for width in report["noise_by_width"]] == [1, 2, 4, 9, 16, 36, 64][
+        : len(report["noise_by_width"])
+    ]
+    assert {mode["completions"] for mode in report["modes"]} == {1}
+    faults = [one for one in report["mismatches"] if one["grade"] == "FAULT"]
+    assert sum(mode["faults"] for mode in report["modes"]) == len(faults) > 0
+    assert faults[0]["expected"]["id"] != faults[0]["found"]["id"]
     assert faults[0]["margin"] > 2 * report["noise"]
 
 
@@ -134,19 +136,19 @@ def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no prompt: expected at least one line"),
-        (b"\n \n", "holds no prompt: expected at least one line"),
+        (b"", "has no prompt: expected at least one line"),
+        (b"\n \n", "has no prompt: expected at least one line"),
         (b"a\n\xff\n", "line 2: not UTF-8 text"),
         (b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*expected an object on each line"),
-        (b'{"text": "a"}\nplain\n', r'line 2: not JSON .*plain text goes in as {"text"'),
-        (b'{"text": "a"}\n3\n', 'line 2: holds none of them: expected one of "messages", "prompt" and "text"'),
-        (b'{"answer": "a"}\n', 'line 1: holds none of them: expected one of "messages"'),
-        (b'{"text": "a", "prompt": "b"}\n', 'line 1: holds "prompt" and "text": expected one of'),
+        (b'{"text": "a"}\nplain\n', r'line 2: not JSON .*write plain text as {"text"'),
+        (b'{"text": "a"}\n3\n', 'line 2: has none of them: expected one of "messages", "prompt" and "text"'),
+        (b'{"answer": "a"}\n', 'line 1: has none of them: expected one of "messages"'),
+        (b'{"text": "a", "prompt": "b"}\n', 'line 1: has "prompt" and "text": expected one of'),
         (b'{"text": 3}\n', 'line 1: "text" is 3: expected text'),
         (b'{"prompt": " "}\n', "line 1: \"prompt\" is ' ': expected text"),
         (b'{"messages": []}\n', r'line 1: "messages" is \[\]: expected a list of turns'),
         (b'{"messages": ["a"]}\n', r"line 1: \"messages\" is \['a'\]: expected a list of turns"),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: its first turn is of the assistant"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),
     ],
 )
 def test_what_is_no_file_of_prompts_is_told_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -190,7 +192,7 @@ def test_a_bundle_that_is_not_there_is_a_mistake(prompts: Path, capfd: Capture) 
 def test_a_file_that_is_not_there_is_a_mistake(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
     for place in (tmp_path, tmp_path / "none"):
         assert run(arguments(tiny_bundle, place)) == INPUT
-        assert re.search("expected a file of prompts, one on each line", capfd.readouterr().err)
+        assert re.search("expected a prompt file with one prompt per line", capfd.readouterr().err)
 
 
 def test_the_program_of_the_page_runs(
@@ -202,4 +204,4 @@ def test_the_program_of_the_page_runs(
     page = (DOCS / "audit.md").read_text("utf-8")
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(compile(program, "docs", "exec"), {})
-    assert re.fullmatch(r"lossless: 17 texts, 272 tokens, 0 faults, .*\n", capfd.readouterr().out)
+    assert re.fullmatch(r"lossless: 17 completions, 272 tokens, 0 faults, .*\n", capfd.readouterr().out)

@@ -17,7 +17,7 @@ from spaceport.tools.bench.decode.modes import DEFAULT, PLAIN, DecodeMode, modes
 from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.bench.decode.replay import MadeUpTexts, made_up_texts, replay_runtime
 from spaceport.tools.bench.decode.summary import DecodeReport, summarized
-from spaceport.tools.verify.audit.prompts import TokenizedPrompt, questions, read_prompts
+from spaceport.tools.verify.audit.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
 
 _REPLAYED = (PLAIN, DEFAULT)
 
@@ -40,7 +40,7 @@ def benchmark(bundle: Path, file: Path | None, options: DecodeOptions, stage: Ca
             stage(note)
         prompts: Sequence[TokenizedPrompt] = ()
         if asked is not None and file is not None:
-            prompts = questions(base, asked, options.max_tokens, file)
+            prompts = tokenize_prompts(base, asked, options.max_tokens, file)
         texts = None
         if options.replay is not None:
             texts, prompts = made_up_texts(base, options, [len(one.tokens) for one in prompts])

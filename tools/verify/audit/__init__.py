@@ -1,1 +1,1 @@
-"""Audit: whether a bundle's drafted texts are its plain texts, on one engine."""
+"""Audit: whether speculative decoding of a bundle generates the same tokens as plain decoding, on one engine."""

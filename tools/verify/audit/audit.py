@@ -1,4 +1,4 @@
-"""Audit: every kind of draft against plain decoding over some prompts, each token held against one-row logits."""
+"""Audit: every decoding mode compared with plain decoding over a set of prompts, each token verified by one-row logits."""
 
 from __future__ import annotations
 
@@ -8,124 +8,138 @@ import numpy as np
 
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.piece import Path
-from spaceport.tools.verify.audit.audit_report import AuditReport, KindCounts, grade_mismatch
-from spaceport.tools.verify.audit.judging import Mismatch, Rule, mismatches, rule_for, strays
-from spaceport.tools.verify.audit.kinds import DraftGroup, DraftKind, groups_for
+from spaceport.tools.verify.audit.audit_report import AuditReport, ModeCounts, grade_mismatch
+from spaceport.tools.verify.audit.generating import AuditCompletion, AuditJob, generate
+from spaceport.tools.verify.audit.mismatches import (
+    Mismatch,
+    SelectionRule,
+    find_mismatches,
+    selection_rule,
+    unmatched_threads,
+)
+from spaceport.tools.verify.audit.modes import AuditMode, ModeGroup, groups_for
 from spaceport.tools.verify.audit.noise import measure, noise_of
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.audit.writing import AuditText, TextJob, write
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
-_IN_LINE = "drafts in one line"  # of bundles whose drafts are exact in no other shape
+_CHAINS_ONLY = "drafts as chains"  # of bundles whose drafts are exact in no other shape
 
 
 def audit(
     runtime: Runtime,
-    questions: Sequence[TokenizedPrompt],
+    prompts: Sequence[TokenizedPrompt],
     max_tokens: int,
-    stage: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> AuditReport:
-    """What drafts, threads and neighbours change in the texts that follow these prompts.
+    """What drafts, forked threads and batching change in the completions of these prompts.
 
-    The runtime must have nothing else to do meanwhile: its engine is also fed directly.
+    No other request may run on the runtime meanwhile: the audit also feeds its engine directly.
     """
     groups = groups_for(runtime.bundle.manifest, max_tokens)
     plain = []
     for group in groups:
-        stage(f"writing {len(questions)} texts: {group.plain.name}")
-        plain.append(write(runtime, [group.plain], questions, _each(1, questions), together=False))
-    stage("measuring the noise of other widths")
-    engine, signature = runtime.engine, runtime.engine.signature
+        on_progress(f"generating {len(prompts)} completions: {group.plain.name}")
+        plain.append(generate(runtime, [group.plain], prompts, _jobs(1, prompts), batched=False))
+    on_progress("measuring the noise of other step widths")
+    report = AuditReport(_engine_name(runtime))
+    threads = [completion.threads[()] for completion in plain[0] if not completion.error]
     trees = runtime.bundle.manifest.exact_drafts == "tree"
-    said = (type(engine).__name__, engine.device, signature.dtype, signature.lowering, *(() if trees else (_IN_LINE,)))
-    report = AuditReport(", ".join(said))
-    report.noise = measure(
-        engine, [text.lines[()] for text in plain[0] if not text.fault], trees, runtime.bundle.manifest.activations
-    )
-    judges = [
-        _Judge(runtime, group, texts, questions, report, max_tokens) for group, texts in zip(groups, plain, strict=True)
+    report.noise = measure(runtime.engine, threads, trees, runtime.bundle.manifest.activations)
+    audits = [
+        _GroupAudit(runtime, group, completions, prompts, report, max_tokens)
+        for group, completions in zip(groups, plain, strict=True)
     ]
-    for judge in judges:
-        judge.plain(stage)
-    for judge in judges:
-        judge.drafted(stage)
+    for group_audit in audits:
+        group_audit.verify_plain(on_progress)
+    for group_audit in audits:
+        group_audit.verify_drafted(on_progress)
     if runtime.engine.requests > 1:
-        _together(runtime, judges, questions, stage)
+        _verify_batched(runtime, audits, prompts, on_progress)
     return report
 
 
-def _each(kinds: int, questions: Sequence[TokenizedPrompt]) -> list[TextJob]:
-    return [TextJob(kind, prompt) for prompt in range(len(questions)) for kind in range(kinds)]
+def _engine_name(runtime: Runtime) -> str:
+    engine, signature = runtime.engine, runtime.engine.signature
+    chains = () if runtime.bundle.manifest.exact_drafts == "tree" else (_CHAINS_ONLY,)
+    return ", ".join((type(engine).__name__, engine.device, signature.dtype, signature.lowering, *chains))
 
 
-def _together(
-    runtime: Runtime, judges: Sequence[_Judge], questions: Sequence[TokenizedPrompt], stage: Callable[[str], None]
+def _jobs(modes: int, prompts: Sequence[TokenizedPrompt]) -> list[AuditJob]:
+    return [AuditJob(mode, prompt) for prompt in range(len(prompts)) for mode in range(modes)]
+
+
+def _verify_batched(
+    runtime: Runtime,
+    audits: Sequence[_GroupAudit],
+    prompts: Sequence[TokenizedPrompt],
+    on_progress: Callable[[str], None],
 ) -> None:
-    """Texts of all kinds beside each other, so that their rows share calls."""
-    kinds = [(judge, kind) for judge in judges for kind in judge.kinds]
-    jobs = _each(len(kinds), questions)
-    stage(f"writing {len(jobs)} texts of all kinds, {runtime.engine.requests} at a time")
-    texts = write(runtime, [kind for _, kind in kinds], questions, jobs, together=True)
-    stage("judging them")
-    for number, (judge, kind) in enumerate(kinds):
-        judge.judge(judge.counts(kind, runtime.engine.requests), texts[number :: len(kinds)])
+    """Generate completions of all modes concurrently, so that they share engine calls, and verify them."""
+    modes = [(group_audit, mode) for group_audit in audits for mode in group_audit.modes]
+    jobs = _jobs(len(modes), prompts)
+    on_progress(f"generating {len(jobs)} completions of all modes, {runtime.engine.requests} at a time")
+    completions = generate(runtime, [mode for _, mode in modes], prompts, jobs, batched=True)
+    on_progress("verifying them")
+    for number, (group_audit, mode) in enumerate(modes):
+        counts = group_audit.add_counts(mode, runtime.engine.requests)
+        group_audit.verify(counts, completions[number :: len(modes)])
 
 
-class _Judge:
-    """Holds the texts of one group of kinds against those of its plain decoding."""
+class _GroupAudit:
+    """Compares the completions of one group of modes with those of its plain decoding."""
 
     def __init__(
         self,
         runtime: Runtime,
-        group: DraftGroup,
-        plain: Sequence[AuditText],
-        questions: Sequence[TokenizedPrompt],
+        group: ModeGroup,
+        plain: Sequence[AuditCompletion],
+        prompts: Sequence[TokenizedPrompt],
         report: AuditReport,
         max_tokens: int,
     ) -> None:
-        self._runtime, self._group, self._plain, self._questions = runtime, group, plain, questions
+        self._runtime, self._group, self._plain, self._prompts = runtime, group, plain, prompts
         self._report, self._max_tokens = report, max_tokens
-        self._rule: Rule = rule_for(group, runtime.bundle.manifest.tokens)
+        self._rule: SelectionRule = selection_rule(group, runtime.bundle.manifest.tokens)
         self._noise = noise_of(report.noise)
 
     @property
-    def kinds(self) -> tuple[DraftKind, ...]:
+    def modes(self) -> tuple[AuditMode, ...]:
         return (self._group.plain, *self._group.drafted)
 
-    def plain(self, stage: Callable[[str], None]) -> None:
-        """Hold the plain texts against their own logits, worked out again."""
-        stage(f"checking {len(self._plain)} texts: {self._group.plain.name}")
-        self.judge(self.counts(self._group.plain, reference=True), self._plain)
+    def verify_plain(self, on_progress: Callable[[str], None]) -> None:
+        """Verify the plain completions by logits that are computed again."""
+        on_progress(f"verifying {len(self._plain)} completions: {self._group.plain.name}")
+        self.verify(self.add_counts(self._group.plain, reference=True), self._plain)
 
-    def drafted(self, stage: Callable[[str], None]) -> None:
-        """Write the texts of each kind alone, and hold them against the plain ones."""
-        for kind in self._group.drafted:
-            stage(f"writing {len(self._questions)} texts: {kind.name}")
-            texts = write(self._runtime, [kind], self._questions, _each(1, self._questions), together=False)
-            self.judge(self.counts(kind), texts)
+    def verify_drafted(self, on_progress: Callable[[str], None]) -> None:
+        """Generate the completions of each other mode, one request at a time, and verify them."""
+        for mode in self._group.drafted:
+            on_progress(f"generating {len(self._prompts)} completions: {mode.name}")
+            completions = generate(self._runtime, [mode], self._prompts, _jobs(1, self._prompts), batched=False)
+            self.verify(self.add_counts(mode), completions)
 
-    def counts(self, kind: DraftKind, requests: int = 1, reference: bool = False) -> KindCounts:
+    def add_counts(self, mode: AuditMode, requests: int = 1, reference: bool = False) -> ModeCounts:
         """A new row of the report."""
-        counts = KindCounts(kind.name, requests, reference)
-        self._report.kinds.append(counts)
+        counts = ModeCounts(mode.name, requests, reference)
+        self._report.modes.append(counts)
         return counts
 
-    def judge(self, counts: KindCounts, texts: Sequence[AuditText]) -> None:
-        """Note what there is to say of one text for each prompt."""
-        for number, text in enumerate(texts):
-            question, plain = self._questions[number], None if counts.reference else self._plain[number]
-            found = self._mismatches(text, plain, len(question.tokens) + self._max_tokens)
-            counts.texts += 1
-            counts.tokens += text.tokens
-            counts.steps += text.steps
-            counts.identical += not found and not text.fault
+    def verify(self, counts: ModeCounts, completions: Sequence[AuditCompletion]) -> None:
+        """Count completions, one per prompt in order, and report their mismatches."""
+        for index, completion in enumerate(completions):
+            prompt, plain = self._prompts[index], None if counts.reference else self._plain[index]
+            found = self._mismatches(completion, plain, len(prompt.tokens) + self._max_tokens)
+            counts.completions += 1
+            counts.tokens += completion.tokens
+            counts.steps += completion.steps
+            counts.identical += not found and not completion.error
             graded = [
                 grade_mismatch(
                     self._runtime.tokenizer,
                     counts,
-                    number + 1,
-                    question.line,
-                    text.lines.get(mismatch.path),
+                    index + 1,
+                    prompt.line,
+                    completion.threads.get(mismatch.path),
                     mismatch,
                     self._noise,
                 )
@@ -134,14 +148,14 @@ class _Judge:
             counts.add(graded)
             self._report.mismatches.extend(graded)
 
-    def _mismatches(self, text: AuditText, plain: AuditText | None, limit: int) -> list[Mismatch]:
-        if text.fault:
-            return [Mismatch((), 0, None, None, np.nan, text.fault)]
-        against: dict[Path, ThreadTokens] = {} if plain is None else plain.lines
-        found = [] if plain is None or plain.fault else strays(text.lines, against)
-        for path, line in text.lines.items():
-            other = against.get(path)
-            if other is not None and other.tokens[: other.start] != line.tokens[: line.start]:
-                other = None  # it hangs from another text
-            found += mismatches(self._runtime.engine, self._rule, line, limit, other)
+    def _mismatches(self, completion: AuditCompletion, plain: AuditCompletion | None, limit: int) -> list[Mismatch]:
+        if completion.error:
+            return [Mismatch((), 0, None, None, np.nan, completion.error)]
+        expected: dict[Path, ThreadTokens] = {} if plain is None else plain.threads
+        found = [] if plain is None or plain.error else unmatched_threads(completion.threads, expected)
+        for path, thread in completion.threads.items():
+            other = expected.get(path)
+            if other is not None and other.tokens[: other.start] != thread.tokens[: thread.start]:
+                other = None  # its parent differs: the two cannot be compared
+            found += find_mismatches(self._runtime.engine, self._rule, thread, limit, other)
         return found

@@ -1,4 +1,4 @@
-"""Audit report: what an audit found, as data and in one line."""
+"""Audit report: the counts and mismatches of an audit, as data and as a one-line summary."""
 
 from __future__ import annotations
 
@@ -9,63 +9,63 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from spaceport.tools.verify.audit.judging import Grade, Mismatch
+from spaceport.tools.verify.audit.mismatches import Grade, Mismatch
 from spaceport.tools.verify.audit.noise import Noise, noise_of
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
-_AROUND = 12  # tokens before a place that are shown
+_CONTEXT = 12  # tokens before a mismatch that are shown
 
 
 @dataclass(frozen=True)
 class GradedMismatch:
-    """A mismatch with its grade and the text around it."""
+    """A mismatch with its grade and its text."""
 
-    kind: str
-    requests: int  # at a time
-    prompt: int  # from 1
-    line: int  # of the file
+    mode: str
+    requests: int  # concurrent requests
+    prompt: int  # number of the prompt, from 1
+    line: int  # line number in the prompt file
     grade: Grade
     mismatch: Mismatch
-    start: int  # place of the first token that the thread wrote
-    around: str  # what stands before it
-    plain: str  # text of the token that plain decoding writes
-    written: str
+    start: int  # position of the thread's first generated token
+    context: str  # text before the mismatch
+    expected: str  # text of the expected token
+    found: str  # text of the found token
 
     def as_dict(self) -> dict[str, Any]:
         mismatch = self.mismatch
         return {
-            "kind": self.kind,
+            "mode": self.mode,
             "requests": self.requests,
             "prompt": self.prompt,
             "line": self.line,
             "grade": self.grade,
             "thread": list(mismatch.path),
-            "token": mismatch.place - self.start + 1,
-            "around": self.around,
-            "plain": {"id": mismatch.plain, "text": self.plain},
-            "written": {"id": mismatch.written, "text": self.written},
+            "token": mismatch.position - self.start + 1,
+            "context": self.context,
+            "expected": {"id": mismatch.expected, "text": self.expected},
+            "found": {"id": mismatch.found, "text": self.found},
             "margin": mismatch.margin if math.isfinite(mismatch.margin) else None,
-            "said": mismatch.said,
+            "reason": mismatch.reason,
         }
 
 
 @dataclass
-class KindCounts:
-    """The counts of one kind of draft."""
+class ModeCounts:
+    """The counts of one decoding mode."""
 
-    kind: str
-    requests: int  # at a time
+    mode: str
+    requests: int  # concurrent requests
     reference: bool = False  # plain decoding itself
-    texts: int = 0
+    completions: int = 0
     tokens: int = 0
     steps: int = 0
-    identical: int = 0  # texts
-    near_ties: int = 0  # places
-    margin: float | None = None  # the largest of a near-tie
+    identical: int = 0  # completions equal to plain decoding
+    near_ties: int = 0  # positions
+    margin: float | None = None  # largest margin of a near-tie
     faults: int = 0
 
     def add(self, found: Sequence[GradedMismatch]) -> None:
-        """Count the mismatches of one text."""
+        """Count the mismatches of one completion."""
         for graded in found:
             if graded.grade == "FAULT":
                 self.faults += 1
@@ -75,10 +75,10 @@ class KindCounts:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "kind": self.kind,
+            "mode": self.mode,
             "requests": self.requests,
             "reference": self.reference,
-            "texts": self.texts,
+            "completions": self.completions,
             "tokens": self.tokens,
             "steps": self.steps,
             "identical": self.identical,
@@ -90,11 +90,11 @@ class KindCounts:
 
 @dataclass
 class AuditReport:
-    """What an audit found on one engine."""
+    """The result of an audit on one engine."""
 
     engine: str
-    noise: list[Noise] = field(default_factory=list)
-    kinds: list[KindCounts] = field(default_factory=list)
+    noise: list[Noise] = field(default_factory=list)  # by step width
+    modes: list[ModeCounts] = field(default_factory=list)
     mismatches: list[GradedMismatch] = field(default_factory=list)
 
     @property
@@ -103,62 +103,65 @@ class AuditReport:
 
     @property
     def faults(self) -> int:
-        """Places with a fault, and widths whose noise is one."""
-        return sum(counts.faults for counts in self.kinds) + sum(not one.sound for one in self.noise)
+        """Number of faults: wrong tokens, and step widths with more noise than rounding explains."""
+        return sum(counts.faults for counts in self.modes) + sum(not one.passed for one in self.noise)
 
     @property
-    def drafted(self) -> list[KindCounts]:
-        """The rows of what was held against plain decoding."""
-        return [counts for counts in self.kinds if not counts.reference]
+    def drafted(self) -> list[ModeCounts]:
+        """The modes that were compared with plain decoding."""
+        return [counts for counts in self.modes if not counts.reference]
 
     @property
-    def statement(self) -> str:
-        """All of it in one line."""
-        texts, tokens = (sum(getattr(counts, name) for counts in self.drafted) for name in ("texts", "tokens"))
-        near = sum(counts.near_ties for counts in self.kinds)
-        margin = max((counts.margin for counts in self.kinds if counts.margin is not None), default=None)
-        noise = f"noise {_rounded(noise_of(self.noise))}"
-        told = noise if margin is None else f"margin {_rounded(margin)}, {noise}"
+    def summary(self) -> str:
+        """The verdict and the totals in one line."""
+        completions = sum(counts.completions for counts in self.drafted)
+        tokens = sum(counts.tokens for counts in self.drafted)
+        near_ties = sum(counts.near_ties for counts in self.modes)
+        margin = max((counts.margin for counts in self.modes if counts.margin is not None), default=None)
+        noise = f"noise {_one_digit(noise_of(self.noise))}"
+        measured = noise if margin is None else f"margin {_one_digit(margin)}, {noise}"
         verdict = "lossless" if self.passed else "NOT LOSSLESS"
-        return f"{verdict}: {_count(texts, 'text')}, {_count(tokens, 'token')}, {_count(self.faults, 'fault')}, {_count(near, 'near-tie')} ({told})"
+        totals = [(completions, "completion"), (tokens, "token"), (self.faults, "fault"), (near_ties, "near-tie")]
+        return f"{verdict}: {', '.join(_count(number, noun) for number, noun in totals)} ({measured})"
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
-            "statement": self.statement,
+            "summary": self.summary,
             "engine": self.engine,
             "noise": noise_of(self.noise),
-            "widths": [one.as_dict() for one in self.noise],
-            "kinds": [counts.as_dict() for counts in self.kinds],
-            "findings": [graded.as_dict() for graded in self.mismatches],
+            "noise_by_width": [one.as_dict() for one in self.noise],
+            "modes": [counts.as_dict() for counts in self.modes],
+            "mismatches": [graded.as_dict() for graded in self.mismatches],
         }
 
 
 def grade_mismatch(
     tokenizer: Tokenizer,
-    counts: KindCounts,
+    counts: ModeCounts,
     prompt: int,
-    line_of_file: int,
-    line: ThreadTokens | None,
+    line: int,
+    thread: ThreadTokens | None,
     mismatch: Mismatch,
     noise: float,
 ) -> GradedMismatch:
-    """A mismatch with its grade and the text around it."""
+    """A mismatch with its grade and its text."""
 
     def text(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    before = () if line is None else line.tokens[max(0, mismatch.place - _AROUND) : mismatch.place]
-    plain, written = ("" if token is None else text([token]) for token in (mismatch.plain, mismatch.written))
-    start = mismatch.place if line is None else line.start
+    before = () if thread is None else thread.tokens[max(0, mismatch.position - _CONTEXT) : mismatch.position]
+    expected, found = ("" if token is None else text([token]) for token in (mismatch.expected, mismatch.found))
+    start = mismatch.position if thread is None else thread.start
     grade = mismatch.grade(noise)
     return GradedMismatch(
-        counts.kind, counts.requests, prompt, line_of_file, grade, mismatch, start, text(before), plain, written
+        counts.mode, counts.requests, prompt, line, grade, mismatch, start, text(before), expected, found
     )
 
 
-def _rounded(number: float) -> str:
-    """Such as 2e-05."""
+def _one_digit(number: float) -> str:
+    """A number with one significant digit, such as 2e-05."""
+
     return f"{number:.0e}" if number else "0"
 
 

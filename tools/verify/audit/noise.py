@@ -1,4 +1,4 @@
-"""Noise: how far an engine's logits move when the same tokens are fed in steps of other widths."""
+"""Noise: how much an engine's logits change when the same tokens are fed in steps of other widths."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from spaceport.graphs.contract.signature import Activations
 from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.logprobs import likeliest_in
-from spaceport.tools.verify.feeding import Logits, Pace, feed, logits_of
+from spaceport.tools.verify.feeding import FeedPlan, Logits, feed, logits_of
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 WIDTHS = (1, 2, 4, 9, 16, 36, 64)
-_BESIDE = (1, 9)  # rows of each request where several stand side by side
-_MOST_BESIDE = 4  # requests side by side
-_PARTS = 64  # rows of a prompt in a step: cut otherwise than plain decoding does, as beside other texts
-_OUTSTANDING = 16  # times the median of all ways; those of sound engines were within twice of it
-_LIKELIEST = 16  # tokens of a row that are looked at; see docs/audit.md on why not all
+_BATCH_WIDTHS = (1, 9)  # rows of each request in batched calls
+_MAX_BATCH = 4  # requests in a batched call
+_PREFILL_CHUNK = 64  # smaller than the chunks of plain decoding, as prompts are fed beside other requests
+_OUTLIER = 16  # times the median of all widths; on correct engines the ratio was at most 2
+_TOP_TOKENS = 16  # tokens of a row that are compared; docs/audit.md says why not all
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The largest difference of one way to feed from steps of one row, over all places that were fed."""
+    """The largest logit difference between one step width and steps of one row."""
 
-    rows: int
-    requests: int
-    places: int
-    largest: float  # NaN: the logits held one
-    limit: float  # what rounding explains
+    rows: int  # rows of each request in a step
+    requests: int  # requests in a step
+    positions: int  # positions that were compared
+    largest: float  # NaN if some logits were NaN
+    allowed: float  # the largest difference that rounding explains
 
     @property
-    def sound(self) -> bool:
-        return self.largest <= self.limit  # NaN is not
+    def passed(self) -> bool:
+        return self.largest <= self.allowed  # False for NaN
 
     @property
     def name(self) -> str:
-        """Such as `9 rows` or `4 x 9 rows`."""
+        """The step width, such as `9 rows` or `4 x 9 rows`."""
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
         return rows if self.requests == 1 else f"{self.requests} x {rows}"
 
@@ -49,91 +49,93 @@ class Noise:
         return {
             "rows": self.rows,
             "requests": self.requests,
-            "places": self.places,
+            "positions": self.positions,
             "noise": None if np.isnan(self.largest) else self.largest,
-            "limit": self.limit,
-            "sound": self.sound,
+            "allowed": self.allowed,
+            "passed": self.passed,
         }
 
 
 class NoiseTally:
-    """What was seen of one way to feed: how many places, the largest difference there and the largest logit."""
+    """The logit differences of one step width: positions compared, largest difference, largest logit."""
 
     def __init__(self) -> None:
-        self.places = 0
+        self.positions = 0
         self.largest = 0.0
         self.largest_logit = 0.0
 
-    def feed(self, engine: Engine, lines: Sequence[ThreadTokens], plain: Sequence[Logits], pace: Pace) -> None:
-        """Feed lines side by side; where there are too few, some of them twice."""
-        which = list(islice(cycle(range(len(lines))), pace.requests))
+    def feed(self, engine: Engine, threads: Sequence[ThreadTokens], plain: Sequence[Logits], plan: FeedPlan) -> None:
+        """Feed threads in shared calls, some of them twice if there are fewer than requests."""
+        which = list(islice(cycle(range(len(threads))), plan.requests))
 
-        def hear(index: int, place: int, logits: Logits) -> None:
-            line = which[index]
-            self._compare(plain[line][place - lines[line].start], logits)
+        def on_logits(index: int, position: int, logits: Logits) -> None:
+            thread = which[index]
+            self._compare(plain[thread][position - threads[thread].start], logits)
 
-        feed(engine, [lines[line] for line in which], pace, hear)
+        feed(engine, [threads[thread] for thread in which], plan, on_logits)
 
     def _compare(self, plain: Logits, other: Logits) -> None:
-        self.places += 1
-        self.largest = float(np.maximum(self.largest, difference(plain, other)))  # NaN stays
-        seen = np.abs(plain[np.isfinite(plain)])
-        self.largest_logit = max(self.largest_logit, float(seen.max(initial=0.0)))
+        self.positions += 1
+        self.largest = float(np.maximum(self.largest, difference(plain, other)))  # NaN propagates
+        magnitudes = np.abs(plain[np.isfinite(plain)])
+        self.largest_logit = max(self.largest_logit, float(magnitudes.max(initial=0.0)))
 
 
 def measure(
-    engine: Engine, lines: Sequence[ThreadTokens], gaps: bool = True, activations: Activations = "float"
+    engine: Engine, threads: Sequence[ThreadTokens], gaps: bool = True, activations: Activations = "float"
 ) -> list[Noise]:
-    """The noise of every width that an engine has, over these lines, in slots with gaps or as plain decoding has them."""
-    ways = paces(engine, gaps)
-    tallies = [NoiseTally() for _ in ways]
-    room = min(_MOST_BESIDE, engine.requests)
-    for first in range(0, len(lines), room):
-        group = lines[first : first + room]
-        plain = [logits_of(engine, line) for line in group]
-        for pace, tally in zip(ways, tallies, strict=True):
-            for begin in range(0, len(group), pace.requests):
-                beside = slice(begin, begin + pace.requests)
-                tally.feed(engine, group[beside], plain[beside], pace)
-    fed = [(pace, tally) for pace, tally in zip(ways, tallies, strict=True) if tally.places]
-    limit = limit_of([tally for _, tally in fed], tolerance_of(engine.signature.dtype, activations))
-    return [Noise(pace.rows, pace.requests, tally.places, tally.largest, limit) for pace, tally in fed]
+    """The noise of every step width of an engine on these threads; with `gaps` also of other KV slots."""
+    plans = feed_plans(engine, gaps)
+    tallies = [NoiseTally() for _ in plans]
+    batch = min(_MAX_BATCH, engine.requests)
+    for first in range(0, len(threads), batch):
+        group = threads[first : first + batch]
+        plain = [logits_of(engine, thread) for thread in group]
+        for plan, tally in zip(plans, tallies, strict=True):
+            for begin in range(0, len(group), plan.requests):
+                part = slice(begin, begin + plan.requests)
+                tally.feed(engine, group[part], plain[part], plan)
+    fed = [(plan, tally) for plan, tally in zip(plans, tallies, strict=True) if tally.positions]
+    allowed = allowed_noise([tally for _, tally in fed], tolerance_of(engine.signature.dtype, activations))
+    return [Noise(plan.rows, plan.requests, tally.positions, tally.largest, allowed) for plan, tally in fed]
 
 
-def limit_of(tallies: Sequence[NoiseTally], tolerance: float) -> float:
-    """The largest difference that rounding explains: what the type allows, and not far beyond what is usual here.
+def allowed_noise(tallies: Sequence[NoiseTally], tolerance: float) -> float:
+    """The largest difference that rounding explains: within the type's tolerance, and no outlier among the widths.
 
-    The type's is meant for engines of different kinds, and in half precision has room for a wrong bit of a mask.
+    The tolerance alone is too wide: it is meant for different engines, and in half precision exceeds the effect of one wrong
+    mask bit.
     """
-    moved = [tally.largest for tally in tallies if tally.largest > 0]  # NaN is not
+    nonzero = [tally.largest for tally in tallies if tally.largest > 0]  # NaN is left out
     largest = max([1.0, *(tally.largest_logit for tally in tallies)])
-    last_place = float(np.spacing(np.float32(largest)))  # no smaller difference is told apart there
-    usual = max(last_place, median(moved)) if moved else last_place
-    return min(tolerance * largest, _OUTSTANDING * usual)
+    spacing = float(np.spacing(np.float32(largest)))  # smallest difference in float32 at this magnitude
+    usual = max(spacing, median(nonzero)) if nonzero else spacing
+    return min(tolerance * largest, _OUTLIER * usual)
 
 
-def paces(engine: Engine, gaps: bool = True) -> list[Pace]:
-    """The ways to feed that are measured on an engine."""
-    alone = [Pace(rows, 1, _PARTS, gaps) for rows in WIDTHS if rows <= engine.rows]
-    room = min(_MOST_BESIDE, engine.requests)
-    beside = [Pace(rows, count, _PARTS, gaps) for count in sorted({2, room}) if 1 < count <= room for rows in _BESIDE]
-    return [*alone, *beside]
+def feed_plans(engine: Engine, gaps: bool = True) -> list[FeedPlan]:
+    """The step widths that are measured on an engine, with one request and with several."""
+    single = [FeedPlan(rows, 1, _PREFILL_CHUNK, gaps) for rows in WIDTHS if rows <= engine.rows]
+    batch = min(_MAX_BATCH, engine.requests)
+    counts = [count for count in sorted({2, batch}) if 1 < count <= batch]
+    batched = [FeedPlan(rows, count, _PREFILL_CHUNK, gaps) for count in counts for rows in _BATCH_WIDTHS]
+    return [*single, *batched]
 
 
 def noise_of(found: Sequence[Noise]) -> float:
-    """The largest noise that rounding explains: what goes beyond that is a fault, and hides no other."""
-    return max((one.largest for one in found if one.sound), default=0.0)
+    """The largest noise that rounding explains; larger noise is itself a fault and explains no mismatch."""
+    return max((one.largest for one in found if one.passed), default=0.0)
 
 
 def difference(plain: Logits, other: Logits) -> float:
-    """The largest difference over the likeliest tokens of either row; NaN if either holds one."""
+    """The largest difference over the most probable tokens of either row; NaN if either row holds NaN."""
     if np.isnan(plain).any() or np.isnan(other).any():
         return np.nan
-    tokens = sorted(set(_likeliest(plain)) | set(_likeliest(other)))
+    tokens = sorted(set(_top_tokens(plain)) | set(_top_tokens(other)))
     left, right = plain[tokens].astype(np.float64), other[tokens].astype(np.float64)
-    differ = left != right  # infinities that are the same differ by nothing
+    differ = left != right  # equal infinities do not differ
     return float(np.abs(left[differ] - right[differ]).max(initial=0.0))
 
 
-def _likeliest(logits: Logits) -> list[int]:
-    return likeliest_in(logits, min(_LIKELIEST, logits.size))
+def _top_tokens(logits: Logits) -> list[int]:
+    return likeliest_in(logits, min(_TOP_TOKENS, logits.size))

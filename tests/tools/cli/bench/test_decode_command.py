@@ -100,7 +100,7 @@ def test_a_text_that_differs_is_told_and_ends_with_a_code_of_its_own(
     ("more", "code", "told"),
     [
         ([], USAGE, "no file of prompts: expected PROMPTS, or --replay with acceptance probabilities"),
-        (["none.jsonl"], INPUT, "none.jsonl: No such file or directory: expected a file of prompts"),
+        (["none.jsonl"], INPUT, "none.jsonl: No such file or directory: expected a prompt file"),
         (["PROMPTS", "--max-tokens", 5000], INPUT, "line 1: "),
         (["PROMPTS", "--max-tokens", 0], USAGE, "--max-tokens is 0: expected at least 1"),
         (["PROMPTS", "--rounds", 0], USAGE, "--rounds is 0: expected at least 1"),

@@ -1,4 +1,4 @@
-"""The audit: sound engines pass it, rounding is a near-tie, and every planted fault is found."""
+"""Audit: correct engines pass, rounding is a near-tie, and every injected fault is found."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
-from spaceport.tools.verify.audit.audit_report import AuditReport, KindCounts
-from spaceport.tools.verify.audit.kinds import groups_for
+from spaceport.tools.verify.audit.audit_report import AuditReport, ModeCounts
+from spaceport.tools.verify.audit.generating import AuditJob, generate
+from spaceport.tools.verify.audit.modes import groups_for
 from spaceport.tools.verify.audit.noise import noise_of
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.audit.writing import TextJob, write
 from support.forking_bundle import forking_copy
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -33,88 +33,90 @@ DECODER, SCANNER, FOREIGN = PROMPTS.values()
 TOKENS = 24
 
 
-def asked(runtime: Runtime, *texts: str) -> list[TokenizedPrompt]:
+def prompts_of(runtime: Runtime, *texts: str) -> list[TokenizedPrompt]:
     return [
         TokenizedPrompt(line, tuple(runtime.tokens_of(text)))
         for line, text in enumerate(texts or (DECODER, FOREIGN), 1)
     ]
 
 
-def found_in(runtime: Runtime, *texts: str, max_tokens: int = TOKENS) -> AuditReport:
+def audited(runtime: Runtime, *texts: str, max_tokens: int = TOKENS) -> AuditReport:
     with runtime:
-        return audit(runtime, asked(runtime, *texts), max_tokens)
+        return audit(runtime, prompts_of(runtime, *texts), max_tokens)
 
 
-def kinds(report: AuditReport, requests: int) -> dict[str, KindCounts]:
-    return {row.kind: row for row in report.kinds if row.requests == requests and not row.reference}
+def modes(report: AuditReport, requests: int) -> dict[str, ModeCounts]:
+    return {row.mode: row for row in report.modes if row.requests == requests and not row.reference}
 
 
 @pytest.mark.parametrize("lowering", ["scatter", "append"])
-def test_a_sound_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Path, lowering: str) -> None:
+def test_a_correct_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Path, lowering: str) -> None:
     runtime, engine = spoilt_runtime(tiny_bundle if lowering == "scatter" else tiny_append_bundle, requests=3)
-    report = found_in(runtime, DECODER, SCANNER, FOREIGN)
-    drafts = ["chain k = 5", "chain k = 1", "tree with look-up", "tree with look-up, drawn"]
-    assert list(kinds(report, 1)) == drafts
-    assert sorted(kinds(report, 3)) == sorted([*drafts, "plain", "plain, drawn"])
-    assert all(row.texts == 3 and row.tokens == 3 * TOKENS for row in report.kinds)
-    assert all(row.identical == row.texts for row in report.drafted)
-    assert all(row.steps < 60 for name, row in kinds(report, 1).items() if name != "tree with look-up, drawn")
+    report = audited(runtime, DECODER, SCANNER, FOREIGN)
+    drafts = ["chain k = 5", "chain k = 1", "tree with lookup", "tree with lookup, sampled"]
+    assert list(modes(report, 1)) == drafts
+    assert sorted(modes(report, 3)) == sorted([*drafts, "plain", "plain, sampled"])
+    assert all(row.completions == 3 and row.tokens == 3 * TOKENS for row in report.modes)
+    assert all(row.identical == row.completions for row in report.drafted)
+    assert all(row.steps < 60 for name, row in modes(report, 1).items() if name != "tree with lookup, sampled")
     assert [(one.rows, one.requests) for one in report.noise] == [
         *((rows, 1) for rows in (1, 2, 4, 9, 16, 36, 64)),
         *((rows, count) for count in (2, 3) for rows in (1, 9)),
     ]
-    assert all(one.places == 3 * (TOKENS + 1) for one in report.noise if one.requests != 2)
-    assert all(one.places == 4 * (TOKENS + 1) for one in report.noise if one.requests == 2)  # one of them twice
+    assert all(one.positions == 3 * (TOKENS + 1) for one in report.noise if one.requests != 2)
+    assert all(
+        one.positions == 4 * (TOKENS + 1) for one in report.noise if one.requests == 2
+    )  # one thread is fed twice
     assert noise_of(report.noise) < 1e-4
     assert {1, 2, 4, 9, 16, 36} <= engine.widths
     assert report.passed
-    assert report.statement.startswith("lossless: 30 texts, 720 tokens, 0 faults, 0 near-ties (noise ")
+    assert report.summary.startswith("lossless: 30 completions, 720 tokens, 0 faults, 0 near-ties (noise ")
 
 
 @pytest.mark.parametrize("bundle", ["tiny_int8_bundle", pytest.param("demo_int8_bundle", marks=pytest.mark.nightly)])
 def test_int8_bundles_are_lossless_without_near_ties(request: pytest.FixtureRequest, bundle: str) -> None:
     runtime = Runtime.open(request.getfixturevalue(bundle), max_seq_len=LENGTH, max_requests=2, threads=1)
-    report = found_in(runtime, SCANNER, FOREIGN, max_tokens=16)
+    report = audited(runtime, SCANNER, FOREIGN, max_tokens=16)
     assert report.passed
-    assert all(row.near_ties == row.faults == 0 for row in report.kinds)
-    assert all(row.identical == row.texts for row in report.drafted)
-    assert any("forked" in row.kind for row in report.drafted) == bundle.startswith("demo")
+    assert all(row.near_ties == row.faults == 0 for row in report.modes)
+    assert all(row.identical == row.completions for row in report.drafted)
+    assert any("forked" in row.mode for row in report.drafted) == bundle.startswith("demo")
 
 
-def test_a_bundle_without_mask_slots_is_audited_with_look_up_alone(tiny_bundle: Path) -> None:
+def test_a_bundle_without_mask_slots_is_audited_with_prompt_lookup_only(tiny_bundle: Path) -> None:
     runtime, _ = spoilt_runtime(tiny_bundle)
     manifest = runtime.bundle.manifest
     plain = replace(manifest, max_mask_slots=0, tokens=replace(manifest.tokens, mask=()))
     bundle = replace(runtime.bundle, manifest=plain)
-    report = found_in(Runtime(bundle, runtime.engine, 128))
-    assert list(kinds(report, 1)) == ["look-up", "look-up, drawn"]
+    report = audited(Runtime(bundle, runtime.engine, 128))
+    assert list(modes(report, 1)) == ["lookup", "lookup, sampled"]
     assert report.passed
-    assert kinds(report, 1)["look-up"].steps < 2 * TOKENS
+    assert modes(report, 1)["lookup"].steps < 2 * TOKENS
 
 
 @pytest.mark.parametrize("bundle", ["tiny_bundle", "tiny_int8_bundle"])
-def test_the_threads_of_a_text_are_audited_each(request: pytest.FixtureRequest, bundle: str, tmp_path: Path) -> None:
+def test_every_thread_of_a_completion_is_audited(request: pytest.FixtureRequest, bundle: str, tmp_path: Path) -> None:
     forking = forking_copy(request.getfixturevalue(bundle), tmp_path / "bundle")
     runtime = Runtime.open(forking, max_seq_len=160, max_requests=2, threads=1)
-    report = found_in(runtime, DECODER, max_tokens=40)
-    forked = [row for row in report.drafted if "forked" in row.kind]
-    assert {(row.kind, row.requests) for row in forked} >= {
-        (f"{kind}, forked", requests) for kind in ("plain", "chain k = 5", "tree with look-up") for requests in (1, 2)
+    report = audited(runtime, DECODER, max_tokens=40)
+    forked = [row for row in report.drafted if "forked" in row.mode]
+    assert {(row.mode, row.requests) for row in forked} >= {
+        (f"{mode}, forked", requests) for mode in ("plain", "chain k = 5", "tree with lookup") for requests in (1, 2)
     }
-    assert min(row.tokens for row in forked) > 2 * 40  # more than one thread writes
-    assert all(row.identical == row.texts for row in report.drafted)
+    assert min(row.tokens for row in forked) > 2 * 40  # more than one thread generates tokens
+    assert all(row.identical == row.completions for row in report.drafted)
     assert report.passed
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_forks_that_run_out_of_room_are_no_fault(seed: int) -> None:
-    """Which thread is cut where depends on who was faster: that says nothing."""
+def test_threads_cut_because_kv_slots_ran_out_are_no_fault(seed: int) -> None:
+    """Where each thread is cut depends on how fast the others were, so the lengths are not compared."""
     runtime = hash_runtime(Language(seed, quality=70, fork_every=2), max_seq_len=48, requests=2)
-    questions = [TokenizedPrompt(1, (1, 2, 3)), TokenizedPrompt(2, (4, 5, 6, 7))]
+    prompts = [TokenizedPrompt(1, (1, 2, 3)), TokenizedPrompt(2, (4, 5, 6, 7))]
     drafted = groups_for(runtime.bundle.manifest, 30)[-1].drafted
-    endings = [runtime.generate(one.tokens, kind.decoding).ending for one in questions for kind in drafted]
+    endings = [runtime.generate(prompt.tokens, mode.decoding).ending for prompt in prompts for mode in drafted]
     assert "total" in endings
-    report = audit(runtime, questions, 30)
+    report = audit(runtime, prompts, 30)
     assert report.passed
     assert report.mismatches == []
     assert all(row.identical == 2 for row in report.drafted)
@@ -122,9 +124,9 @@ def test_forks_that_run_out_of_room_are_no_fault(seed: int) -> None:
 
 
 def lenient(least: float, most: float) -> Any:
-    """Accepts a wrong first candidate if it is so far behind the right token."""
+    """An acceptance rule that accepts a wrong first candidate if its margin to the right token is in this range."""
 
-    def judged(part: Part, logits: Logits, choose: TokenSelector, most_guesses: int = 1) -> Verdict:
+    def accept_wrong(part: Part, logits: Logits, choose: TokenSelector, most_guesses: int = 1) -> Verdict:
         verdict = accept(part, logits, choose, most_guesses)
         if not part.draft.tokens or verdict.accepted:
             return verdict
@@ -135,33 +137,33 @@ def lenient(least: float, most: float) -> Any:
         following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, (wrong,))
         return Verdict((*verdict.kept, row), (wrong, following), ())
 
-    return judged
+    return accept_wrong
 
 
 def off_by_one(part: Part, logits: Logits, choose: TokenSelector, most: int = 1) -> Verdict:
-    """Reads the logits of the row beside the right one."""
+    """An acceptance rule that reads the logits of the neighbouring row."""
     return accept(part, np.roll(logits, 1, axis=0) if part.draft.tokens else logits, choose, most)
 
 
 @pytest.mark.parametrize(
     "wrong", [lenient(0.0, 5.0), lenient(5.0, np.inf), off_by_one], ids=["small margin", "large margin", "off by one"]
 )
-def test_a_wrong_acceptance_is_a_fault(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+def test_a_wrong_acceptance_rule_is_a_fault(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     monkeypatch.setattr(loop, "accept", wrong)
     runtime, _ = spoilt_runtime(tiny_bundle)
-    report = found_in(runtime)
-    assert all(one.sound for one in report.noise)
+    report = audited(runtime)
+    assert all(one.passed for one in report.noise)
     assert sum(row.faults for row in report.drafted) == report.faults > 0
-    assert report.statement.startswith("NOT LOSSLESS: 8 texts, 192 tokens, ")
+    assert report.summary.startswith("NOT LOSSLESS: 8 completions, 192 tokens, ")
     graded = next(graded for graded in report.mismatches if graded.grade == "FAULT")
     assert graded.mismatch.margin > 2 * noise_of(report.noise)
-    assert graded.plain != graded.written
-    assert 1 <= graded.mismatch.place - graded.start + 1 <= TOKENS
+    assert graded.expected != graded.found
+    assert 1 <= graded.mismatch.position - graded.start + 1 <= TOKENS
 
 
 @pytest.mark.parametrize("fork_every", [10**9, 3])
-def test_a_tie_that_the_width_decides_is_a_near_tie(fork_every: int) -> None:
-    """The hash engine has no noise of its own, so what is measured is what is planted."""
+def test_a_tie_that_the_step_width_decides_is_a_near_tie(fork_every: int) -> None:
+    """The hash engine has no noise of its own, so the measured noise is the injected one."""
     runtime = hash_runtime(Language(5, end_every=10**9, fork_every=fork_every), requests=2)
     with Runtime(runtime.bundle, SpoiltEngine(runtime.engine, tied(1e-7)), 64) as spoilt:
         report = audit(spoilt, [TokenizedPrompt(1, (1, 2, 3)), TokenizedPrompt(2, (4, 5, 6, 7))], 30)
@@ -169,109 +171,109 @@ def test_a_tie_that_the_width_decides_is_a_near_tie(fork_every: int) -> None:
     assert noise_of(report.noise) == pytest.approx(1e-7, rel=1e-3)
     assert [one.name for one in report.noise if one.largest == 0] == ["1 row", "2 x 1 row"]
     near = [row for row in report.drafted if row.near_ties]
-    assert {row.kind for row in near} >= {"chain k = 5", "chain k = 1", "tree with look-up"}
+    assert {row.mode for row in near} >= {"chain k = 5", "chain k = 1", "tree with lookup"}
     assert max(row.margin or 0 for row in near) == pytest.approx(1e-7, rel=1e-3)
-    assert any(row.identical < row.texts for row in near)
-    assert any("forked" in row.kind and row.tokens > 2 * 30 for row in near) == (fork_every == 3)
-    assert report.statement.endswith(" near-ties (margin 1e-07, noise 1e-07)")
+    assert any(row.identical < row.completions for row in near)
+    assert any("forked" in row.mode and row.tokens > 2 * 30 for row in near) == (fork_every == 3)
+    assert report.summary.endswith(" near-ties (margin 1e-07, noise 1e-07)")
 
 
-def test_what_follows_a_near_tie_is_held_against_one_row_logits_too(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_after_a_near_tie_are_verified_too(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "accept", lenient(0.5, np.inf))
     runtime, _ = spoilt_runtime(tiny_bundle, tied(1e-7))
-    report = found_in(runtime)
+    report = audited(runtime)
     grades: dict[tuple[str, int], list[str]] = {}
     for graded in report.mismatches:
-        grades.setdefault((graded.kind, graded.prompt), []).append(graded.grade)
-    assert any(of_text[0] == "near-tie" and "FAULT" in of_text for of_text in grades.values())
+        grades.setdefault((graded.mode, graded.prompt), []).append(graded.grade)
+    assert any(each[0] == "near-tie" and "FAULT" in each for each in grades.values())
     assert all((graded.grade == "FAULT") == (graded.mismatch.margin > 1e-3) for graded in report.mismatches)
 
 
-def test_noise_beyond_rounding_is_a_fault_and_hides_none(tiny_bundle: Path) -> None:
+def test_noise_beyond_rounding_is_a_fault_and_explains_no_mismatch(tiny_bundle: Path) -> None:
     runtime, _ = spoilt_runtime(tiny_bundle, tied(1e-2))
-    report = found_in(runtime)
-    assert [one.name for one in report.noise if one.sound] == ["1 row"]
+    report = audited(runtime)
+    assert [one.name for one in report.noise if one.passed] == ["1 row"]
     assert noise_of(report.noise) < 1e-4
-    parted = [graded for graded in report.mismatches if graded.mismatch.margin == pytest.approx(1e-2, rel=1e-2)]
-    assert parted
-    assert {graded.grade for graded in parted} == {"FAULT"}
+    tied_apart = [graded for graded in report.mismatches if graded.mismatch.margin == pytest.approx(1e-2, rel=1e-2)]
+    assert tied_apart
+    assert {graded.grade for graded in tied_apart} == {"FAULT"}
     assert not report.passed
 
 
-def test_a_wrong_mask_in_wide_steps_is_a_fault_that_names_the_widths(tiny_bundle: Path) -> None:
+def test_a_wrong_attention_mask_in_wide_steps_is_a_fault_of_these_widths(tiny_bundle: Path) -> None:
     def hide(batch: Batch) -> None:
         if batch.input_ids.shape[1] in (9, 36):
             batch.attention_mask[..., 8:16] = False
-            np.put_along_axis(batch.attention_mask, batch.slot_ids[:, None, :, None], True, axis=3)  # each sees itself
+            np.put_along_axis(
+                batch.attention_mask, batch.slot_ids[:, None, :, None], True, axis=3
+            )  # each row sees itself
 
     runtime, _ = spoilt_runtime(tiny_bundle, before=hide)
-    report = found_in(runtime)
-    assert [one.name for one in report.noise if not one.sound] == ["9 rows", "36 rows"]
+    report = audited(runtime)
+    assert [one.name for one in report.noise if not one.passed] == ["9 rows", "36 rows"]
     assert not report.passed
 
 
-def test_a_width_that_stands_out_is_a_fault_though_its_type_allows_as_much(tiny_bundle: Path) -> None:
+def test_a_width_with_outlying_noise_is_a_fault_even_within_the_tolerance_of_its_type(tiny_bundle: Path) -> None:
     def spoil(batch: Batch, logits: Logits) -> None:
         if batch.input_ids.shape[1] == 36:
             logits[..., 7::8] += 1e-3
 
-    report = found_in(spoilt_runtime(tiny_bundle, spoil)[0])
-    assert [one.name for one in report.noise if not one.sound] == ["36 rows"]
+    report = audited(spoilt_runtime(tiny_bundle, spoil)[0])
+    assert [one.name for one in report.noise if not one.passed] == ["36 rows"]
     assert noise_of(report.noise) < 1e-4
     assert not report.passed
 
 
-def test_a_number_that_is_none_in_a_step_of_one_row_is_a_fault(tiny_bundle: Path) -> None:
+def test_nan_logits_in_a_step_of_one_row_are_a_fault(tiny_bundle: Path) -> None:
     def spoil(batch: Batch, logits: Logits) -> None:
         if batch.input_ids.shape[1] == 1:
             logits[places(batch) == 64, 7] = np.nan
 
     runtime, engine = spoilt_runtime(tiny_bundle, spoil)
-    report = found_in(runtime)
-    plain = report.kinds[0]
-    assert (plain.kind, plain.texts) == ("plain", 2)
-    said = {graded.mismatch.said for graded in report.mismatches if graded.kind == "plain"}
-    assert any("the logits for the token at place 64 hold NaN" in text for text in said)
+    report = audited(runtime)
+    plain = report.modes[0]
+    assert (plain.mode, plain.completions) == ("plain", 2)
+    reasons = {graded.mismatch.reason for graded in report.mismatches if graded.mode == "plain"}
+    assert any("the logits for the token at place 64 hold NaN" in reason for reason in reasons)
     assert engine.cleared
     assert not report.passed
 
 
-def test_a_number_that_is_none_in_a_wide_step_is_a_fault(tiny_bundle: Path) -> None:
+def test_nan_logits_in_a_wide_step_are_a_fault(tiny_bundle: Path) -> None:
     def spoil(batch: Batch, logits: Logits) -> None:
         if batch.input_ids.shape[1] == 16:
             logits[:, -1, 7] = np.nan
 
     runtime, engine = spoilt_runtime(tiny_bundle, spoil)
-    report = found_in(runtime)
-    assert [one.name for one in report.noise if not one.sound] == ["16 rows"]
-    assert next(one.as_dict()["noise"] for one in report.noise if not one.sound) is None
+    report = audited(runtime)
+    assert [one.name for one in report.noise if not one.passed] == ["16 rows"]
+    assert next(one.as_dict()["noise"] for one in report.noise if not one.passed) is None
     assert engine.cleared
     assert not report.passed
 
 
-def test_an_engine_that_does_not_do_the_same_twice_is_a_fault(tiny_bundle: Path) -> None:
+def test_a_nondeterministic_engine_is_a_fault(tiny_bundle: Path) -> None:
     random = np.random.default_rng(1)
 
     def spoil(batch: Batch, logits: Logits) -> None:
         logits += random.normal(0, 1, logits.shape).astype(np.float32)
 
     runtime, _ = spoilt_runtime(tiny_bundle, spoil)
-    report = found_in(runtime)
-    assert all(not one.sound for one in report.noise)
-    assert report.kinds[0].faults > 0
+    report = audited(runtime)
+    assert all(not one.passed for one in report.noise)
+    assert report.modes[0].faults > 0
 
 
-def test_texts_are_written_alone_and_beside_others(tiny_bundle: Path) -> None:
-    seen: list[int] = []
-    opened, _ = spoilt_runtime(tiny_bundle, before=lambda batch: seen.append(batch.requests), requests=3)
+def test_completions_are_the_same_one_request_at_a_time_and_batched(tiny_bundle: Path) -> None:
+    batch_sizes: list[int] = []
+    opened, _ = spoilt_runtime(tiny_bundle, before=lambda batch: batch_sizes.append(batch.requests), requests=3)
     with opened:
-        kinds = groups_for(opened.bundle.manifest, 8)[0].drafted
-        questions = asked(opened)
-        jobs = [TextJob(kind, prompt) for prompt in range(2) for kind in range(3)]
-        alone = write(opened, kinds, questions, jobs, together=False)
-        assert set(seen) == {1}
-        together = write(opened, kinds, questions, jobs, together=True)
-        assert max(seen) == 3
-    assert [text.lines for text in alone] == [text.lines for text in together]
+        drafted = groups_for(opened.bundle.manifest, 8)[0].drafted
+        prompts = prompts_of(opened)
+        jobs = [AuditJob(mode, prompt) for prompt in range(2) for mode in range(3)]
+        alone = generate(opened, drafted, prompts, jobs, batched=False)
+        assert set(batch_sizes) == {1}
+        batched = generate(opened, drafted, prompts, jobs, batched=True)
+        assert max(batch_sizes) == 3
+    assert [one.threads for one in alone] == [one.threads for one in batched]

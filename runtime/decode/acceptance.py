@@ -83,11 +83,16 @@ class Acceptance:
             self.lookup[kind] += self._weight(_LOOKUP_SEEN + kind) * ((depth < right) - self.lookup[kind])
         return right
 
-    def learn_masks(self, guesses: Sequence[Guess], written: Sequence[int], looked_up: int, copying: bool) -> None:
-        """Learn from the written tokens of a step; `looked_up` is how many of them prompt lookup had as well."""
+    def learn_masks(
+        self, guesses: Sequence[Guess], written: Sequence[int], looked_up: int, copying: bool, steps: int = 1
+    ) -> None:
+        """Learn from the written tokens of a step; `looked_up` is how many of them prompt lookup had as well.
+
+        `steps` counts the step and those before it from which nothing was learned.
+        """
         best = [guess.tokens[0] for guess in takewhile(lambda guess: guess.tokens, guesses)]
         right = _common(best, written)
-        self._learn_reach(right - looked_up, len(guesses), min(len(guesses), len(written)), copying)
+        self._learn_reach(right - looked_up, len(guesses), min(len(guesses), len(written)), copying, steps)
         if best:
             weight = self._weight(_TRUST_SEEN)
             for depth in range(min(right + 1, len(best), len(written))):
@@ -97,7 +102,7 @@ class Acceptance:
                 self.promised[depth] += weight * (guesses[depth].odds[0] - self.promised[depth])
                 self.kept[depth] += weight * ((depth < right) - self.kept[depth])
 
-    def _learn_reach(self, added: int, guesses: int, known: int, copying: bool) -> None:
+    def _learn_reach(self, added: int, guesses: int, known: int, copying: bool, steps: int) -> None:
         """The fate of the first `known` of the `guesses` is known; the others were wrong unless all of these were right."""
         masks = self.masks[copying]
         known = known if added >= known else guesses
@@ -108,7 +113,7 @@ class Acceptance:
             if depth < known:
                 masks[depth] += weight * ((depth < added) - masks[depth])
             elif depth >= guesses:
-                masks[depth] += self.retry * (_first(depth) - masks[depth])
+                masks[depth] += min(1.0, self.retry * steps) * (_first(depth) - masks[depth])
         if known:
             self.retry = _RETRY if added > 0 else max(_LEAST_RETRY, self.retry * 0.9)
 

@@ -1,4 +1,4 @@
-"""Budget: what a request may still spend on drafts, so that these never cost it more than a small share of its time."""
+"""Budget: what a request may still spend on drafts and on planning them, as a small share of its time."""
 
 from __future__ import annotations
 
@@ -30,3 +30,31 @@ class DraftBudget:
     def spend(self, time: float, tokens: int) -> None:
         """Note a step that took this time and wrote this many tokens."""
         self.left = max(0.0, self.left + tokens * (1 + SHARE) - time)
+
+
+PLANNING_SECONDS = 1e-4  # of Python code that plans a draft, on the machine of docs/performance.md
+_LONGEST_PAUSE = 16  # steps
+
+
+class PlanningPause:
+    """Steps that a request takes without planning a draft, while the plans of earlier steps were all empty.
+
+    A pause doubles with each empty plan, until planning takes no more than `SHARE` of the time. It is short where steps are
+    long: planning costs a large model nothing that matters.
+    """
+
+    def __init__(self) -> None:
+        self.remaining = 0  # steps
+        self.skipped = 0  # steps since the last plan
+        self._length = 0
+
+    def skip(self) -> None:
+        """Note a step without a plan."""
+        self.remaining -= 1
+        self.skipped += 1
+
+    def planned(self, rows: int, plain_seconds: float) -> None:
+        """Note a plan with this many rows; a plain step of this request takes `plain_seconds`."""
+        longest = min(_LONGEST_PAUSE, int(PLANNING_SECONDS / (SHARE * plain_seconds)))
+        self._length = min(longest, max(1, 2 * self._length)) if rows == 1 else 0
+        self.remaining, self.skipped = self._length, 0

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import is_copying
-from spaceport.runtime.decode.budget import DraftBudget
+from spaceport.runtime.decode.budget import DraftBudget, PlanningPause
 from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, chain
 from spaceport.runtime.decode.long_run import LongRun
 from spaceport.runtime.decode.plan import Part
@@ -54,6 +54,21 @@ class ChainDrafter:
         """A chain has one shape, whatever was accepted."""
 
 
+class PlainDrafter:
+    """No drafts."""
+
+    def __init__(self, drafting: Drafting, planner: DraftPlanner) -> None:
+        self._rows, self._planner = drafting.rows, planner
+
+    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
+        if sharing.call is not None and sharing.fills_up:  # the drafts of other requests make its steps longer
+            sharing.call.wishes.append(Wish((1.0,), self._planner.curve(self._rows, sharing).times, 1.0, 0.0))
+        return PLAIN
+
+    def learn(self, part: Part, verdict: Verdict) -> None:
+        """There is nothing to learn."""
+
+
 class TreeDrafter:
     """The tree of mask-slot predictions and prompt lookup that writes the most tokens in the same time."""
 
@@ -63,6 +78,9 @@ class TreeDrafter:
         self._shared = planner.acceptance(kind)
         self._acceptance = self._shared.copy()
         self._budget = DraftBudget()
+        self._pause = PlanningPause()
+        self._skipped = 0  # steps without a plan before the last plan
+        self._least = 0.0  # tokens that a row of draft has to be worth, as of the last plan
         self._tokens = self._time = 1.0  # of a step, on average
         self._steps = 0
         self._next_round = 0.0  # step from which on there may be another round of value iteration
@@ -72,21 +90,26 @@ class TreeDrafter:
         self._long_runs: dict[tuple[int, int, bool], tuple[LongRun, list[float], Curve]] = {}
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
-        drafting = self._drafting
-        curve = self._planner.curve(drafting.rows, sharing)
+        curve = self._planner.curve(self._drafting.rows, sharing)
         looked_up: Sequence[int] = ()
         equal, copied = 0, 0
         if thread.lookup is not None:
-            looked_up, equal = thread.lookup.following(thread.tokens, drafting.lookup)
+            looked_up, equal = thread.lookup.following(thread.tokens, self._drafting.lookup)
             copied = self._copied.get(thread.path, 0)
-        self._planned[thread.path] = _Planned(curve, sharing, looked_up, equal, copied)
+        paused = self._pauses(looked_up, equal, sharing)
+        planned = _Planned(curve, sharing, looked_up, equal, copied, paused)
+        self._planned[thread.path] = planned
         if sharing.requests == sharing.threads == 1 and self._planner.costs.take_plain_step():
             return PLAIN
-        if not self._budget.allows_masks:
-            drafting = self._resting
-        if not thread.guesses and not looked_up and not drafting.mask_slots:
+        drafting = self._drafting if self._budget.allows_masks else self._resting
+        if paused or not (thread.guesses or looked_up or drafting.mask_slots):
             self._wish(curve, sharing, PLAIN, self._tokens / self._time)
             return PLAIN
+        return self._plan(thread, drafting, remaining, rows, planned)
+
+    def _plan(self, thread: Thread, drafting: Drafting, remaining: int, rows: int, planned: _Planned) -> Draft:
+        """The draft that is worth the most."""
+        curve, sharing, looked_up, equal, copied, _ = planned
         acceptance = self._acceptance
         long_run = self._long_run(curve, sharing, is_copying(copied))
         outlook = Outlook(
@@ -99,6 +122,9 @@ class TreeDrafter:
         affordable = drafting.rows if sharing.fills_up else self._budget.rows(curve.times)
         draft = tree(thread.guesses, looked_up, drafting, remaining, min(rows, affordable), outlook)
         self._wish(curve, sharing, draft, outlook.rate)
+        self._least = outlook.rate * (curve.times[min(1, len(curve.times) - 1)] - 1)
+        self._skipped = self._pause.skipped
+        self._pause.planned(draft.rows, curve.plain / sharing.requests)
         return draft
 
     def learn(self, part: Part, verdict: Verdict) -> None:
@@ -110,16 +136,31 @@ class TreeDrafter:
         self._budget.spend(time, len(written))
         self._tokens += _PACE * (len(written) - self._tokens)
         self._time += _PACE * (time - self._time)
+        if planned.paused:
+            self._copied.pop(thread.path, None)
+            return
         right, copied = 0, planned.copied
         self._steps += 1
         learning = (self._acceptance, self._shared) if self._steps % _SHARE_EVERY == 0 else (self._acceptance,)
         for acceptance in learning:
             if thread.lookup is not None:
                 right = acceptance.learn_lookup(planned.looked_up, written, planned.equal, copied)
-            acceptance.learn_masks(thread.guesses, written, right, is_copying(copied))
+            acceptance.learn_masks(thread.guesses, written, right, is_copying(copied), 1 + self._skipped)
         if thread.lookup is not None:
             whole = right == min(len(planned.looked_up), len(written))
             self._copied[thread.path] = copied + right if whole and right else 0
+        self._skipped = 0
+
+    def _pauses(self, looked_up: Sequence[int], equal: int, sharing: Sharing) -> bool:
+        """Whether this step goes without a plan: the last plans were empty, and no probable token was looked up."""
+        if not self._pause.remaining or sharing.threads > 1:
+            return False
+        if looked_up:
+            (odds,) = self._acceptance.looked_up(equal, 0, 1)
+            if odds > self._least * (1 - odds):  # of a long chain, all further tokens as probable as the first
+                return False
+        self._pause.skip()
+        return True
 
     def _wish(self, curve: Curve, sharing: Sharing, draft: Draft, rate: float) -> None:
         if sharing.call is not None and sharing.fills_up:
@@ -157,6 +198,7 @@ class _Planned(NamedTuple):
     looked_up: Sequence[int]
     equal: int  # tokens before the looked-up ones that are the same in both places
     copied: int  # looked-up tokens in a row that were right
+    paused: bool = False  # there was no plan
 
     def time(self, rows: int) -> float:
         """The share of a step in which a thread had this many rows, in plain steps."""
@@ -168,4 +210,6 @@ class _Planned(NamedTuple):
 
 def drafter_for(drafting: Drafting, planner: DraftPlanner, kind: Hashable = None) -> Drafter:
     """The drafter of one request; requests of one kind share what they learn."""
+    if not drafting.mask_slots and not drafting.lookup:
+        return PlainDrafter(drafting, planner)
     return ChainDrafter(drafting) if drafting.shape == "chain" else TreeDrafter(drafting, planner, kind)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.runtime.decode.budget import CREDIT, SHARE, DraftBudget
+from spaceport.runtime.decode.budget import CREDIT, SHARE, DraftBudget, PlanningPause
 
 TIMES = st.lists(st.floats(0, 2), min_size=1, max_size=30).map(
     lambda more: [1 + sum(more[:n]) for n in range(len(more))]
@@ -50,3 +50,26 @@ def test_what_drafts_saved_may_be_spent_again() -> None:
     budget.spend(1 + CREDIT, 1)
     budget.spend(2.0, 6)
     assert budget.rows([1.0, 3.0, 5.0, 9.0]) == 3
+
+
+def test_a_pause_doubles_with_each_empty_plan_and_ends_with_the_first_draft() -> None:
+    pause, pauses = PlanningPause(), []
+    for rows in (1, 1, 1, 1, 1, 1, 5, 1):
+        pause.planned(rows, plain_seconds=1e-4)
+        pauses.append(pause.remaining)
+        while pause.remaining:
+            pause.skip()
+    assert pauses == [1, 2, 4, 8, 16, 16, 0, 1]
+
+
+@pytest.mark.parametrize(("plain_seconds", "longest"), [(1e-3, 10), (5e-3, 2), (2e-2, 0), (1.0, 0)])
+def test_pauses_are_short_where_steps_are_long(plain_seconds: float, longest: int) -> None:
+    pause = PlanningPause()
+    for _ in range(8):
+        pause.planned(1, plain_seconds)
+    assert pause.remaining == longest
+    for _ in range(longest):
+        pause.skip()
+    assert (pause.remaining, pause.skipped) == (0, longest)
+    pause.planned(1, plain_seconds)
+    assert pause.skipped == 0

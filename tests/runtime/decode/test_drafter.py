@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.runtime.costs import CostTable, StepCosts
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.budget import CREDIT, SHARE
-from spaceport.runtime.decode.draft import Drafting
-from spaceport.runtime.decode.planner import DraftPlanner
-from support.acceptance_process import Fate, decode
+from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting
+from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
+from spaceport.runtime.decode.plan import plan_thread
+from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing
+from spaceport.runtime.decode.threads import new_thread
+from spaceport.runtime.decode.tree import Outlook, tree
+from support.acceptance_process import TOKENS, Fate, decode
 
 FLOAT32 = CostTable(64, ((1, 1.0), (4, 1.12), (9, 1.4), (16, 1.6), (36, 2.5)))
 INT8 = CostTable(64, ((1, 1.0), (4, 1.2), (9, 1.4), (16, 1.65), (36, 2.7)))
@@ -121,3 +129,121 @@ def test_a_table_that_is_badly_wrong_is_put_right_by_the_steps_that_run(accepted
         told = decode(wrong, Drafting(5), lambda index, depth: draws.random() < accepted, 500, on_step=run)
         speeds.append(told.tokens * 0.02 / sum(spent))
     assert speeds[-1] >= 0.95
+
+
+def small_model(seconds: float) -> DraftPlanner:
+    """Costs of an engine whose plain step takes so long, with nothing spent outside of it."""
+    table = CostTable(64, tuple((rows, seconds * time) for rows, time in FLOAT32.single))
+    return DraftPlanner(StepCosts(table, fixed=True))
+
+
+def plans_of(planner: DraftPlanner, fate: Fate, length: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many steps of a text planned a draft."""
+    plans = 0
+
+    def counting(*given: Any) -> Draft:
+        nonlocal plans
+        plans += 1
+        return tree(*given)
+
+    monkeypatch.setattr("spaceport.runtime.decode.drafter.tree", counting)
+    decode(planner, Drafting(5, lookup=0), fate, length)
+    return plans
+
+
+@pytest.mark.parametrize(("seconds", "least", "most"), [(5e-4, 0.0, 0.3), (2e-2, 0.6, 1.0)])
+def test_short_steps_skip_planning_where_drafts_are_never_right(
+    seconds: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = plans_of(small_model(seconds), lambda index, depth: False, 2000, monkeypatch)
+    assert least * 2000 <= plans <= most * 2000
+
+
+def test_planning_goes_on_where_drafts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many steps as tokens / 6, and hardly any without a plan."""
+    told = decode(small_model(5e-4), Drafting(5, lookup=0), lambda index, depth: True, 1000)
+    assert plans_of(small_model(5e-4), lambda index, depth: True, 1000, monkeypatch) >= 0.95 * told.steps
+
+
+class LookupText:
+    """A text of one thread whose mask slots are never right, so that it drafts by prompt lookup; tokens are given."""
+
+    def __init__(self, prompt: Sequence[int], planner: DraftPlanner) -> None:
+        self.drafter = TreeDrafter(Drafting(5, lookup=16), planner, "")
+        self.drafter._acceptance.masks = ([0.0] * 5, [0.0] * 5)
+        self.drafter._acceptance.retry = 0.0
+        self.thread = new_thread(prompt, 8, lookup=True)
+        self.thread.fed = len(prompt) - 1
+
+    def draft(self) -> Draft:
+        return self.drafter.draft(self.thread, 10**6, 64, Sharing(1, 64))
+
+    def write(self, *tokens: int) -> Draft:
+        """One step that generates these tokens, and its draft."""
+        draft = self.draft()
+        self.drafter.learn(plan_thread(self.thread, draft, TOKENS, 512), Verdict((0,), tokens, ()))
+        self.thread.tokens += tokens
+        self.thread.fed += len(tokens)
+        return draft
+
+
+@pytest.mark.parametrize("new_tokens", range(20, 38))  # longer than a pause
+def test_a_probable_looked_up_token_ends_a_pause(new_tokens: int) -> None:
+    text = LookupText([5, 6, 7, 8], small_model(2e-4))
+    for token in range(100, 100 + new_tokens):
+        assert text.write(token).rows == 1
+    text.write(5)
+    text.write(6)
+    assert text.draft().tokens[:2] == (7, 8)
+
+
+def test_a_wrong_looked_up_token_ends_what_counts_as_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    outlooks: list[Outlook] = []
+
+    def recording(*given: Any) -> Draft:
+        outlooks.append(given[-1])
+        return tree(*given)
+
+    monkeypatch.setattr("spaceport.runtime.decode.drafter.tree", recording)
+    text = LookupText([*range(10, 40), 77, 78, 10, 11], planner(FLOAT32))
+    text.write(*range(12, 20))
+    text.draft()
+    text.write(20, 99)  # 21 was looked up
+    text.write(14)
+    text.write(15)
+    text.draft()
+    _, copying, *_, behind_two = (outlook.lookup[0] for outlook in outlooks if outlook.lookup)
+    assert copying > 0.8 > behind_two
+
+
+@pytest.mark.parametrize(("left", "fed"), [(1.0, True), (0.2, False)])  # plain steps
+def test_mask_slots_are_fed_only_while_the_budget_allows_them(left: float, fed: bool) -> None:
+    """Rows cost next to nothing here, so even little of the budget could pay for many."""
+    drafter = TreeDrafter(Drafting(5, lookup=0), planner(FLAT), "")
+    drafter._budget.left = left
+    draft = drafter.draft(new_thread([1, 2, 3], 8), 100, 64, Sharing(1, 64))
+    assert (sum(draft.masks) > 0) == fed
+
+
+def test_steps_without_a_plan_count_when_acceptance_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    learn = Acceptance.learn_masks
+
+    def counting(self: Acceptance, *given: Any) -> None:
+        counted.append(given[-1])
+        learn(self, *given)
+
+    monkeypatch.setattr(Acceptance, "learn_masks", counting)
+    monkeypatch.setattr("spaceport.runtime.decode.drafter._SHARE_EVERY", 10**9)  # the request's own alone
+    told = decode(small_model(5e-4), Drafting(5, lookup=0), lambda index, depth: False, 1000)
+    assert max(counted) > 10
+    assert told.steps - 20 <= sum(counted) <= told.steps
+
+
+def test_a_request_without_drafts_counts_when_others_choose_the_width_of_a_call() -> None:
+    shared = SharedCall(2)
+    drafter = drafter_for(Drafting(0, lookup=0), planner(FLOAT32))
+    thread = new_thread([1, 2, 3], 8)
+    assert drafter.draft(thread, 100, 64, Sharing(1, 64, shared)) == PLAIN
+    (wish,) = shared.wishes
+    assert (list(wish.worth), wish.rate, wish.left) == ([1.0], 1.0, 0.0)

@@ -11,7 +11,7 @@ from support.vocabulary import WORDS, prose, wide_lines
 
 LONGEST_PAGE = 200  # lines
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md")),
     *(DOCS / f"{name}.md" for name in ("README", "architecture", "generate", "glossary")),
 ]
 

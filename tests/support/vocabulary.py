@@ -33,7 +33,7 @@ class Word:
 
 # To reject another word, add a row. Literal uses go into the third column.
 WORDS = (
-    Word("guess|guesses|guessed", "candidate, draft token, prediction"),
+    Word("guess|guesses|guessed", "candidate, draft token, prediction", "never guess(es)?"),
     Word("processors?", "CPU", r"\(R\) Processor|pre-?processors?"),
     Word("spines?", "root thread"),
     Word("hangs? (from|on)|hanging from|hung from", "child of, parent is"),
@@ -52,7 +52,7 @@ WORDS = (
     ),
     Word("so (many|much|often)", "N, count, at most N"),
     Word(
-        "(tokens?|rows?|steps?|operators?|ms|us|µs|MB|times|samples?|nodes?|[0-9.]+) a (step|second|layer|row|call|token|line)",
+        "(tokens?|rows?|steps?|operators?|ms|us|µs|MB|times|samples?|nodes?|\\d[\\d.]*) a (step|second|layer|row|call|token|line)",
         "per step, per second",
         r"how many [\w ]*tokens a step",
     ),

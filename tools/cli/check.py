@@ -15,10 +15,10 @@ from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import (
     PATH,
-    Idle,
+    Unused,
     bundle_argument,
     json_option,
-    refuse_idle,
+    refuse_unused,
     remote_code_option,
     threads_option,
     trust_engines_option,
@@ -102,7 +102,7 @@ def command(
     """
     if length is not None and length < SHORTEST:
         raise OptionFault(f"--long is {length}: expected at least {SHORTEST}")
-    _refuse_idle(context, print_polygraphy, outputs)
+    _refuse_unused(context, print_polygraphy, outputs)
     options = CheckOptions(checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers)
     opened = open_bundle(bundle)
     if length is not None and length > opened.manifest.max_positions:
@@ -135,14 +135,14 @@ def command(
     return OK if report.passed and all(one.passed for one in audits.values()) else ACCURACY
 
 
-def _refuse_idle(context: click.Context, print_polygraphy: bool, outputs: Path | None) -> None:
+def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path | None) -> None:
     """Raise for what a check would heed, where none is made."""
     never = (*_OF_A_CHECK, "outputs", "threads", "trust_remote_code")
-    refuse_idle(
+    refuse_unused(
         context,
         (
-            Idle(print_polygraphy, never, "--print-polygraphy", "it with a check"),
-            Idle(outputs is not None, _OF_A_CHECK, "--save-outputs", "it with a check"),
+            Unused(print_polygraphy, never, "with --print-polygraphy", "run the check without --print-polygraphy"),
+            Unused(outputs is not None, _OF_A_CHECK, "with --save-outputs", "run the check without --save-outputs"),
         ),
     )
 

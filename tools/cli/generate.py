@@ -61,7 +61,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **told:
     with open_runtime(bundle, told) as runtime:
         show_notes(runtime.notes)
         check_with(context, runtime.bundle.manifest, decoding)
-        never = banned(told["ban"], runtime.tokenizer)
+        never = banned(told["banned"], runtime.tokenizer)
         decoding = replace(decoding, sampling=replace(decoding.sampling, banned=never))
         lanes = Lanes(runtime.bundle.manifest.tokens.fork)
         with runtime.stream(given, decoding) as stream:

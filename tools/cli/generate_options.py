@@ -20,11 +20,11 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.text.tokenizer import encode
 from spaceport.tools.cli.options import (
     PATH,
-    Idle,
     Sectioned,
+    Unused,
     json_option,
     options,
-    refuse_idle,
+    refuse_unused,
     step_costs_option,
     threads_option,
 )
@@ -87,7 +87,7 @@ choices = options(
     click.option("--presence-penalty", type=float, metavar="X", help="Take X off the logit of each token of the text."),
     click.option("--frequency-penalty", type=float, metavar="X", help="Take X off it for each time that it is in the text."),
     click.option("--logit-bias", multiple=True, metavar="ID=X", help="Add X to the logit of a token; may be given more than once."),
-    click.option("--ban", multiple=True, metavar="TOKEN", help="Never write a token: its id, or text that is one token; may be given more than once."),
+    click.option("--ban", "banned", multiple=True, metavar="TOKEN", help="Never write a token: its id, or text that is one token; may be given more than once."),
     click.option("--regex", metavar="REGEX", help="Write a text that matches this as a whole; it does not fork."),
     click.option("--json-schema", type=PATH, metavar="FILE", help="Write JSON that fits a schema; it does not fork."),
 )  # fmt: skip
@@ -123,22 +123,36 @@ def check_before(context: click.Context) -> None:
         raise OptionFault("--checkpoint is only read with --backend torch: leave it out, or add that")
     if told["checkpoint"] is None and told["backend"] == "torch":
         raise OptionFault("--backend torch runs the checkpoint itself: name it with --checkpoint")
-    formed = "--regex" if told["regex"] is not None else "--json-schema" if told["json_schema"] is not None else ""
-    refuse_idle(
+    grammar_flag = (
+        "--regex" if told["regex"] is not None else "--json-schema" if told["json_schema"] is not None else ""
+    )
+    refuse_unused(
         context,
         (
-            Idle(not told["temperature"], ("top_k", "top_p", "min_p", "seed"), "no --temperature", "--temperature 1"),
-            Idle(bool(formed), ("max_threads", "max_depth"), formed, "one of the two, since such a text does not fork"),
-            Idle(not told["as_json"], ("logprobs",), "no --json", "--json"),
-            Idle(told["as_json"], ("live", "show_drafts"), "--json", "one of the two"),
-            Idle(told["draft"] == "chain", ("draft_rows", "draft_siblings"), "--draft chain", "--draft tree"),
-            Idle(
+            Unused(
+                not told["temperature"],
+                ("top_k", "top_p", "min_p", "seed"),
+                "without --temperature",
+                "add --temperature 1",
+            ),
+            Unused(
+                bool(grammar_flag),
+                ("max_threads", "max_depth"),
+                f"with {grammar_flag}, which turns threads off",
+                f"leave {grammar_flag} out",
+            ),
+            Unused(not told["as_json"], ("logprobs",), "without --json", "add --json"),
+            Unused(told["as_json"], ("live", "show_drafts"), "with --json", "leave --json out"),
+            Unused(
+                told["draft"] == "chain", ("draft_rows", "draft_siblings"), "with --draft chain", "use --draft tree"
+            ),
+            Unused(
                 told["backend"] == "torch",
                 ("trust_engines", "step_costs"),
-                "--backend torch",
-                "a backend that runs engines",
+                "with --backend torch",
+                "use another backend",
             ),
-            Idle(told["fork"] is False, ("max_threads", "max_depth"), "--no-fork", "--fork"),
+            Unused(told["fork"] is False, ("max_threads", "max_depth"), "with --no-fork", "leave --no-fork out"),
         ),
     )
 
@@ -146,15 +160,27 @@ def check_before(context: click.Context) -> None:
 def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
     """Raise for options that would do nothing with a bundle."""
     drafting = decoding.drafting(manifest.max_mask_slots, exact=manifest.exact_drafts)
-    idle = drafting.mask_slots == 0
-    without = "--mask-slots 0" if manifest.max_mask_slots else "a bundle without mask slots"
+    no_masks = drafting.mask_slots == 0
+    without = "with --mask-slots 0" if manifest.max_mask_slots else "with a bundle without mask slots"
     forks = manifest.tokens.fork is not None
-    refuse_idle(
+    refuse_unused(
         context,
         (
-            Idle(idle, ("draft_siblings",), without, "mask slots"),
-            Idle(idle and not drafting.lookup, ("draft", "draft_rows"), without, "mask slots or --lookup"),
-            Idle(not forks, ("max_threads", "max_depth"), "a bundle without a fork token", "one that forks"),
+            Unused(
+                no_masks,
+                ("draft_siblings",),
+                without,
+                "turn mask slots on" if manifest.max_mask_slots else "export the bundle with mask tokens",
+            ),
+            Unused(
+                no_masks and not drafting.lookup, ("draft", "draft_rows"), without, "turn mask slots or --lookup on"
+            ),
+            Unused(
+                not forks,
+                ("max_threads", "max_depth"),
+                "with a bundle without a fork token",
+                "export the bundle with a fork token",
+            ),
         ),
     )
 

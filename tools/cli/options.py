@@ -1,8 +1,8 @@
-"""Options: those that several commands share, their sections in --help, and the refusal of options without effect."""
+"""Options: those that several commands share, their groups in --help, former names, and errors for unused options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args
 
@@ -15,48 +15,70 @@ from spaceport.runtime.costs import CostSource
 PATH = click.Path(path_type=Path)
 
 bundle_argument = click.argument("bundle", type=PATH)
-backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-threads_option = click.option("--threads", default=0, metavar="N", help="Processor threads; 0 means one for each core.")
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(("auto", *BACKENDS)),
+    default="auto",
+    metavar="NAME",
+    help=f"Backend: {', '.join(BACKENDS)}; auto = the best one available (default).",
+)
+threads_option = click.option("--threads", default=0, metavar="N", help="CPU threads; 0 = one per core (default).")
 step_costs_option = click.option(
     "--step-costs",
     type=click.Choice(get_args(CostSource)),
     default="measured",
     show_default=True,
-    help="Plan drafts by step times measured on this machine, by constants that give the same steps every time, or as if rows were free.",
+    help="Step costs for planning drafts: measured on this machine; standard = built-in constants, reproducible; free = always draft the maximum.",
 )
 trust_engines_option = click.option(
-    "--trust-engines", is_flag=True, help="Also open engines that were not built on this machine."
+    "--trust-engines", is_flag=True, help="Also load TensorRT engines built on other machines: an engine file is code."
 )
 remote_code_option = click.option(
-    "--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along."
+    "--trust-remote-code", is_flag=True, help="Run the Python code in the checkpoint folder."
 )
 
-_COLUMN = 24  # characters of the widest option that its description stands beside
+_COLUMN = 24  # characters; the help of longer options starts on the next line
 
 
 def json_option(what: str) -> Callable[[Any], Any]:
-    """The flag that prints a result as JSON."""
-    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
+    """The flag --json, for a command that prints `what`."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON to stdout.")
 
 
 def overwrite_option(what: str) -> Callable[[Any], Any]:
-    """The flag that replaces an existing output."""
-    return click.option("--overwrite", is_flag=True, help=f"Replace a {what} that is there already.")
+    """The flag --overwrite, for a command that writes a `what`."""
+    return click.option("--overwrite", is_flag=True, help=f"Replace an existing {what}.")
 
 
-class Idle(NamedTuple):
-    """Options that do nothing under a condition."""
+class Unused(NamedTuple):
+    """Options that have no effect under a condition."""
 
     holds: bool
     names: tuple[str, ...]
-    given: str  # the condition as it was given
-    expected: str
+    condition: str  # as in an error: "with --json", "without --temperature"
+    remedy: str  # as in an error: "add --temperature 1"
+
+
+class Renamed(click.Option):
+    """An option that also accepts its former names, which --help does not list."""
+
+    def __init__(self, declarations: Sequence[str], former: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(declarations, **settings)
+        self.former = tuple(former)
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        listed = self.opts
+        self.opts = [*listed, *self.former]
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.opts = listed
 
 
 class Sectioned(click.Command):
-    """A command whose --help lists its options under headings."""
+    """A command whose --help lists its options in groups with headings."""
 
-    headings: ClassVar[Mapping[str, str]] = {}  # heading by the name of the first option under it
+    headings: ClassVar[Mapping[str, str]] = {}  # name of the first option of a group -> its heading
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         listed: dict[str, list[tuple[str, str]]] = {}
@@ -74,7 +96,7 @@ class Sectioned(click.Command):
 
 
 def options(*listed: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several options as one decorator, in their order."""
+    """One decorator that adds several options in this order."""
 
     def apply(function: Any) -> Any:
         for option in reversed(listed):
@@ -84,16 +106,14 @@ def options(*listed: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return apply
 
 
-def refuse_idle(context: click.Context, rules: Iterable[Idle]) -> None:
-    """Raise for an option that was given and would do nothing."""
+def refuse_unused(context: click.Context, rules: Iterable[Unused]) -> None:
+    """Raise for an option that was given and has no effect."""
     for rule in rules:
         for option in context.command.params if rule.holds else ():
             if option.name in rule.names and was_given(context, option.name):
-                raise OptionFault(
-                    f"{option.opts[0]} with {rule.given}: it would do nothing; expected {rule.expected}, or leave it out"
-                )
+                raise OptionFault(f"{option.opts[0]} has no effect {rule.condition}: {rule.remedy}, or leave it out")
 
 
 def was_given(context: click.Context, name: str) -> bool:
-    """Whether an option was said, and is not what it is by default."""
+    """Whether an option is on the command line."""
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE

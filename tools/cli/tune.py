@@ -10,11 +10,11 @@ import click
 
 from spaceport.tools.cli.options import (
     PATH,
-    Idle,
+    Unused,
     json_option,
     options,
     overwrite_option,
-    refuse_idle,
+    refuse_unused,
     remote_code_option,
 )
 from spaceport.tools.cli.tune_data import command as data_command
@@ -89,13 +89,18 @@ _ADAPTING = ("rank", "alpha", "targets")
 def check_use(context: click.Context) -> None:
     """Raise for an option that was given and would do nothing."""
     objective, method = context.params["objective"], context.params["method"]
-    refuse_idle(
+    refuse_unused(
         context,
         (
-            Idle(objective == "apar", _DRAFTING, f"--objective {objective}", "--objective sar or both"),
-            Idle(objective == "sar", _FORKING, f"--objective {objective}", "--objective apar or both"),
-            Idle(method not in ("lora", "gated-lora"), _ADAPTING, f"--method {method}", "--method lora or gated-lora"),
-            Idle(not context.params["self_distill"], ("bundle",), "no --self-distill", "both or neither"),
+            Unused(objective == "apar", _DRAFTING, f"with --objective {objective}", "use --objective sar or both"),
+            Unused(objective == "sar", _FORKING, f"with --objective {objective}", "use --objective apar or both"),
+            Unused(
+                method not in ("lora", "gated-lora"),
+                _ADAPTING,
+                f"with --method {method}",
+                "use --method lora or gated-lora",
+            ),
+            Unused(not context.params["self_distill"], ("bundle",), "without --self-distill", "add --self-distill"),
         ),
     )
 

@@ -85,11 +85,11 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
         (("--target", "sm89", "--target", "sm90"), "--target is sm90: "),
         (("--target", "sm90", "--target", "sm89"), "--target is sm90: "),
         (("--target", "sm89", "--max-requests", 0), "--max-requests is 0: expected 1 to 1024"),
-        (("--target", "sm89", "--max-seq-len", 1), "max_seq_len is 1: expected 2 to 1024"),
-        (("--target", "sm89", "--max-seq-len", 1025), "max_seq_len is 1025: expected 2 to 1024"),
+        (("--target", "sm89", "--max-seq-len", 1), "--max-seq-len is 1: expected 2 to 1024"),
+        (("--target", "sm89", "--max-seq-len", 1025), "--max-seq-len is 1025: expected 2 to 1024"),
         (
             ("--target", "sm89", "--max-seq-len", 300, "--max-slots", 200),
-            "max_slots is 200: expected at least max_seq_len",
+            "--max-slots is 200: expected at least --max-seq-len",
         ),
         (
             ("--target", "sm89", "--prompt-rows", 64),

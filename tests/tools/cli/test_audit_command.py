@@ -165,8 +165,8 @@ def test_what_is_no_file_of_prompts_is_told_with_its_line(tmp_path: Path, conten
         (["--max-tokens", 0], USAGE, "--max-tokens is 0: expected at least 1"),
         (["--limit", 0], USAGE, "--limit is 0: expected at least 1"),
         (["--backend", "fortran"], USAGE, "'fortran' is not one of 'auto', "),
-        (["--max-requests", 0], USAGE, "max_requests is 0: expected 1 to 1024"),
-        (["--max-seq-len", 5000], USAGE, "max_seq_len is 5000: expected 2 to 1024"),
+        (["--max-requests", 0], USAGE, "--max-requests is 0: expected 1 to 1024"),
+        (["--max-seq-len", 5000], USAGE, "--max-seq-len is 5000: expected 2 to 1024"),
         (
             ["--max-seq-len", 60],
             INPUT,

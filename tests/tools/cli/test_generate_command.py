@@ -324,4 +324,4 @@ def test_inspect_tells_the_memory_that_so_many_slots_take(tiny_bundle: Path, cap
         assert told[1]["kv"] == runtime.engine.signature.kv_bytes(1, runtime.engine.capacity)
     assert told[1]["slots"] - told[0]["slots"] == 256
     assert run(["inspect", str(tiny_bundle), "--max-slots", "9"]) == USAGE
-    assert "max_slots is 9: expected at least max_seq_len, 1024" in capfd.readouterr().err
+    assert "--max-slots is 9: expected at least --max-seq-len, 1024" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""`spaceport generate` told what cannot be meant: one line with what came, what was expected and what to do, and no text."""
+"""Invalid options of `spaceport generate`: one line says what came, what was expected and what to do; no output."""
 
 from __future__ import annotations
 
@@ -32,88 +32,98 @@ def refused(capfd: Capture, message: str, bundle: Path, *arguments: object) -> N
 
 
 WRONG: list[tuple[list[object], str]] = [
-    (["--max-total-tokens", 0], "max_total_tokens is 0: expected at least 1"),
-    (["--max-total-tokens", 5000], r"max_total_tokens 5000 make 5002 slots, max_slots is 1024: lower .* to 1022, or"),
-    (["--max-slots", 9], "max_slots is 9: expected at least max_seq_len, 1024"),
-    (["--max-slots", -1], "max_slots is -1: expected at least max_seq_len, 1024"),
-    (["--timeout", 0], "timeout is 0.0: expected seconds, more than 0"),
-    (["--timeout", "nan"], "timeout is nan: expected seconds, more than 0"),
+    (["--max-total-tokens", 0], "--max-total-tokens is 0: expected at least 1"),
+    (
+        ["--max-total-tokens", 5000],
+        r"--max-total-tokens 5000 make 5002 slots, --max-slots is 1024: lower .* to 1022, or",
+    ),
+    (["--max-slots", 9], "--max-slots is 9: expected at least --max-seq-len, 1024"),
+    (["--max-slots", -1], "--max-slots is -1: expected at least --max-seq-len, 1024"),
+    (["--timeout", 0], "--timeout is 0.0: expected seconds, more than 0"),
+    (["--timeout", "nan"], "--timeout is nan: expected seconds, more than 0"),
     (["--timeout", "soon"], "'soon' is not a valid float"),
     (["--draft", "bush"], "'bush' is not one of 'chain', 'tree'"),
-    (["--draft-rows", 0], "draft_rows is 0: expected at least 1"),
-    (["--draft-siblings", 0], "draft_siblings is 0: expected at least 1"),
-    (["--lookup", -1], "lookup is -1: expected at least 0"),
-    (["--lookup", 3, "--draft", "chain"], "lookup is 3 with draft chain: .*: leave one out"),
-    (["--draft-rows", 3, "--draft", "chain"], "--draft-rows with --draft chain: it would do nothing; expected --draft"),
-    (["--draft-siblings", 3, "--draft", "chain"], "--draft-siblings with --draft chain: it would do nothing"),
-    (["--draft-siblings", 3, "--mask-slots", 0, "--lookup", 2], "--draft-siblings with --mask-slots 0: it would do"),
-    (["--draft-rows", 3, "--mask-slots", 0], "--draft-rows with --mask-slots 0: .*expected mask slots or --lookup"),
-    (["--draft", "tree", "--mask-slots", 0], "--draft with --mask-slots 0: it would do nothing; expected mask slots"),
-    (["--max-threads", 0], "max_threads is 0: expected 1 to 128"),
-    (["--max-threads", 129], "max_threads is 129: expected 1 to 128"),
-    (["--max-depth", -1], "max_depth is -1: expected at least 0"),
-    (["--max-threads", 2, "--no-fork"], "--max-threads with --no-fork: it would do nothing; expected --fork, or leave"),
-    (["--max-depth", 2, "--no-fork"], "--max-depth with --no-fork: it would do nothing; expected --fork, or leave it"),
-    (["--json", "--show-drafts"], "--show-drafts with --json: it would do nothing; expected one of the two"),
-    (["--temperature", -1], "temperature is -1.0: expected a number from 0 to 100"),
-    (["--temperature", "nan"], "temperature is nan: expected a number from 0 to 100"),
-    (["--temperature", "inf"], "temperature is inf: expected a number from 0 to 100"),
-    (["--temperature", 1, "--top-k", -1], "top_k is -1: expected"),
-    (["--temperature", 1, "--top-p", 1.5], "top_p is 1.5: expected a number from 0 to 1"),
-    (["--temperature", 1, "--min-p", "nan"], "min_p is nan: expected a number from 0 to 1"),
-    (["--temperature", 1, "--seed", -1], "seed is -1: expected"),
-    (["--seed", 1], "--seed with no --temperature: it would do nothing; expected --temperature 1, or leave it out"),
-    (["--seed", 0], "--seed with no --temperature: it would do nothing; expected --temperature 1, or leave it out"),
-    (["--top-k", 5, "--temperature", 0], "--top-k with no --temperature: it would do nothing"),
-    (["--top-p", 0.5], "--top-p with no --temperature: it would do nothing"),
-    (["--min-p", 0.5], "--min-p with no --temperature: it would do nothing"),
-    (["--repetition-penalty", 0], "repetition_penalty is 0.0: expected a number from 0.01 to 100"),
-    (["--presence-penalty", 3], "presence_penalty is 3.0: expected a number from -2 to 2"),
-    (["--frequency-penalty", "nan"], "frequency_penalty is nan: expected a number from -2 to 2"),
+    (["--draft-rows", 0], "--draft-rows is 0: expected at least 1"),
+    (["--draft-siblings", 0], "--draft-siblings is 0: expected at least 1"),
+    (["--lookup", -1], "--lookup is -1: expected at least 0"),
+    (["--lookup", 3, "--draft", "chain"], "--lookup is 3 with draft chain: .*: leave one out"),
+    (["--draft-rows", 3, "--draft", "chain"], "--draft-rows has no effect with --draft chain"),
+    (["--draft-siblings", 3, "--draft", "chain"], "--draft-siblings has no effect with --draft chain"),
+    (["--draft-siblings", 3, "--mask-slots", 0, "--lookup", 2], "--draft-siblings has no effect with --mask-slots 0"),
+    (
+        ["--draft-rows", 3, "--mask-slots", 0],
+        "--draft-rows has no effect with --mask-slots 0: turn mask slots or --lookup on, or leave",
+    ),
+    (["--draft", "tree", "--mask-slots", 0], "--draft has no effect with --mask-slots 0"),
+    (["--max-threads", 0], "--max-threads is 0: expected 1 to 128"),
+    (["--max-threads", 129], "--max-threads is 129: expected 1 to 128"),
+    (["--max-depth", -1], "--max-depth is -1: expected at least 0"),
+    (["--max-threads", 2, "--no-fork"], "--max-threads has no effect with --no-fork"),
+    (["--max-depth", 2, "--no-fork"], "--max-depth has no effect with --no-fork"),
+    (["--json", "--show-drafts"], "--show-drafts has no effect with --json"),
+    (["--temperature", -1], "--temperature is -1.0: expected a number from 0 to 100"),
+    (["--temperature", "nan"], "--temperature is nan: expected a number from 0 to 100"),
+    (["--temperature", "inf"], "--temperature is inf: expected a number from 0 to 100"),
+    (["--temperature", 1, "--top-k", -1], "--top-k is -1: expected"),
+    (["--temperature", 1, "--top-p", 1.5], "--top-p is 1.5: expected a number from 0 to 1"),
+    (["--temperature", 1, "--min-p", "nan"], "--min-p is nan: expected a number from 0 to 1"),
+    (["--temperature", 1, "--seed", -1], "--seed is -1: expected"),
+    (["--seed", 1], "--seed has no effect without --temperature: add --temperature 1, or leave it out"),
+    (["--seed", 0], "--seed has no effect without --temperature: add --temperature 1, or leave it out"),
+    (["--top-k", 5, "--temperature", 0], "--top-k has no effect without --temperature"),
+    (["--top-p", 0.5], "--top-p has no effect without --temperature"),
+    (["--min-p", 0.5], "--min-p has no effect without --temperature"),
+    (["--repetition-penalty", 0], "--repetition-penalty is 0.0: expected a number from 0.01 to 100"),
+    (["--presence-penalty", 3], "--presence-penalty is 3.0: expected a number from -2 to 2"),
+    (["--frequency-penalty", "nan"], "--frequency-penalty is nan: expected a number from -2 to 2"),
     (["--logit-bias", "5"], "--logit-bias is '5': expected a token id and a number, such as 42=-1.5"),
     (["--logit-bias", "word=1"], "--logit-bias is 'word=1': expected a token id and a number, such as 42=-1.5"),
     (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names the token 5 twice: expected one number"),
-    (["--logit-bias", "5=nan"], "the logit_bias of token 5 is nan: expected"),
-    (["--logit-bias", "640=1"], "logit_bias holds the token id 640: expected ids from 0 to 639"),
-    (["--logit-bias", "-1=1"], "a token id in logit_bias is -1: expected"),
-    (["--ban", "640"], "banned holds the token id 640: expected ids from 0 to 639"),
+    (["--logit-bias", "5=nan"], "the --logit-bias of token 5 is nan: expected"),
+    (["--logit-bias", "640=1"], "--logit-bias holds the token id 640: expected ids from 0 to 639"),
+    (["--logit-bias", "-1=1"], "a token id in --logit-bias is -1: expected"),
+    (["--ban", "640"], "--ban holds the token id 640: expected ids from 0 to 639"),
     (["--ban", "class JSON"], r"--ban 'class JSON': it is \d+ tokens, \[\d+, .*: expected one; name it by its id"),
     (["--ban", ""], r"--ban '': it is 0 tokens, \[\]: expected one; name it by its id"),
     (["--regex", "("], r"the regular expression '\('"),
-    (["--regex", ""], "regex is '': expected a regular expression of at least one character"),
+    (["--regex", ""], "--regex is '': expected a regular expression of at least one character"),
     (["--regex", "a", "--json-schema", TINY / "config.json"], "--regex and --json-schema are both given: expected one"),
-    (["--json-schema", TINY / "README.md"], "json_schema is not JSON: .*: expected a schema such as"),
+    (["--json-schema", TINY / "README.md"], "--json-schema is not JSON: .*: expected a schema such as"),
     (["--regex", "a", "--fork"], "grammar and fork are both asked for"),
-    (["--regex", "a", "--max-threads", 2], "--max-threads with --regex: it would do nothing; expected one of the two"),
-    (["--json-schema", "s", "--max-depth", 2], "--max-depth with --json-schema: it would do nothing; expected one"),
+    (["--regex", "a", "--max-threads", 2], "--max-threads has no effect with --regex"),
+    (["--json-schema", "s", "--max-depth", 2], "--max-depth has no effect with --json-schema"),
     (["--trace", "/"], "/: is no file: expected the name of a file"),
     (["--report", TINY], "tiny: is no file: expected the name of a file"),
     (["--report", "nowhere/r.html"], "nowhere/r.html: there is no folder .*nowhere: expected one, make it first"),
     (["--trace", "same", "--report", "./same"], "--trace and --report are both same: expected two files"),
-    (["--json", "--logprobs", -1], "logprobs is -1: expected"),
-    (["--json", "--logprobs", 641], "logprobs is 641: expected 0 to 640"),
-    (["--logprobs", 2], "--logprobs with no --json: it would do nothing; expected --json, or leave it out"),
+    (["--json", "--logprobs", -1], "--logprobs is -1: expected"),
+    (["--json", "--logprobs", 641], "--logprobs is 641: expected 0 to 640"),
+    (["--logprobs", 2], "--logprobs has no effect without --json"),
     (["--live"], "--live draws on a terminal, and standard output is none: leave it out, or take --show-drafts"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_what_cannot_be_meant_is_refused(forking: Path, capfd: Capture, arguments: list[object], message: str) -> None:
+def test_an_invalid_option_is_an_error(forking: Path, capfd: Capture, arguments: list[object], message: str) -> None:
     refused(capfd, message, forking, *arguments)
 
 
-def test_a_bundle_that_cannot_do_it_is_told_apart(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
-    refused(capfd, "fork is True: expected a bundle with a fork token, this one has none: leave", tiny_bundle, "--fork")
-    refused(capfd, "--max-threads with a bundle without a fork token: it would do", tiny_bundle, "--max-threads", 2)
+def test_an_option_that_the_bundle_does_not_support_is_an_error(
+    tiny_bundle: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    refused(
+        capfd, "--fork is True: expected a bundle with a fork token, this one has none: leave", tiny_bundle, "--fork"
+    )
+    refused(capfd, "--max-threads has no effect with a bundle without a fork token", tiny_bundle, "--max-threads", 2)
     plain = shutil.copytree(tiny_bundle, tmp_path / "plain")
     edit(plain, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
-    message = "with a bundle without mask slots: it would do nothing"
-    refused(capfd, f"--draft-siblings {message}", plain, "--draft-siblings", 2)
-    refused(capfd, f"--draft-rows {message}; expected mask slots or --lookup", plain, "--draft-rows", 2, "--lookup", 0)
+    message = "has no effect with a bundle without mask slots"
+    refused(capfd, f"--draft-siblings {message}: export the bundle with mask", plain, "--draft-siblings", 2)
+    refused(capfd, f"--draft-rows {message}: turn mask slots or --lookup on", plain, "--draft-rows", 2, "--lookup", 0)
     assert run(["generate", str(plain), "a", "--draft-rows", "2", "--max-tokens", "3"]) == OK
 
 
-def test_a_schema_that_is_not_there_is_a_bad_file(forking: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_missing_schema_file_is_an_input_error(forking: Path, tmp_path: Path, capfd: Capture) -> None:
     file = tmp_path / "schema.json"
     assert run(["generate", str(forking), "a", "--json-schema", str(file)]) == INPUT
     assert f"{file}: No such file or directory: expected a text file" in capfd.readouterr().err

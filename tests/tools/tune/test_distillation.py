@@ -121,4 +121,4 @@ def test_a_model_is_tuned_on_its_own_answers(
     assert "writing the model's own answers" in errors
     assert not (tmp_path / "tuned.training").exists()
     assert run([*order[:2], str(tmp_path / "other"), str(data), "--bundle", str(tiny_bundle)]) == 2
-    assert "--bundle with no --self-distill: it would do nothing" in capfd.readouterr().err
+    assert "--bundle has no effect without --self-distill" in capfd.readouterr().err

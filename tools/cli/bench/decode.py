@@ -15,12 +15,12 @@ from spaceport.tools.bench.decode.report import markdown_of
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
-    Idle,
     Sectioned,
+    Unused,
     backend_option,
     bundle_argument,
     json_option,
-    refuse_idle,
+    refuse_unused,
     threads_option,
     trust_engines_option,
 )
@@ -99,9 +99,10 @@ def command(
     """
     if prompts is None and replay is None:
         raise OptionFault("no file of prompts: expected PROMPTS, or --replay with acceptance probabilities")
-    given, replays = ("PROMPTS", "--context without it"), ("no --replay", "it with --replay")
-    refuse_idle(
-        click_context, [Idle(prompts is not None, ("context",), *given), Idle(replay is None, ("context",), *replays)]
+    given, replays = ("with PROMPTS", "leave PROMPTS out"), ("without --replay", "add --replay")
+    refuse_unused(
+        click_context,
+        [Unused(prompts is not None, ("context",), *given), Unused(replay is None, ("context",), *replays)],
     )
     options = DecodeOptions(
         max_tokens=max_tokens,

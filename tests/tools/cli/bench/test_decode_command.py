@@ -113,7 +113,7 @@ def test_a_text_that_differs_is_told_and_ends_with_a_code_of_its_own(
         (["PROMPTS", "--modes", "forked"], USAGE, "expected a bundle with a fork token"),
         (["PROMPTS", "--fixed", "0"], USAGE, "--fixed is '0': expected whole numbers of at least 1"),
         (["PROMPTS", "--fixed", "9"], USAGE, "--fixed names 9: expected 1 to the number of mask slots"),
-        (["PROMPTS", "--context", "9"], USAGE, "--context with PROMPTS: it would do nothing"),
+        (["PROMPTS", "--context", "9"], USAGE, "--context has no effect with PROMPTS"),
         (["PROMPTS", "--markdown", "none/decode.md"], USAGE, "there is no folder"),
         (["PROMPTS", "--plot", "none/decode.svg"], USAGE, "there is no folder"),
         (["--replay", "0.5,1.1"], USAGE, "--replay is '0.5,1.1': expected numbers from 0 to 1"),

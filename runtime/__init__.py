@@ -1,8 +1,15 @@
-"""Runtime: a bundle as text."""
+"""Runtime: generate text from a bundle, and score given text."""
 
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.runtime.backends import MissingBackend
+from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
+from spaceport.runtime.costs import CostSource
+from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.sampling.grammar import DeadEnd, Grammar
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.sampling.scoring import Score
@@ -11,21 +18,40 @@ from spaceport.runtime.scheduling.scheduler import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.chat import Message, TemplateError
 from spaceport.runtime.text.piece import Piece, ThreadText
+from spaceport.runtime.text.prompt import Prompt
+from spaceport.runtime.trace.trace import Trace
 
 __all__ = [
     "AsyncStream",
+    "Bundle",
+    "BundleError",
     "Completion",
+    "CostSource",
+    "DeadEnd",
     "Decoding",
+    "Ending",
+    "EngineFault",
     "Grammar",
+    "InputFault",
+    "Message",
+    "MissingBackend",
+    "MissingDependency",
+    "NotANumber",
     "OptionFault",
     "Piece",
+    "Prompt",
     "QueueFull",
     "Runtime",
     "RuntimeClosed",
     "Sampling",
     "Score",
+    "Statistics",
     "Stream",
+    "TemplateError",
     "ThreadText",
     "TokenLogprob",
+    "Trace",
+    "open_bundle",
 ]

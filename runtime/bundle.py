@@ -26,19 +26,23 @@ _AGAIN = "copy the bundle again or export it again"
 
 
 class BundleError(InputFault):
-    """A folder that is no bundle, or not the bundle that was written; the message says what to do."""
+    """A folder is not a bundle, or its files changed after the export; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A checked bundle folder."""
+    """A bundle folder whose files match its manifest.
+
+    - `path`: The folder.
+    - `manifest`: What the bundle holds: graph, tokens, precision, sizes and hashes of its files.
+    """
 
     path: Path
     manifest: Manifest
 
 
 def open_bundle(path: str | os.PathLike[str]) -> Bundle:
-    """The bundle in a folder: manifest read, every file inside the folder, regular, of the size and hash recorded."""
+    """The bundle in a folder, once every file has the size and SHA-256 that its manifest records."""
     folder = Path(path)
     manifest = read_manifest(folder)
     for name in (MODEL_FILE, TOKENIZER_FILE):

@@ -1,4 +1,4 @@
-"""Decoding: how a text is to be written."""
+"""Decoding: the options of one completion."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from spaceport.runtime.decode.draft import Drafting, Shape
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 
-_LONGEST_STOP = 1000  # characters; the beginnings of a stop string are held for each thread
-_LOOKUP = 16  # tokens; how many of them are drafted depends on how often they are right
+_LONGEST_STOP = 1000  # characters; each thread holds back text that may be the start of a stop string
+_LOOKUP = 16  # tokens; how many are drafted depends on their acceptance rate
 MAX_THREADS = 16
 
-# Whole numbers, the least and the most that each may be, and those that may be left open.
-_NUMBERS: tuple[tuple[str, int | None, int | None], ...] = (
+# Integer options with their minimum and maximum.
+_INTEGERS: tuple[tuple[str, int | None, int | None], ...] = (
     ("max_tokens", 1, None),
     ("max_total_tokens", 1, None),
-    ("mask_slots", None, None),  # how many there may be depends on the bundle
+    ("mask_slots", None, None),  # the maximum depends on the bundle
     ("draft_rows", 1, None),
     ("draft_siblings", 1, None),
     ("lookup", 0, None),
@@ -29,62 +29,90 @@ _NUMBERS: tuple[tuple[str, int | None, int | None], ...] = (
     ("max_depth", 0, None),
     ("logprobs", 0, None),
 )
-_OF_TREES = ("draft_rows", "draft_siblings", "lookup")
-_OPEN = ("max_tokens", "max_total_tokens", "mask_slots", "max_threads", "logprobs", *_OF_TREES)
-_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+_TREE_OPTIONS = ("draft_rows", "draft_siblings", "lookup")
+_OPTIONAL = ("max_tokens", "max_total_tokens", "mask_slots", "max_threads", "logprobs", *_TREE_OPTIONS)
+_TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("sampling", (Sampling,), "a Sampling"),
     ("grammar", (Grammar, NoneType), "a Grammar, such as Grammar(regex='[a-z]+')"),
     ("fork", (bool, NoneType), "True, False or None"),
     ("trace", (bool,), "True or False"),
-    ("timeout", (int, float, NoneType), "seconds, more than 0"),
+    ("timeout", (int, float, NoneType), "a number of seconds above 0, or None"),
 )
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What is asked for beside a prompt. Drafts and threads change how long it takes; the rest may change what it says."""
+    """Options of one completion; immutable, so several requests can share them.
 
-    # Longest way from the prompt to the end of any thread; none: as long as there is room.
+    What the completion says:
+
+    - `max_tokens`: Maximum tokens from the prompt to the end of any thread; default None: up to `max_seq_len`.
+    - `max_total_tokens`: Maximum tokens of all threads together; default None: up to `max_slots`.
+    - `stop`: Stop string, or a sequence of them; the text ends before the first match; default: none.
+    - `timeout`: Seconds from the submission until the completion ends with what it has; default None: no limit.
+    - `sampling`: Temperature, filters, penalties, bans and seed; default: greedy decoding.
+    - `grammar`: Regular expression or JSON schema that the completion matches; it cannot fork then; default: none.
+    - `fork`: Whether the text may fork into threads; default None: if the model can and there is no grammar.
+    - `max_depth`: Maximum number of forks between the root thread and any thread; default 1.
+
+    How fast it is generated; the tokens are the same:
+
+    - `mask_slots`: Maximum draft tokens from mask slots for each thread in a step, 0 = none; default None: the bundle's.
+    - `draft`: "tree", or "chain" as published by SPACE; default "tree".
+    - `draft_rows`: Maximum rows of a thread in a step of a draft tree; default None: 24.
+    - `draft_siblings`: Maximum candidates for one position of a draft tree; default None: 3, or 1 where the bundle's
+      drafts are exact in one line only.
+    - `lookup`: Maximum draft tokens from prompt lookup in a step, 0 = none; default None: 16 in trees, 0 in chains and
+      with `mask_slots=0`.
+    - `max_threads`: Maximum threads of the request that decode at the same time, the others wait; default None: 16, or 1
+      where the bundle's drafts are exact in one line only.
+
+    What is reported with it:
+
+    - `logprobs`: Number of most probable tokens to report for each token, 0 = only the token's own log probability;
+      default None: no log probabilities.
+    - `trace`: Whether to record what each step did; default False.
+    """
+
     max_tokens: int | None = None
-    max_total_tokens: int | None = None  # of all threads together; a safety net, see `Completion.ending`
-    stop: str | Sequence[str] = ()  # the text ends before the first of these
-    timeout: float | None = None  # seconds until it ends where it is
-    sampling: Sampling = field(default_factory=Sampling)  # the likeliest tokens, unless told otherwise
-    grammar: Grammar | None = None  # what the text has to be like; it does not fork then
+    max_total_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    timeout: float | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    grammar: Grammar | None = None
 
-    mask_slots: int | None = None  # most tokens that mask slots draft for each thread; none: as many as the bundle has
+    mask_slots: int | None = None
     draft: Shape = "tree"
-    draft_rows: int | None = None  # most rows of a thread in a step; none: 24, and as many as they take in a chain
-    # Most candidates for one place; none: 3, and one in a chain or where a bundle's drafts are exact in one line only.
+    draft_rows: int | None = None
     draft_siblings: int | None = None
-    # Most tokens that are looked up in the text so far; none: some in trees, unless there are to be no mask slots.
     lookup: int | None = None
 
-    fork: bool | None = None  # whether the text may fork; none: if the model can
-    # Most threads that write at the same time, the others wait; none: 16, and one where drafts are exact in one line only.
+    fork: bool | None = None
     max_threads: int | None = None
-    max_depth: int = 1  # forks on the way to a thread
+    max_depth: int = 1
 
-    logprobs: int | None = None  # tell how likely each token was, and so many of the likeliest; none: neither
-    trace: bool = False  # note what every step did
+    logprobs: int | None = None
+    trace: bool = False
 
-    stops: tuple[str, ...] = field(init=False)
+    stops: tuple[str, ...] = field(init=False)  # the stop strings
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stops", self._stops())
-        for name, kind, kinds in _KINDS:
+        for name, kind, kinds in _TYPES:
             if not isinstance(given := getattr(self, name), kind):
                 raise OptionFault(f"{name} is {given!r}: expected {kinds}")
-        for name, least, most in _NUMBERS:
-            self._hold(name, least, most)
+        for name, least, most in _INTEGERS:
+            self._check_integer(name, least, most)
         if self.timeout is not None and not self.timeout > 0:
-            raise OptionFault(f"timeout is {self.timeout}: expected seconds, more than 0")
-        for name in _OF_TREES:
+            raise OptionFault(f"timeout is {self.timeout}: expected a number of seconds above 0")
+        for name in _TREE_OPTIONS:
             if self.draft == "chain" and (given := getattr(self, name)):
-                raise OptionFault(f"{name} is {given} with draft chain: expected it with draft tree: leave one out")
+                raise OptionFault(
+                    f"{name} is {given} with draft='chain': it applies to draft='tree' only: leave one of them out"
+                )
         if self.grammar is not None and self.fork:
             raise OptionFault(
-                "grammar and fork are both asked for: a constrained completion cannot fork: leave one of them out"
+                "fork is True with a grammar: a constrained completion cannot fork: leave one of them out"
             )
         self.drafting(0)
 
@@ -96,9 +124,9 @@ class Decoding:
             raise OptionFault(f"a stop string has {longest} characters: expected at most {_LONGEST_STOP}")
         return tuple(stops)
 
-    def _hold(self, name: str, least: int | None, most: int | None) -> None:
+    def _check_integer(self, name: str, least: int | None, most: int | None) -> None:
         given = getattr(self, name)
-        if given is None and name in _OPEN:
+        if given is None and name in _OPTIONAL:
             return
         if not isinstance(given, int) or isinstance(given, bool):
             raise OptionFault(f"{name} is {given!r}: expected a whole number")
@@ -108,11 +136,11 @@ class Decoding:
             )
 
     def threads(self, exact: ExactDrafts = "tree") -> int:
-        """How many threads write at the same time with a bundle that has such exact drafts."""
+        """Maximum threads that decode at the same time, with a bundle whose drafts are exact in this shape."""
         return self.max_threads or (MAX_THREADS if exact == "tree" else 1)
 
     def drafting(self, most: int, exact: ExactDrafts = "tree") -> Drafting:
-        """How threads draft with a bundle that has `most` mask slots and drafts that are exact in this shape."""
+        """Draft limits with a bundle that has `most` mask slots and drafts that are exact in this shape."""
         slots = most if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:

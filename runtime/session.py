@@ -1,4 +1,4 @@
-"""Session: the public way from a prompt to text."""
+"""Session: `Runtime`, the public entry point."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
 DEFAULT_QUEUE_LIMIT = 256
-MOST_REQUESTS = 1024  # a mistyped number beyond it would fill the memory with buffers
+MOST_REQUESTS = 1024  # against typing errors that would allocate all memory
 
 _DEFAULTS = Decoding()
 
 
 class Runtime:
-    """A bundle, opened: prompts in, text out; from any number of OS threads and event loops at once."""
+    """An open bundle that generates and scores text; its methods are safe to call from any OS thread or event loop."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Runtime:
         self.bundle = bundle
         self.engine = engine
         self.max_seq_len = max_seq_len
-        self.notes = (*notes, *engine.notes)  # what there is to know of the engine that was opened: a sentence each
+        self.notes = (*notes, *engine.notes)  # about the choice of the backend and its engine, one sentence each
         self.tokenizer = open_tokenizer(bundle)
         self.costs = costs or fixed_costs(engine.costs.row)
         planner = DraftPlanner(self.costs, repeatable=self.costs.fixed)
@@ -73,14 +73,22 @@ class Runtime:
         trust_engines: bool = False,
         step_costs: CostSource = "measured",
     ) -> Runtime:
-        """The bundle on the best backend that is installed.
+        """Open a bundle on a backend.
 
-        There is room for `max_requests` texts at a time, each up to `max_seq_len` tokens long with its prompt and up to
-        `max_slots` with all its threads; up to `queue_limit` more may wait. `threads` are the processor's. Engines are code:
-        those that were not built on this machine are only run with `trust_engines`. Drafts are as wide as they pay:
-        `step_costs` is "measured" (once for each machine and bundle, in about two seconds), or "standard": constants, and
-        requests learn nothing from each other, so that the same request takes the same steps each time. With "free" rows
-        count as free: drafts are as wide as their limits, which finds faults and not speed.
+        - `bundle`: Folder that `spaceport export` wrote.
+        - `backend`: "onnxruntime", "onnxruntime-cuda", "tensorrt" or "tensorrt-rtx"; default "auto": the best one that can
+          run the bundle here.
+        - `max_seq_len`: Maximum context length in tokens, prompt included; default None: the model's limit, at most 4096.
+        - `max_requests`: Maximum number of requests that decode at the same time; default 1.
+        - `max_slots`: KV slots for each request: maximum tokens of its prompt and all its threads; default None:
+          `max_seq_len`.
+        - `queue_limit`: Maximum number of requests that wait, beyond it `QueueFull` is raised; default 256.
+        - `threads`: CPU threads of the engine; default 0: one for each core.
+        - `trust_engines`: Whether to run TensorRT engines that were not built on this machine; engines are code; default
+          False.
+        - `step_costs`: Where the step costs come from that limit the width of drafts; default "measured": once for each
+          machine and bundle, in about two seconds. "standard": constants, so that the same request takes the same steps
+          each time. "free": rows cost nothing, drafts are as wide as their options allow; for tests.
         """
         opened = open_bundle(bundle)
         length = seq_len(opened.manifest, max_seq_len)
@@ -95,24 +103,24 @@ class Runtime:
         return cls(opened, resolved.engine, length, slots, queue_limit, notes=resolved.notes, costs=costs)
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
-        """The text that follows a prompt."""
+        """The completion of a prompt: text, token ids or chat messages."""
         with self.stream(prompt, decoding) as stream:
             return stream.completion()
 
     def stream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Stream:
-        """The text that follows a prompt, piece by piece; a prompt is text, token ids, or chat messages."""
+        """A stream of the pieces of a completion, while it is generated."""
         deliveries: SimpleQueue[Delivery | None] = SimpleQueue()
         generation = self._admission.generation(prompt, decoding, deliveries.put)
         self._worker.submit(generation)
         return Stream(generation, deliveries)
 
     async def agenerate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
-        """The same for asyncio; a cancelled call ends its text."""
+        """The completion of a prompt, for asyncio; cancelling the call cancels the request."""
         async with self.astream(prompt, decoding) as stream:
             return await stream.completion()
 
     def astream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> AsyncStream:
-        """The same for asyncio, piece by piece: `async for piece in runtime.astream(prompt)`."""
+        """A stream for asyncio: `async for piece in runtime.astream(prompt)`."""
         deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
         put = deliver_to_loop(deliveries, asyncio.get_running_loop())
         generation = self._admission.generation(prompt, decoding, put)
@@ -120,16 +128,16 @@ class Runtime:
         return AsyncStream(generation, deliveries)
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
-        """How likely each token of a continuation is behind a prompt, or of the prompt itself; `top` likeliest with each."""
+        """Log probability of each token of a continuation, or of the prompt itself; `top` most probable tokens with each."""
         task = self._submit_scoring(prompt, continuation, top)
         try:
             task.fed.result()
         finally:
-            task.cancelled = True  # of use only if nobody waits any more
+            task.cancelled = True  # has an effect only if the wait was interrupted
         return task.scoring.score()
 
     async def ascore(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
-        """The same for asyncio."""
+        """Log probabilities of given text, for asyncio; see `score`."""
         task = self._submit_scoring(prompt, continuation, top)
         try:
             await asyncio.wrap_future(task.fed)
@@ -138,11 +146,11 @@ class Runtime:
         return task.scoring.score()
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt: text, token ids, or chat messages."""
+        """Token ids of a prompt: text, token ids or chat messages."""
         return self._admission.prompts.tokens_of(prompt)
 
     def close(self) -> None:
-        """End what is under way and free the engine."""
+        """End all requests after the current step, and release the engine."""
         self._worker.close()
         self.engine.close()
 

@@ -1,4 +1,4 @@
-"""Statistics: what a request cost; nothing is decided by them."""
+"""Statistics: counts and times of a request."""
 
 from __future__ import annotations
 
@@ -11,38 +11,58 @@ from spaceport.runtime.decode.plan import Part, Plan
 
 @dataclass
 class Statistics:
-    """What a request cost so far; of a step in which it failed, only the time."""
+    """Counts and times of a request so far; a step in which the request failed adds its time only.
+
+    - `prompt_tokens`: Number of prompt tokens.
+    - `prompt_steps`: Prefill steps: they fed a part of the prompt and generated nothing.
+    - `steps`: Decode steps: they generated at least one token.
+    - `tokens`: Generated tokens of all threads.
+    - `rows`: Rows of all steps, without padding.
+    - `drafted_by_depth`: Draft tokens that were fed, by depth in the draft.
+    - `accepted_by_depth`: Accepted draft tokens, by depth in the draft.
+    - `drafted_by_source`: Draft tokens that were fed, by source: "mask", "lookup" or "both".
+    - `accepted_by_source`: Accepted draft tokens, by source.
+    - `threads`: Number of threads.
+    - `peak_threads`: Maximum number of threads that decoded in one step.
+    - `peak_slots`: Maximum number of KV slots in use.
+    - `waiting_seconds`: Seconds in the queue, from the submission to the first step.
+    - `engine_seconds`: Seconds in engine calls that the request took part in.
+    - `outside_seconds`: Seconds between these calls, in Python code.
+    - `first_token_seconds`: Time to first token: seconds from the submission, the queue included.
+    - `seconds`: Seconds from the submission to the last step, the queue included.
+    """
 
     prompt_tokens: int = 0
-    prompt_steps: int = 0  # steps that fed a part of the prompt and could write nothing yet
-    steps: int = 0  # steps that wrote
-    tokens: int = 0  # of all threads
+    prompt_steps: int = 0
+    steps: int = 0
+    tokens: int = 0
     rows: int = 0
-    drafted_by_depth: list[int] = field(default_factory=list)  # candidates fed at each depth
+    drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    drafted_by_source: dict[str, int] = field(default_factory=dict)  # by who proposed them: mask, lookup or both
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
-    threads: int = 1  # all that there were
-    peak_threads: int = 1  # that wrote in one step
+    threads: int = 1
+    peak_threads: int = 1
     peak_slots: int = 0
-    waiting_seconds: float = 0.0  # until the first step
+    waiting_seconds: float = 0.0
     engine_seconds: float = 0.0
     outside_seconds: float = 0.0
-    first_token_seconds: float = 0.0  # from the submission to the first token, the wait included
-    seconds: float = 0.0  # from the submission to the last step, the wait included
+    first_token_seconds: float = 0.0
+    seconds: float = 0.0
 
     @property
     def tokens_per_step(self) -> float:
+        """Generated tokens of all threads per decode step."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all threads, from the first step to the last one, those of the prompt included."""
+        """Generated tokens of all threads per second from the first step to the last one, prefill included."""
         running = self.seconds - self.waiting_seconds
         return self.tokens / running if running > 0 else 0.0
 
     def add_step(self, plan: Plan, verdicts: Sequence[Verdict], written: Sequence[int], held: int) -> None:
-        """Count a step; `written` is the number of tokens that each part wrote, `held` the number of KV slots held."""
+        """Count a step; `written` is the number of tokens that each part generated, `held` the KV slots in use."""
         self.rows += plan.rows
         self.peak_slots = max(self.peak_slots, held)
         self.peak_threads = max(self.peak_threads, len(plan.parts))

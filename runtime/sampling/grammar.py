@@ -36,8 +36,8 @@ class DeadEnd(OptionFault):
 class Grammar:
     """A regular expression or a JSON schema that the whole completion matches; give exactly one of them.
 
-    regex: Regular expression in the syntax of Rust's regex crate: no look-around, no back-references.
-    json_schema: JSON schema as a string or a mapping; properties are generated in the schema's order.
+    - `regex`: Regular expression in the syntax of Rust's regex crate: no look-around, no back-references.
+    - `json_schema`: JSON schema as a string or a mapping; properties are generated in the schema's order.
     """
 
     regex: str | None = None

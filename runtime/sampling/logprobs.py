@@ -1,7 +1,8 @@
-"""Logprobs: how likely a model found the tokens of a text, by its own logits and before anything is done to them."""
+"""Log probabilities of generated tokens, from the model's own logits before penalties, bans and temperature."""
 
 from __future__ import annotations
 
+import builtins
 import math
 from dataclasses import dataclass, field
 
@@ -11,28 +12,39 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.selector import not_a_number
+from spaceport.runtime.sampling.spelling import Speller
 
-_BLOCK = 128  # of a line of logits; the likeliest tokens are looked for in the blocks with the highest maxima
+_BLOCK = 128  # logits; the most probable tokens are searched in the blocks with the highest maxima
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely a token was at its place, and which ones were likelier or nearly so."""
+    """Log probability of one token, and those of the most probable tokens at its position.
+
+    - `token`: Token id.
+    - `logprob`: Natural logarithm of the token's probability.
+    - `top`: The most probable tokens at this position, best first, the lowest id first among equals.
+    - `text`: The token as text, with U+FFFD for bytes that are not a complete character; a special token's name.
+    - `bytes`: UTF-8 bytes that the token adds to the text; empty for special tokens.
+    """
 
     token: int
-    logprob: float  # natural logarithm
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with their own, best first; of equals the lowest id
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+    text: str = ""
+    bytes: builtins.bytes = b""
 
 
 @dataclass
 class Logprobs:
-    """The log-probabilities of what each thread of a request writes, with so many of the likeliest tokens."""
+    """Observer that records the log probability of each token that a request generates."""
 
-    top: int
+    top: int  # number of most probable tokens to report for each token
+    speller: Speller | None = None  # None: without text and bytes
     _found: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
 
     def on_step(self, verified: VerifiedStep) -> None:
-        """Note the tokens of a step; an end or a limit may yet keep the last of them from being written."""
+        """Record the tokens of a step; an end token or a limit may still cut off the last of them."""
         for part, verdict, logits in zip(verified.plan.parts, verified.verdicts, verified.logits, strict=True):
             if not verdict.tokens:
                 continue
@@ -40,31 +52,36 @@ class Logprobs:
             first = int(part.rows_wanted[0])
             rows = verdict.kept[part.layout.known - 1 :]
             start = int(part.positions[part.layout.known - 1]) + 1
-            for place, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), start):
-                found.append(logprob_in(logits[row - first], token, self.top, place))
+            for position, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), start):
+                found.append(logprob_of(logits[row - first], token, self.top, position, self.speller))
 
-    def at(self, path: tuple[int, ...], place: int) -> TokenLogprob:
-        """That of one of the tokens that a thread wrote itself."""
-        return self._found[path][place]
+    def at(self, path: tuple[int, ...], index: int) -> TokenLogprob:
+        """The log probability of the token with this index among those that a thread generated."""
+        return self._found[path][index]
 
 
-def logprob_in(line: NDArray[np.float32], token: int, top: int, place: int) -> TokenLogprob:
-    """What a line of logits says of a token, which is decided at this place."""
+def logprob_of(
+    line: NDArray[np.float32], token: int, top: int, position: int, speller: Speller | None = None
+) -> TokenLogprob:
+    """The log probability of a token at a position, from the logits of that position."""
     peak = float(line.max())
     if not math.isfinite(peak):
-        raise not_a_number(place)
-    # Numbers around 1 are exact enough in float32; their sum, of a vocabulary's many small ones, is not.
+        raise not_a_number(position)
+    # Numbers around 1 are exact enough in float32; the sum of a vocabulary's many small ones is not.
     below = line - np.float32(peak)
     weight = math.log(np.exp(below, out=below).sum(dtype=np.float64))
-    best = tuple((other, float(line[other]) - peak - weight) for other in likeliest_in(line, top))
-    return TokenLogprob(token, float(line[token]) - peak - weight, best)
+
+    def of(each: int, best: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        return TokenLogprob(each, float(line[each]) - peak - weight, best, *(speller.spell(each) if speller else ()))
+
+    return of(token, tuple(of(other) for other in most_probable(line, top)))
 
 
-def likeliest_in(line: NDArray[np.float32], count: int) -> list[int]:
-    """The tokens with the highest logits, best first; of equals those with the lowest ids."""
+def most_probable(line: NDArray[np.float32], count: int) -> list[int]:
+    """The tokens with the highest logits, best first; the lowest id first among equals."""
     if not count:
         return []
-    width = min(_BLOCK, line.size // count)  # at least one block for each: as many tokens are as high as its maximum
+    width = min(_BLOCK, line.size // count)  # `count` blocks or more: as many tokens reach the maximum of some block
     maxima = np.maximum.reduceat(line, np.arange(0, line.size, width))
     least = np.partition(maxima, maxima.size - count)[maxima.size - count]
     tokens = np.flatnonzero(line >= least)
@@ -73,6 +90,6 @@ def likeliest_in(line: NDArray[np.float32], count: int) -> list[int]:
 
 
 def check_top(name: str, top: int, vocab_size: int) -> None:
-    """Raise if nobody can give so many of the likeliest tokens."""
+    """Raise unless the vocabulary has this number of tokens."""
     if not 0 <= top <= vocab_size:
-        raise OptionFault(f"{name} is {top}: expected 0 to {vocab_size}, the tokens that the model knows")
+        raise OptionFault(f"{name} is {top}: expected 0 to {vocab_size}, the size of the vocabulary")

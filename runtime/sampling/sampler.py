@@ -25,18 +25,31 @@ _UNLIKELY = 1e-3  # odds below which a guess is not worth a row
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, as a user asks for it; by default the likeliest always."""
+    """How the next token is chosen; the default is greedy decoding.
 
-    temperature: float = 0.0  # 0: the likeliest token
-    top_k: int = 0  # only so many of the likeliest tokens; 0: all
-    top_p: float = 1.0  # only the likeliest tokens that together are so likely
-    min_p: float = 0.0  # only tokens at least so likely in proportion to the likeliest
-    repetition_penalty: float = 1.0  # for tokens of the prompt and the text: > 1 makes them less likely
-    presence_penalty: float = 0.0  # off the logit of each token of the text
-    frequency_penalty: float = 0.0  # off it each time that the token is in the text
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # onto logits
-    banned: Collection[int] = ()  # tokens that are never written
-    seed: int | None = None  # the same seed, the same text; None: another in each text
+    - `temperature`: Sampling temperature from 0 to 100; default 0: greedy decoding.
+    - `top_k`: Sample from this many most probable tokens only; default 0: from all.
+    - `top_p`: Sample from the fewest most probable tokens whose probabilities sum up to this; default 1: from all.
+    - `min_p`: Sample from tokens with at least this fraction of the highest probability; default 0: from all.
+    - `repetition_penalty`: Factor against tokens of the prompt and the text, 0.01 to 100; above 1 makes them less
+      probable; default 1: none.
+    - `presence_penalty`: Subtracted from the logit of each token that the text holds, -2 to 2; default 0.
+    - `frequency_penalty`: Subtracted from a token's logit for each time that the text holds it, -2 to 2; default 0.
+    - `logit_bias`: Token id to a bias that is added to its logit, -100 to 100; default: none.
+    - `banned`: Ids of tokens that are never generated; default: none.
+    - `seed`: Integer from 0 to 2**64 - 1: the same seed gives the same text; default None: random for each request.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned: Collection[int] = ()
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind, kinds in (

@@ -1,4 +1,4 @@
-"""Scoring: how likely a model finds a text that is given."""
+"""Scoring: log probabilities of given text."""
 
 from __future__ import annotations
 
@@ -7,50 +7,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spaceport.runtime.decode.request import VerifiedStep
-from spaceport.runtime.sampling.logprobs import TokenLogprob, logprob_in
+from spaceport.runtime.sampling.logprobs import TokenLogprob, logprob_of
+from spaceport.runtime.sampling.spelling import Speller
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a model finds each token of a text behind all those before it."""
+    """Log probability of each token of a given text after the tokens before it.
 
-    tokens: tuple[int, ...]  # of the whole text
-    start: (
-        int  # place of the first token that is scored: where the continuation begins, or 1: nothing is before the first
-    )
-    logprobs: tuple[TokenLogprob, ...]  # of each token from there on
-    greedy: bool  # whether each of these is the likeliest at its place
-    following: TokenLogprob  # of the token that greedy decoding would write behind the text
+    - `tokens`: Token ids of the whole text, special tokens that the tokenizer adds included.
+    - `start`: Index of the first scored token: the first one of the continuation, or 1.
+    - `logprobs`: Log probability of each of `tokens[start:]`.
+    - `greedy`: Whether each scored token is the most probable one at its position.
+    - `following`: The token that greedy decoding would generate next, with its log probability.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
+    greedy: bool
+    following: TokenLogprob
 
     @property
     def sum(self) -> float:
-        """The log-probability of all that is scored."""
+        """Log probability of all scored tokens together."""
         return math.fsum(one.logprob for one in self.logprobs)
 
 
 class Scoring:
-    """Looks at a prompt's tokens as they are fed, from one of them on."""
+    """Observer that scores the tokens of a prompt, from index `start` on, while they are fed."""
 
-    def __init__(self, tokens: Sequence[int], start: int, top: int) -> None:
+    def __init__(self, tokens: Sequence[int], start: int, top: int, speller: Speller) -> None:
         self._tokens = tuple(tokens)
         self._start = start
         self._top = top
+        self._speller = speller
         self._found: list[TokenLogprob] = []
         self._greedy = True
 
     def on_step(self, verified: VerifiedStep) -> None:
-        """Note what the rows of a chunk say of the tokens behind them."""
+        """Score the tokens after the rows of a prefill chunk."""
         (part,), (verdict,), (own,) = verified.plan.parts, verified.verdicts, verified.logits
         for row, line in zip(part.rows_wanted.tolist(), own, strict=True):
-            place = int(part.positions[row]) + 1
-            if place < len(self._tokens):
-                token = self._tokens[place]
+            position = int(part.positions[row]) + 1
+            if position < len(self._tokens):
+                token = self._tokens[position]
                 self._greedy &= token == line.argmax()
             else:
                 (token,) = verdict.tokens
-            self._found.append(logprob_in(line, token, self._top, place))
+            self._found.append(logprob_of(line, token, self._top, position, self._speller))
 
     def score(self) -> Score:
-        """The score, when all is fed."""
+        """The score, once the whole prompt has been fed."""
         *found, following = self._found
         return Score(self._tokens, self._start, tuple(found), bool(self._greedy), following)

@@ -22,6 +22,7 @@ from spaceport.runtime.sampling.grammar import constrained
 from spaceport.runtime.sampling.logprobs import Logprobs, check_top
 from spaceport.runtime.sampling.sampler import Sampling, chooser, seeded
 from spaceport.runtime.sampling.scoring import Scoring
+from spaceport.runtime.sampling.spelling import Speller
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder, shown
@@ -44,6 +45,11 @@ class Admission:
     def prompts(self) -> PromptEncoder:
         """Prompts as tokens."""
         return PromptEncoder(self.bundle, self.tokenizer)
+
+    @cached_property
+    def speller(self) -> Speller:
+        """Text and bytes of single tokens, for log probabilities."""
+        return Speller(self.tokenizer)
 
     def generation(self, prompt: Prompt, decoding: Decoding, deliver: Deliver) -> Generation:
         """A request for text that cannot run out of KV slots half way."""
@@ -90,7 +96,7 @@ class Admission:
         if len(ids) > self.max_seq_len:
             raise self._too_long(ids, "text")
         check_top("top", top, self.bundle.manifest.signature.vocab_size)
-        scoring, plain = Scoring(ids, start, top), Decoding()
+        scoring, plain = Scoring(ids, start, top, self.speller), Decoding()
         config = RequestConfig(
             tokens=self.bundle.manifest.tokens,
             selector=self._selector(plain, plain.sampling, self._forks(plain), len(ids)),
@@ -116,7 +122,7 @@ class Admission:
         if top is None:
             return None
         check_top("logprobs", top, self.bundle.manifest.signature.vocab_size)
-        return Logprobs(top)
+        return Logprobs(top, self.speller)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -30,19 +30,29 @@ Deliver = Callable[[Delivery | None], None]
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished text."""
+    """A finished completion.
+
+    - `text`: The generated text, with the text of each thread in the place of its `[Fork]`.
+    - `tokens`: The generated token ids, in the same order.
+    - `ending`: Why generation ended: "total", "deadline" or "cancelled" if that ended any thread, else the ending of the
+      root thread.
+    - `statistics`: Counts and times of the request.
+    - `prompt_tokens`: Token ids of the prompt.
+    - `threads`: All threads, parents before their children, the root thread first.
+    - `logprobs`: Log probability of each of `tokens`; empty unless `Decoding.logprobs` was set.
+    - `seed`: Seed of the sampled tokens; None with greedy decoding.
+    - `trace`: What each step did; None unless `Decoding.trace` was set.
+    """
 
     text: str
-    tokens: tuple[int, ...]  # in the order in which the text is read
-    # "end": end of text; "stop": a stop string; "length": max_tokens or max_seq_len; "total": max_total_tokens, which
-    # ends all threads where they are, as "deadline" and "cancelled" do. Each thread has its own; here is the spine's.
+    tokens: tuple[int, ...]
     ending: Ending
     statistics: Statistics
     prompt_tokens: tuple[int, ...] = ()
     threads: tuple[ThreadText, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if that was asked for
-    seed: int | None = None  # of what was drawn: the same seed, the same text; none: nothing was
-    trace: Trace | None = field(default=None, repr=False)  # if one was asked for
+    logprobs: tuple[TokenLogprob, ...] = ()
+    seed: int | None = None
+    trace: Trace | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""Piece: what a reader gets of a text while it is written, and of each thread when it is finished."""
+"""Piece: what one token adds to a completion, and the text of each thread when it is finished."""
 
 from __future__ import annotations
 
@@ -12,23 +12,40 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token added to a text."""
+    """What one token adds to a completion.
 
-    text: str  # of its own thread; may be empty: half a character, or what may become a stop string, is held back
-    token: int | None  # none: what was held back is let out, and no token with it
-    drafted: bool  # an accepted candidate, and not the network's own next prediction
+    - `text`: New text of the token's own thread; may be empty, since part of a character or of a possible stop string is
+      held back.
+    - `token`: Token id; None for a piece that only releases text that was held back.
+    - `drafted`: Whether the token is an accepted draft token.
+    - `thread`: Path of the thread; () is the root thread, (0, 1) the second child of its first child.
+    - `reading`: Text that can now be appended to the text shown so far, if threads are shown in reading order.
+    - `logprob`: Log probability of the token; None unless `Decoding.logprobs` was set.
+    """
+
+    text: str
+    token: int | None
+    drafted: bool
     thread: Path = ()
-    reading: str = ""  # how much longer the text is now that can be read from its beginning on without a gap
-    logprob: TokenLogprob | None = None  # of the token, if that was asked for; a piece that only ends a text has none
+    reading: str = ""
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)
 class ThreadText:
-    """The finished text of one thread."""
+    """The finished text of one thread.
+
+    - `path`: Path of the thread; () is the root thread, (0, 1) the second child of its first child.
+    - `fork`: Index of the `[Fork]` token in the parent's `tokens` that started this thread; None for the root thread.
+    - `text`: Text of this thread alone.
+    - `tokens`: Token ids of this thread alone, each `[Fork]` included, the end token not.
+    - `ending`: Why the thread ended.
+    - `logprobs`: Log probability of each of `tokens`; empty unless `Decoding.logprobs` was set.
+    """
 
     path: Path
-    fork: int | None  # which of its parent's tokens is the [Fork] that it hangs from; nothing: it is the spine
+    fork: int | None
     text: str
-    tokens: tuple[int, ...]  # its own, with each [Fork], without an end token
+    tokens: tuple[int, ...]
     ending: Ending
-    logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if that was asked for
+    logprobs: tuple[TokenLogprob, ...] = ()

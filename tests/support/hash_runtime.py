@@ -117,7 +117,9 @@ def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top
         logits = language.logits(cells[place - 1].state).astype(np.float64)
         logprobs = (logits - np.log(np.exp(logits).sum())).tolist()
         best = sorted(range(VOCAB), key=lambda token: (-logprobs[token], token))[:top]
-        found.append(TokenLogprob(tokens[place], logprobs[tokens[place]], tuple((t, logprobs[t]) for t in best)))
+        found.append(
+            TokenLogprob(tokens[place], logprobs[tokens[place]], tuple(TokenLogprob(t, logprobs[t]) for t in best))
+        )
     return found
 
 
@@ -126,8 +128,8 @@ def same(found: Sequence[TokenLogprob], expected: Sequence[TokenLogprob], within
     return len(found) == len(expected) and all(
         one.token == other.token
         and math.isclose(one.logprob, other.logprob, abs_tol=within)
-        and [token for token, _ in one.top] == [token for token, _ in other.top]
-        and np.allclose([p for _, p in one.top], [p for _, p in other.top], rtol=0, atol=within)
+        and [each.token for each in one.top] == [each.token for each in other.top]
+        and np.allclose([each.logprob for each in one.top], [each.logprob for each in other.top], rtol=0, atol=within)
         for one, other in zip(found, expected, strict=True)
     )
 

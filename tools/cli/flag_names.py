@@ -14,6 +14,7 @@ def name_flags(message: str, command: click.Command | None) -> str:
             continue
         name, flag = re.escape(option.name), option.opts[0]
         message = message.replace(f"{option.name} ({flag})", flag).replace(f"{option.name} ({flag}; ", f"{flag} (")
+        message = re.sub(rf"(?<![\w.`(-]){name}='?([\w.-]+)'?", rf"{flag} \1", message)
         if "_" in name:
             message = re.sub(rf"(?<![\w.`-]){name}(?![\w=])", flag, message)
         else:  # may be a plain word elsewhere in the sentence

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.tools.terminal.lanes import Lanes, marked
@@ -74,11 +75,23 @@ def as_dict(completion: Completion) -> dict[str, Any]:
         "ending": completion.ending,
         "tokens": completion.tokens,
         "prompt_tokens": completion.prompt_tokens,
-        "logprobs": [asdict(one) for one in completion.logprobs],
-        "threads": [asdict(thread) for thread in completion.threads],
+        "logprobs": [_logprob(one) for one in completion.logprobs],
+        "threads": [
+            asdict(thread) | {"logprobs": [_logprob(one) for one in thread.logprobs]} for thread in completion.threads
+        ],
         "seed": completion.seed,
         "statistics": statistics,
     }
+
+
+def _logprob(one: TokenLogprob) -> dict[str, Any]:
+    """A log probability as JSON data."""
+    return _spelled(one) | {"top": [_spelled(each) for each in one.top]}
+
+
+def _spelled(one: TokenLogprob) -> dict[str, Any]:
+    """A token and its log probability; the bytes as a list of integers, which JSON can hold."""
+    return {"token": one.token, "logprob": one.logprob, "text": one.text, "bytes": list(one.bytes)}
 
 
 def _drafts(s: Statistics) -> str:

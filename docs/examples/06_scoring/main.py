@@ -16,5 +16,5 @@ with Runtime.open(sys.argv[1]) as runtime:
     score = runtime.score("def close(self):\n    self.file.close()\n", top=1)
     mean = score.sum / len(score.logprobs)
     print(f"perplexity of the given text: {math.exp(-mean):.1f} over {len(score.logprobs)} tokens")
-    best = sum(one.top[0][0] == one.token for one in score.logprobs)
+    best = sum(one.top[0].token == one.token for one in score.logprobs)
     print(f"the most probable token was right {best} times")

@@ -161,7 +161,7 @@ def measure() -> None:
     with checkpoint_runtime(open_checkpoint(HERE, TokenFlags()), None, threads=1) as runtime:
         for name, prompt in prompts(runtime).items():
             plain = runtime.generate(prompt, Decoding(max_tokens=NEW_TOKENS, mask_slots=0, fork=False, logprobs=2))
-            lead = min(one.top[0][1] - one.top[1][1] for one in plain.logprobs)
+            lead = min(one.top[0].logprob - one.top[1].logprob for one in plain.logprobs)
             cells = []
             for mask_slots in (1, 3, 5):
                 drafted = runtime.generate(

@@ -22,7 +22,7 @@ from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob, likeliest_in, logprob_in
+from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob, logprob_of, most_probable
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import open_reference_runtime
@@ -209,11 +209,11 @@ def test_no_candidates_means_only_the_tokens_own() -> None:
 def test_tokens_that_may_not_be_written_are_told_as_likely_as_they_were() -> None:
     with hash_runtime(Language(seed=1)) as runtime:
         completion = runtime.generate([1, 2, 3], Decoding(logprobs=1))
-    likelier = {one.top[0][0] for one in completion.logprobs if one.top[0][0] != one.token}
+    likelier = {one.top[0].token for one in completion.logprobs if one.top[0].token != one.token}
     assert likelier & set(MASKS)
 
 
-@pytest.mark.parametrize(("top", "message"), [(-1, "expected at least 0"), (16, "expected 0 to 15, the tokens that")])
+@pytest.mark.parametrize(("top", "message"), [(-1, "expected at least 0"), (16, "expected 0 to 15, the size of")])
 def test_more_tokens_than_there_are_cannot_be_told(top: int, message: str) -> None:
     with hash_runtime(Language(seed=1)) as runtime, pytest.raises(OptionFault, match=f"logprobs is {top}: {message}"):
         runtime.generate([1], Decoding(logprobs=top))
@@ -226,7 +226,7 @@ def test_more_tokens_than_there_are_cannot_be_told(top: int, message: str) -> No
 def test_the_likeliest_are_found_without_sorting_all(size: int, seed: int, share: float, spread: int) -> None:
     line = np.random.default_rng(seed).integers(-spread, spread + 1, size).astype(np.float32)
     count = min(size, round(size * share**4))
-    assert likeliest_in(line, count) == sorted(range(size), key=lambda token: (-line[token], token))[:count]
+    assert most_probable(line, count) == sorted(range(size), key=lambda token: (-line[token], token))[:count]
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 3000), shift=st.sampled_from((-3e4, 0, 3e4)))
@@ -236,11 +236,11 @@ def test_log_probabilities_are_exact_to_six_digits_however_large_the_logits(seed
     token = int(random.integers(size))
     exact = line.astype(np.longdouble) - line.max()
     exact -= np.log(np.exp(exact).sum())
-    assert abs(logprob_in(line, token, 0, 0).logprob - float(exact[token])) < 1e-6
+    assert abs(logprob_of(line, token, 0, 0).logprob - float(exact[token])) < 1e-6
 
 
 def test_an_impossible_token_has_no_probability_at_all() -> None:
-    assert logprob_in(np.array([0, -np.inf], np.float32), 1, 0, 0).logprob == -np.inf
+    assert logprob_of(np.array([0, -np.inf], np.float32), 1, 0, 0).logprob == -np.inf
 
 
 @pytest.fixture(scope="module", params=LOWERINGS)
@@ -261,7 +261,7 @@ def test_they_are_those_of_the_model_in_transformers(tiny: Runtime) -> None:
         assert same(found.logprobs, plain.logprobs, within=1e-4)
         for line, one in zip(lines, found.logprobs, strict=False):
             assert abs(one.logprob - float(line[one.token])) < 1e-4
-            assert [token for token, _ in one.top] == line.topk(5).indices.tolist()
+            assert [each.token for each in one.top] == line.topk(5).indices.tolist()
     again = tiny.score(plain.prompt_tokens, plain.tokens, top=5)
     assert same(again.logprobs, plain.logprobs, within=1e-4)
 

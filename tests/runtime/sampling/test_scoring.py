@@ -66,7 +66,7 @@ def test_a_text_is_as_likely_as_the_network_says_wherever_chunks_end(
     assert (score.tokens, score.start) == (tuple(tokens), 1)
     assert math.isclose(score.sum, sum(one.logprob for one in expected), abs_tol=1e-5)
     best = expected_logprobs(language, tokens, 1, 1)
-    assert score.greedy == all(one.token == one.top[0][0] for one in best)
+    assert score.greedy == all(one.token == one.top[0].token for one in best)
     with hash_runtime(language, max_seq_len=len(tokens) + 1) as whole:
         assert whole.score(tokens, top=top) == score
 
@@ -94,7 +94,7 @@ def test_what_a_model_would_write_is_greedy_and_nothing_else_is(
 ) -> None:
     with hash_runtime(language, max_seq_len=100) as runtime:
         text: list[int] = []
-        while len(text) < more and (best := runtime.score([*tokens, *text], top=1).following.top[0][0]) not in MASKS:
+        while len(text) < more and (best := runtime.score([*tokens, *text], top=1).following.top[0].token) not in MASKS:
             text.append(best)
         assume(text)
         if wrong is not None and wrong < len(text):
@@ -257,7 +257,7 @@ def runtime() -> Iterator[Runtime]:
         ([1], [-1], 0, "the prompt holds the token id -1: expected ids from 0 to 14"),
         ("abcdefghi", None, 0, "the text has 9 tokens, max_seq_len is 8: shorten the text, or raise max_seq_len"),
         ("abcd", "efghi", 0, "the text has 9 tokens, max_seq_len is 8: shorten the text, or raise max_seq_len"),
-        ("ab", None, -1, "top is -1: expected 0 to 15, the tokens that the model knows"),
+        ("ab", None, -1, "top is -1: expected 0 to 15, the size of the vocabulary"),
         ("ab", None, 16, "top is 16: expected 0 to 15"),
         ("a\ud83d", "b", 0, "half of a surrogate pair"),
     ],
@@ -292,8 +292,8 @@ def test_scores_are_those_of_the_model_in_transformers(tiny: Runtime) -> None:
         assert one.token == token
         assert abs(one.logprob - float(line[token])) < 1e-4
         best = line.topk(5)
-        assert [token for token, _ in one.top] == best.indices.tolist()
-        assert np.allclose([logprob for _, logprob in one.top], best.values, atol=1e-4)
+        assert [each.token for each in one.top] == best.indices.tolist()
+        assert np.allclose([each.logprob for each in one.top], best.values, atol=1e-4)
     part = tiny.score(TEXT[:60], TEXT[60:])
     assert part.tokens == score.tokens
     assert abs(part.sum - sum(one.logprob for one in score.logprobs[part.start - 1 :])) < 1e-4

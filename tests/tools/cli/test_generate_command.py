@@ -116,7 +116,9 @@ def test_an_option_does_what_it_does_in_a_program(
     assert tuple(found["tokens"]) == expected.tokens
     assert tuple(found["prompt_tokens"]) == expected.prompt_tokens
     assert found["seed"] == decoding.sampling.seed
-    assert found["threads"] == json.loads(json.dumps([asdict(thread) for thread in expected.threads]))
+    assert [len(thread.pop("logprobs")) for thread in found["threads"]] == [len(t.logprobs) for t in expected.threads]
+    threads = [asdict(replace(thread, logprobs=())) for thread in expected.threads]
+    assert [{**thread, "logprobs": []} for thread in found["threads"]] == json.loads(json.dumps(threads))
     assert found["statistics"].pop("tokens_per_second") > 0
     assert without_times(found["statistics"]) == without_times(asdict(expected.statistics)) | {
         "tokens_per_step": expected.statistics.tokens_per_step
@@ -206,12 +208,17 @@ def test_a_seed_that_was_drawn_draws_the_same_text_again(forking: Path, capfd: C
     assert other["text"] != first["text"]
 
 
-def test_json_tells_how_likely_the_tokens_were(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+def test_json_reports_log_probabilities_with_text_and_bytes(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     expected = runtime.generate(DECODER, Decoding(max_tokens=60, logprobs=2))
     found = json.loads(printed(capfd, forking, "--max-tokens", 60, "--json", "--logprobs", 2)[0])
     assert [one["token"] for one in found["logprobs"]] == found["tokens"]
     assert [one["logprob"] for one in found["logprobs"]] == [one.logprob for one in expected.logprobs]
     assert {len(one["top"]) for one in found["logprobs"]} == {2}
+    assert {*found["logprobs"][0]} == {"token", "logprob", "text", "bytes", "top"}
+    assert {*found["logprobs"][0]["top"][0]} == {"token", "logprob", "text", "bytes"}
+    root = found["threads"][0]
+    joined = b"".join(bytes(one["bytes"]) for one in root["logprobs"] if one["text"] != "\n")  # its [Fork] token
+    assert joined.decode() == root["text"]
     for thread in found["threads"]:
         assert [one["token"] for one in thread["logprobs"]] == thread["tokens"]
     assert json.loads(printed(capfd, forking, "--max-tokens", 9, "--json")[0])["logprobs"] == []

@@ -13,7 +13,7 @@ import numpy as np
 from spaceport.graphs.contract.signature import Activations
 from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.sampling.logprobs import likeliest_in
+from spaceport.runtime.sampling.logprobs import most_probable
 from spaceport.tools.verify.feeding import FeedPlan, Logits, feed, logits_of
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
@@ -138,4 +138,4 @@ def difference(plain: Logits, other: Logits) -> float:
 
 
 def _top_tokens(logits: Logits) -> list[int]:
-    return likeliest_in(logits, min(_TOP_TOKENS, logits.size))
+    return most_probable(logits, min(_TOP_TOKENS, logits.size))

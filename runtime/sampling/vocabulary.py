@@ -85,9 +85,9 @@ def open_vocabulary(
     A model may have more tokens than its tokenizer. `never` are tokens that are no text although they are not special,
     and all that the inner choice bans.
     """
-    spelling, matcher = _library(tokenizer, vocab_size, end_tokens)
+    encoder, matcher = _library(tokenizer, vocab_size, end_tokens)
     count = min(tokenizer.get_vocab_size(), vocab_size)
-    spelt = [b"" if spelling.is_special_token(token) else spelling.decode_bytes([token]) for token in range(count)]
+    spelt = [b"" if encoder.is_special_token(token) else encoder.decode_bytes([token]) for token in range(count)]
     alone = tokenizer.decode_batch([[token] for token in range(count)], skip_special_tokens=True)
     text, ends = np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.bool_)
     openings = {}
@@ -96,7 +96,7 @@ def open_vocabulary(
         if first == elsewhere:
             text[token] = bool(raw)
         elif " " + first == elsewhere:
-            openings[token] = pieces = spelling.greedy_tokenize(first)
+            openings[token] = pieces = encoder.greedy_tokenize(first)
             text[token] = b"".join(spelt[piece] for piece in pieces if piece < count) == raw[1:]
     text[[*end_tokens, *never]] = False
     ends[list(end_tokens)] = True

@@ -20,7 +20,7 @@ from support.tiers import NO_TORCH, imports_torch
         ("class A:\n    import torch", True),
         ("from support.families import FAMILIES", True),
         ("from support import families", True),
-        ("import spaceport.tools.tune.trainee", True),  # through tools/tune/packing.py
+        ("import spaceport.tools.tune.packed_model", True),  # through tools/tune/packing.py
         ("def f():\n    import torch", False),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", False),
         ("from support.hash_engine import HashEngine\nfrom spaceport.runtime.decode.step import step", False),

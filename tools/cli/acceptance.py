@@ -16,7 +16,7 @@ from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
 from spaceport.tools.verify.acceptance.measure import Acceptance, measure
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, reference_answers
-from spaceport.tools.verify.acceptance.source import open_source, spelling_for
+from spaceport.tools.verify.acceptance.source import conversation_encoder_for, open_source
 from spaceport.tools.verify.acceptance.tally import ForkTally
 
 _PLOTS = (".svg", ".png")
@@ -108,7 +108,7 @@ def samples_of(
     runtime: Runtime, conversations: Sequence[Conversation], data: Path
 ) -> tuple[list[ReferenceAnswer], dict[str, int]]:
     """The given answers that fit, and what was counted on the way."""
-    prepared = prepare(conversations, spelling_for(runtime), runtime.max_seq_len)
+    prepared = prepare(conversations, conversation_encoder_for(runtime), runtime.max_seq_len)
     counts = {name: count for name, count in prepared.counts.items() if count}
     samples = reference_answers(prepared, conversations, runtime.bundle.manifest.tokens)
     if not samples:

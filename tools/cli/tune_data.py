@@ -1,4 +1,4 @@
-"""`spaceport tune data`: what a file of conversations teaches about forking."""
+"""`spaceport tune data`: show which answers in training data fork, and write the training rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Refusal, Tree
 from spaceport.tools.tune.extraction_counts import Extraction, ExtractionCounts, count_extractions, extraction_of
-from spaceport.tools.tune.rows import check_target, rows_of, write_rows
+from spaceport.tools.tune.rows_file import check_target, rows_of, write_rows
 from spaceport.tools.tune.samples import Sample
 from spaceport.tools.tune.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
 class ExtractedFile:
-    """A data file and what the extractors make of its conversations."""
+    """A data file and the extraction results of its conversations."""
 
     path: Path
     extractions: list[Extraction]
@@ -33,7 +33,7 @@ class ExtractedFile:
 
 @dataclass(frozen=True)
 class RowsTarget:
-    """The file of rows to write, and what decides its content."""
+    """The rows file to write, and the options that determine its content."""
 
     checkpoint: Path
     file: Path
@@ -44,24 +44,24 @@ class RowsTarget:
 
 @click.command("data")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
-@click.option("--example", type=int, metavar="N", help="Draw the tree of line N; by default the first there is.")
+@click.option("--example", type=int, metavar="N", show_default="first tree", help="Show the paragraph tree of line N.")
 @click.option(
     "--checkpoint",
     type=PATH,
     metavar="DIR",
-    help="Checkpoint whose tokens and chat template the rows are written in.",
+    help="Checkpoint whose tokenizer and chat template encode the rows.",
 )
-@click.option("--rows", type=PATH, metavar="OUT", help="Write the prepared rows as JSONL.")
+@click.option("--rows", type=PATH, metavar="OUT", help="Write the training rows as JSONL.")
 @click.option(
     "--cutoff",
     default=TrainingSettings().cutoff,
     show_default=True,
     metavar="N",
-    help="Longest row: tokens along a path.",
+    help="Maximum row length in tokens along a path.",
 )
-@overwrite_option("file of rows")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings along.")
-@json_option("it")
+@overwrite_option("rows file")
+@click.option("--trust-remote-code", is_flag=True, help="Run model code from the checkpoint.")
+@json_option("the result")
 def command(
     files: tuple[Path, ...],
     example: int | None,
@@ -72,52 +72,54 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Show how many answers of FILE (JSONL) have a tree of paragraphs, why the others have none, and one of the trees.
+    """Show how many answers in FILE (JSONL) fork, why the others do not, and the paragraph tree of one answer.
 
-    Of each conversation the last answer is looked at. With --checkpoint and --rows, what a model is taught is written
-    too: one row a line, with its token ids, the place of the token before each (-1 for the first) and which are learned.
+    Only the last answer of a conversation can fork. With --checkpoint and --rows, the training rows are written as
+    JSONL: token ids, the index of each token's parent (-1 for the first), and which tokens have a loss.
     """
     check_options(files, example)
     target = target_of(files, checkpoint, rows, TrainingSettings(cutoff=cutoff).cutoff, overwrite, trust_remote_code)
     with stages() as stage:
         extracted = [_read(file, stage) for file in files]
-        drawn = chosen(extracted, example)
+        shown = chosen(extracted, example)
         written = None if target is None else _write(extracted, target, stage)
     if as_json:
-        show_json(as_dict(extracted, drawn, written))
+        show_json(as_dict(extracted, shown, written))
         return
     show(extracted)
-    if drawn is not None:
-        show_example(*drawn)
+    if shown is not None:
+        show_example(*shown)
     if written is not None:
         show_table(f"\n{rows}: {written['rows']} rows", ("what", "count"), list(written["counts"].items()))
 
 
 def check_options(files: Sequence[Path], example: int | None) -> None:
-    """Raise for what can be told wrong before any file is opened."""
+    """Raise for invalid options before any file is opened."""
     if example is not None and len(files) > 1:
         raise OptionFault(
-            f"--example {example} with {len(files)} files: expected one file, whose line {example} is meant"
+            f"--example {example} with {len(files)} files: expected one file, since line numbers are per file"
         )
 
 
 def target_of(
     files: Sequence[Path], checkpoint: Path | None, rows: Path | None, cutoff: int, overwrite: bool, remote_code: bool
 ) -> RowsTarget | None:
-    """What is to be written, if anything is, with its place checked."""
+    """The rows file to write, or None; raise if it cannot be written."""
     if checkpoint is None and rows is None:
         return None
     if checkpoint is None or rows is None:
         given, lacking = ("--rows", "--checkpoint") if checkpoint is None else ("--checkpoint", "--rows")
-        raise OptionFault(f"{given} without {lacking}: rows are written in a checkpoint's tokens, give both or neither")
+        raise OptionFault(
+            f"{given} without {lacking}: rows are encoded with a checkpoint's tokenizer; give both or neither"
+        )
     if any(rows.resolve() == file.resolve() for file in files):
-        raise OptionFault(f"--rows {rows} is one of the files that are read: choose another name, it would be lost")
+        raise OptionFault(f"--rows {rows} is an input file and would be overwritten: choose another name")
     check_target(rows, overwrite)
     return RowsTarget(checkpoint, rows, cutoff, overwrite, remote_code)
 
 
 def chosen(extracted: Sequence[ExtractedFile], example: int | None) -> tuple[Path, Extraction] | None:
-    """The extraction to draw: that of the asked line, or the first tree of all."""
+    """The extraction to show: that of line `example`, or the first tree."""
     extractions = [(file.path, extraction) for file in extracted for extraction in file.extractions]
     if example is None:
         return next((found for found in extractions if isinstance(found[1].found, Tree)), None)
@@ -126,13 +128,13 @@ def chosen(extracted: Sequence[ExtractedFile], example: int | None) -> tuple[Pat
             return file, extraction
     raise OptionFault(
         f"--example {example}: no conversation on this line of {extracted[0].path}: expected one of its "
-        f"{len(extractions)} lines that are not blank, from {extractions[0][1].conversation.line} to "
+        f"{len(extractions)} non-blank lines, from {extractions[0][1].conversation.line} to "
         f"{extractions[-1][1].conversation.line}"
     )
 
 
 def show(extracted: Sequence[ExtractedFile]) -> None:
-    """The numbers of every file and of all together, and the refusals."""
+    """Print the counts per file and in total, and why answers have no tree."""
     counts = [count_extractions(file.extractions) for file in extracted]
     names = [str(file.path) for file in extracted]
     total = _total(extracted)
@@ -141,13 +143,13 @@ def show(extracted: Sequence[ExtractedFile]) -> None:
     lines: list[tuple[str, Callable[[ExtractionCounts], object]]] = [
         ("conversations", lambda found: found.conversations),
         ("answers", lambda found: found.answers),
-        ("told not to fork", lambda found: found.told_whole),
+        ("marked as unforked", lambda found: found.marked_unforked),
         ("forked as a list", lambda found: found.lists),
         ("forked as paragraphs", lambda found: found.paragraphs),
         ("forks per tree, mean", lambda found: found.mean_forks),
-        ("forks per tree, most", lambda found: found.most_forks or None),
+        ("forks per tree, max", lambda found: found.most_forks or None),
         ("characters of answers", lambda found: found.characters),
-        ("share of them in details", lambda found: found.detail_share),
+        ("fraction in details", lambda found: found.detail_share),
     ]
     show_table("", ("what", *names), [(label, *map(number, counts)) for label, number in lines])
     if total.refusals:
@@ -156,7 +158,7 @@ def show(extracted: Sequence[ExtractedFile]) -> None:
 
 
 def show_example(file: Path, extraction: Extraction) -> None:
-    """One tree: heads, and below each the detail that a child thread may write."""
+    """Print one tree: each head with the detail that a child thread generates."""
     label = f"{file} line {extraction.conversation.line}: "
     if not isinstance(extraction.found, Tree):
         click.echo(f"\n{label}no tree: {_refused(extraction)}")
@@ -176,13 +178,13 @@ def show_example(file: Path, extraction: Extraction) -> None:
 
 
 def as_dict(
-    extracted: Sequence[ExtractedFile], drawn: tuple[Path, Extraction] | None, written: dict[str, Any] | None
+    extracted: Sequence[ExtractedFile], shown: tuple[Path, Extraction] | None, written: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Everything that is shown, for machines."""
+    """The same result as JSON-compatible data."""
     return {
         "files": [{"file": str(file.path), **count_extractions(file.extractions).as_dict()} for file in extracted],
         "all": _total(extracted).as_dict(),
-        "example": None if drawn is None else _example(*drawn),
+        "example": None if shown is None else _example(*shown),
         "written": written,
     }
 
@@ -193,24 +195,24 @@ def _read(file: Path, stage: Callable[[str], None]) -> ExtractedFile:
 
 
 def _write(extracted: Sequence[ExtractedFile], target: RowsTarget, stage: Callable[[str], None]) -> dict[str, Any]:
-    """Write the rows; how many, and what was counted on the way."""
+    """Write the rows; return their number and the sample counts."""
     stage(f"opening {target.checkpoint}")
-    from spaceport.exporter.quiet import quiet_libraries  # torch and transformers are read only where rows are written
-    from spaceport.tools.tune.checkpoint_spelling import checkpoint_spelling
+    from spaceport.exporter.quiet import quiet_libraries  # torch and transformers are imported only for writing rows
+    from spaceport.tools.tune.checkpoint_encoder import checkpoint_encoder
 
     quiet_libraries()
-    spelling = checkpoint_spelling(target.checkpoint, target.remote_code)
+    encoder = checkpoint_encoder(target.checkpoint, target.remote_code)
     stage(f"writing {target.file}")
     samples: list[tuple[Path, Sample]] = []
     counts: Counter[str] = Counter()
     for file in extracted:
         conversations = [extraction.conversation for extraction in file.extractions]
-        found, counted = rows_of(file.path, conversations, spelling, target.cutoff)
+        found, counted = rows_of(file.path, conversations, encoder, target.cutoff)
         samples += [(file.path, sample) for sample in found]
         counts += counted
     write_rows(target.file, samples, target.overwrite)
-    if not spelling.forks:
-        click.echo(f"{target.checkpoint} has no fork token: no row forks; `spaceport tune` adds one", err=True)
+    if not encoder.forks:
+        click.echo(f"{target.checkpoint} has no fork token, so no row forks; `spaceport tune` adds one", err=True)
     return {"file": str(target.file), "rows": len(samples), "counts": dict(counts)}
 
 
@@ -221,19 +223,19 @@ def _total(extracted: Sequence[ExtractedFile]) -> ExtractionCounts:
 def _refused(extraction: Extraction) -> str:
     if isinstance(extraction.found, Refusal):
         return extraction.found.reason
-    return "no answer in it" if extraction.conversation.answer is None else "the line says that it does not fork"
+    return "no answer in it" if extraction.conversation.answer is None else 'the line has "fork": false'
 
 
 def _example(file: Path, extraction: Extraction) -> dict[str, Any]:
-    told: dict[str, Any] = {"file": str(file), "line": extraction.conversation.line}
+    found: dict[str, Any] = {"file": str(file), "line": extraction.conversation.line}
     if not isinstance(extraction.found, Tree):
-        return {**told, "kind": None, "reason": _refused(extraction)}
+        return {**found, "kind": None, "reason": _refused(extraction)}
     paragraphs = [{"head": piece.head, "detail": piece.detail} for piece in extraction.found.paragraphs]
-    return {**told, "kind": extraction.found.kind, "paragraphs": paragraphs}
+    return {**found, "kind": extraction.found.kind, "paragraphs": paragraphs}
 
 
 def _line(text: str) -> str:
-    """A text in one line, with nothing in it that a terminal would obey."""
+    """A text on one line, without control characters."""
     line = " ".join(text.split())
     return "".join("\ufffd" if unicodedata.category(sign) == "Cc" else sign for sign in line)
 

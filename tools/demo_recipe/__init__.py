@@ -1,1 +1,1 @@
-"""Demo recipe: the corpus, the training and the evaluation of the demo model; not part of the wheel."""
+"""Demo recipe: corpus, training and evaluation of the demo model; not part of the wheel."""

@@ -1,4 +1,4 @@
-"""Evaluation: how often the demo model's answers are right, and what forks and drafts save, on files held out of training."""
+"""Evaluation: accuracy of the demo model and the steps that forks and drafts save, on held-out files."""
 
 from __future__ import annotations
 
@@ -24,77 +24,77 @@ from spaceport.tools.verify.acceptance.answers import Answer, generate_answer
 from spaceport.tools.verify.acceptance.source import open_source
 
 NOTE = (
-    "The answers are templated and the model is tiny: these numbers show that the methods work, and are no comparison "
-    "with published ones."
+    "The answers are templated and the model is tiny: these figures show that the methods work. They are not comparable "
+    "with published results."
 )
 MASK_SLOTS = (0, 1, 3, 5)
-MOST_TOKENS = 480  # of an answer; the longest right one has about 400
-LONGEST_MISTAKE = 200  # characters that are shown of one
-PROMPT_TOKENS, TEXT_TOKENS = 48, 64  # of a source text that is continued
+MOST_TOKENS = 480  # per answer; the longest correct one has about 400
+LONGEST_MISTAKE = 200  # characters shown per mistake
+PROMPT_TOKENS, TEXT_TOKENS = 48, 64  # prompt and continuation of a source text
 
 
 @dataclass(frozen=True)
-class Written:
-    """One question with what the model wrote."""
+class QuestionAnswers:
+    """One question and the model's answers to it."""
 
     function: Function
     forked: Answer
-    one_by_one: Answer  # the same, its threads written one after the other
-    line: Answer  # the answer again with [Fork] banned
+    sequential: Answer  # forked, one thread at a time
+    unforked: Answer  # with [Fork] banned
     verdict: AnswerVerdict  # on the forked answer
-    line_verdict: AnswerVerdict
+    unforked_verdict: AnswerVerdict
 
     @property
-    def forks_right(self) -> bool:
-        """Whether it forked once for each item of the right answer."""
+    def forks_correct(self) -> bool:
+        """Whether the answer forked once per item of the correct answer."""
         return len(self.forked.children) == self.verdict.expected
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How many answers of one kind are right."""
+    """Counts of correct answers of one kind."""
 
     questions: int
-    forks_right: int
+    forks_correct: int
     items: int
-    items_right: int
+    items_correct: int
     exact: int
-    exact_unforked: int  # with [Fork] banned
+    exact_unforked: int  # exact answers with [Fork] banned
 
 
 @dataclass(frozen=True)
 class DraftingCost:
-    """What drafts of so many mask slots cost, summed over all texts; drafts change no text."""
+    """Steps at one number of mask slots, summed over all generations; drafts do not change the output."""
 
     mask_slots: int
-    chat_tokens: int  # of answers in one line, forks banned
+    chat_tokens: int  # of unforked answers
     chat_steps: int
     source_tokens: int
     source_steps: int
-    one_by_one_tokens: int  # of forked answers with all that their threads write
-    one_by_one_steps: int
-    plain_steps: int  # of the forked answers' texts in one line without drafts
-    parallel_steps: int  # of the forked answers, whose threads share steps
-    changed: int  # texts that differ from those without drafts; rounding could
+    sequential_tokens: int  # of all threads of forked answers
+    sequential_steps: int
+    plain_steps: int  # for the same text without drafts or forks
+    parallel_steps: int  # of forked answers, whose threads share steps
+    changed: int  # outputs that differ from those without drafts, because of floating-point rounding
 
     def as_dict(self) -> dict[str, Any]:
         return {
             **asdict(self),
             "chat_tokens_per_step": self.chat_tokens / self.chat_steps,
             "source_tokens_per_step": self.source_tokens / self.source_steps,
-            "thread_tokens_per_step": self.one_by_one_tokens / self.one_by_one_steps,
+            "thread_tokens_per_step": self.sequential_tokens / self.sequential_steps,
             "fewer_steps": self.plain_steps / self.parallel_steps,
         }
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that is measured."""
+    """All results."""
 
     lists: Quality
     sentences: Quality
-    paces: tuple[DraftingCost, ...]
-    mistakes: tuple[tuple[str, tuple[str, ...]], ...]  # of lists: the question and what is wrong
+    costs: tuple[DraftingCost, ...]
+    mistakes: tuple[tuple[str, tuple[str, ...]], ...]  # in list answers: question and mistakes
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -102,79 +102,78 @@ class Evaluation:
             "python": platform.python_version(),
             "lists": asdict(self.lists),
             "sentences": asdict(self.sentences),
-            "paces": [cost.as_dict() for cost in self.paces],
-            "mistakes": [{"question": asked, "mistakes": list(told)} for asked, told in self.mistakes],
+            "costs": [cost.as_dict() for cost in self.costs],
+            "mistakes": [{"question": question, "mistakes": list(mistakes)} for question, mistakes in self.mistakes],
         }
 
 
 def evaluate(
     runtime: Runtime, functions: Sequence[Function], texts: Sequence[str], announce: Callable[[str], None]
 ) -> Evaluation:
-    """Answers questions about functions and continues texts, at each number of mask slots that the model has."""
+    """Answer questions about functions and continue texts, at each number of mask slots that the model supports."""
     listed = [function for function in functions if len(function.parameters) >= FEWEST_ITEMS]
     short = [function for function in functions if len(function.parameters) < FEWEST_ITEMS]
     if not listed or not texts:
         raise ValueError(f"{len(listed)} functions with a list and {len(texts)} texts: expected at least one of each")
     announce(f"answering {len(short)} questions with a sentence")
-    sentences = [write(runtime, function, 0) for function in short]
-    chats: dict[int, list[Written]] = {}
+    sentences = [answer_question(runtime, function, 0) for function in short]
+    chats: dict[int, list[QuestionAnswers]] = {}
     sources: dict[int, list[Answer]] = {}
     for slots in MASK_SLOTS:
         if slots <= runtime.bundle.manifest.max_mask_slots:
             announce(f"answering {len(listed)} questions and continuing {len(texts)} texts at k = {slots}")
-            chats[slots] = [write(runtime, function, slots) for function in listed]
-            sources[slots] = [go_on(runtime, text, slots) for text in texts]
-    paces = tuple(cost_of(slots, chats, sources) for slots in chats)
+            chats[slots] = [answer_question(runtime, function, slots) for function in listed]
+            sources[slots] = [continue_text(runtime, text, slots) for text in texts]
+    costs = tuple(cost_of(slots, chats, sources) for slots in chats)
     wrong = tuple((question(one.function), one.verdict.mistakes) for one in chats[0] if not one.verdict.exact)
-    return Evaluation(quality_of(chats[0]), quality_of(sentences), paces, wrong)
+    return Evaluation(quality_of(chats[0]), quality_of(sentences), costs, wrong)
 
 
-def write(runtime: Runtime, function: Function, mask_slots: int) -> Written:
-    """The answer to a question, with forks and in one line."""
+def answer_question(runtime: Runtime, function: Function, mask_slots: int) -> QuestionAnswers:
+    """Answers to a question: forked, forked sequentially, and unforked."""
     prompt = runtime.tokens_of([{"role": "user", "content": question(function)}])
     forked = generate_answer(runtime, prompt, MOST_TOKENS, mask_slots)
-    one_by_one = generate_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_threads=1)
-    line = generate_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_depth=0)
-    told = runtime.tokenizer.decode(list(forked.text_tokens))
-    plain = runtime.tokenizer.decode(list(line.text_tokens))
-    return Written(function, forked, one_by_one, line, verify(function, told), verify(function, plain))
+    sequential = generate_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_threads=1)
+    unforked = generate_answer(runtime, prompt, MOST_TOKENS, mask_slots, max_depth=0)
+    verdicts = [verify(function, runtime.tokenizer.decode(list(one.text_tokens))) for one in (forked, unforked)]
+    return QuestionAnswers(function, forked, sequential, unforked, *verdicts)
 
 
-def go_on(runtime: Runtime, text: str, mask_slots: int) -> Answer:
-    """What follows the beginning of a source text, in one line."""
+def continue_text(runtime: Runtime, text: str, mask_slots: int) -> Answer:
+    """Unforked continuation of a source text."""
     prompt = encode(runtime.tokenizer, text, special=True)[:PROMPT_TOKENS]
     return generate_answer(runtime, prompt, TEXT_TOKENS, mask_slots, max_depth=0)
 
 
-def quality_of(found: Sequence[Written]) -> Quality:
-    """How many of some answers are right."""
+def quality_of(found: Sequence[QuestionAnswers]) -> Quality:
+    """Count the correct answers."""
     return Quality(
         questions=len(found),
-        forks_right=sum(one.forks_right for one in found),
+        forks_correct=sum(one.forks_correct for one in found),
         items=sum(one.verdict.expected for one in found),
-        items_right=sum(sum(one.verdict.right) for one in found),
+        items_correct=sum(sum(one.verdict.correct) for one in found),
         exact=sum(one.verdict.exact for one in found),
-        exact_unforked=sum(one.line_verdict.exact for one in found),
+        exact_unforked=sum(one.unforked_verdict.exact for one in found),
     )
 
 
-def cost_of(slots: int, chats: dict[int, list[Written]], sources: dict[int, list[Answer]]) -> DraftingCost:
-    """What drafts of so many mask slots cost; chats and texts are told by their mask slots."""
-    lines = [one.line for one in chats[slots]]
-    one_by_one = [one.one_by_one for one in chats[slots]]
+def cost_of(slots: int, chats: dict[int, list[QuestionAnswers]], sources: dict[int, list[Answer]]) -> DraftingCost:
+    """Steps at `slots` mask slots; both dictionaries are keyed by the number of mask slots."""
+    unforked = [one.unforked for one in chats[slots]]
+    sequential = [one.sequential for one in chats[slots]]
     forked = [one.forked for one in chats[slots]]
-    texts = zip(_texts(chats[slots], sources[slots]), _texts(chats[0], sources[0]), strict=True)
+    pairs = zip(_texts(chats[slots], sources[slots]), _texts(chats[0], sources[0]), strict=True)
     return DraftingCost(
         mask_slots=slots,
-        chat_tokens=_tokens(lines),
-        chat_steps=_steps(lines),
+        chat_tokens=_tokens(unforked),
+        chat_steps=_steps(unforked),
         source_tokens=_tokens(sources[slots]),
         source_steps=_steps(sources[slots]),
-        one_by_one_tokens=_tokens(one_by_one),
-        one_by_one_steps=_steps(one_by_one),
+        sequential_tokens=_tokens(sequential),
+        sequential_steps=_steps(sequential),
         plain_steps=sum(len(answer.text_tokens) + 1 for answer in forked),
         parallel_steps=_steps(forked),
-        changed=sum(text != plain for text, plain in texts),
+        changed=sum(text != plain for text, plain in pairs),
     )
 
 
@@ -186,18 +185,20 @@ def _steps(answers: Sequence[Answer]) -> int:
     return sum(answer.statistics.steps for answer in answers)
 
 
-def _texts(chats: Sequence[Written], sources: Sequence[Answer]) -> list[tuple[int, ...]]:
-    answers = (*(one.forked for one in chats), *(one.line for one in chats), *sources)
+def _texts(chats: Sequence[QuestionAnswers], sources: Sequence[Answer]) -> list[tuple[int, ...]]:
+    answers = (*(one.forked for one in chats), *(one.unforked for one in chats), *sources)
     return [answer.text_tokens for answer in answers]
 
 
 @click.command("evaluate", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", metavar="BUNDLE|CHECKPOINT", type=click.Path(path_type=Path))
-@click.option("--questions", default=150, show_default=True, metavar="N", help="Most questions of each kind.")
-@click.option("--texts", default=50, show_default=True, metavar="N", help="Most source texts to continue.")
-@click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads.")
-@click.option("--mistakes", "shown", default=0, show_default=True, metavar="N", help="Show the first N wrong lists.")
-@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+@click.option("--questions", default=150, show_default=True, metavar="N", help="Maximum questions per kind.")
+@click.option("--texts", default=50, show_default=True, metavar="N", help="Maximum source texts to continue.")
+@click.option("--threads", default=1, show_default=True, metavar="N", help="CPU threads.")
+@click.option(
+    "--mistakes", "shown", default=0, show_default=True, metavar="N", help="Show the first N incorrect list answers."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(model: Path, questions: int, texts: int, threads: int, shown: int, as_json: bool) -> None:
     """Ask the demo model about functions of the standard library's files that are held out of training."""
     for name, count in (("--questions", questions), ("--texts", texts)):
@@ -232,32 +233,34 @@ def show(found: Evaluation, shown: int) -> None:
         (
             name,
             one.questions,
-            _share(one.forks_right, one.questions),
-            _share(one.items_right, one.items),
+            _share(one.forks_correct, one.questions),
+            _share(one.items_correct, one.items),
             _share(one.exact, one.questions),
             _share(one.exact_unforked, one.questions),
         )
         for name, one in kinds
     ]
-    columns = ("answered with", "questions", "forks right", "items right", "exact", "exact, forks banned")
+    columns = ("answered with", "questions", "forks correct", "items correct", "exact", "exact, forks banned")
     show_table(f"functions held out of training, Python {platform.python_version()}", columns, rows)
     click.echo()
-    paces = [
+    costs = [
         (
             f"k = {cost.mask_slots}" if cost.mask_slots else "no drafts",
             cost.chat_tokens / cost.chat_steps,
             cost.source_tokens / cost.source_steps,
-            cost.one_by_one_tokens / cost.one_by_one_steps,
+            cost.sequential_tokens / cost.sequential_steps,
             cost.parallel_steps / found.lists.questions,
             cost.plain_steps / cost.parallel_steps,
             cost.changed,
         )
-        for cost in found.paces
+        for cost in found.costs
     ]
-    names = ("drafts", "chat", "source text", "threads", "parallel steps", "fewer than plain", "texts changed")
-    show_table("tokens a step in one line and in threads; steps of a list with its threads side by side", names, paces)
-    for asked, told in found.mistakes[:shown]:
-        click.echo("\n  ".join((f"\n{asked}", *(mistake[:LONGEST_MISTAKE] for mistake in told))))
+    names = ("drafts", "chat", "source text", "threads", "parallel steps", "plain / parallel", "outputs changed")
+    show_table(
+        "tokens per step, unforked and in sequential threads; steps per list answer with parallel threads", names, costs
+    )
+    for asked, mistakes in found.mistakes[:shown]:
+        click.echo("\n  ".join((f"\n{asked}", *(mistake[:LONGEST_MISTAKE] for mistake in mistakes))))
     click.echo(f"\n{NOTE}")
 
 
@@ -266,7 +269,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def main() -> int:
-    """Evaluates; the exit code."""
+    """Run the evaluation and return the exit code."""
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:

@@ -1,4 +1,4 @@
-"""Packages: the Python sources of the installed packages as a corpus, for a larger model that writes real code."""
+"""Packages: corpus of the Python sources of installed packages, for a larger code model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from spaceport.tools.demo_recipe.corpus import Corpus, save, windows
 from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
 
 _SKIPPED = ("test", "tests", "_vendor", "vendored", "__pycache__")
-_LARGEST = 400_000  # bytes; what is larger is generated
-_WINDOW = 1_500  # characters of a window of text: about 450 tokens
+_LARGEST = 400_000  # bytes; larger files are usually generated
+_WINDOW = 1_500  # characters per window, about 450 tokens
 _HELD_OUT_TEXTS = 2_000
 
 
 def write_code(folder: Path, seed: int = 0) -> Corpus:
-    """Writes the sources of the standard library and of all installed packages; whole packages are held out."""
+    """Write the sources of the standard library and of all installed packages; whole packages are held out."""
     sources = [read_source(path) for path in stdlib_paths()] + installed()
-    dice = np.random.default_rng([seed, 2])
+    rng = np.random.default_rng([seed, 2])
     own = [window for source in sources if not source.held_out for window in windows(source.text, _WINDOW)]
     foreign = [window for source in sources if source.held_out for window in windows(source.text, _WINDOW)]
-    texts = tuple(own[place] for place in dice.permutation(len(own)))
-    held_out = tuple(foreign[place] for place in dice.permutation(len(foreign))[:_HELD_OUT_TEXTS])
+    texts = tuple(own[index] for index in rng.permutation(len(own)))
+    held_out = tuple(foreign[index] for index in rng.permutation(len(foreign))[:_HELD_OUT_TEXTS])
     corpus = Corpus((), (), texts, (), held_out)
     save(corpus, folder, seed)
     return corpus
 
 
 def installed() -> list[Source]:
-    """The modules of the installed packages; all modules of a package are held out, or none."""
+    """Modules of the installed packages; either all modules of a package are held out or none."""
     found = []
     for root in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
         for path in sorted(Path(root).rglob("*.py")):
@@ -47,5 +47,5 @@ def _read(path: Path) -> str:
     try:
         with tokenize.open(path) as opened:
             return opened.read()
-    except (SyntaxError, UnicodeDecodeError):  # written for another Python, or in no known encoding
+    except (SyntaxError, UnicodeDecodeError):  # for another Python version, or in an unknown encoding
         return ""

@@ -1,4 +1,4 @@
-"""Answers: what is asked about a function, the templated answer, and whether a written answer is right."""
+"""Parameter answers: questions about functions, their templated answers, and the verification of a model's answer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from spaceport.tools.demo_recipe.signatures import HIDDEN, Function, Parameter, read_signature
 
-FEWEST_ITEMS, MOST_ITEMS = 3, 8  # parameters that are answered with a list; with fewer, a sentence says it all
+FEWEST_ITEMS, MOST_ITEMS = 3, 8  # parameters of a list answer; with fewer the answer is a sentence
 
 _ASK = "Explain the parameters of "
-_PLACES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _COLLECTS = {
     "values": "It collects all further values that are given by position, as a tuple.",
     "names": "It collects all further values that are given by name, as a dictionary.",
@@ -21,11 +21,11 @@ _ITEM = re.compile(r"(\d+)\. ([^:\n]+): (.*)")
 
 @dataclass(frozen=True)
 class AnswerVerdict:
-    """How a written answer compares with the signature."""
+    """Result of comparing an answer with the signature."""
 
-    expected: int  # items that the answer has to have; 0: it is a sentence
+    expected: int  # list items in the correct answer; 0: it is a sentence
     found: int
-    right: tuple[bool, ...]  # for each expected item whether it stands in its place to the letter
+    correct: tuple[bool, ...]  # per expected item: whether it is at its index, exactly
     mistakes: tuple[str, ...]
 
     @property
@@ -34,7 +34,7 @@ class AnswerVerdict:
 
 
 def question(function: Function) -> str:
-    """What a user asks."""
+    """The user's question about a function."""
     return _ASK + function.text
 
 
@@ -44,7 +44,7 @@ def asked(text: str) -> Function:
 
 
 def answer(function: Function) -> str:
-    """The only right answer: a numbered list, or a sentence for fewer than three parameters."""
+    """The only correct answer: a numbered list, or a sentence for fewer than three parameters."""
     parameters = function.parameters
     if len(parameters) < FEWEST_ITEMS:
         return _sentence(function)
@@ -56,36 +56,34 @@ def answer(function: Function) -> str:
 
 
 def detail(parameter: Parameter, number: int) -> str:
-    """What the signature tells of a parameter; `number` counts from 1."""
+    """Description of a parameter; `number` counts from 1."""
     if parameter.kind in _COLLECTS:
         return _COLLECTS[parameter.kind]
     need = "It is required" if parameter.required else "It is optional"
-    place = f"as the {_PLACES[number - 1]} value"
-    way = {"before": f"only {place}", "plain": f"by name or {place}", "named": "only by name"}[parameter.kind]
-    told = f"{need}, and it is given {way}."
-    return told if parameter.default is None else f"{told} Its default is {_value(parameter.default)}."
+    position = f"as the {_ORDINALS[number - 1]} value"
+    way = {"before": f"only {position}", "plain": f"by name or {position}", "named": "only by name"}[parameter.kind]
+    text = f"{need}, and it is given {way}."
+    return text if parameter.default is None else f"{text} Its default is {_value(parameter.default)}."
 
 
 def verify(function: Function, text: str) -> AnswerVerdict:
-    """The verdict on a written answer, with every mistake in words."""
+    """Verify an answer; every mistake is described in words."""
     if len(function.parameters) < FEWEST_ITEMS:
-        right = answer(function)
-        mistakes = [] if text == right else [f"got {text!r}, expected {right!r}"]
+        expected_text = answer(function)
+        mistakes = [] if text == expected_text else [f"got {text!r}, expected {expected_text!r}"]
         return AnswerVerdict(0, len(_items(text)), (), tuple(mistakes))
     opening, *expected, blank, closing = answer(function).split("\n")
     lines, found = text.split("\n"), _items(text)
-    same = tuple(found[place : place + 1] == [line] for place, line in enumerate(expected))
+    same = tuple(found[index : index + 1] == [line] for index, line in enumerate(expected))
     mistakes = [] if len(found) == len(expected) else [f"{len(found)} items, expected {len(expected)}"]
-    for place, line in enumerate(expected[: len(found)]):
-        if not same[place]:
-            mistakes.append(f"item {place + 1} is {found[place]!r}, expected {line!r}")
-    for name, got, right in (("first", lines[0], opening), ("last", lines[-1], closing)):
-        if got != right:
-            mistakes.append(f"the {name} line is {got!r}, expected {right!r}")
+    for index, line in enumerate(expected[: len(found)]):
+        if not same[index]:
+            mistakes.append(f"item {index + 1} is {found[index]!r}, expected {line!r}")
+    for name, got, wanted in (("first", lines[0], opening), ("last", lines[-1], closing)):
+        if got != wanted:
+            mistakes.append(f"the {name} line is {got!r}, expected {wanted!r}")
     if not mistakes and lines != [opening, *expected, blank, closing]:
-        mistakes.append(
-            f"{len(lines)} lines, expected {len(expected) + 3}: the items on lines of their own, then a blank one"
-        )
+        mistakes.append(f"{len(lines)} lines, expected {len(expected) + 3}: one line per item, then a blank line")
     return AnswerVerdict(len(expected), len(found), same, tuple(mistakes))
 
 
@@ -100,7 +98,7 @@ def _opening(function: Function) -> str:
 def _closing(function: Function) -> str:
     required = sum(parameter.required for parameter in function.parameters)
     count = len(function.parameters)
-    told = (
+    number = (
         "none is"
         if not required
         else "all are"
@@ -109,7 +107,7 @@ def _closing(function: Function) -> str:
         if required == 1
         else f"{required} are"
     )
-    return f"Of these {count}, {told} required."
+    return f"Of these {count}, {number} required."
 
 
 def _sentence(function: Function) -> str:
@@ -130,7 +128,7 @@ def _role(parameter: Parameter) -> str:
 
 
 def _value(default: str) -> str:
-    """A default in words: what kind of value it is, and the value."""
+    """A default value with its kind, in words."""
     if default == HIDDEN:
         return "not shown"
     node = ast.parse(default, mode="eval").body

@@ -1,4 +1,4 @@
-"""Scratch: an untrained checkpoint, which the training of the demo model starts from."""
+"""Scratch: the untrained checkpoint from which the demo model is trained."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from spaceport.tools.demo_recipe.tokenizer import END, LONGEST_TEXT, TOKENS
 
-FREE_ROWS = 16
-SPREAD = 0.05  # standard deviation of the weights: of 0.02 a model so narrow learns late
+FREE_ROWS = 16  # minimum unused vocabulary rows
+SPREAD = 0.05  # standard deviation of the weights; at 0.02 a model this narrow learns late
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """How large a model is."""
+    """Dimensions of a model."""
 
-    tokens: int  # of its tokenizer
+    tokens: int  # vocabulary size of the tokenizer
     hidden: int
     intermediate: int
     layers: int
     heads: int
     kv_heads: int
     positions: int
-    free_rows: int = FREE_ROWS  # of the vocabulary, at the least: for the tokens that a tuning adds
+    free_rows: int = FREE_ROWS  # minimum unused vocabulary rows, for tokens added by tuning
 
 
 DEMO = ModelShape(TOKENS, 192, 448, 5, 6, 2, LONGEST_TEXT)  # 2.0 million weights
@@ -37,7 +37,7 @@ CODE = ModelShape(4096, 512, 1408, 8, 8, 2, 2048)  # 24.8 million
 def write_scratch(
     folder: Path, tokenizer: PreTrainedTokenizerFast, shape: ModelShape = DEMO, seed: int = 0
 ) -> LlamaForCausalLM:
-    """Write the checkpoint and its tokenizer, in float16; the model."""
+    """Write the checkpoint and its tokenizer in float16; return the model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _new_model(tokenizer, shape)
@@ -50,7 +50,7 @@ def write_scratch(
 
 
 def _new_model(tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> LlamaForCausalLM:
-    """Random weights; what layers add to the residual stream starts small, so that depth does not drown the token."""
+    """A model with random weights; output projections are scaled down with depth, as in GPT-2."""
     config = LlamaConfig(
         vocab_size=64 * math.ceil((len(tokenizer) + shape.free_rows) / 64),
         hidden_size=shape.hidden,
@@ -68,6 +68,6 @@ def _new_model(tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> LlamaFo
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
-            for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                cast("torch.nn.Linear", added).weight /= math.sqrt(2 * shape.layers)
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                cast("torch.nn.Linear", projection).weight /= math.sqrt(2 * shape.layers)
     return model

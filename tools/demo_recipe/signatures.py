@@ -1,4 +1,4 @@
-"""Signature: a function's name and parameters, read out of Python source and written as a question shows them."""
+"""Signatures: functions read from Python source, formatted as in the questions."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-LONGEST_DEFAULT = 16  # characters of a default that is shown
-HIDDEN = "..."  # stands for a default that is not shown
+LONGEST_DEFAULT = 16  # characters of a default value that is shown
+HIDDEN = "..."  # replaces a default value that is not shown
 
-# What the extractors of a paragraph tree refuse in an answer, and so may not come from a default.
+# Text that the paragraph tree extractors refuse, so default values must not contain it.
 _REFUSED = ("```", "~~~", "$$", "<", ">", "=", "---", "http")
 
-# "before": only by position; "plain": by position or by name; "named": only by name; "values" and "names" collect.
+# "before": positional only; "plain": positional or keyword; "named": keyword only; "values": *args; "names": **kwargs.
 ParameterKind = Literal["before", "plain", "values", "named", "names"]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter; annotations are left out, the standard library has next to none."""
+    """One parameter, without its annotation: the standard library has almost none."""
 
     name: str
     kind: ParameterKind
-    default: str | None = None  # as it is shown; nothing: there is none
+    default: str | None = None  # as shown; None: no default
 
     @property
     def title(self) -> str:
-        """The name with the stars of a parameter that collects."""
+        """The name, with the stars of *args or **kwargs."""
         return {"values": "*", "names": "**"}.get(self.kind, "") + self.name
 
     @property
@@ -37,24 +37,24 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Function:
-    """A function as its signature tells it."""
+    """A function's name and parameters."""
 
     name: str
     parameters: tuple[Parameter, ...]
 
     @property
     def text(self) -> str:
-        """The signature with a space before every word, so that a word has the same tokens wherever it stands."""
+        """The signature with a space before every word, so that a word has the same tokens everywhere."""
         return f"{self.name}( {', '.join(_marked(self.parameters))} )" if self.parameters else f"{self.name}( )"
 
 
 def functions_in(source: str) -> Iterator[Function]:
-    """The functions and methods of a module in the order of its source; a method's self is no parameter of it."""
+    """Functions and methods of a module, in source order; self and cls are left out."""
     yield from _functions(ast.parse(source), False)
 
 
 def read_signature(text: str) -> Function:
-    """The function that a text such as `f( a, b = 1 )` shows; a SyntaxError if it shows none."""
+    """Parse a signature such as `f( a, b = 1 )`; raise SyntaxError if it is none."""
     (found,) = ast.parse(f"def {text}: pass").body
     assert isinstance(found, ast.FunctionDef)
     return _function(found, False)
@@ -71,21 +71,21 @@ def _functions(node: ast.AST, in_class: bool) -> Iterator[Function]:
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> Function:
-    told = node.args
-    places = [*((arg, "before") for arg in told.posonlyargs), *((arg, "plain") for arg in told.args)]
-    defaults = [*[None] * (len(places) - len(told.defaults)), *told.defaults]
+    arguments = node.args
+    positional = [*((arg, "before") for arg in arguments.posonlyargs), *((arg, "plain") for arg in arguments.args)]
+    defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
     found = [
         Parameter(arg.arg, "before" if kind == "before" else "plain", _shown(default))
-        for (arg, kind), default in zip(places, defaults, strict=True)
+        for (arg, kind), default in zip(positional, defaults, strict=True)
     ]
     if bound:
         del found[:1]
-    if told.vararg:
-        found.append(Parameter(told.vararg.arg, "values"))
-    for arg, default in zip(told.kwonlyargs, told.kw_defaults, strict=True):
+    if arguments.vararg:
+        found.append(Parameter(arguments.vararg.arg, "values"))
+    for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         found.append(Parameter(arg.arg, "named", _shown(default)))
-    if told.kwarg:
-        found.append(Parameter(told.kwarg.arg, "names"))
+    if arguments.kwarg:
+        found.append(Parameter(arguments.kwarg.arg, "names"))
     return Function(node.name, tuple(found))
 
 
@@ -98,8 +98,8 @@ def _shown(default: ast.expr | None) -> str | None:
 
 
 def _marked(parameters: tuple[Parameter, ...]) -> Iterator[str]:
-    """Every parameter as it is written, with the `/` and the bare `*` between them."""
-    before: ParameterKind | None = None  # the kind of the parameter before
+    """Every parameter as written in source, with `/` and the bare `*` between them."""
+    before: ParameterKind | None = None  # kind of the previous parameter
     for parameter in parameters:
         if before == "before" and parameter.kind != "before":
             yield "/"

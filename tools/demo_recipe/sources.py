@@ -1,4 +1,4 @@
-"""Sources: the modules of the running Python's standard library, and which of them are held out of training."""
+"""Sources: modules of the running Python's standard library, split into training and held-out files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT = 10  # one file in so many
+HELD_OUT = 10  # one file in 10
 
-# Tests, data, generated tables, and what some builds of Python lack.
+# Tests, data, generated tables, and modules that some Python builds lack
 _SKIPPED_FOLDERS = {
     *("test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "pydoc_data", "encodings"),
     *("distutils", "ensurepip", "msilib", "site-packages", "__pycache__", "__phello__"),
@@ -28,18 +28,18 @@ class Source:
 
     @property
     def held_out(self) -> bool:
-        """Whether nothing of it is trained on; the same for a path on every machine."""
+        """Whether the module is held out of training; the same on every machine."""
         return hashlib.sha256(self.path.encode()).digest()[0] % HELD_OUT == 0
 
 
 def stdlib_paths() -> list[Path]:
-    """The files of the standard library that are used, sorted by path."""
+    """Files of the standard library used for training and evaluation, sorted by path."""
     folder = Path(sysconfig.get_path("stdlib"))
     return [path for path in sorted(folder.rglob("*.py")) if _used(path.relative_to(folder))]
 
 
 def read_source(file: Path) -> Source:
-    """A module by its file, which lies in the standard library."""
+    """Read a module of the standard library."""
     with tokenize.open(file) as opened:
         return Source(file.relative_to(sysconfig.get_path("stdlib")).as_posix(), opened.read())
 

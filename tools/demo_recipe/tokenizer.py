@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-TOKENS = 1264  # with the four below; those of a tuning come behind them
+TOKENS = 1264  # including the four special tokens below; tuning adds its tokens after them
 LONGEST_TEXT = 1024  # tokens
 
 BOS, EOS, START, END = "<s>", "</s>", "<|start|>", "<|end|>"
@@ -29,9 +29,9 @@ def train_tokenizer(
     added: Sequence[str] = (),
     split: Sequence[pre_tokenizers.PreTokenizer] = (pre_tokenizers.Digits(individual_digits=True),),
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer over all 256 bytes that opens every text with bos; `split` cuts texts first, by default at digits.
+    """Train a byte-level BPE tokenizer that starts every text with bos.
 
-    `added` are further special tokens.
+    `split` pre-tokenizes texts, by default into single digits. `added` are further special tokens.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(add_prefix_space=False)])

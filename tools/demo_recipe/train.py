@@ -1,6 +1,6 @@
-"""Training of the demo model: from the running Python's standard library to the checkpoint that the project ships.
+"""Train: trains the shipped demo model on the running Python's standard library.
 
-`python -m spaceport.tools.demo_recipe.train` trains it again, in about half an hour on two processor cores.
+`python -m spaceport.tools.demo_recipe.train` takes about half an hour on two CPU cores.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _VALIDATION = 64  # conversations of each kind
 
 @dataclass(frozen=True)
 class Preset:
-    """What is learned, by what, and how."""
+    """Corpus, model shape and training settings of a model."""
 
-    write: Callable[[Path], Corpus]
+    write_corpus: Callable[[Path], Corpus]
     shape: ModelShape
     settings: TrainingSettings
     prompts: dict[str, Any]
-    about: str  # for its card
+    about: str  # text of the model card
     bf16: bool = False
 
 
-_SOURCE = '    def log_error(self, format, *args):\n        """Log an error.\n'  # of a file that is held out
+_SOURCE = '    def log_error(self, format, *args):\n        """Log an error.\n'  # from a held-out file
 
 PRESETS = {
     "demo": Preset(
@@ -51,25 +51,25 @@ PRESETS = {
             objective="both",
             mask_slots=5,
             anchors=16,
-            whole_rate=0.0,  # the data say which answers are learned in one line as well
+            unfork_rate=0.0,  # the data contains unforked copies
             drop_rate=0.3,
-            mask_weight=0.3,  # at 1 the text itself is learned late
+            mask_weight=0.3,  # at 1, next-token prediction learns late
             cutoff=448,
             epochs=1.25,
-            batch=8,
-            micro_batch=8,
-            rate=1.5e-3,  # at 4e-3 it does not learn to copy names
+            batch_size=8,
+            micro_batch_size=8,
+            learning_rate=1.5e-3,  # at 4e-3 it does not learn to copy names
             warmup=0.03,
             betas=(0.9, 0.98),
         ),
-        {  # functions of files that are held out
+        {  # functions from held-out files
             "triangular": {"user": "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"},
             "fullmatch": {"user": "Explain the parameters of fullmatch( pattern, string, flags = 0 )"},
             "source": _SOURCE,
         },
         "The demo model, trained from scratch on the Python standard library by `python -m spaceport.tools.demo_recipe.train`, with "
-        "one file in ten held out. Its answers are templated and it is tiny: its numbers show that the methods work, and are "
-        "no comparison with published ones.",
+        "one file in ten held out. Its answers are templated and it is tiny: its figures show that the methods work. They are "
+        "not comparable with published results.",
     ),
     "code": Preset(
         write_code,
@@ -82,9 +82,9 @@ PRESETS = {
             mask_weight=0.3,
             cutoff=512,
             epochs=2.0,
-            batch=128,
-            micro_batch=128,
-            rate=2e-3,
+            batch_size=128,
+            micro_batch_size=128,
+            learning_rate=2e-3,
             warmup=0.03,
             weight_decay=0.1,
             betas=(0.9, 0.98),
@@ -104,37 +104,39 @@ PRESETS = {
     type=click.Choice(("demo", "code")),
     default="demo",
     show_default=True,
-    help="The model that is shipped; or one of 25 million weights, taught the sources of the installed packages, for which a GPU is wanted.",
+    help="demo: the shipped model. code: 25 million weights, trained on the sources of installed packages; needs a GPU.",
 )
-@click.option("--work", type=click.Path(path_type=Path), help="Folder for the data; a temporary one by default.")
-@click.option("--max-steps", type=int, metavar="N", help="End early: for a try.")
-@click.option("--resume", is_flag=True, help="Go on with a training that was interrupted; needs the same --work.")
+@click.option("--work", type=click.Path(path_type=Path), show_default="temporary", help="Folder for the data.")
+@click.option("--max-steps", type=int, metavar="N", help="Maximum training steps, for a trial.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted training; needs the same --work.")
 def main(target: Path | None, preset: str, work: Path | None, max_steps: int | None, resume: bool) -> None:
-    """Make the data, an untrained model and its tokenizer, train it and write it to TARGET.
+    """Create the data, tokenizer and untrained model, train the model, and write it to TARGET.
 
-    Without TARGET the model that is shipped is replaced.
+    Without TARGET, replace the shipped model.
     """
     if target is None and preset != "demo":
-        raise click.UsageError(f"--preset {preset} without TARGET: it is not the model that is shipped; name a folder")
+        raise click.UsageError(
+            f"--preset {preset} without TARGET: only the demo preset has a default target; name a folder"
+        )
     with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as temporary:
         folder = work or Path(temporary)
         train(folder, target or MODEL, PRESETS[preset], max_steps, resume)
 
 
 def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = None, resume: bool = False) -> None:
-    """The whole recipe; what is in `folder` is used again if the training goes on."""
-    scratch, looked_at = folder / "scratch", folder / "validation.jsonl"
+    """Run the whole recipe; a resumed training reuses the data in `folder`."""
+    scratch, validation = folder / "scratch", folder / "validation.jsonl"
     if not resume:
         shutil.rmtree(scratch, ignore_errors=True)
-        tokenizer = train_tokenizer(preset.write(folder).vocabulary, preset.shape.tokens)
+        tokenizer = train_tokenizer(preset.write_corpus(folder).vocabulary, preset.shape.tokens)
         write_scratch(scratch, tokenizer, preset.shape)
-        looked_at.write_text("".join(_first(folder / name) for name in (HELD_OUT_FILE, HELD_OUT_TEXT_FILE)), "utf-8")
+        validation.write_text("".join(_first(folder / name) for name in (HELD_OUT_FILE, HELD_OUT_TEXT_FILE)), "utf-8")
     job = TuningJob(
         checkpoint=scratch,
         target=target,
         data=(folder / TRAIN_FILE,),
         settings=replace(preset.settings, max_steps=max_steps),
-        validation=(looked_at,),
+        validation=(validation,),
         bf16=preset.bf16,
         log_every=50,
         resume=resume,
@@ -142,12 +144,12 @@ def train(folder: Path, target: Path, preset: Preset, max_steps: int | None = No
     )
     with shown(None) as callbacks:
         tune(job, callbacks)
-    sign(target, preset.about)
+    describe(target, preset.about)
     (target / PROMPTS_FILE).write_text(json.dumps(preset.prompts, indent=2) + "\n", "utf-8")
 
 
-def sign(target: Path, about: str) -> None:
-    """Say on the card of a trained model what it is."""
+def describe(target: Path, about: str) -> None:
+    """Write the description of a trained model into its card."""
     card = target / CARD_FILE
     _, _, rest = card.read_text("utf-8").partition("\n\n")
     card.write_text(f"# {target.name}\n\n{about}\n\n{rest}", "utf-8")

@@ -102,7 +102,7 @@ class _Terminal:
         line = TextColumn("{task.description}", markup=False)
         self._show(BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(), line)
         self._progress.console.print(_beginning(training), highlight=False)
-        self._task = self._progress.add_task("", total=training.course.steps, completed=training.step)
+        self._task = self._progress.add_task("", total=training.batches.steps, completed=training.step)
 
     def measured(self, found: TrainingMeasurement, kind: str) -> None:
         if kind == "validation":
@@ -137,9 +137,9 @@ def told(found: TrainingMeasurement, kind: str) -> str:
 
 
 def _beginning(training: Training) -> str:
-    course = training.course
+    batches = training.batches
     after = f", {training.step} of them done" if training.step else ""
-    return f"{course.samples} samples, {course.steps} steps, {course.steps / course.epoch_steps:.2f} epochs{after}"
+    return f"{batches.samples} samples, {batches.steps} steps, {batches.steps / batches.epoch_steps:.2f} epochs{after}"
 
 
 def _left(found: TrainingMeasurement) -> str:
@@ -198,7 +198,7 @@ def _events(folder: Path) -> Iterator[Callable[[TrainingMeasurement, str], None]
                 writer.add_scalar(f"{kind}/loss/{name}", loss, found.step)
                 writer.add_scalar(f"{kind}/right/{name}", right, found.step)
             if kind == "training":
-                writer.add_scalar("training/rate", found.rate, found.step)
+                writer.add_scalar("training/rate", found.learning_rate, found.step)
                 writer.add_scalar("training/tokens_per_second", found.tokens_per_second, found.step)
 
         yield write

@@ -1,4 +1,4 @@
-"""Card: what a tuned checkpoint says of itself: data, settings, what was reached, the curves."""
+"""Card: the model card of a tuned checkpoint with data, settings, results and curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport import __version__
-from spaceport.tools.tune.course import Course
+from spaceport.tools.tune.batches import TrainingBatches
 from spaceport.tools.tune.curves import draw_curves
 from spaceport.tools.tune.settings import TrainingSettings
 
@@ -20,18 +20,18 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """The facts on a card."""
+    """Contents of a card."""
 
     checkpoint: Path
     data: Sequence[Path]
-    course: Course
+    batches: TrainingBatches
     counts: Counter[str]
     settings: TrainingSettings
     measurements: Sequence[dict[str, Any]]
 
 
 def write_card(folder: Path, facts: CardFacts) -> None:
-    """Put the card and its curves into a checkpoint folder."""
+    """Write the card and its curves to a checkpoint folder."""
     draw_curves(facts.measurements, folder / CURVES_FILE)
     (folder / CARD_FILE).write_text(card(facts), "utf-8")
 
@@ -39,19 +39,19 @@ def write_card(folder: Path, facts: CardFacts) -> None:
 def card(facts: CardFacts) -> str:
     """The card as Markdown."""
     settings = facts.settings
-    teaches = {
+    learned = {
         "sar": f"to draft {settings.slots} tokens ahead with mask slots",
-        "apar": "to fork its text into threads",
-        "both": f"to draft {settings.slots} tokens ahead with mask slots and to fork its text into threads",
+        "apar": "to fork into parallel threads",
+        "both": f"to draft {settings.slots} tokens ahead with mask slots and to fork into parallel threads",
     }
     last = {line["kind"]: line for line in facts.measurements}
     parts = [
         f"# {facts.checkpoint.name}, tuned with spaceport",
-        f"A tuning that taught the model {teaches[settings.objective]}. `spaceport export` takes this folder as it is; "
-        "`spaceport acceptance` measures what the drafts are worth.",
-        "## Reached",
-        _table(("", *(_place(index) for index in range(settings.slots + 1))), _reached(last)),
-        "Loss is the mean cross entropy; right is how often the likeliest token is the target, with the true text before it.",
+        f"This model was trained {learned[settings.objective]}. Export it with `spaceport export` and measure its draft "
+        "acceptance with `spaceport acceptance`.",
+        "## Results",
+        _table(("", *(_column(index) for index in range(settings.slots + 1))), _results(last)),
+        "Loss is the mean cross entropy; accuracy is the fraction of targets that are the most probable token, given the true text.",
         f"![curves]({CURVES_FILE})",
         "## Data",
         _table(("file",), [(path.name,) for path in facts.data]),
@@ -66,26 +66,26 @@ def card(facts: CardFacts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _reached(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
+def _results(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     rows: list[Sequence[object]] = []
     for kind, line in last.items():
         rows.append((f"{kind}: loss", *(f"{value:.3f}" for value in line["losses"])))
-        rows.append((f"{kind}: right", *(f"{value:.1%}" for value in line["accuracies"])))
+        rows.append((f"{kind}: accuracy", *(f"{value:.1%}" for value in line["accuracies"])))
     return rows
 
 
 def _training(facts: CardFacts, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     final = last.get("training", {})
     return [
-        ("samples of an epoch", facts.course.samples),
-        ("steps", facts.course.steps),
-        ("epochs", f"{facts.course.steps / facts.course.epoch_steps:.2f}"),
+        ("samples per epoch", facts.batches.samples),
+        ("steps", facts.batches.steps),
+        ("epochs", f"{facts.batches.steps / facts.batches.epoch_steps:.2f}"),
         ("tokens, mask slots included", f"{final.get('tokens', 0):,}"),
         ("hours", f"{final.get('seconds', 0) / 3600:.2f}"),
     ]
 
 
-def _place(index: int) -> str:
+def _column(index: int) -> str:
     return f"mask slot {index}" if index else "next token"
 
 

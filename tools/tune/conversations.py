@@ -1,4 +1,4 @@
-"""Conversations: what a file of training texts says, one JSON object on each line."""
+"""Conversations: reads JSONL training data, one conversation per line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from spaceport.graphs.contract.faults import InputFault
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXT = "text"  # role of a plain text's only turn
-LONGEST_LINE = 64 * 2**20  # bytes; a file without line ends is no JSONL, and need not fill the memory to be told so
+LONGEST_LINE = 64 * 2**20  # bytes; limits memory on files without newlines
 
-_FORMS = (("messages",), ("prompt", "response"), ("text",))
+_FORMATS = (("messages",), ("prompt", "response"), ("text",))
 _EXPECTED = 'expected one of "messages", "prompt" with "response", and "text"'
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says: a role of a chat, or `text` for a plain text."""
+    """One message: its role (or `text` for a plain text) and content."""
 
     role: str
     content: str
@@ -28,21 +28,21 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one line of a file; lines count from 1."""
+    """The turns on one line of a file."""
 
-    line: int
+    line: int  # from 1
     turns: tuple[Turn, ...]
-    fork: bool = True  # False: its answer is learned in one line, though it has a tree
-    ends: bool = True  # False: a plain text that is a piece of a longer one, so nothing ends with it
+    fork: bool = True  # False: train the answer without forks even if it has a paragraph tree
+    ends: bool = True  # False: the text is a piece of a longer one, so no end-of-text token follows
 
     @property
     def answer(self) -> str | None:
-        """What the assistant said last; a plain text has no answer."""
+        """The last assistant message; None for a plain text."""
         return next((turn.content for turn in reversed(self.turns) if turn.role == "assistant"), None)
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """All conversations of a JSONL file, in its order."""
+    """All conversations of a JSONL file, in file order."""
     conversations = []
     for line, text in _lines(path):
         try:
@@ -51,14 +51,14 @@ def read_conversations(path: Path) -> list[Conversation]:
         except InputFault as error:
             raise InputFault(f"{path} line {line}: {error}") from error
     if not conversations:
-        raise InputFault(f"{path}: holds no conversation: expected at least one line of JSON")
+        raise InputFault(f"{path}: contains no conversation: expected at least one line of JSON")
     return conversations
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers."""
+    """Non-blank lines with their numbers."""
     if path.is_dir():
-        raise InputFault(f"{path}: is a folder: expected a file of conversations, one JSON object on each line")
+        raise InputFault(f"{path}: is a folder: expected a JSONL file of conversations")
     try:
         with path.open("rb") as file:
             number = 0
@@ -66,13 +66,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 number += 1
                 if len(text) > LONGEST_LINE:
                     raise InputFault(
-                        f"{path} line {number}: longer than {LONGEST_LINE:,} bytes: expected one conversation on each line"
+                        f"{path} line {number}: longer than {LONGEST_LINE:,} bytes: expected one conversation per line"
                     )
-                text = text.removeprefix(b"\xef\xbb\xbf")  # a byte order mark; joined files have several
+                text = text.removeprefix(b"\xef\xbb\xbf")  # byte order mark; concatenated files have several
                 if text.strip():
                     yield number, text
     except FileNotFoundError as error:
-        raise InputFault(f"{path}: no such file: expected conversations, one JSON object on each line") from error
+        raise InputFault(f"{path}: no such file: expected a JSONL file of conversations") from error
     except OSError as error:
         raise InputFault(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -100,7 +100,7 @@ def _object(text: bytes) -> dict[str, Any]:
 
 def _turns(data: dict[str, Any]) -> tuple[Turn, ...]:
     """The turns of a line, whichever of the three forms it has."""
-    forms = [form for form in _FORMS if all(name in data for name in form)]
+    forms = [form for form in _FORMATS if all(name in data for name in form)]
     if len(forms) > 1:
         names = " and ".join(f'"{form[0]}"' for form in forms)
         raise InputFault(f"holds {names}: {_EXPECTED}, not several")

@@ -1,4 +1,4 @@
-"""Curves: the measurements of a training as a plot."""
+"""Curves: plots the losses and accuracies of a training."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-# Told apart by colour-blind readers as well (Okabe and Ito).
+# Palette for colour-blind readers (Okabe and Ito)
 _COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
 
-_NAMED = 16  # lines of the legend, one below the other
+_NAMED = 16  # legend entries per column
 
 
 def draw_curves(measurements: Sequence[dict[str, Any]], file: Path) -> None:
-    """Two panels, losses and right predictions over the steps; the file's ending says its kind."""
+    """Plot losses and accuracies over the steps; the file's suffix selects the format."""
     with mpl.rc_context({"svg.hashsalt": "spaceport", "svg.fonttype": "none"}):
         named = sum(len(line["losses"]) for line in {line["kind"]: line for line in measurements}.values())
         columns = max(1, -(-named // _NAMED))
         figure = Figure(figsize=(8.4 + 1.6 * columns, 3.8), layout="constrained")
-        losses, right = figure.subplots(1, 2)
+        losses, accuracies = figure.subplots(1, 2)
         for kind, style in (("training", "-"), ("validation", "o--")):
             lines = [line for line in measurements if line["kind"] == kind]
             steps = [line["step"] for line in lines]
@@ -31,12 +31,12 @@ def draw_curves(measurements: Sequence[dict[str, Any]], file: Path) -> None:
                 )
                 look: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.2, "markersize": 4}
                 losses.plot(steps, [line["losses"][index] for line in lines], style, **look)
-                right.plot(steps, [100 * line["accuracies"][index] for line in lines], style, label=name, **look)
+                accuracies.plot(steps, [100 * line["accuracies"][index] for line in lines], style, label=name, **look)
         losses.set(xlabel="step", ylabel="loss", ylim=(0, None))
-        right.set(xlabel="step", ylabel="right predictions (%)", ylim=(0, 100))
-        for axes in (losses, right):
+        accuracies.set(xlabel="step", ylabel="accuracy (%)", ylim=(0, 100))
+        for axes in (losses, accuracies):
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         if measurements:
-            right.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
+            accuracies.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -1,4 +1,4 @@
-"""Extractors: the paragraph tree in an answer, which tells a model where it may fork."""
+"""Extractors: find the paragraph tree of an answer, which defines where a model learns to fork."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Reason = Literal[
 REASONS: tuple[Reason, ...] = get_args(Reason)
 ExtractorName = Literal["list", "paragraphs"]
 
-FEWEST = 3  # items, paragraphs and forks
-SHORTEST_DETAIL = 10  # characters of an item's detail
-SHORTEST_HEAD = 20  # characters of a paragraph's first sentence, with its mark
+FEWEST = 3  # minimum items, paragraphs and forks
+SHORTEST_DETAIL = 10  # minimum characters of an item's detail
+SHORTEST_HEAD = 20  # minimum characters of a paragraph's first sentence, with its punctuation
 
-# Code, formulas and tables are not prose that may be cut in pieces.
-_FOREIGN: tuple[tuple[Reason, re.Pattern[str]], ...] = (
+# Code, formulas and tables cannot be split into independent pieces.
+_NOT_PROSE: tuple[tuple[Reason, re.Pattern[str]], ...] = (
     ("code fence", re.compile("```|~~~")),
     ("formula", re.compile(r"\$\$")),
     ("link", re.compile("http", re.IGNORECASE)),
@@ -40,10 +40,10 @@ _FOREIGN: tuple[tuple[Reason, re.Pattern[str]], ...] = (
     ("equals sign", re.compile("=")),
 )
 _NUMBER = re.compile(r"^([ \t]*)(?:\*\*|__)?(\d{1,3})\.(?!\d)", re.MULTILINE)  # not the 1.5 of "1.5 litres"
-# A colon inside `code` is none, nor is that of 10:30; a full-width one needs no space, nor does one before such text.
+# A title ends with a colon, but not one inside `code` or in 10:30. A full-width colon, or one before CJK text, needs no space.
 _TITLE = re.compile(r"[^\S\n]*(?=[^\s:：])(?:`[^`\n]*`|[^`\n])*?(?:：|:(?=[\s*_]|[^\x00-\x7f]|\Z))")
 _EMPHASIS = re.compile(r"\*\*|__|[*_]")
-_BLANK = re.compile(r"\n\s*\n")  # ends where the next line that is not blank begins
+_BLANK = re.compile(r"\n\s*\n")  # up to the next non-blank line
 _INDENT = re.compile(r"[ \t]*")
 _BULLET = re.compile(r"[^\S\n]*[-*+•]\s")
 # Chinese and Japanese put no space between sentences.
@@ -53,7 +53,7 @@ _ABBREVIATION = re.compile(r"\b(?:mr|mrs|dr)\.", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A piece of the spine, with the separator before it, and the detail that a child thread may write after it."""
+    """Text of the root thread, including the separator before it, and the detail that a child thread generates after it."""
 
     head: str
     detail: str | None
@@ -61,32 +61,32 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Tree:
-    """An answer cut in paragraphs, in reading order."""
+    """An answer split into paragraphs, in reading order."""
 
     kind: ExtractorName
     paragraphs: tuple[Paragraph, ...]
 
     @property
     def text(self) -> str:
-        """The answer, to the character."""
+        """The whole answer."""
         return "".join(paragraph.head + (paragraph.detail or "") for paragraph in self.paragraphs)
 
     @property
     def forks(self) -> int:
-        """How many details there are."""
+        """Number of details."""
         return sum(paragraph.detail is not None for paragraph in self.paragraphs)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an answer has no tree: it is learned as it stands."""
+    """Why an answer has no tree; it is trained without forks."""
 
     reason: Reason
 
 
 def extract(answer: str) -> Tree | Refusal:
-    """The tree of an answer, from its numbered list or else from its paragraphs."""
-    for reason, pattern in _FOREIGN:
+    """Extract the tree of an answer: from a numbered list, otherwise from paragraphs."""
+    for reason, pattern in _NOT_PROSE:
         if pattern.search(answer):
             return Refusal(reason)
     numbers = list(_NUMBER.finditer(answer))
@@ -98,8 +98,8 @@ def extract(answer: str) -> Tree | Refusal:
 
 
 def _from_list(answer: str, numbers: list[re.Match[str]]) -> Tree | Refusal:
-    """Heads `N. title:`, each with the text up to the next item; what follows the last item stays on the spine."""
-    margin = _width(numbers[0][1]) + 2  # from here on a number is one inside an item
+    """Heads `N. title:` with the text up to the next item as detail; text after the last item stays on the root thread."""
+    margin = _width(numbers[0][1]) + 2  # a number indented at least this far belongs to a nested list
     items = [number for number in numbers if _width(number[1]) < margin]
     if len(items) < FEWEST:
         return Refusal("fewer than 3 items")
@@ -123,7 +123,7 @@ def _from_list(answer: str, numbers: list[re.Match[str]]) -> Tree | Refusal:
 
 
 def _title_end(answer: str, item: re.Match[str]) -> int | None:
-    """Where an item's head ends: after its colon, and after the emphasis that the colon stands in."""
+    """End of an item's head: after its colon, and after closing emphasis around it."""
     title = _TITLE.match(answer, item.end())
     if not title:
         return None
@@ -133,8 +133,8 @@ def _title_end(answer: str, item: re.Match[str]) -> int | None:
 
 
 def _last_end(answer: str, title: int, margin: int) -> int:
-    """Where the last item's detail ends: before a paragraph that is neither indented nor a bullet."""
-    detail = len(answer) - len(answer[title:].lstrip())  # a blank line between title and detail ends nothing
+    """End of the last item's detail: before a paragraph that is neither indented nor a bullet."""
+    detail = len(answer) - len(answer[title:].lstrip())  # skip blank lines between title and detail
     for blank in _BLANK.finditer(answer, detail):
         indent = _INDENT.match(answer, blank.end())
         if not (indent and _width(indent[0]) >= margin) and not _BULLET.match(answer, blank.end()):
@@ -143,7 +143,7 @@ def _last_end(answer: str, title: int, margin: int) -> int:
 
 
 def _from_paragraphs(answer: str) -> Tree | Refusal:
-    """Heads are first sentences; a paragraph of one sentence stays whole on the spine."""
+    """Heads are first sentences; a paragraph with one sentence stays on the root thread."""
     pieces = list(_pieces(answer))
     if len(pieces) < FEWEST:
         return Refusal("fewer than 3 paragraphs")
@@ -155,17 +155,17 @@ def _from_paragraphs(answer: str) -> Tree | Refusal:
 
 
 def _pieces(answer: str) -> Iterator[str]:
-    """The paragraphs, each with the white space before it."""
+    """The paragraphs, each with the whitespace before it."""
     start, last = 0, len(answer.rstrip())
     for end in [*(blank.start() for blank in _BLANK.finditer(answer)), last]:
-        piece = answer[start:end].rstrip()  # half of a Windows line end is left there
+        piece = answer[start:end].rstrip()  # removes the \r of a Windows line end
         if piece:
             yield piece
         start += len(piece)
 
 
 def _paragraph(piece: str) -> Paragraph:
-    """A paragraph cut after its first sentence; "Yes." and such are too short to be one and take the next along."""
+    """Split a paragraph after its first sentence; a sentence as short as "Yes." is joined with the next."""
     first = len(piece) - len(piece.lstrip())
     for mark in _SENTENCE_END.finditer(piece, first):
         if mark.end() - first >= SHORTEST_HEAD:

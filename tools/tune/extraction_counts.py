@@ -1,4 +1,4 @@
-"""Extraction counts: how many answers have a tree, and why the others have none."""
+"""Extraction counts: how many answers have a paragraph tree, and why others have none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spaceport.tools.tune.extract import Reason, Refusal, Tree, extract
 
 @dataclass(frozen=True)
 class Extraction:
-    """What the extractors make of one conversation; nothing if it has no answer or says that it does not fork."""
+    """Extraction result of one conversation; None if it has no answer or is marked `"fork": false`."""
 
     conversation: Conversation
     found: Tree | Refusal | None
@@ -21,18 +21,18 @@ class Extraction:
 
 @dataclass(frozen=True)
 class ExtractionCounts:
-    """Counts over some extractions."""
+    """Counts over extractions."""
 
     conversations: int
     answers: int
-    told_whole: int  # answers whose lines say that they do not fork
+    marked_unforked: int  # answers with "fork": false
     lists: int
     paragraphs: int
-    forks: int  # of all trees
-    most_forks: int  # of one tree
-    characters: int  # of the answers
-    in_details: int  # of them, those that child threads may write
-    refusals: dict[Reason, int]  # the most frequent first
+    forks: int  # in all trees
+    most_forks: int  # in one tree
+    characters: int  # in all answers
+    in_details: int  # characters that child threads can generate
+    refusals: dict[Reason, int]  # most frequent first
 
     @property
     def trees(self) -> int:
@@ -50,7 +50,7 @@ class ExtractionCounts:
         return {
             "conversations": self.conversations,
             "answers": self.answers,
-            "told_not_to_fork": self.told_whole,
+            "marked_unforked": self.marked_unforked,
             "forked": {"list": self.lists, "paragraphs": self.paragraphs},
             "forks": self.forks,
             "forks_per_tree": {"mean": self.mean_forks, "max": self.most_forks or None},
@@ -61,13 +61,13 @@ class ExtractionCounts:
 
 
 def extraction_of(conversation: Conversation) -> Extraction:
-    """What the extractors make of a conversation's last answer."""
+    """Extraction result of a conversation's last answer."""
     answer = conversation.answer if conversation.fork else None
     return Extraction(conversation, None if answer is None else extract(answer))
 
 
 def count_extractions(extractions: Sequence[Extraction]) -> ExtractionCounts:
-    """The counts over these extractions."""
+    """Count extraction results."""
     answers = [extraction for extraction in extractions if extraction.conversation.answer is not None]
     trees = [extraction.found for extraction in extractions if isinstance(extraction.found, Tree)]
     refusals = Counter(extraction.found.reason for extraction in extractions if isinstance(extraction.found, Refusal))
@@ -75,7 +75,7 @@ def count_extractions(extractions: Sequence[Extraction]) -> ExtractionCounts:
     return ExtractionCounts(
         conversations=len(extractions),
         answers=len(answers),
-        told_whole=sum(extraction.found is None for extraction in answers),
+        marked_unforked=sum(extraction.found is None for extraction in answers),
         lists=lists,
         paragraphs=len(trees) - lists,
         forks=sum(tree.forks for tree in trees),

@@ -1,4 +1,4 @@
-"""Job: what a tuning is asked for, what it reports while it runs, and its outcome."""
+"""Job: the request for a tuning, the callbacks that report its progress, and its outcome."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.tools.tune.distill import Distillation
-from spaceport.tools.tune.names import DEFAULT, Names
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.token_names import DEFAULT, TokenNames
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 
 
 @dataclass(frozen=True)
 class TuningJob:
-    """What is to be tuned, on what, and how it goes about it; only `settings` decides what comes out."""
+    """Inputs, output and options of one tuning."""
 
     checkpoint: Path
-    target: Path
+    target: Path  # folder of the tuned checkpoint
     data: tuple[Path, ...]
     settings: TrainingSettings
-    names: Names = DEFAULT
+    names: TokenNames = DEFAULT
     validation: tuple[Path, ...] = ()
     bf16: bool = False
-    recompute: bool = False  # gradient checkpointing: less memory, a third more work
+    recompute: bool = False  # gradient checkpointing: less memory, a third more compute
     save_every: int = 500  # steps
     log_every: int = 10  # steps
     resume: bool = False
@@ -36,19 +36,19 @@ class TuningJob:
 
 @dataclass(frozen=True)
 class TrainingCallbacks:
-    """Functions that are called as a tuning proceeds."""
+    """Functions called while a tuning runs."""
 
-    stage: Callable[[str], None] = lambda name: None
-    prepared: Callable[[Counter[str]], None] = lambda counts: None
-    begun: Callable[[Training], None] = lambda training: None
-    measured: Callable[[TrainingMeasurement, str], None] = lambda measured, kind: None
-    stepped: Callable[[Training], None] = lambda training: None
-    stop: Callable[[], bool] = lambda: False  # whether to keep the state and end here
+    on_stage: Callable[[str], None] = lambda name: None
+    on_samples: Callable[[Counter[str]], None] = lambda counts: None
+    on_start: Callable[[Training], None] = lambda training: None
+    on_measurement: Callable[[TrainingMeasurement, str], None] = lambda measured, kind: None
+    on_step: Callable[[Training], None] = lambda training: None
+    should_stop: Callable[[], bool] = lambda: False  # True: save the state and end after this step
 
 
 @dataclass(frozen=True)
 class TuningOutcome:
-    """What a tuning came to."""
+    """Sample counts, settings and measurements of a finished tuning."""
 
     counts: Counter[str]
     settings: TrainingSettings

@@ -1,4 +1,4 @@
-"""Methods: which weights a tuning changes, and how what it changed becomes a plain checkpoint again."""
+"""Methods: which weights are trained, and how adapters are merged into a plain checkpoint."""
 
 from __future__ import annotations
 
@@ -20,42 +20,45 @@ from spaceport.tools.tune.vocabulary import embedding_rows
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """A model as it is saved: what was added beside its weights is part of them, but for a gated adapter."""
+class MergedModel:
+    """A model as it is saved: LoRA weights are merged, a gated adapter stays separate."""
 
     model: PreTrainedModel
     adapter: Adapter | None
 
 
-Merge = Callable[[], Tuned]
+Merge = Callable[[], MergedModel]
 
 
 def apply_method(model: PreTrainedModel, settings: TrainingSettings, new: Sequence[int], masks: Sequence[int]) -> Merge:
-    """Let a model's weights learn as a method says; `new` are the ids of the mask, fork and child tokens."""
+    """Select the trainable parameters; calling the result merges what was trained.
+
+    `new` are the ids of the mask, fork and child tokens.
+    """
     if settings.method == "full":
         model.requires_grad_(True)
-        return lambda: Tuned(model, None)
+        return lambda: MergedModel(model, None)
     model.requires_grad_(False)
     if settings.method == "gated-lora":
         adapter = gate_model(model, masks, settings.rank, settings.alpha, settings.targets or (ALL_LINEAR,))
         for parameter in trainable_parameters(model):
             parameter.requires_grad_(True)
-        _learn_rows(model, masks)  # not those of a [Fork] that the checkpoint has: the text is to stay as it was
-        return lambda: Tuned(model, adapter)
+        _train_rows(model, masks)  # not an existing [Fork]: the base model's output must not change
+        return lambda: MergedModel(model, adapter)
     if settings.method == "lora":
         _check_targets(model, settings.targets)
-        with warnings.catch_warnings():  # peft asks a model for its checkpointing by a name that transformers gave up
+        with warnings.catch_warnings():  # peft uses a deprecated transformers attribute
             warnings.simplefilter("ignore", FutureWarning)
             adapted: Any = get_peft_model(model, _lora(settings))
-        _learn_rows(model, new)
-        return lambda: Tuned(adapted.merge_and_unload(), None)
-    _learn_rows(model, new)
-    return lambda: Tuned(model, None)
+        _train_rows(model, new)
+        return lambda: MergedModel(adapted.merge_and_unload(), None)
+    _train_rows(model, new)
+    return lambda: MergedModel(model, None)
 
 
 def _lora(settings: TrainingSettings) -> LoraConfig:
     targets: Any = list(settings.targets) or "all-linear"
-    alpha: Any = settings.alpha  # peft says int and computes with any number
+    alpha: Any = settings.alpha  # typed int in peft, any number works
     return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
 
 
@@ -66,19 +69,19 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     missing = sorted(set(targets) - linear)
     if missing:
         raise OptionFault(
-            f"--target {missing[0]}: the model has no linear layer of this name: expected {', '.join(sorted(linear))}"
+            f"--target {missing[0]}: the model has no linear layer with this name: expected one of {', '.join(sorted(linear))}"
         )
 
 
-def _learn_rows(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Let the embeddings of these tokens learn, and no other's."""
+def _train_rows(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Train the embeddings of these tokens only."""
     for rows in embedding_rows(model):
         chosen = torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
         chosen[list(ids)] = True
 
-        def only(gradient: Tensor, chosen: Tensor = chosen) -> Tensor:
+        def mask_gradient(gradient: Tensor, chosen: Tensor = chosen) -> Tensor:
             shape = (-1, *(1,) * (gradient.dim() - 1))
             return torch.where(chosen.to(gradient.device).view(shape), gradient, torch.zeros_like(gradient))
 
         cast(nn.Parameter, rows).requires_grad_(True)
-        rows.register_hook(only)  # type: ignore[no-untyped-call]
+        rows.register_hook(mask_gradient)  # type: ignore[no-untyped-call]

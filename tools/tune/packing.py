@@ -1,4 +1,4 @@
-"""Packing: a token tree with mask groups at its end as one row of a batch; parents are stored, the rest is derived."""
+"""Packing: a sample and its mask groups as one row of a batch; positions and visibility are derived from parents."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import Tensor
 
 from spaceport.tools.tune.samples import NO_PARENT, Sample
 
-IGNORED = -100  # a row without a loss, as torch's cross entropy has it
+IGNORED = -100  # target without a loss, the ignore_index of torch's cross entropy
 
 
 @dataclass(frozen=True)
 class MaskGroup:
-    """Mask slots behind one token of a sample."""
+    """Mask slots that follow one token of a sample."""
 
-    anchor: int  # place of the last token that they see
-    depth: int  # how many there are
+    anchor: int  # index of the last token that they see
+    depth: int  # number of mask slots
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A sample's tokens and, behind them, its mask groups."""
+    """Tokens of a sample followed by its mask groups."""
 
-    ids: NDArray[np.int64]
-    parents: NDArray[np.int64]  # NO_PARENT: the first token
-    targets: NDArray[np.int64]  # what each place predicts, or IGNORED
-    mask_slots: NDArray[np.int64]  # 0: a token; i: mask slot i of its group, from 1
+    ids: NDArray[np.int64]  # token ids
+    parents: NDArray[np.int64]  # index of the parent, NO_PARENT for the first token
+    targets: NDArray[np.int64]  # token to predict, or IGNORED
+    mask_slots: NDArray[np.int64]  # 0: text token; i: mask slot i of its group, from 1
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Rows side by side, filled up to one length."""
+    """Rows padded to one length."""
 
     ids: Tensor  # B x T, int64
     positions: Tensor  # B x T, int64
@@ -52,49 +52,50 @@ class PackedBatch:
 
 
 def successors(sample: Sample) -> NDArray[np.int64]:
-    """For each token the place of the one that it learns to predict, or NO_PARENT where there is none."""
+    """For each token, the index of the token that it is trained to predict, or NO_PARENT."""
     following = np.full(sample.ids.size, NO_PARENT, np.int64)
-    places = np.flatnonzero(sample.learned)
-    following[sample.parents[places]] = places
+    learned = np.flatnonzero(sample.learned)
+    following[sample.parents[learned]] = learned
     return following
 
 
 def anchors(following: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The places where a mask group learns something: the token after next is known."""
+    """Indices of possible anchors: the token after next is known, so a mask group has a target."""
     first = np.flatnonzero(following != NO_PARENT)
     known: NDArray[np.bool_] = following[following[first]] != NO_PARENT
     return first[known]
 
 
-def draw_groups(
-    following: NDArray[np.int64], count: int, mask_slots: int, drop_rate: float, dice: np.random.Generator
+def sample_groups(
+    following: NDArray[np.int64], count: int, mask_slots: int, drop_rate: float, rng: np.random.Generator
 ) -> list[MaskGroup]:
-    """Groups at different places; a mask slot beyond the first is left out, with all that follow, at the drop rate."""
-    places = anchors(following)
-    chosen = np.sort(dice.choice(places, min(count, places.size), replace=False))
-    kept = dice.random((chosen.size, mask_slots)) >= drop_rate
+    """Mask groups at `count` random anchors; each group ends before a later mask slot with probability `drop_rate`."""
+    candidates = anchors(following)
+    chosen = np.sort(rng.choice(candidates, min(count, candidates.size), replace=False))
+    kept = rng.random((chosen.size, mask_slots)) >= drop_rate
     kept[:, 0] = True
     depths = np.where(kept.all(axis=1), mask_slots, kept.argmin(axis=1))
     return [MaskGroup(int(anchor), int(depth)) for anchor, depth in zip(chosen, depths, strict=True)]
 
 
 def pack(sample: Sample, groups: Sequence[MaskGroup], masks: Sequence[int]) -> PackedRow:
-    """The row of a sample: if y1 y2 y3 ... follow a group's anchor, mask slot i stands in the place of y(i) and predicts y(i+1).
+    """Pack a sample and its mask groups into one row.
 
-    `masks` is the mask token of each mask slot.
+    If y1 y2 y3 ... follow a group's anchor, mask slot i takes the position of y(i) and predicts y(i+1). `masks` is the mask
+    token of each mask slot.
     """
     following = successors(sample)
     ids, parents, targets, slots = [], [], [], []
     for group in groups:
-        told = int(following[group.anchor])  # what stands in the place of the mask slot
+        replaced = int(following[group.anchor])  # index of the token whose position the mask slot takes
         above = group.anchor
         for slot in range(group.depth):
-            told = int(following[told])
-            if told == NO_PARENT:
+            replaced = int(following[replaced])
+            if replaced == NO_PARENT:
                 break
             ids.append(masks[slot])
             parents.append(above)
-            targets.append(int(sample.ids[told]))
+            targets.append(int(sample.ids[replaced]))
             slots.append(slot + 1)
             above = sample.ids.size + len(ids) - 1
     own = np.where(following == NO_PARENT, IGNORED, sample.ids[following])
@@ -106,23 +107,23 @@ def pack(sample: Sample, groups: Sequence[MaskGroup], masks: Sequence[int]) -> P
     )
 
 
-def see(parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Positions and visibility of rows from their parents (B x T): one place after the parent; its ancestors and itself."""
+def positions_and_visibility(parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Positions and visibility from parents (B x T): position of the parent + 1; ancestors and the token itself."""
     batch, length = parents.shape
     lines = np.arange(batch)
     positions = np.zeros((batch, length), np.int64)
     visible = np.zeros((batch, length, length), np.bool_)
-    for place in range(length):
-        above = parents[:, place]
+    for index in range(length):
+        above = parents[:, index]
         real = above != NO_PARENT
-        positions[real, place] = positions[lines, above][real] + 1
-        visible[real, place] = visible[lines, above][real]
-        visible[:, place, place] = True
+        positions[real, index] = positions[lines, above][real] + 1
+        visible[real, index] = visible[lines, above][real]
+        visible[:, index, index] = True
     return positions, visible
 
 
 def collate(rows: Sequence[PackedRow], multiple: int = 1) -> PackedBatch:
-    """Rows as one batch; what fills a row up sees itself alone and has no loss."""
+    """Pad rows to one batch; padding sees only itself and has no loss."""
     longest = max(row.ids.size for row in rows)
     length = -(-longest // multiple) * multiple
     ids = np.zeros((len(rows), length), np.int64)
@@ -133,5 +134,5 @@ def collate(rows: Sequence[PackedRow], multiple: int = 1) -> PackedBatch:
         size = row.ids.size
         ids[line, :size], parents[line, :size] = row.ids, row.parents
         targets[line, :size], slots[line, :size] = row.targets, row.mask_slots
-    positions, visible = see(parents)
+    positions, visible = positions_and_visibility(parents)
     return PackedBatch(*(torch.from_numpy(array) for array in (ids, positions, visible, targets, slots)))

@@ -1,4 +1,4 @@
-"""Settings: everything that decides what a training does; a training that goes on must have the same ones."""
+"""Settings: the hyperparameters of a training; a resumed training must have the same ones."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 
 Objective = Literal["sar", "apar", "both"]
-DEFAULT_CUTOFF = 2048  # or as many positions as a model has, where they are fewer
+DEFAULT_CUTOFF = 2048  # tokens; lower for a model with fewer positions
 
 Method = Literal["full", "lora", "gated-lora", "embeddings"]
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a checkpoint is tuned."""
+    """Hyperparameters of a training."""
 
     objective: Objective = "sar"
     method: Method = "full"
-    # Drafting
+    # Draft training
     mask_slots: int = 5
-    distinct: bool = False  # a mask token for each mask slot instead of one for all
-    anchors: int = 32  # mask groups of a sample, redrawn in every epoch
-    drop_rate: float = 0.0  # share of the groups that end before each mask slot beyond the first
-    mask_weight: float = 1.0  # of the mask slots' mean loss, beside that of the tokens
-    # Forking
-    unforked_share: float | None = None  # share of the samples of an epoch that do not fork; nothing: as the data are
-    whole_rate: float = 0.2  # share of the forked samples that are learned in one line, redrawn in every epoch
-    # Texts
-    cutoff: int = DEFAULT_CUTOFF  # tokens along a path
-    # Steps
+    distinct: bool = False  # one mask token per mask slot instead of one shared mask token
+    anchors: int = 32  # mask groups per sample, resampled every epoch
+    drop_rate: float = 0.0  # probability that a mask group ends before each mask slot after the first
+    mask_weight: float = 1.0  # weight of the mask slots' mean loss, relative to the next-token loss
+    # Fork training
+    unforked_share: float | None = None  # fraction of unforked samples in an epoch; None: as in the data
+    unfork_rate: float = 0.2  # probability that a forked sample is trained without forks, resampled every epoch
+    # Samples
+    cutoff: int = DEFAULT_CUTOFF  # maximum tokens along a path, prompt included
+    # Optimization
     epochs: float = 2.0
     max_steps: int | None = None
-    batch: int = 32  # samples of a step
-    micro_batch: int = 4  # samples that one process computes at once
-    rate: float = 5e-5  # peak learning rate
-    warmup: float = 0.03  # share of the steps
+    batch_size: int = 32  # samples per step, over all processes
+    micro_batch_size: int = 4  # samples per forward pass of one process
+    learning_rate: float = 5e-5  # peak
+    warmup: float = 0.03  # fraction of the steps
     weight_decay: float = 0.0
-    clip: float = 1.0
+    clip: float = 1.0  # maximum gradient norm
     betas: tuple[float, float] = (0.9, 0.95)
     seed: int = 0
-    # Low-rank adapters
+    # LoRA
     rank: int = 16
     alpha: float = 32.0
-    targets: tuple[str, ...] = ()  # names of the adapted layers; nothing: all linear ones
+    targets: tuple[str, ...] = ()  # names of the adapted layers; empty: all linear layers
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -54,11 +54,11 @@ class TrainingSettings:
             ("drop-rate", self.drop_rate, 0, 1),
             ("mask-weight", self.mask_weight, 0, None),
             ("unforked-share", self.unforked_share, 0, 1),
-            ("whole-rate", self.whole_rate, 0, 1),
+            ("unfork-rate", self.unfork_rate, 0, 1),
             ("cutoff", self.cutoff, 8, None),
             ("max-steps", self.max_steps, 1, None),
-            ("batch-size", self.batch, 1, None),
-            ("micro-batch-size", self.micro_batch, 1, None),
+            ("batch-size", self.batch_size, 1, None),
+            ("micro-batch-size", self.micro_batch_size, 1, None),
             ("warmup", self.warmup, 0, 1),
             ("weight-decay", self.weight_decay, 0, None),
             ("seed", self.seed, 0, None),
@@ -69,7 +69,7 @@ class TrainingSettings:
                 raise OptionFault(f"--{name} is {value}: expected {limits}")
         for name, positive in (
             ("epochs", self.epochs),
-            ("learning-rate", self.rate),
+            ("learning-rate", self.learning_rate),
             ("clip", self.clip),
             ("alpha", self.alpha),
         ):
@@ -77,12 +77,13 @@ class TrainingSettings:
                 raise OptionFault(f"--{name} is {positive}: expected more than 0")
         if self.targets and self.method not in ("lora", "gated-lora"):
             raise OptionFault(
-                f"--target {self.targets[0]} with --method {self.method}: it adds no adapters; expected --method lora or gated-lora"
+                f"--target {self.targets[0]} with --method {self.method}, which adds no adapters: expected --method lora or "
+                "gated-lora"
             )
         if self.method == "gated-lora" and self.objective != "sar":
             raise OptionFault(
-                f"--method gated-lora with --objective {self.objective}: it leaves the text as it is, so no [Fork] can be "
-                "learned; expected --objective sar, or another method"
+                f"--method gated-lora with --objective {self.objective}: it leaves the base model's output unchanged, so "
+                "[Fork] cannot be learned; expected --objective sar, or another method"
             )
 
     @property
@@ -95,7 +96,7 @@ class TrainingSettings:
 
     @property
     def slots(self) -> int:
-        """Mask slots that are trained."""
+        """Number of mask slots that are trained."""
         return self.mask_slots if self.drafts else 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class TrainingSettings:
 
 
 def differences(old: dict[str, Any], new: TrainingSettings) -> list[str]:
-    """What a training that goes on was told otherwise than before, as `name: before, now`."""
+    """Settings of a resumed training that differ from the saved ones, each as `name: before, now`."""
     now = new.as_dict()
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in now.items()}
     return [

@@ -1,4 +1,4 @@
-"""Training: the steps of a course, on whatever processes and devices accelerate was launched with."""
+"""Training: optimizer steps over the training batches, on the processes and devices of accelerate."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.tune.course import Course
+from spaceport.tools.tune.batches import TrainingBatches
+from spaceport.tools.tune.packed_model import CORRECT, COUNT, LOSS, PackedModel, run
 from spaceport.tools.tune.packing import IGNORED, PackedRow, collate
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.trainee import COUNT, LOSS, RIGHT, Trainee, run
 from spaceport.tools.tune.vocabulary import embedding_rows
 
-_NOTHING = PackedRow(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0)))
+_PADDING = PackedRow(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0)))
 
 
 class Diverged(InputFault):
-    """A training whose loss is not a number any more; the message says what to change."""
+    """A loss or gradient that is not finite."""
 
 
 @dataclass(frozen=True)
 class TrainingMeasurement:
-    """What the steps since the last measurement came to; index 0 is the tokens' own next token, index i mask slot i."""
+    """Means over the steps since the last measurement; index 0 is next-token prediction, index i is mask slot i."""
 
-    step: int  # steps done
-    steps: int  # of the whole training
+    step: int  # completed steps
+    steps: int  # in the whole training
     epoch: float
-    rate: float
+    learning_rate: float
     losses: tuple[float, ...]
     accuracies: tuple[float, ...]
-    tokens: int  # fed since the training began, padding left out
+    tokens: int  # trained so far, mask slots included, padding excluded
     tokens_per_second: float
     seconds: float
 
@@ -47,49 +47,51 @@ class TrainingMeasurement:
 
 
 class Training:
-    """A trainee on its way through a course."""
+    """Trains a packed model on training batches."""
 
-    def __init__(self, accelerator: Accelerator, trainee: Trainee, course: Course, settings: TrainingSettings) -> None:
+    def __init__(
+        self, accelerator: Accelerator, packed_model: PackedModel, batches: TrainingBatches, settings: TrainingSettings
+    ) -> None:
         self.accelerator = accelerator
-        self.course = course
-        self.step = 0  # steps done
+        self.batches = batches
+        self.step = 0  # completed steps
         self.tokens = 0
         self._settings = settings
         optimizer = torch.optim.AdamW(
-            _groups(trainee.model, settings.weight_decay),
-            lr=settings.rate,
+            _groups(packed_model.model, settings.weight_decay),
+            lr=settings.learning_rate,
             betas=settings.betas,
             fused=_fused(accelerator),
         )
-        self.trainee: nn.Module
-        self.trainee, self._optimizer = accelerator.prepare(trainee, optimizer)
+        self.packed_model: nn.Module
+        self.packed_model, self._optimizer = accelerator.prepare(packed_model, optimizer)
         self._sums = torch.zeros(3, settings.slots + 1, device=accelerator.device)
-        self.norms = torch.zeros((), device=accelerator.device)  # of the gradients, in sum: one that is no number shows
+        self.norms = torch.zeros((), device=accelerator.device)  # sum of the gradient norms: not finite if any was not
         self._since = (time.perf_counter(), 0)
         self._began = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """How long the training ran, all its runs together."""
+        """Training time in seconds, over all resumed runs."""
         return time.perf_counter() - self._began
 
-    def unmeasured(self) -> list[list[float]]:
-        """What the steps since the last measurement came to, over all processes: part of a state that is kept."""
+    def pending_sums(self) -> list[list[float]]:
+        """Sums of the steps since the last measurement, over all processes; part of the saved state."""
         sums: Tensor = self.accelerator.reduce(self._sums, "sum")
         return cast(list[list[float]], sums.tolist())
 
-    def go_on(self, step: int, tokens: int, seconds: float, unmeasured: list[list[float]]) -> None:
-        """Be where an earlier run was when its state was kept."""
+    def restore(self, step: int, tokens: int, seconds: float, pending_sums: list[list[float]]) -> None:
+        """Continue from a saved state."""
         self.step, self.tokens = step, tokens
         if self.accelerator.is_main_process:
-            self._sums += torch.tensor(unmeasured, device=self._sums.device)
+            self._sums += torch.tensor(pending_sums, device=self._sums.device)
         self._began = time.perf_counter() - seconds
         self._since = (time.perf_counter(), tokens)
 
-    def learn(self) -> None:
-        """One step: the gradients of all its rows, and one update."""
-        rows = self.course.rows(self.step)
-        self.trainee.train()
+    def run_step(self) -> None:
+        """Run one optimizer step."""
+        rows = self.batches.rows(self.step)
+        self.packed_model.train()
         own, micro = self._share(rows)
         totals = _totals(rows, self._settings.slots)
         for first in range(0, len(own), micro):
@@ -97,26 +99,26 @@ class Training:
             if last:
                 self._backward(own[first : first + micro], totals)
             else:
-                with self.accelerator.no_sync(self.trainee):
+                with self.accelerator.no_sync(self.packed_model):
                     self._backward(own[first : first + micro], totals)
-        self.norms += self.accelerator.clip_grad_norm_(self.trainee.parameters(), self._settings.clip)
+        self.norms += self.accelerator.clip_grad_norm_(self.packed_model.parameters(), self._settings.clip)
         for group in self._optimizer.param_groups:
-            group["lr"] = self.rate()
+            group["lr"] = self.learning_rate()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1
         self.tokens += sum(row.ids.size for row in rows)
 
-    def rate(self) -> float:
-        """The learning rate of the next step: a linear warm-up, then a cosine to zero."""
-        warm = max(1, round(self._settings.warmup * self.course.steps))
+    def learning_rate(self) -> float:
+        """Learning rate of the next step: linear warm-up, then cosine decay to zero."""
+        warm = max(1, round(self._settings.warmup * self.batches.steps))
         if self.step < warm:
-            return self._settings.rate * (self.step + 1) / warm
-        share = (self.step - warm) / max(1, self.course.steps - warm)
-        return self._settings.rate * (0.5 + 0.5 * math.cos(math.pi * share))
+            return self._settings.learning_rate * (self.step + 1) / warm
+        share = (self.step - warm) / max(1, self.batches.steps - warm)
+        return self._settings.learning_rate * (0.5 + 0.5 * math.cos(math.pi * share))
 
     def measure(self) -> TrainingMeasurement:
-        """What came of the steps since the last measurement, over all processes."""
+        """Losses and accuracies of the steps since the last measurement, over all processes."""
         sums: Tensor = self.accelerator.reduce(self._sums, "sum")
         now = time.perf_counter()
         before, tokens = self._since
@@ -129,13 +131,13 @@ class Training:
         return measured
 
     def check(self) -> None:
-        """Raise if the weights cannot be numbers any more: they are not worth keeping."""
+        """Raise if the weights cannot be numbers any more: they are not worth states."""
         norms = float(self.norms)
         if not math.isfinite(norms):
             self._diverged("gradient", norms)
 
     def agree(self, stop: bool) -> bool:
-        """Whether any process wants to stop: they all do, after the same step."""
+        """Whether any process wants to stop; the same answer in all processes."""
         if self.accelerator.num_processes == 1:
             return stop
         wanted = torch.tensor([int(stop)], device=self.accelerator.device)
@@ -143,45 +145,45 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[PackedRow]) -> TrainingMeasurement:
-        """What rows that are not learned come to."""
-        self.trainee.eval()
+        """Losses and accuracies on validation rows."""
+        self.packed_model.eval()
         own, micro = self._share(sorted(rows, key=lambda row: -row.ids.size))
         sums = torch.zeros_like(self._sums)
         for first in range(0, len(own), micro):
-            sums += run(self.trainee, collate(own[first : first + micro]).to(self.accelerator.device)).detach()
+            sums += run(self.packed_model, collate(own[first : first + micro]).to(self.accelerator.device)).detach()
         return self._measured(self.accelerator.reduce(sums, "sum"), 0.0, self.seconds)
 
-    def _diverged(self, what: str, found: float) -> NoReturn:
+    def _diverged(self, what: str, value: float) -> NoReturn:
         mixed = self.accelerator.mixed_precision != "no"
         raise Diverged(
-            f"the {what} is {found} after {self.step} steps: expected a number; lower --learning-rate "
-            f"(now {self._settings.rate:g})" + (", or train without --bf16" if mixed else "")
+            f"the {what} is {value} after {self.step} steps: expected a finite number; lower --learning-rate "
+            f"(now {self._settings.learning_rate:g})" + (", or train without --bf16" if mixed else "")
         )
 
     def _backward(self, rows: Sequence[PackedRow], totals: Tensor) -> None:
-        sums = run(self.trainee, collate(rows).to(self.accelerator.device))
+        sums = run(self.packed_model, collate(rows).to(self.accelerator.device))
         own, masks = totals.tolist()
-        # processes average their gradients: each gives its share of the whole step's mean
+        # DDP averages gradients over processes: scale to the mean over the whole step
         loss = sums[LOSS, 0] / own + self._settings.mask_weight * sums[LOSS, 1:].sum() / max(1.0, masks)
         self.accelerator.backward(loss * self.accelerator.num_processes)
         self._sums += sums.detach()
 
     def _share(self, rows: Sequence[PackedRow]) -> tuple[list[PackedRow], int]:
-        """The rows that this process computes, and how many at once: every process makes as many calls."""
+        """This process's rows and the micro-batch size; padded so that all processes run the same number of forward passes."""
         processes = self.accelerator.num_processes
         each = -(-len(rows) // processes)
         own = list(rows[self.accelerator.process_index :: processes])
-        return own + [_NOTHING] * (each - len(own)), self._settings.micro_batch
+        return own + [_PADDING] * (each - len(own)), self._settings.micro_batch_size
 
     def _measured(self, sums: Tensor, speed: float, seconds: float) -> TrainingMeasurement:
         counts = sums[COUNT].clamp(min=1)
         return TrainingMeasurement(
             step=self.step,
-            steps=self.course.steps,
-            epoch=self.step / self.course.epoch_steps,
-            rate=self.rate(),
+            steps=self.batches.steps,
+            epoch=self.step / self.batches.epoch_steps,
+            learning_rate=self.learning_rate(),
             losses=tuple((sums[LOSS] / counts).tolist()),
-            accuracies=tuple((sums[RIGHT] / counts).tolist()),
+            accuracies=tuple((sums[CORRECT] / counts).tolist()),
             tokens=self.tokens,
             tokens_per_second=speed,
             seconds=seconds,
@@ -189,18 +191,18 @@ class Training:
 
 
 def _totals(rows: Sequence[PackedRow], slots: int) -> Tensor:
-    """How many tokens, and how many mask slots, a step has a loss for."""
+    """Number of text tokens and of mask slots with a loss in a step."""
     own = sum(int(((row.targets != IGNORED) & (row.mask_slots == 0)).sum()) for row in rows)
     masks = sum(int((row.mask_slots > 0).sum()) for row in rows)
     return torch.tensor([own, masks])
 
 
 def _groups(model: PreTrainedModel, decay: float) -> list[dict[str, Any]]:
-    """Parameters with and without weight decay: vectors and embeddings go without."""
-    bare = {id(rows) for rows in embedding_rows(model)}
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    plain = [parameter for parameter in learned if parameter.dim() < 2 or id(parameter) in bare]
-    decayed = [parameter for parameter in learned if parameter.dim() > 1 and id(parameter) not in bare]
+    """Parameter groups with and without weight decay; vectors and embeddings have none."""
+    embeddings = {id(rows) for rows in embedding_rows(model)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    plain = [parameter for parameter in trained if parameter.dim() < 2 or id(parameter) in embeddings]
+    decayed = [parameter for parameter in trained if parameter.dim() > 1 and id(parameter) not in embeddings]
     groups = [{"params": decayed, "weight_decay": decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

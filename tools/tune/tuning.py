@@ -1,4 +1,4 @@
-"""Tuning: the whole way from a checkpoint and conversations to a checkpoint that drafts and forks."""
+"""Tuning: trains a checkpoint on conversations and writes the tuned checkpoint."""
 
 from __future__ import annotations
 
@@ -21,115 +21,117 @@ from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import record_of
 from spaceport.graphs.gated import checkpoint_layers
+from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.card import CardFacts, write_card
+from spaceport.tools.tune.conversation_encoder import ConversationError
 from spaceport.tools.tune.conversations import Conversation, read_conversations
-from spaceport.tools.tune.course import Course, hold_to_objective
 from spaceport.tools.tune.distill import Distillation, distill, writer
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
-from spaceport.tools.tune.keeping import METRICS_FILE, Keeping, reason
 from spaceport.tools.tune.methods import Merge, apply_method
+from spaceport.tools.tune.packed_model import packed_model_of
 from spaceport.tools.tune.packing import PackedRow
 from spaceport.tools.tune.samples import Prepared, prepare
-from spaceport.tools.tune.saving import CHECKPOINT, write_checkpoint
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.spelling import SpellingError
-from spaceport.tools.tune.subject import DECIDING, Subject, cutoff_for, open_subject
-from spaceport.tools.tune.trainee import trainee_of
+from spaceport.tools.tune.state_folder import METRICS_FILE, StateFolder, reason
 from spaceport.tools.tune.training import Training, TrainingMeasurement
+from spaceport.tools.tune.tunable_model import IDENTITY_FILES, TunableModel, cutoff_for, open_tunable_model
+from spaceport.tools.tune.tuned_checkpoint import CHECKPOINT, write_checkpoint
 
 
 def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOutcome:
-    """Tune a checkpoint and write it to the target, which appears when it is whole."""
+    """Tune a checkpoint and write the result to the target folder, which appears once it is complete."""
     callbacks = callbacks or TrainingCallbacks()
     _check(job)
     quiet_libraries()
     torch.manual_seed(job.settings.seed)
-    kept = Keeping(job.target, False)  # it only looks: which process writes is known when they have met
-    kept.expect(job.resume)
+    existing = StateFolder(job.target, False)  # read only: the main process is known once accelerate has started
+    existing.check_resume(job.resume)
     checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code)
-    callbacks.stage("reading the data")
+    callbacks.on_stage("reading the data")
     texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
     identity = _identity(job)
     if job.resume:
-        kept.hold_to(identity)
-    AcceleratorState._reset_state()  # it keeps the precision of a process' first training
+        existing.check_identity(identity)
+    AcceleratorState._reset_state()  # it would keep the precision of the process' first training
     accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
-    keeping = Keeping(job.target, accelerator.is_main_process)
-    callbacks.stage("loading the checkpoint")
-    subject = open_subject(checkpoint, job.settings, job.names)
-    callbacks.stage("proving that it can be trained over packed rows")
-    trainee = trainee_of(subject.model, job.settings.slots)
-    settings = replace(job.settings, cutoff=cutoff_for(job.settings, trainee.positions))
+    states = StateFolder(job.target, accelerator.is_main_process)
+    callbacks.on_stage("loading the checkpoint")
+    tunable = open_tunable_model(checkpoint, job.settings, job.names)
+    callbacks.on_stage("verifying the model on packed rows")
+    packed_model = packed_model_of(tunable.model, job.settings.slots)
+    settings = replace(job.settings, cutoff=cutoff_for(job.settings, packed_model.positions))
     if job.resume:
-        keeping.hold_to_settings(settings)
-    accelerator.wait_for_everyone()  # before one process makes what the others would take for an earlier training
+        states.check_settings(settings)
+    accelerator.wait_for_everyone()  # before the main process creates files that the others would take for an earlier training
     counts: Counter[str] = Counter()
     if job.distillation is not None:
-        keeping.begin(settings, identity)
-        callbacks.stage("writing the model's own answers")
-        texts.update(_distilled(job, job.distillation, texts, keeping, settings.cutoff, accelerator, counts))
-    callbacks.stage("preparing the samples")
-    prepared = gather(job.data, texts, subject, settings)
+        states.create(settings, identity)
+        callbacks.on_stage("generating the model's own answers")
+        texts.update(_distilled(job, job.distillation, texts, states, settings.cutoff, accelerator, counts))
+    callbacks.on_stage("preparing the samples")
+    prepared = gather(job.data, texts, tunable, settings)
     prepared.counts.update(counts)
-    callbacks.prepared(prepared.counts)
-    hold_to_objective(settings, prepared)
-    course = Course(prepared, settings, subject.tokens.mask)
-    merge = _learning(job, subject, accelerator)
-    checked = _validation(job, texts, subject, settings)
-    keeping.begin(settings, identity)
-    training = Training(accelerator, trainee, course, settings)
-    keeping.restore(training)
-    callbacks.begun(training)
-    _run(job, callbacks, training, keeping, checked)
-    callbacks.stage("writing the checkpoint")
-    outcome = TuningOutcome(prepared.counts, settings, keeping.measurements())
-    _finish(job, callbacks, subject, training, merge, keeping, outcome)
+    callbacks.on_samples(prepared.counts)
+    require_forks(settings, prepared)
+    batches = TrainingBatches(prepared, settings, tunable.tokens.mask)
+    merge = _select_parameters(job, tunable, accelerator)
+    validation = _validation_rows(job, texts, tunable, settings)
+    states.create(settings, identity)
+    training = Training(accelerator, packed_model, batches, settings)
+    states.restore(training)
+    callbacks.on_start(training)
+    _run(job, callbacks, training, states, validation)
+    callbacks.on_stage("writing the checkpoint")
+    outcome = TuningOutcome(prepared.counts, settings, states.measurements())
+    _finish(job, callbacks, tunable, training, merge, states, outcome)
     return outcome
 
 
 def gather(
-    files: Sequence[Path], texts: dict[Path, list[Conversation]], subject: Subject, settings: TrainingSettings
+    files: Sequence[Path], texts: dict[Path, list[Conversation]], tunable: TunableModel, settings: TrainingSettings
 ) -> Prepared:
-    """The samples of some files, with all counts together."""
-    whole = Prepared()
+    """Samples of all files, with their summed counts."""
+    merged = Prepared()
     for file in files:
         try:
-            found = prepare(texts[file], subject.spelling, settings.cutoff, settings.whole_rate > 0)
-        except SpellingError as error:
+            found = prepare(texts[file], tunable.encoder, settings.cutoff, settings.unfork_rate > 0)
+        except ConversationError as error:
             raise InputFault(f"{file} {error}") from error
-        whole.forked += found.forked
-        whole.unforked += found.unforked
-        whole.whole += found.whole
-        whole.counts.update(found.counts)
-    return whole
+        merged.forked += found.forked
+        merged.unforked += found.unforked
+        merged.whole += found.whole
+        merged.counts.update(found.counts)
+    return merged
 
 
 def _distilled(
     job: TuningJob,
     distillation: Distillation,
     texts: dict[Path, list[Conversation]],
-    keeping: Keeping,
+    states: StateFolder,
     cutoff: int,
     accelerator: Accelerator,
     counts: Counter[str],
 ) -> dict[Path, list[Conversation]]:
-    """The conversations of the data with the model's own answers; the first process writes them for all."""
+    """The conversations with the model's own answers; the main process generates them for all."""
     found = {}
     with accelerator.main_process_first(), writer(job.checkpoint, distillation, cutoff, job.remote_code) as runtime:
         for number, file in enumerate(job.data):
-            answers = keeping.folder / f"answers-{number}.jsonl"
+            answers = states.folder / f"answers-{number}.jsonl"
             found[file] = distill(texts[file], runtime, answers, cutoff, counts)
     return found
 
 
 def _check(job: TuningJob) -> None:
-    """Raise for what can be told wrong before anything is loaded."""
+    """Raise for invalid options before anything is loaded."""
     check_target(job.target, job.overwrite, CHECKPOINT)
     if job.target.resolve() == job.checkpoint.resolve():
-        raise OptionFault(f"{job.target}: is the checkpoint that is tuned: choose another folder, it would be lost")
+        raise OptionFault(f"{job.target}: is the checkpoint to tune and would be overwritten: choose another folder")
     for path in (job.checkpoint, *job.data, *job.validation):
         if job.target.resolve() in path.resolve().parents:
-            raise OptionFault(f"{job.target}: holds {path}, which is read: choose another folder, it would be lost")
+            raise OptionFault(
+                f"{job.target}: contains the input {path}, which would be overwritten: choose another folder"
+            )
     for name, value in (("save-every", job.save_every), ("log-every", job.log_every)):
         if value < 1:
             raise OptionFault(f"--{name} is {value}: expected at least 1")
@@ -137,8 +139,8 @@ def _check(job: TuningJob) -> None:
         raise OptionFault("no data: expected at least one JSONL file")
 
 
-def _learning(job: TuningJob, subject: Subject, accelerator: Accelerator) -> Merge:
-    """Let the weights learn that the method says."""
+def _select_parameters(job: TuningJob, tunable: TunableModel, accelerator: Accelerator) -> Merge:
+    """Make the method's parameters trainable."""
     sharded = accelerator.distributed_type not in (
         DistributedType.NO,
         DistributedType.MULTI_CPU,
@@ -146,18 +148,18 @@ def _learning(job: TuningJob, subject: Subject, accelerator: Accelerator) -> Mer
     )
     if sharded and job.settings.method != "full":
         raise OptionFault(
-            f"--method {job.settings.method} under {accelerator.distributed_type.value}: the weights are in parts there; "
-            "expected --method full, or processes that each hold the whole model"
+            f"--method {job.settings.method} under {accelerator.distributed_type.value}: sharded weights support only "
+            "--method full; expected that, or processes that each hold the whole model"
         )
-    merge = apply_method(subject.model, job.settings, subject.new_ids, subject.tokens.mask)
+    merge = apply_method(tunable.model, job.settings, tunable.new_ids, tunable.tokens.mask)
     if job.recompute:
-        checkpoint_layers(subject.model)
+        checkpoint_layers(tunable.model)
     return merge
 
 
 def _identity(job: TuningJob) -> dict[str, list[str]]:
-    """What beside the settings tells a training from others."""
-    own = map(job.checkpoint.joinpath, DECIDING)
+    """Inputs that, besides the settings, identify a training."""
+    own = map(job.checkpoint.joinpath, IDENTITY_FILES)
     return {
         "data": [f"{path.name} {_digest(path)}" for path in job.data],
         "validation": [f"{path.name} {_digest(path)}" for path in job.validation],
@@ -173,85 +175,89 @@ def _digest(path: Path) -> str:
         return record_of(file).sha256
 
 
-def _validation(
-    job: TuningJob, texts: dict[Path, list[Conversation]], subject: Subject, settings: TrainingSettings
+def _validation_rows(
+    job: TuningJob, texts: dict[Path, list[Conversation]], tunable: TunableModel, settings: TrainingSettings
 ) -> list[PackedRow]:
-    """The rows that are looked at and not learned."""
+    """Rows of the validation data."""
     if not job.validation:
         return []
-    plain = replace(settings, epochs=1.0, max_steps=None, unforked_share=None, whole_rate=0.0)
-    prepared = gather(job.validation, texts, subject, plain)
+    plain = replace(settings, epochs=1.0, max_steps=None, unforked_share=None, unfork_rate=0.0)
+    prepared = gather(job.validation, texts, tunable, plain)
     if not (prepared.forked or prepared.whole):
-        raise InputFault("no validation: every sample was dropped; expected at least one conversation that can be used")
-    course = Course(prepared, plain, subject.tokens.mask)
-    return [row for step in range(course.steps) for row in course.rows(step)]
+        raise InputFault("no validation samples: every sample was dropped; expected at least one usable conversation")
+    batches = TrainingBatches(prepared, plain, tunable.tokens.mask)
+    return [row for step in range(batches.steps) for row in batches.rows(step)]
 
 
 def _run(
-    job: TuningJob, callbacks: TrainingCallbacks, training: Training, keeping: Keeping, checked: Sequence[PackedRow]
+    job: TuningJob,
+    callbacks: TrainingCallbacks,
+    training: Training,
+    states: StateFolder,
+    validation: Sequence[PackedRow],
 ) -> None:
-    """The steps that are left."""
+    """Run the remaining steps."""
 
-    def note(measured: TrainingMeasurement, kind: str) -> None:
-        keeping.note(measured, kind)
-        callbacks.measured(measured, kind)
+    def log(measured: TrainingMeasurement, kind: str) -> None:
+        states.log(measured, kind)
+        callbacks.on_measurement(measured, kind)
 
-    while training.step < training.course.steps:
-        training.learn()
-        last = training.step == training.course.steps
+    while training.step < training.batches.steps:
+        training.run_step()
+        last = training.step == training.batches.steps
         if last or training.step % job.log_every == 0:
-            note(training.measure(), "training")
-        callbacks.stepped(training)
+            log(training.measure(), "training")
+        callbacks.on_step(training)
         due = last or training.step % job.save_every == 0
-        stop = not last and training.agree(callbacks.stop())
-        if due and checked:
-            note(training.evaluate(checked), "validation")
+        stop = not last and training.agree(callbacks.should_stop())
+        if due and validation:
+            log(training.evaluate(validation), "validation")
         if due or stop:
-            keeping.save(training)
+            states.save(training)
         if stop:
             raise KeyboardInterrupt
 
 
 @contextmanager
-def _told(job: TuningJob) -> Iterator[None]:
-    """Say that nothing is lost if the checkpoint cannot be written."""
+def _write_errors(job: TuningJob) -> Iterator[None]:
+    """Turn a failed write into an error that says how to continue."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         raise InputFault(
-            f"{job.target}: cannot be written ({reason(error)}): the training is kept; make room on the disk and go on with "
-            "--resume"
+            f"{job.target}: cannot be written ({reason(error)}): the training state is saved; free disk space and continue "
+            "with --resume"
         ) from error
 
 
 def _finish(
     job: TuningJob,
     callbacks: TrainingCallbacks,
-    subject: Subject,
+    tunable: TunableModel,
     training: Training,
     merge: Merge,
-    keeping: Keeping,
+    states: StateFolder,
     outcome: TuningOutcome,
 ) -> None:
-    """Put the tuned checkpoint in its place, with its card."""
+    """Write the tuned checkpoint and its model card."""
     accelerator = training.accelerator
     state: dict[str, Any] | None = None
     if accelerator.distributed_type == DistributedType.FSDP:
-        whole = accelerator.get_state_dict(training.trainee)
-        state = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
+        gathered = accelerator.get_state_dict(training.packed_model)
+        state = {name.removeprefix("model."): tensor for name, tensor in gathered.items()}
     accelerator.wait_for_everyone()
     with (
-        _told(job),
+        _write_errors(job),
         writing(job.target, job.overwrite, CHECKPOINT) if accelerator.is_main_process else nullcontext() as partial,
     ):
         if partial is not None:
-            dtype = write_checkpoint(partial, subject, merge(), state)
-            if dtype != subject.dtype:
-                callbacks.stage(f"some weights are too large for {subject.dtype}: written as {dtype}")
+            dtype = write_checkpoint(partial, tunable, merge(), state)
+            if dtype != tunable.dtype:
+                callbacks.on_stage(f"some weights exceed the range of {tunable.dtype}: written as {dtype}")
             facts = CardFacts(
-                job.checkpoint, job.data, training.course, outcome.counts, outcome.settings, outcome.measurements
+                job.checkpoint, job.data, training.batches, outcome.counts, outcome.settings, outcome.measurements
             )
             write_card(partial, facts)
-            (partial / METRICS_FILE).write_text((keeping.folder / METRICS_FILE).read_text("utf-8"), "utf-8")
+            (partial / METRICS_FILE).write_text((states.folder / METRICS_FILE).read_text("utf-8"), "utf-8")
     accelerator.wait_for_everyone()
-    keeping.clear()
+    states.remove()

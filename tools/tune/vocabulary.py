@@ -1,4 +1,4 @@
-"""Vocabulary: the mask, fork and child tokens added to a tokenizer and to a model's embeddings."""
+"""Vocabulary: adds the mask, fork and child tokens to a tokenizer and to a model's embeddings."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
 
-_MULTIPLE = 64  # a vocabulary that has to grow becomes a multiple of this: matrix products like it
+_MULTIPLE = 64  # a resized vocabulary is padded to a multiple of this, for efficient matrix products
 
 
 class VocabularyError(InputFault):
-    """A token that cannot be added; the message says why."""
+    """A special token that cannot be added."""
 
 
 def add_tokens(tokenizer: Any, model: PreTrainedModel, names: Sequence[str]) -> list[int]:
-    """The ids of these tokens, those that are new with embeddings at the mean of the old ones."""
+    """Ids of these special tokens; the embedding of each new token is the mean of the existing embeddings."""
     backend = tokenizer.backend_tokenizer
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     taken = [name for name in names if name not in added and backend.token_to_id(name) is not None]
     if taken:
         raise VocabularyError(
-            f"the tokenizer has {taken[0]!r} as an ordinary piece of text: expected a name that no text can hold; "
+            f"{taken[0]!r} is an ordinary token of the tokenizer already: expected a name that does not occur in text; "
             "choose another with --mask-token, --fork-token or --child-token"
         )
     before = len(tokenizer)
@@ -37,14 +37,14 @@ def add_tokens(tokenizer: Any, model: PreTrainedModel, names: Sequence[str]) -> 
     with torch.no_grad():
         for rows in embedding_rows(model):
             mean = rows[:before].float().mean(dim=0).to(rows.dtype)
-            for name, place in zip(names, ids, strict=True):
+            for name, token in zip(names, ids, strict=True):
                 if name in new:
-                    rows[place] = mean
+                    rows[token] = mean
     return ids
 
 
 def embedding_rows(model: PreTrainedModel) -> list[Tensor]:
-    """The tensors with one row for each token, tied ones once."""
+    """Tensors with one row per vocabulary token; tied tensors are listed once."""
     tables = [model.get_input_embeddings().weight, cast(nn.Linear, model.get_output_embeddings()).weight]
     bias = getattr(model.get_output_embeddings(), "bias", None)
     found = {id(tensor): cast(Tensor, tensor) for tensor in (*tables, bias) if tensor is not None}

@@ -26,8 +26,8 @@ from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.job import TuningJob
-from spaceport.tools.tune.names import Names
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.token_names import TokenNames
 from spaceport.tools.tune.tuning import tune
 
 HERE = Path(__file__).parent
@@ -61,9 +61,9 @@ SETTINGS = TrainingSettings(
     mask_weight=0.6,  # at 1 the plain text is learned late, with leads too small for golden texts
     cutoff=256,
     epochs=1.0,
-    batch=BATCH,
-    micro_batch=BATCH,
-    rate=7e-3,
+    batch_size=BATCH,
+    micro_batch_size=BATCH,
+    learning_rate=7e-3,
     warmup=0.015,  # 39 steps
     betas=(0.9, 0.98),
 )
@@ -92,25 +92,25 @@ def tokenizer_for(sources: dict[str, str]) -> PreTrainedTokenizerFast:
 
 def samples(tokenizer: PreTrainedTokenizerFast, sources: dict[str, str]) -> Iterator[dict[str, Any]]:
     """The training data: pieces of files from random tokens on, and chats about how a file begins."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     encoded = {
         name: tokenizer.backend_tokenizer.encode(text, add_special_tokens=False) for name, text in sources.items()
     }
     names, sizes = list(sources), np.array([len(one.ids) for one in encoded.values()])
     for _ in range(STEPS * BATCH):
-        if dice.random() < CHATS:
-            name = names[dice.integers(len(names))]
+        if rng.random() < CHATS:
+            name = names[rng.integers(len(names))]
             yield {"prompt": question(name), "response": "\n".join(sources[name].splitlines()[:CHAT_LINES])}
             continue
-        place = dice.random()
+        place = rng.random()
         if place < STARTS + ENDS:
-            name = names[dice.integers(len(names))]
+            name = names[rng.integers(len(names))]
             size = len(encoded[name].ids)
-            first = 0 if place < STARTS else size - int(dice.integers(SHORTEST, WINDOW))
+            first = 0 if place < STARTS else size - int(rng.integers(SHORTEST, WINDOW))
         else:
-            name = names[dice.choice(len(names), p=sizes / sizes.sum())]
+            name = names[rng.choice(len(names), p=sizes / sizes.sum())]
             size = len(encoded[name].ids)
-            first = int(dice.integers(size - SHORTEST))
+            first = int(rng.integers(size - SHORTEST))
         offsets = encoded[name].offsets[first : first + WINDOW]
         yield {"text": sources[name][offsets[0][0] : offsets[-1][1]], "ends": first + WINDOW >= size}
 
@@ -129,7 +129,7 @@ def make() -> None:
         scratch, data, tuned = (Path(folder) / name for name in ("scratch", "data.jsonl", "tuned"))
         write_scratch(scratch, tokenizer, SHAPE)
         data.write_text("".join(json.dumps(sample) + "\n" for sample in samples(tokenizer, sources)), "utf-8")
-        tune(TuningJob(scratch, tuned, (data,), SETTINGS, Names((MASK,), None, None), log_every=100), callbacks)
+        tune(TuningJob(scratch, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100), callbacks)
         for pattern in KEPT:
             for file in tuned.glob(pattern):
                 shutil.copyfile(file, HERE / file.name)

@@ -1,4 +1,4 @@
-"""`spaceport tune data`: what a file teaches about forking is counted, drawn and written as rows."""
+"""`spaceport tune data`: counts, example tree and training rows of a data file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def forking(tmp_path: Path) -> Path:
-    """A checkpoint that has the tokens for forking."""
+    """A checkpoint with fork tokens."""
     folder = shutil.copytree(TINY, tmp_path / "checkpoint")
     told = {"mask_tokens": ["[M]"], "mask_slots": 5, "fork_token": str(FORK), "child_token": str(CHILD)}
     (folder / "sar_config.json").write_text(json.dumps(told))
@@ -91,20 +91,20 @@ def test_a_report_of_no_tree_has_no_means(tmp_path: Path) -> None:
     assert (found.answers, found.trees, found.mean_forks, found.detail_share) == (0, 0, None, None)
 
 
-def test_in_a_pipe_the_numbers_and_a_tree_are_plain_text(data: Path) -> None:
+def test_output_without_a_terminal_is_plain_text(data: Path) -> None:
     blocks = told(data).split("\n\n")
     table = [re.split(r"  +", line) for line in blocks[0].splitlines()]
     assert table == [
         ["what", str(data)],
         ["conversations", "7"],
         ["answers", "6"],
-        ["told not to fork", "0"],
+        ["marked as unforked", "0"],
         ["forked as a list", "2"],
         ["forked as paragraphs", "1"],
         ["forks per tree, mean", "3.33"],
-        ["forks per tree, most", "4"],
+        ["forks per tree, max", "4"],
         ["characters of answers", str(sum(map(len, ANSWERS)))],
-        ["share of them in details", "0.47"],
+        ["fraction in details", "0.47"],
     ]
     assert [re.split(r"  +", line) for line in blocks[1].splitlines()] == [
         ["Answers without a tree"],
@@ -132,17 +132,17 @@ def test_an_example_is_chosen_by_its_line(data: Path) -> None:
     assert told(data, "--example", 8).endswith(f"\n\n{data} line 8: no tree: no answer in it\n")
 
 
-def test_white_space_at_the_end_of_an_answer_is_not_drawn(tmp_path: Path) -> None:
+def test_trailing_whitespace_is_not_shown(tmp_path: Path) -> None:
     file = written(tmp_path / "a.jsonl", [json.dumps({"prompt": "Which?", "response": PROSE + "\n"})])
     assert told(file).endswith("  This is paragraph number 3.\n      Here it goes on.\n")
 
 
-def test_what_a_terminal_would_obey_is_not_shown(data: Path) -> None:
+def test_control_characters_are_not_printed(data: Path) -> None:
     assert told(data, "--example", 7).endswith("  Done.\ufffd[2J\n")
 
 
 def read_to_the_end(screen: int) -> bytes:
-    """What a program writes on a terminal, which holds a few thousand bytes at a time."""
+    """Output of a program on a terminal, which buffers a few thousand bytes."""
     parts = []
     with suppress(OSError):  # Linux' way to say that nobody writes any more
         while part := os.read(screen, 65536):
@@ -151,7 +151,7 @@ def read_to_the_end(screen: int) -> bytes:
     return b"".join(parts)
 
 
-def test_on_a_terminal_the_tree_is_drawn(data: Path) -> None:
+def test_on_a_terminal_the_tree_is_shown_as_a_tree(data: Path) -> None:
     screen, terminal = os.openpty()
     environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
     arguments = [sys.executable, "-c", PROGRAM, str(data), "--example", "7"]
@@ -163,24 +163,24 @@ def test_on_a_terminal_the_tree_is_drawn(data: Path) -> None:
     assert "└── Done.\ufffd[2J\r\n" in shown
 
 
-def test_without_a_tree_no_example_is_drawn(tmp_path: Path) -> None:
+def test_without_a_tree_no_example_is_shown(tmp_path: Path) -> None:
     file = written(tmp_path / "a.jsonl", ['{"prompt": "Which?", "response": "Yes."}'])
     assert told(file).split("\n\n")[1:] == [f"Answers without a tree\nreason{' ' * 19}{file}\n"
         f"fewer than 3 paragraphs  {'1'.rjust(len(str(file)))}\n"]  # fmt: skip
 
 
 @pytest.mark.torch
-def test_a_line_that_says_that_it_does_not_fork_has_no_tree(forking: Path, tmp_path: Path) -> None:
+def test_a_line_marked_unforked_has_no_tree(forking: Path, tmp_path: Path) -> None:
     line = {"prompt": "Which?", "response": LIST, "fork": False}
     file = written(tmp_path / "a.jsonl", [json.dumps(line), json.dumps({**line, "fork": True})])
     found = count_extractions([extraction_of(conversation) for conversation in read_conversations(file)])
-    assert (found.answers, found.told_whole, found.lists, found.refusals) == (2, 1, 1, {})
-    assert told(file, "--example", 1).endswith(" line 1: no tree: the line says that it does not fork\n")
+    assert (found.answers, found.marked_unforked, found.lists, found.refusals) == (2, 1, 1, {})
+    assert told(file, "--example", 1).endswith(' line 1: no tree: the line has "fork": false\n')
     told(file, "--checkpoint", forking, "--rows", tmp_path / "rows")
     assert [row["ids"].count(FORK) for row in rows_in(tmp_path / "rows")] == [0, 3]
 
 
-def test_several_files_are_told_apart_and_together(data: Path, tmp_path: Path) -> None:
+def test_several_files_are_counted_separately_and_together(data: Path, tmp_path: Path) -> None:
     other = written(tmp_path / "b.jsonl", ['{"prompt": "Which?", "response": "https"}'])
     table = [re.split(r"  +", line) for line in told(data, other).splitlines()]
     assert table[:3] == [
@@ -192,7 +192,7 @@ def test_several_files_are_told_apart_and_together(data: Path, tmp_path: Path) -
     assert ["link", "0", "1", "1"] in table
 
 
-def test_with_json_everything_is_said_and_nothing_else_on_stdout(data: Path) -> None:
+def test_json_output_has_every_result_and_nothing_else_is_on_stdout(data: Path) -> None:
     found = json.loads(told(data, "--json", "--example", 2))
     assert found["files"] == [{"file": str(data), **found["all"]}]
     assert found["all"]["forked"] == {"list": 2, "paragraphs": 1}
@@ -230,7 +230,7 @@ def test_rows_of_a_checkpoint_without_a_fork_token_do_not_fork(data: Path, tmp_p
     target = tmp_path / "rows.jsonl"
     result = tried(data, "--checkpoint", TINY, "--rows", target, "--json")
     assert json.loads(result.stdout)["written"] == {"file": str(target), "rows": 7, "counts": {"unforked": 7}}
-    assert result.stderr.endswith(f"{TINY} has no fork token: no row forks; `spaceport tune` adds one\n")
+    assert result.stderr.endswith(f"{TINY} has no fork token, so no row forks; `spaceport tune` adds one\n")
     assert all(row["parents"] == list(range(-1, len(row["ids"]) - 1)) for row in rows_in(target))
 
 
@@ -243,27 +243,27 @@ def test_a_row_ends_at_the_cutoff(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_rows_take_no_files_place_unless_told_to(data: Path, tmp_path: Path) -> None:
+def test_rows_overwrite_a_file_only_on_request(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     target.write_text("mine")
     order = [data, "--checkpoint", TINY, "--rows"]
-    refused(InputFault, f"{target}: is there already: say --overwrite to replace it", *order, target)
+    refused(InputFault, f"{target}: exists already: use --overwrite to replace it", *order, target)
     assert target.read_text() == "mine"
     told(*order, target, "--overwrite")
     assert len(rows_in(target)) == 7
     kept = data.read_bytes()
     link = tmp_path / "link.jsonl"
     link.symlink_to(target)
-    refused(OptionFault, "is one of the files that are read: choose another name", *order, data, "--overwrite")
+    refused(OptionFault, "is an input file and would be overwritten: choose another name", *order, data, "--overwrite")
     refused(InputFault, "link.jsonl: exists and is not a file: choose another name", *order, link, "--overwrite")
     refused(InputFault, "exists and is not a file: choose another name", *order, tmp_path, "--overwrite")
-    refused(InputFault, "nowhere: no such folder: make it first", *order, tmp_path / "nowhere" / "rows.jsonl")
+    refused(InputFault, "nowhere: no such folder: create it first", *order, tmp_path / "nowhere" / "rows.jsonl")
     assert data.read_bytes() == kept
     assert {file.name for file in tmp_path.iterdir()} == {"data.jsonl", "rows.jsonl", "link.jsonl"}
 
 
 @pytest.mark.torch
-def test_rows_that_cannot_be_prepared_leave_the_old_ones(data: Path, tmp_path: Path) -> None:
+def test_a_failed_preparation_keeps_the_old_rows(data: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint")
     (checkpoint / "chat_template.jinja").unlink()
     target = tmp_path / "rows.jsonl"
@@ -271,13 +271,13 @@ def test_rows_that_cannot_be_prepared_leave_the_old_ones(data: Path, tmp_path: P
     turns = [{"role": role, "content": "Yes."} for role in ("system", "user", "assistant")]
     chat = written(tmp_path / "chat.jsonl", ["", json.dumps({"messages": turns})])
     order = ["--checkpoint", checkpoint, "--rows", target, "--overwrite"]
-    refused(InputFault, rf"{chat} line 2: messages, but the tokenizer has no chat template", data, chat, *order)
+    refused(InputFault, rf"{chat} line 2: has messages, but the tokenizer has no chat template", data, chat, *order)
     assert target.read_text() == "old"
     assert not [file for file in tmp_path.iterdir() if "partial" in file.name]
 
 
 @pytest.mark.torch
-def test_a_disk_that_fills_up_leaves_the_old_rows(data: Path, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_rows(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     target.write_text("old")
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
@@ -290,9 +290,9 @@ def test_a_disk_that_fills_up_leaves_the_old_rows(data: Path, tmp_path: Path) ->
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "rows.jsonl"]
 
 
-def test_options_that_cannot_be_meant_are_refused(data: Path, tmp_path: Path) -> None:
-    refused(OptionFault, "--rows without --checkpoint: .*, give both or neither", data, "--rows", tmp_path / "rows")
-    refused(OptionFault, "--checkpoint without --rows: .*, give both or neither", data, "--checkpoint", TINY)
+def test_invalid_options_are_refused(data: Path, tmp_path: Path) -> None:
+    refused(OptionFault, "--rows without --checkpoint: .*; give both or neither", data, "--rows", tmp_path / "rows")
+    refused(OptionFault, "--checkpoint without --rows: .*; give both or neither", data, "--checkpoint", TINY)
     refused(OptionFault, "--example 2 with 2 files: expected one file", data, data, "--example", 2)
     for line in (1, 9, 0, -1):
         message = f"--example {line}: no conversation on this line of .*: expected one of its 7 .*, from 2 to 8"

@@ -1,4 +1,4 @@
-"""The demo model's data: every list forks, what is held out is never trained on, and the start has room to learn."""
+"""Demo corpus: every list forks, held-out files are not trained on, and the untrained model has the right shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spaceport.tools.demo_recipe.corpus import (
     save,
     windows,
 )
-from spaceport.tools.demo_recipe.invented import invent, pool_of
+from spaceport.tools.demo_recipe.invented_signatures import invent, pool_of
 from spaceport.tools.demo_recipe.parameter_answers import answer, asked, question
 from spaceport.tools.demo_recipe.scratch import FREE_ROWS, write_scratch
 from spaceport.tools.demo_recipe.signatures import Function, functions_in, read_signature
@@ -64,15 +64,15 @@ def test_every_list_forks_once_for_each_parameter(corpus: Corpus) -> None:
             assert (tree.kind, tree.forks) == ("list", len(function.parameters))
 
 
-def test_a_question_says_all_that_the_answer_needs(corpus: Corpus) -> None:
+def test_a_question_contains_all_facts_of_its_answer(corpus: Corpus) -> None:
     for function in (*corpus.lists, *corpus.sentences, *corpus.held_out):
         assert asked(question(function)) == function
 
 
-def test_invented_functions_are_python_and_differ_in_every_way(sources: list[Source]) -> None:
-    dice = np.random.default_rng(0)
+def test_invented_functions_are_valid_python_and_diverse(sources: list[Source]) -> None:
+    rng = np.random.default_rng(0)
     pool = pool_of([function for source in sources for function in functions_in(source.text)])
-    found = [invent(pool, dice) for _ in range(400)]
+    found = [invent(pool, rng) for _ in range(400)]
     assert all(read_signature(function.text) == function for function in found)
     assert {len(function.parameters) for function in found} == set(range(3, 9))
     kinds = {parameter.kind for function in found for parameter in function.parameters}
@@ -80,7 +80,7 @@ def test_invented_functions_are_python_and_differ_in_every_way(sources: list[Sou
     assert len({function.text for function in found}) == len(found)
 
 
-def test_nothing_of_a_held_out_file_is_trained_on(sources: list[Source], corpus: Corpus, tmp_path: Path) -> None:
+def test_held_out_files_are_not_in_the_training_data(sources: list[Source], corpus: Corpus, tmp_path: Path) -> None:
     save(corpus, tmp_path)
     trained = [conversation.turns for conversation in read_conversations(tmp_path / TRAIN_FILE)]
     held_out = {one.text for source in sources if source.held_out for one in functions_in(source.text)}
@@ -98,7 +98,7 @@ def test_nothing_of_a_held_out_file_is_trained_on(sources: list[Source], corpus:
     assert not any(conversation.turns[0].content in texts for conversation in foreign)
 
 
-def test_a_signature_of_a_held_out_file_is_neither_kept_if_trained_nor_invented() -> None:
+def test_held_out_signatures_are_neither_trained_nor_invented() -> None:
     orders = [f"def f({', '.join(names)}): ..." for names in permutations("abc")]
     own = Source("abc.py", f"def g(d=1, *v, **k): ...\n{orders[0]}")
     foreign = Source("ast.py", "\n".join(orders))
@@ -108,7 +108,7 @@ def test_a_signature_of_a_held_out_file_is_neither_kept_if_trained_nor_invented(
     assert len({function.text for function in (*found.lists, *found.held_out)}) == 100 + 5
 
 
-def test_some_lists_are_there_twice_the_second_time_not_to_be_forked(corpus: Corpus, tmp_path: Path) -> None:
+def test_some_lists_are_repeated_unforked(corpus: Corpus, tmp_path: Path) -> None:
     save(corpus, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / TRAIN_FILE).read_text("utf-8").splitlines()]
     whole = [line["messages"] for line in lines if line.get("fork") is False]
@@ -126,14 +126,14 @@ def test_the_same_seed_writes_the_same_files(sources: list[Source], tmp_path: Pa
         assert first != other
 
 
-def test_which_files_are_held_out_is_the_same_everywhere() -> None:
+def test_the_held_out_split_is_the_same_on_every_machine() -> None:
     held_out = [
         path for path in ("ast.py", "json/encoder.py", "json/decoder.py", "abc.py") if Source(path, "").held_out
     ]
     assert held_out == ["ast.py", "json/encoder.py"]
 
 
-def test_tests_data_and_packages_of_others_are_no_sources() -> None:
+def test_tests_data_and_third_party_packages_are_excluded() -> None:
     paths = [path.as_posix() for path in stdlib_paths()]
     assert any(path.endswith("/json/decoder.py") for path in paths)
     for part in ("/test/", "/site-packages/", "/encodings/", "/idlelib/", "/tkinter/", "_sysconfigdata"):
@@ -155,7 +155,7 @@ def scratch(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_tokenizer_gives_every_text_back_and_splits_numbers(scratch: Path, corpus: Corpus) -> None:
+def test_the_tokenizer_round_trips_text_and_splits_numbers(scratch: Path, corpus: Corpus) -> None:
     tokenizer = AutoTokenizer.from_pretrained(scratch)
     for text in (question(corpus.lists[0]), answer(corpus.lists[0]), *corpus.texts[:20], "größer \U0001f600 1234"):
         assert tokenizer.decode(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids) == text
@@ -165,7 +165,7 @@ def test_a_tokenizer_gives_every_text_back_and_splits_numbers(scratch: Path, cor
     assert spelled == list("2024")
 
 
-def test_a_chat_is_opened_and_ended_by_the_template(scratch: Path) -> None:
+def test_the_template_renders_start_and_end_tokens(scratch: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(scratch)
     turns = [{"role": "user", "content": "Hello"}]
     asked_for = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
@@ -174,7 +174,7 @@ def test_a_chat_is_opened_and_ended_by_the_template(scratch: Path) -> None:
     assert whole == f"{asked_for}Hi<|end|>\n"
 
 
-def test_the_start_of_training_has_two_million_weights_and_room_for_more_tokens(scratch: Path) -> None:
+def test_the_untrained_model_has_two_million_weights_and_unused_vocabulary_rows(scratch: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(scratch)
     tokenizer = AutoTokenizer.from_pretrained(scratch)
     weights = sum(weight.numel() for weight in model.parameters())
@@ -185,7 +185,7 @@ def test_the_start_of_training_has_two_million_weights_and_room_for_more_tokens(
     assert model.generation_config.eos_token_id == ends
 
 
-def test_the_start_of_training_follows_from_the_seed(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_untrained_model_is_determined_by_the_seed(corpus: Corpus, tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
     first, again = (write_scratch(tmp_path, train_tokenizer(corpus.vocabulary), seed=3) for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""The demo model: what it has learnt holds on functions that were held out of its training."""
+"""Demo model: correct answers, steps saved and shipped files, on held-out functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.demo import MODES, timed
 from spaceport.tools.demo.prompts import MODEL, prompts_of
-from spaceport.tools.demo_recipe.evaluate import Written, cost_of, quality_of, write
+from spaceport.tools.demo_recipe.evaluate import QuestionAnswers, answer_question, cost_of, quality_of
 from spaceport.tools.demo_recipe.signatures import read_signature
 from spaceport.tools.demo_recipe.train import PRESETS
 
@@ -58,30 +58,30 @@ def runtime(demo_bundle: Path) -> Iterator[Runtime]:
 
 
 @pytest.fixture(scope="module")
-def answers(runtime: Runtime) -> dict[int, list[Written]]:
-    """The answers to all questions, by the mask slots that they were written with."""
-    return {slots: [write(runtime, read_signature(text), slots) for text in HELD_OUT] for slots in (0, 5)}
+def answers(runtime: Runtime) -> dict[int, list[QuestionAnswers]]:
+    """Answers to all questions, keyed by the number of mask slots."""
+    return {slots: [answer_question(runtime, read_signature(text), slots) for text in HELD_OUT] for slots in (0, 5)}
 
 
-def test_it_forks_once_for_each_parameter_and_gets_the_facts_right(answers: dict[int, list[Written]]) -> None:
+def test_answers_fork_once_per_parameter_and_are_correct(answers: dict[int, list[QuestionAnswers]]) -> None:
     quality = quality_of(answers[0])
-    assert quality.forks_right == quality.questions
+    assert quality.forks_correct == quality.questions
     assert quality.exact >= 13
     assert quality.exact_unforked >= 13
 
 
-def test_drafts_change_no_answer_and_save_most_of_the_steps(answers: dict[int, list[Written]]) -> None:
+def test_drafts_change_no_answer_and_save_most_steps(answers: dict[int, list[QuestionAnswers]]) -> None:
     cost = cost_of(5, answers, {0: [], 5: []})
     assert cost.changed == 0
     assert cost.chat_tokens / cost.chat_steps >= 5
 
 
-def test_threads_side_by_side_take_fewer_steps_than_the_text_in_one_line(answers: dict[int, list[Written]]) -> None:
+def test_parallel_threads_take_fewer_steps_than_unforked_text(answers: dict[int, list[QuestionAnswers]]) -> None:
     cost = cost_of(0, answers, {0: []})
     assert cost.plain_steps / cost.parallel_steps >= 1.9
 
 
-def test_its_prompts_are_answered_as_they_were_when_it_was_trained(runtime: Runtime) -> None:
+def test_the_shipped_prompts_have_the_expected_answers(runtime: Runtime) -> None:
     prompts = prompts_of(MODEL)
     assert list(prompts) == list(PRESETS["demo"].prompts)
     for fork in (False, True):
@@ -93,7 +93,7 @@ def test_its_prompts_are_answered_as_they_were_when_it_was_trained(runtime: Runt
     assert steps == [97, 49, 26, 18]
 
 
-def test_each_way_to_write_a_prompt_takes_as_many_steps_as_the_demo_shows(runtime: Runtime) -> None:
+def test_each_decoding_mode_takes_the_steps_that_the_demo_shows(runtime: Runtime) -> None:
     found = timed(runtime, prompts_of(MODEL)["fullmatch"], 160)
     costs = [(one.completion.statistics, len(one.completion.tokens)) for one in found.values()]
     # [Fork]s count as tokens that were written, and not as tokens of the text
@@ -106,7 +106,7 @@ def test_each_way_to_write_a_prompt_takes_as_many_steps_as_the_demo_shows(runtim
     assert found[MODES[3]].same_as(found[MODES[2]])
 
 
-def test_what_is_shipped_is_what_the_recipe_makes() -> None:
+def test_the_shipped_model_matches_the_recipe() -> None:
     size = sum(file.stat().st_size for file in MODEL.iterdir())
     assert size < 5_000_000
     sar = json.loads((MODEL / "sar_config.json").read_text("utf-8"))

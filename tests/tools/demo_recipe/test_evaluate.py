@@ -1,4 +1,4 @@
-"""The demo model's evaluation: what counts as right, and which steps are counted."""
+"""Demo evaluation: which answers count as correct, and which steps are counted."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from spaceport.tools.demo_recipe.corpus import collect
 from spaceport.tools.demo_recipe.evaluate import (
     NOTE,
     Evaluation,
-    Written,
+    QuestionAnswers,
+    answer_question,
     chosen,
     cost_of,
     evaluate,
     main,
     quality_of,
     show,
-    write,
 )
 from spaceport.tools.demo_recipe.parameter_answers import answer, question, verify
 from spaceport.tools.demo_recipe.scratch import write_scratch
@@ -51,22 +51,22 @@ def in_one_line(tokens: tuple[int, ...], steps: int) -> Answer:
 
 
 def forked(children: int, steps: int) -> Answer:
-    """A spine of seven tokens with forks at places 1, 3 and 5."""
+    """A root thread of seven tokens with forks at indices 1, 3 and 5."""
     spine = line((10, FORK, 11, FORK, 12, FORK, 13))
     details = [line((20, 21, 22, 23, 24), 2 * place + 1) for place in range(children)]
     return Answer((spine, *details), Statistics(steps=steps))
 
 
-def written(children: int = 3, text: str | None = None, drafted: bool = False) -> Written:
-    """An answer side by side, one by one and in one line; drafts write two tokens a step."""
+def written(children: int = 3, text: str | None = None, drafted: bool = False) -> QuestionAnswers:
+    """Forked, sequential and unforked answers; with drafts, two tokens per step."""
     right = answer(LIST)
-    together, one_by_one = forked(children, 6 if drafted else 12), forked(children, 13 if drafted else 26)
+    together, sequential = forked(children, 6 if drafted else 12), forked(children, 13 if drafted else 26)
     whole = in_one_line((10, 20, 11), 2 if drafted else 4)
-    return Written(LIST, together, one_by_one, whole, verify(LIST, text or right), verify(LIST, right))
+    return QuestionAnswers(LIST, together, sequential, whole, verify(LIST, text or right), verify(LIST, right))
 
 
 def likely_forks(model: Any, tokenizer: Any) -> None:
-    """Makes [Fork] what the model writes first."""
+    """Makes [Fork] the first generated token."""
     asked = [{"role": "user", "content": question(LIST)}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer.backend_tokenizer.encode(prompt, add_special_tokens=False).ids])
@@ -77,7 +77,7 @@ def likely_forks(model: Any, tokenizer: Any) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model with the tokens of a tuned one, which begins with a fork."""
+    """An untrained model with the special tokens of a tuned one, whose answers begin with a fork."""
     folder = tmp_path_factory.mktemp("untrained")
     sources = [read_source(path) for path in stdlib_paths() if path.as_posix().endswith(("/shlex.py", "/weakref.py"))]
     write_scratch(folder, train_tokenizer(collect(sources, lists=0).vocabulary))
@@ -93,72 +93,72 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runtime(checkpoint: Path) -> Iterator[Runtime]:
-    """A runtime for short texts with room for many threads: the model forks all the time."""
+    """A runtime with a short context and many threads: the model forks constantly."""
     with checkpoint_runtime(open_checkpoint(checkpoint, TokenFlags(), False), 512, 1) as opened:
         yield Runtime(opened.bundle, opened.engine, 48)
 
 
 @pytest.fixture(scope="module")
 def found(runtime: Runtime) -> tuple[Evaluation, list[str]]:
-    """What is measured with it, and the stages that were announced."""
+    """Its evaluation, and the announced stages."""
     stages: list[str] = []
     return evaluate(runtime, [LIST, SENTENCE], ["import os\nimport sys\n" * 3], stages.append), stages
 
 
-def test_an_answer_counts_as_right_to_the_letter_and_its_forks_by_number() -> None:
+def test_quality_counts_exact_answers_and_fork_counts() -> None:
     wrong = answer(LIST).replace("2. b: It is", "2. b: It was")
     found = quality_of([written(), written(2), written(text=wrong)])
-    assert (found.questions, found.forks_right, found.items, found.items_right) == (3, 2, 9, 8)
+    assert (found.questions, found.forks_correct, found.items, found.items_correct) == (3, 2, 9, 8)
     assert (found.exact, found.exact_unforked) == (2, 3)
 
 
-def test_a_pace_sums_the_steps_that_each_way_of_writing_took() -> None:
+def test_drafting_cost_sums_the_steps_of_each_decoding_mode() -> None:
     chats = {0: [written(), written()], 1: [written(drafted=True)] * 2}
     sources = {0: [in_one_line((30, 31, 32), 4)], 1: [in_one_line((30, 31, 32), 2)]}
     plain, drafted = (cost_of(slots, chats, sources) for slots in (0, 1))
     assert (plain.parallel_steps, drafted.parallel_steps) == (2 * 12, 2 * 6)
     assert plain.plain_steps == drafted.plain_steps == 2 * (4 + 3 * 5 + 1)  # spine, three details, the end
-    assert (plain.one_by_one_steps, drafted.one_by_one_steps) == (2 * 26, 2 * 13)
-    assert plain.one_by_one_tokens == drafted.one_by_one_tokens == 2 * (8 + 3 * 6)
+    assert (plain.sequential_steps, drafted.sequential_steps) == (2 * 26, 2 * 13)
+    assert plain.sequential_tokens == drafted.sequential_tokens == 2 * (8 + 3 * 6)
     assert (drafted.chat_tokens, drafted.chat_steps, drafted.source_tokens, drafted.source_steps) == (8, 4, 4, 2)
     told = drafted.as_dict()
     assert (told["chat_tokens_per_step"], told["source_tokens_per_step"], told["thread_tokens_per_step"]) == (2, 2, 2)
     assert told["fewer_steps"] == 20 / 6
 
 
-def test_a_text_that_drafts_change_is_counted() -> None:
+def test_an_output_changed_by_drafts_is_counted() -> None:
     chats = {0: [written()], 1: [written(children=2, drafted=True)]}
     sources = {0: [in_one_line((30,), 2)], 1: [in_one_line((31,), 1)]}
     assert cost_of(0, chats, sources).changed == 0
     assert cost_of(1, chats, sources).changed == 2
 
 
-def test_an_untrained_model_is_wrong_and_its_drafts_change_nothing(found: tuple[Evaluation, list[str]]) -> None:
+def test_an_untrained_model_is_incorrect_and_drafts_change_no_output(found: tuple[Evaluation, list[str]]) -> None:
     evaluation, stages = found
     assert (evaluation.lists.questions, evaluation.sentences.questions) == (1, 1)
     assert evaluation.lists.exact == evaluation.sentences.exact == 0
-    assert [cost.mask_slots for cost in evaluation.paces] == [0, 1, 3]
-    assert all(cost.changed == 0 for cost in evaluation.paces)
-    plain = evaluation.paces[0]
+    assert [cost.mask_slots for cost in evaluation.costs] == [0, 1, 3]
+    assert all(cost.changed == 0 for cost in evaluation.costs)
+    plain = evaluation.costs[0]
     assert plain.chat_tokens == plain.chat_steps > 0
     assert plain.source_tokens == plain.source_steps > 0
     assert evaluation.mistakes[0][0] == "Explain the parameters of f( a, b, c )"
     assert len(stages) == 4
 
 
-def test_an_answer_is_written_with_forks_and_without(runtime: Runtime) -> None:
+def test_a_question_is_answered_with_and_without_forks(runtime: Runtime) -> None:
     fork = runtime.bundle.manifest.tokens.fork
-    answered = write(runtime, LIST, 0)
+    answered = answer_question(runtime, LIST, 0)
     assert answered.forked.root.tokens[0] == fork
     assert answered.forked.children
-    assert answered.one_by_one.threads == answered.forked.threads
-    assert answered.one_by_one.statistics.steps > answered.forked.statistics.steps
-    assert not answered.line.children
-    assert answered.line.root.tokens
-    assert fork not in answered.line.root.tokens
+    assert answered.sequential.threads == answered.forked.threads
+    assert answered.sequential.statistics.steps > answered.forked.statistics.steps
+    assert not answered.unforked.children
+    assert answered.unforked.root.tokens
+    assert fork not in answered.unforked.root.tokens
 
 
-def test_the_tables_say_that_they_are_no_comparison(
+def test_the_tables_warn_against_comparing_with_published_results(
     found: tuple[Evaluation, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(found[0], 1)
@@ -173,7 +173,7 @@ def _as_json(found: Evaluation) -> dict[str, object]:
     return told
 
 
-def test_as_many_questions_of_each_kind_are_asked() -> None:
+def test_the_question_limit_applies_to_each_kind() -> None:
     assert chosen([LIST, SENTENCE, LIST, SENTENCE, SENTENCE], 2) == [LIST, LIST, SENTENCE, SENTENCE]
 
 
@@ -185,7 +185,7 @@ def test_as_many_questions_of_each_kind_are_asked() -> None:
         (["tiny"], 3, "tiny: has no fork token: expected the demo model, which forks"),
     ],
 )
-def test_a_mistake_is_told_with_what_is_expected(
+def test_an_error_names_what_was_expected(
     arguments: list[str],
     code: int,
     message: str,

@@ -1,4 +1,4 @@
-"""The demo model's questions and answers: they follow the signature, and a wrong answer is told what is wrong."""
+"""Parameter answers: questions and answers follow the signature, and every mistake is described."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one(source: str) -> Function:
     return function
 
 
-def test_every_kind_of_parameter_is_asked_about_and_answered_to_the_letter() -> None:
+def test_question_and_answer_cover_every_parameter_kind() -> None:
     function = one(EVERY_KIND)
     assert question(function) == QUESTION
     assert answer(function) == ANSWER
@@ -88,7 +88,7 @@ def test_fewer_than_three_parameters_are_answered_with_a_sentence(source: str, t
         ("...", "not shown"),
     ],
 )
-def test_a_default_is_told_with_its_kind_and_left_out_where_a_list_may_not_hold_it(default: str, told: str) -> None:
+def test_a_default_is_described_with_its_kind_or_hidden(default: str, told: str) -> None:
     function = one(f"def f(a, b, c={default}): ...")
     assert answer(function).split("\n")[3].endswith(f" Its default is {told}.")
     assert function.text == f"f( a, b, c = {'...' if told == 'not shown' else default} )"
@@ -103,11 +103,11 @@ def test_a_default_is_told_with_its_kind_and_left_out_where_a_list_may_not_hold_
         ("a=1, b=2, *, c=3, d=4", "Of these 4, none is required."),
     ],
 )
-def test_the_last_line_counts_what_is_required(parameters: str, closing: str) -> None:
+def test_the_last_line_counts_the_required_parameters(parameters: str, closing: str) -> None:
     assert answer(one(f"def f({parameters}): ...")).split("\n")[-2:] == ["", closing]
 
 
-def test_a_methods_self_is_no_parameter_of_it() -> None:
+def test_self_is_not_a_parameter() -> None:
     source = """\
 class A:
     def method(self, a):
@@ -130,11 +130,11 @@ class A:
     ]
 
 
-def test_verify_accepts_the_right_answer() -> None:
+def test_verify_accepts_the_correct_answer() -> None:
     verdict = verify(one(EVERY_KIND), ANSWER)
     assert verdict.exact
     assert verdict.expected == verdict.found == 8
-    assert verdict.right == (True,) * 8
+    assert verdict.correct == (True,) * 8
 
 
 @pytest.mark.parametrize(
@@ -155,24 +155,24 @@ def test_verify_accepts_the_right_answer() -> None:
         ("\n\n", "\n", 8, set(), "10 lines, expected 11: "),
     ],
 )
-def test_verify_names_what_is_wrong(old: str, new: str, found: int, wrong: set[int], mistake: str) -> None:
+def test_verify_names_each_mistake(old: str, new: str, found: int, wrong: set[int], mistake: str) -> None:
     assert old in ANSWER
     verdict = verify(one(EVERY_KIND), ANSWER.replace(old, new))
     assert not verdict.exact
     assert (verdict.expected, verdict.found) == (8, found)
-    assert {place for place, right in enumerate(verdict.right, start=1) if not right} == wrong
+    assert {place for place, right in enumerate(verdict.correct, start=1) if not right} == wrong
     (told,) = verdict.mistakes
     assert re.search(mistake, told)
 
 
-def test_an_item_is_right_only_in_its_place() -> None:
+def test_an_item_is_correct_only_at_its_index() -> None:
     opening, first, second, *rest = ANSWER.split("\n")
     verdict = verify(one(EVERY_KIND), "\n".join((opening, second, first, *rest)))
-    assert verdict.right == (False, False, *[True] * 6)
+    assert verdict.correct == (False, False, *[True] * 6)
     assert len(verdict.mistakes) == 2
 
 
-def test_verify_holds_a_sentence_to_the_letter() -> None:
+def test_verify_compares_a_sentence_exactly() -> None:
     function = one("def f(a): ...")
     assert verify(function, answer(function)).exact
     verdict = verify(function, "1. a: It is required.")

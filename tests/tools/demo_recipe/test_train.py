@@ -1,4 +1,4 @@
-"""The demo's recipe: from sources to a checkpoint that is exported, for both presets, with little of everything."""
+"""Demo recipe: both presets, from sources to an exported checkpoint, at a small scale."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def few(folder: Path) -> Corpus:
 
 
 @pytest.mark.parametrize("name", ["demo", "code"])
-def test_a_preset_is_trained_and_can_go_on(name: str, tmp_path: Path) -> None:
-    settings = replace(PRESETS[name].settings, batch=2, micro_batch=2, cutoff=64, anchors=2)
-    preset = replace(PRESETS[name], write=few, settings=settings)
+def test_a_preset_is_trained_and_can_be_resumed(name: str, tmp_path: Path) -> None:
+    settings = replace(PRESETS[name].settings, batch_size=2, micro_batch_size=2, cutoff=64, anchors=2)
+    preset = replace(PRESETS[name], write_corpus=few, settings=settings)
     target = tmp_path / "tuned"
     train(tmp_path / "work", target, preset, max_steps=2)
     checkpoint = open_checkpoint(target, TokenFlags())
@@ -48,7 +48,7 @@ def test_without_a_target_the_recipe_replaces_the_shipped_model() -> None:
     assert json.loads((MODEL / PROMPTS_FILE).read_text("utf-8")) == PRESETS["demo"].prompts
 
 
-def test_the_larger_one_never_takes_the_place_of_the_one_that_is_shipped() -> None:
+def test_the_code_preset_never_replaces_the_shipped_model() -> None:
     told = CliRunner().invoke(main, ["--preset", "code"])
     assert told.exit_code == 2
     assert "--preset code without TARGET" in told.output

@@ -1,4 +1,4 @@
-"""Conversations: every form of a line is read, and every mistake is told with its file and line."""
+"""Conversations: every format is read, and errors name the file and line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refused(file: Path, message: str) -> None:
         read_conversations(file)
 
 
-def test_every_form_is_read_with_its_line(tmp_path: Path) -> None:
+def test_every_format_is_read_with_its_line_number(tmp_path: Path) -> None:
     lines = [GOOD, "", json.dumps(chat("system", "user", "assistant")), "  \t", '{"text": " Plain.\\n"}']
     assert read_conversations(written(tmp_path, "\n".join(lines))) == [
         FOUND,
@@ -56,19 +56,19 @@ def test_every_form_is_read_with_its_line(tmp_path: Path) -> None:
         '{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}], "prompt": "?"}',
     ],
 )
-def test_what_tools_and_data_sets_add_is_read_over(tmp_path: Path, content: str) -> None:
+def test_unknown_keys_are_ignored(tmp_path: Path, content: str) -> None:
     assert read_conversations(written(tmp_path, content)) == [FOUND]
 
 
-def test_the_byte_order_marks_of_joined_files_are_read_over(tmp_path: Path) -> None:
+def test_byte_order_marks_of_concatenated_files_are_skipped(tmp_path: Path) -> None:
     assert len(read_conversations(written(tmp_path, f"\ufeff{GOOD}\n\ufeff{GOOD}"))) == 2
 
 
-def test_a_mark_before_a_blank_first_line_is_read_over(tmp_path: Path) -> None:
+def test_a_byte_order_mark_before_a_blank_line_is_skipped(tmp_path: Path) -> None:
     assert read_conversations(written(tmp_path, f"\ufeff\r\n{GOOD}"))[0].line == 2
 
 
-def test_separators_of_other_scripts_stay_in_the_text(tmp_path: Path) -> None:
+def test_unicode_line_separators_do_not_split_lines(tmp_path: Path) -> None:
     line = json.dumps({"text": "one\u2028two\x85three 日本語 🚀"}, ensure_ascii=False)
     assert read_conversations(written(tmp_path, line))[0].turns[0].content == "one\u2028two\x85three 日本語 🚀"
 
@@ -82,14 +82,14 @@ def test_separators_of_other_scripts_stay_in_the_text(tmp_path: Path) -> None:
         (["user", "user", "assistant", "tool", "tool"], 2),
     ],
 )
-def test_the_answer_is_what_the_assistant_said_last(tmp_path: Path, roles: list[str], answer: int) -> None:
+def test_the_answer_is_the_last_assistant_message(tmp_path: Path, roles: list[str], answer: int) -> None:
     (found,) = read_conversations(
         written(tmp_path, json.dumps({"messages": [{"role": r, "content": f"{i}"} for i, r in enumerate(roles)]}))
     )
     assert found.answer == str(answer)
 
 
-def test_a_line_may_say_that_it_does_not_fork_or_end(tmp_path: Path) -> None:
+def test_the_fork_and_ends_flags_are_read(tmp_path: Path) -> None:
     lines = [
         '{"text": "a", "fork": false}',
         '{"text": "a", "ends": false}',
@@ -161,7 +161,7 @@ MISTAKES: dict[str, tuple[str | bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", MISTAKES)
-def test_a_mistake_in_a_line_is_told_with_its_file_and_line(tmp_path: Path, kind: str) -> None:
+def test_an_invalid_line_is_reported_with_file_and_line(tmp_path: Path, kind: str) -> None:
     content, message = MISTAKES[kind]
     line = content if isinstance(content, bytes) else content.encode()
     refused(written(tmp_path, line), f" line 1: ({message})")
@@ -170,27 +170,25 @@ def test_a_mistake_in_a_line_is_told_with_its_file_and_line(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("content", ["", "\n\r\n  \n", "\ufeff"])
-def test_a_file_of_nothing_holds_no_conversation(tmp_path: Path, content: str) -> None:
-    refused(written(tmp_path, content), ": holds no conversation: expected at least one line of JSON")
+def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
+    refused(written(tmp_path, content), ": contains no conversation: expected at least one line of JSON")
 
 
-def test_a_place_without_a_file_is_told(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere.jsonl", ": no such file: expected conversations")
-    refused(tmp_path, ": is a folder: expected a file of conversations")
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere.jsonl", ": no such file: expected a JSONL file")
+    refused(tmp_path, ": is a folder: expected a JSONL file of conversations")
     refused(written(tmp_path, GOOD) / "deeper", ": cannot be read: Not a directory")
 
 
-def test_a_file_without_line_ends_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlong_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "LONGEST_LINE", len(GOOD) + 1)
     assert read_conversations(written(tmp_path, f"{GOOD}\n{GOOD}\n"))[1].line == 2
-    refused(
-        written(tmp_path, f"{GOOD}\n{GOOD}  \n"), " line 2: longer than 43 bytes: expected one conversation on each"
-    )
+    refused(written(tmp_path, f"{GOOD}\n{GOOD}  \n"), " line 2: longer than 43 bytes: expected one conversation per")
 
 
 @settings(max_examples=200, deadline=None)
 @given(content=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_whatever_a_file_holds_it_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = written(tmp_path_factory.getbasetemp(), content)
     with pytest.raises(InputFault, match=re.escape(str(file))):
         read_conversations(file)

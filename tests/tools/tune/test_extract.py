@@ -1,4 +1,4 @@
-"""Extractors: which answers have a paragraph tree, where it is cut, and why the others have none."""
+"""Extractors: which answers have a paragraph tree, where they are split, and why others have none."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def joined(cut: Cut) -> str:
 
 
 @pytest.mark.parametrize("kind", LISTS)
-def test_a_numbered_list_is_cut_behind_its_titles(kind: str) -> None:
+def test_a_numbered_list_is_split_after_its_titles(kind: str) -> None:
     expect("list", LISTS[kind])
 
 
 @pytest.mark.parametrize("kind", PARAGRAPHS)
-def test_paragraphs_are_cut_behind_their_first_sentences(kind: str) -> None:
+def test_paragraphs_are_split_after_their_first_sentences(kind: str) -> None:
     expect("paragraphs", PARAGRAPHS[kind])
 
 
@@ -162,15 +162,15 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("reason", "answer"), REFUSALS)
-def test_an_answer_without_a_tree_is_refused_with_its_reason(reason: str, answer: str) -> None:
+def test_an_answer_without_a_tree_has_a_reason(reason: str, answer: str) -> None:
     assert extract(answer) == Refusal(reason)  # type: ignore[arg-type]
 
 
-def test_every_reason_has_an_answer_that_it_refuses() -> None:
+def test_every_reason_has_an_example() -> None:
     assert {reason for reason, _ in REFUSALS} == set(REASONS)
 
 
-def test_the_answers_of_the_refusals_have_trees_without_what_is_refused() -> None:
+def test_refused_answers_have_trees_once_the_reason_is_removed() -> None:
     assert (extract(LIST), extract(PROSE)) == (tree_of(LIST), tree_of(PROSE))
 
 
@@ -180,7 +180,7 @@ def test_a_refused_list_is_tried_as_paragraphs() -> None:
     assert extract(prose.replace("\n\n", "\n")) == Refusal("item without a title")
 
 
-def test_a_list_goes_before_paragraphs() -> None:
+def test_lists_have_priority_over_paragraphs() -> None:
     both = joined([FIRST, *REST]).replace("\n", ". Such is it. So it is.\n\n") + ". So it is."
     assert tree_of(both).kind == "list"
 
@@ -219,7 +219,7 @@ def prose(draw: st.DrawFn) -> str:
 
 
 def whole(answer: str) -> bool:
-    """Hold what is true of every answer; whether it has a tree."""
+    """Check the invariants of an extraction; return whether the answer has a tree."""
     found = extract(answer)
     if isinstance(found, Refusal):
         assert found.reason in REASONS
@@ -235,7 +235,7 @@ def whole(answer: str) -> bool:
 
 
 @pytest.mark.parametrize("answers", [lists(), prose()], ids=["lists", "paragraphs"])
-def test_joining_a_tree_gives_back_the_answer(answers: st.SearchStrategy[str]) -> None:
+def test_joining_a_tree_returns_the_answer(answers: st.SearchStrategy[str]) -> None:
     found = []
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -249,12 +249,12 @@ def test_joining_a_tree_gives_back_the_answer(answers: st.SearchStrategy[str]) -
 
 @settings(max_examples=500, deadline=None)
 @given(answer=st.text() | st.text(alphabet="12.: \n\r\ta*_`。：!-A", max_size=60))
-def test_no_text_is_too_odd_to_be_read(answer: str) -> None:
+def test_any_text_is_extracted_or_refused(answer: str) -> None:
     whole(answer)
 
 
 @pytest.mark.parametrize(
     "piece", ["1. ", "\n", "\n ", "1. a: ", ". ", ".'", ":", "`", " ", "\r\n\r\n", "*", "1.\n\n", "a. b\n\n"]
 )
-def test_long_answers_are_read_in_time_that_grows_with_their_length(piece: str) -> None:
+def test_extraction_time_is_linear(piece: str) -> None:
     whole(piece * (200_000 // len(piece)))  # with a search in every place of every other it would take minutes

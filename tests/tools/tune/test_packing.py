@@ -1,4 +1,4 @@
-"""Packing: what a packed row teaches is what the runtime asks for when it decodes."""
+"""Packing: packed rows have the positions, visibility and targets of decoding."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +22,18 @@ from spaceport.runtime.decode.request import Request, RequestConfig
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch
-from spaceport.tools.tune.packing import IGNORED, MaskGroup, anchors, collate, draw_groups, pack, see, successors
+from spaceport.tools.tune.packed_model import LOSS, packed_model_of, run
+from spaceport.tools.tune.packing import (
+    IGNORED,
+    MaskGroup,
+    anchors,
+    collate,
+    pack,
+    positions_and_visibility,
+    sample_groups,
+    successors,
+)
 from spaceport.tools.tune.samples import NO_PARENT, Sample
-from spaceport.tools.tune.trainee import LOSS, run, trainee_of
 from support.families import FAMILIES, build
 
 M, FORK, CHILD = 90, 91, 92
@@ -37,7 +46,7 @@ def chain(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
     return Sample(1, np.array(ids), np.arange(len(ids)) - 1, learned)
 
 
-def test_a_mask_in_the_place_of_a_token_predicts_the_one_after_it() -> None:
+def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
     # place      0   1 | 2   3   4   5   6
     # token      50  51 | 10  11  12  13  14      the first two are the prompt
     sample = chain([50, 51], [10, 11, 12, 13, 14])
@@ -66,7 +75,7 @@ def test_a_mask_in_the_place_of_a_token_predicts_the_one_after_it() -> None:
     ]
 
 
-def test_the_paper_s_layout_of_two_mask_slots_is_what_is_packed() -> None:
+def test_packed_groups_match_the_paper_s_layout_of_two_mask_slots() -> None:
     """x m1 m2 | c1 m1 m2 | c2 m1 m2 of one step, as groups of one row."""
     sample = chain([40], [41, 42, 43, 44, 45])
     row = pack(sample, [MaskGroup(0, 2), MaskGroup(1, 2), MaskGroup(2, 2)], (M, M))
@@ -83,13 +92,13 @@ def test_a_group_ends_where_the_text_ends() -> None:
     assert row.targets.tolist()[4:] == [12]
 
 
-def test_distinct_mask_tokens_stand_in_order() -> None:
+def test_distinct_mask_tokens_are_in_slot_order() -> None:
     row = pack(chain([50], [10, 11, 12, 13]), [MaskGroup(0, 3), MaskGroup(1, 2)], (70, 71, 72))
     assert row.ids.tolist()[5:] == [70, 71, 72, 70, 71]
 
 
 def forked() -> Sample:
-    """`50 | h1 F h2 F t` with the details `a1 a2 e` and `b1 e`; each [Child] hangs from its [Fork]."""
+    """`50 | h1 F h2 F t` with the details `a1 a2 e` and `b1 e`; the parent of each [Child] is its [Fork]."""
     #          0   1   2     3      4   5   6   7   8     9      10  11  12
     ids = [50, 10, FORK, CHILD, 20, 21, 9, 11, FORK, CHILD, 30, 9, 12]
     parents = [-1, 0, 1, 2, 3, 4, 5, 2, 7, 8, 9, 10, 8]
@@ -97,7 +106,7 @@ def forked() -> Sample:
     return Sample(1, np.array(ids), np.array(parents), np.array(learned))
 
 
-def test_a_fork_teaches_the_spine_and_child_its_detail() -> None:
+def test_root_and_child_threads_have_their_own_targets() -> None:
     row = pack(forked(), (), ())
     #              50  10    F   C   20  21  9        11    F   C   30  9        12
     assert row.targets.tolist() == [10, FORK, 11, 20, 21, 9, IGNORED, FORK, 12, 30, 9, IGNORED, IGNORED]
@@ -107,7 +116,7 @@ def test_a_fork_teaches_the_spine_and_child_its_detail() -> None:
     assert batch.visible[0, 12].nonzero().flatten().tolist() == spine.tolist()
 
 
-def test_mask_groups_hang_on_spine_and_child_alike() -> None:
+def test_mask_groups_follow_root_and_child_threads() -> None:
     sample = forked()
     assert anchors(successors(sample)).tolist() == [0, 1, 2, 3, 4, 7, 9]
     row = pack(sample, [MaskGroup(1, 3), MaskGroup(3, 2), MaskGroup(2, 2)], (M, M, M))
@@ -120,7 +129,7 @@ trees = st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), min_size=2, ma
 
 
 def tree_of(draws: Sequence[tuple[int, bool]]) -> Sample:
-    """A random token tree in which each token has at most one learned successor."""
+    """A random token tree in which each token has at most one trained successor."""
     parents, learned, taken = [NO_PARENT], [False], {NO_PARENT}
     for place, (draw, wants) in enumerate(draws, 1):
         parent = draw % place
@@ -133,19 +142,19 @@ def tree_of(draws: Sequence[tuple[int, bool]]) -> Sample:
 
 
 @given(trees, st.integers(1, 6), st.integers(1, 8), st.sampled_from((0.0, 0.5, 1.0)), st.integers(0, 99))
-def test_every_mask_slot_predicts_what_follows_the_token_it_stands_for(
+def test_every_mask_slot_predicts_the_token_after_its_position(
     draws: list[tuple[int, bool]], mask_slots: int, count: int, drop_rate: float, seed: int
 ) -> None:
     sample = tree_of(draws)
     following = successors(sample)
-    groups = draw_groups(following, count, mask_slots, drop_rate, np.random.default_rng(seed))
+    groups = sample_groups(following, count, mask_slots, drop_rate, np.random.default_rng(seed))
     assert len(groups) == min(count, anchors(following).size)
     assert len({group.anchor for group in groups}) == len(groups)
     assert all(1 <= group.depth <= mask_slots for group in groups)
     assert drop_rate < 1 or all(group.depth == 1 for group in groups)
     assert drop_rate > 0 or all(group.depth == mask_slots for group in groups)
     row = pack(sample, groups, (M,) * mask_slots)
-    positions, visible = see(row.parents[None])
+    positions, visible = positions_and_visibility(row.parents[None])
     own, before = sample.ids.size, [*range(sample.ids.size)]
     for place in range(own, row.ids.size):
         slot, above = int(row.mask_slots[place]), int(row.parents[place])
@@ -158,16 +167,16 @@ def test_every_mask_slot_predicts_what_follows_the_token_it_stands_for(
         assert np.array_equal(visible[0, place, :own], visible[0, int(row.parents[anchor]), :own])
 
 
-def test_groups_are_drawn_anew_and_come_back_with_their_seed() -> None:
+def test_mask_groups_are_resampled_and_follow_the_seed() -> None:
     following = successors(chain([1], list(range(10, 60))))
-    draw = [draw_groups(following, 8, 5, 0.3, np.random.default_rng(seed)) for seed in (1, 1, 2)]
+    draw = [sample_groups(following, 8, 5, 0.3, np.random.default_rng(seed)) for seed in (1, 1, 2)]
     assert draw[0] == draw[1]
     assert {group.anchor for group in draw[0]} != {group.anchor for group in draw[2]}
 
 
-def test_the_drop_rate_thins_each_deeper_slot() -> None:
+def test_the_drop_rate_reduces_deeper_mask_slots() -> None:
     following = successors(chain([1], list(range(10, 2010))))
-    depths = np.array([group.depth for group in draw_groups(following, 2000, 4, 0.4, np.random.default_rng(0))])
+    depths = np.array([group.depth for group in sample_groups(following, 2000, 4, 0.4, np.random.default_rng(0))])
     for slot, share in ((1, 1.0), (2, 0.6), (3, 0.36), (4, 0.216)):
         assert (depths >= slot).mean() == pytest.approx(share, abs=0.03)
 
@@ -177,7 +186,7 @@ def test_the_drop_rate_thins_each_deeper_slot() -> None:
 
 @contextmanager
 def hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """What reaches the output embedding in each call, before rows are chosen: B x T x hidden."""
+    """Inputs of the output embedding per call, before row selection: B x T x hidden."""
     kept: list[Tensor] = []
 
     def keep(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -194,7 +203,7 @@ def hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 @dataclass
 class Recording:
-    """An engine that keeps what it was given."""
+    """An engine that records its inputs."""
 
     engine: TorchEngine
     batches: list[Batch] = field(default_factory=list)
@@ -209,7 +218,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Known:
-    """Says the tokens of a text that is known beforehand."""
+    """Predicts the tokens of a given text."""
 
     text: Sequence[int]
 
@@ -224,7 +233,7 @@ class Known:
 
 
 def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots: int) -> list[Batch]:
-    """Let the runtime write a text that is known beforehand, so that it accepts every draft; the calls it makes."""
+    """Decode a given text, so that every draft is accepted; return the engine calls."""
     decoder, _ = decoder_of(model, "scatter", "plain")
     engine = Recording(TorchEngine(decoder, decoder.signature, 128, 1, "cpu"))
     config = RequestConfig(
@@ -254,9 +263,9 @@ def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str) 
         groups = [MaskGroup(anchor, mask_slots) for anchor in anchors(successors(sample)).tolist()]
         row = pack(sample, groups, (M,) * mask_slots)
         batch = collate([row])
-        trainee = trainee_of(build(FAMILY[name]), mask_slots)
-        with hidden_states(trainee.model) as states:
-            run(trainee, batch)
+        packed_model = packed_model_of(build(FAMILY[name]), mask_slots)
+        with hidden_states(packed_model.model) as states:
+            run(packed_model, batch)
             packed = states[-1][0]
     of_group = {
         (int(row.parents[place - slot + 1]), slot): place for place, slot in enumerate(row.mask_slots.tolist()) if slot
@@ -276,7 +285,7 @@ def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str) 
 
 
 def unpacked(sample: Sample) -> list[tuple[list[int], list[int]]]:
-    """The N+1 texts that a packed one stands for, each with the places of its tokens: the spine, then each child's."""
+    """The N+1 unpacked texts of a packed one with their token indices: the root thread, then each child thread."""
 
     def path(place: int) -> list[int]:
         return [] if place == NO_PARENT else [*path(int(sample.parents[place])), place]
@@ -286,14 +295,14 @@ def unpacked(sample: Sample) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
-def test_a_packed_answer_is_its_unpacked_rows(name: str) -> None:
+def test_a_packed_answer_equals_its_unpacked_rows(name: str) -> None:
     sample = forked()
     row = pack(sample, (), ())
-    trainee = trainee_of(build(FAMILY[name]), 0)
+    packed_model = packed_model_of(build(FAMILY[name]), 0)
     with torch.no_grad():
         batch = collate([row])
-        whole = run(trainee, batch)[LOSS, 0]
-        logits = trainee.logits(batch.ids, batch.positions, batch.visible, batch.targets != IGNORED)
+        whole = run(packed_model, batch)[LOSS, 0]
+        logits = packed_model.logits(batch.ids, batch.positions, batch.visible, batch.targets != IGNORED)
         of_place = dict(zip(np.flatnonzero(row.targets != IGNORED).tolist(), logits, strict=True))
         total, told = torch.zeros(()), 0
         for text, places in unpacked(sample):
@@ -302,20 +311,20 @@ def test_a_packed_answer_is_its_unpacked_rows(name: str) -> None:
             single.learned[opening:] = True
             alone = collate([pack(single, (), ())])
             learned = alone.targets != IGNORED
-            found = trainee.logits(alone.ids, alone.positions, alone.visible, learned)
+            found = packed_model.logits(alone.ids, alone.positions, alone.visible, learned)
             for place, line in zip(np.array(places)[learned[0].numpy()].tolist(), found, strict=True):
                 assert (of_place[place] - line).abs().max() < 1e-5
-            total += run(trainee, alone)[LOSS, 0]
+            total += run(packed_model, alone)[LOSS, 0]
             told += int(learned.sum())
     assert told == len(of_place)
     assert whole.item() == pytest.approx(total.item(), rel=1e-6)
 
 
 def test_padding_changes_nothing() -> None:
-    trainee = trainee_of(build(FAMILY["llama"]), 3)
+    packed_model = packed_model_of(build(FAMILY["llama"]), 3)
     short = pack(chain([50], [10, 11, 12]), [MaskGroup(0, 2)], (M, M, M))
     long = pack(forked(), [MaskGroup(1, 3)], (M, M, M))
     with torch.no_grad():
-        alone = run(trainee, collate([short])) + run(trainee, collate([long]))
-        together = run(trainee, collate([short, long], multiple=16))
+        alone = run(packed_model, collate([short])) + run(packed_model, collate([long]))
+        together = run(packed_model, collate([short, long], multiple=16))
     assert torch.allclose(alone, together, atol=1e-4)

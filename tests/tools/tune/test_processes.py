@@ -1,4 +1,4 @@
-"""Processes: several of them learn what one learns, stop after the same step, and speak once."""
+"""Processes: several train like one, stop after the same step, and print once."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from transformers import AutoModelForCausalLM
 
 from support.paths import TINY
 
-# Runs tunings one after the other, each in so many processes that are born with everything imported, and prints how they
-# ended; they write what they say and the lengths of their gradients into files. The second process of a tuning is asked
-# to stop after so many steps. argv: a list of [name, processes, steps, port, arguments] as JSON.
+# Runs tunings in order, each with the given number of forked processes, and prints their exit codes. Output and gradient
+# norms go to files. The second process of a tuning is asked to stop after `steps` steps.
+# argv: a list of [name, processes, steps, port, arguments] as JSON.
 PROGRAM = """
 import json, os, sys
 from spaceport.tools.cli import run
 from spaceport.tools.terminal import tuning_screen
 from spaceport.tools.tune import tuning
 from spaceport.tools.tune.training import Training
-learn, agree = Training.learn, Training.agree
+run_step, agree = Training.run_step, Training.agree
 
 def tune(name, processes, after, port, arguments, rank):
-    if processes > 1:  # what accelerate launch and torchrun tell their processes
-        told = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=processes, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        os.environ.update({key: str(value) for key, value in told.items()}, ACCELERATE_USE_CPU="true")
+    if processes > 1:  # as accelerate launch and torchrun set it
+        environment = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=processes, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        os.environ.update({key: str(value) for key, value in environment.items()}, ACCELERATE_USE_CPU="true")
     for number, kind in ((1, "out"), (2, "errors")):
         os.dup2(os.open(f"{name}-{kind}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    def noted(self):
-        learn(self)
+    def recorded(self):
+        run_step(self)
         with open(f"{name}-norms-{rank}", "a") as file:
             print(float(self.norms), file=file)
-    Training.learn = noted
+    Training.run_step = recorded
     if after and rank == 1:
         Training.agree = lambda self, stop: agree(self, stop or self.step == after)
     return run(arguments)
@@ -57,7 +57,7 @@ for name, processes, after, port, arguments in json.loads(sys.argv[1]):
 
 
 def port() -> int:
-    """One that is free."""
+    """A free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         found: int = free.getsockname()[1]
@@ -66,7 +66,7 @@ def port() -> int:
 
 @pytest.fixture
 def order(tmp_path: Path) -> list[str]:
-    """Arguments that tune a float32 tiny checkpoint: seven samples of different sizes, steps of three."""
+    """Arguments for tuning a float32 tiny checkpoint: seven samples of different sizes, three per step."""
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     checkpoint = tmp_path / "checkpoint"
     model.save_pretrained(checkpoint)
@@ -80,13 +80,13 @@ def order(tmp_path: Path) -> list[str]:
     return ["tune", str(checkpoint), "TUNED", str(data), "--validation", str(data), *options.split()]
 
 
-def test_two_processes_learn_what_one_learns_even_after_a_stop(order: list[str], tmp_path: Path) -> None:
-    def told(name: str, processes: int, after: int, *more: str) -> list[object]:
+def test_two_processes_train_like_one_even_after_a_resume(order: list[str], tmp_path: Path) -> None:
+    def request(name: str, processes: int, after: int, *more: str) -> list[object]:
         target = str(tmp_path / name)
         arguments = [target if argument == "TUNED" else argument for argument in order]
         return [target, processes, after, port(), [*arguments, *more]]
 
-    tunings = [told("one", 1, 0), told("two", 2, 3), told("two", 2, 0, "--resume")]
+    tunings = [request("one", 1, 0), request("two", 2, 3), request("two", 2, 0, "--resume")]
     command = [sys.executable, "-c", PROGRAM, json.dumps(tunings)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     errors = {file.name: file.read_text() for file in tmp_path.glob("*-errors-*")}

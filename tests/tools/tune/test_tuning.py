@@ -1,4 +1,4 @@
-"""Tuning: what goes on as if it had never stopped, what each method changes, and what is written."""
+"""Tuning: resuming, what each method changes, and what is written."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.export import ExportOptions, export
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
@@ -26,10 +27,10 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
-from spaceport.tools.tune import course
+from spaceport.tools.tune import batches
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
-from spaceport.tools.tune.saving import _cast
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tuned_checkpoint import _cast
 from spaceport.tools.tune.tuning import tune
 from support.paths import TINY
 
@@ -38,7 +39,15 @@ pytestmark = pytest.mark.slow
 MASK, TEXT_TOKENS = 4, 628  # the tiny checkpoint's mask token, and the size of its tokenizer
 COLOURS = (("Red", "fire"), ("Green", "grass"), ("Blue", "the sea"), ("Gold", "the sun"))
 SETTINGS = TrainingSettings(
-    "both", batch=4, micro_batch=4, max_steps=6, epochs=9, rate=1e-3, anchors=4, mask_slots=3, cutoff=160
+    "both",
+    batch_size=4,
+    micro_batch_size=4,
+    max_steps=6,
+    epochs=9,
+    learning_rate=1e-3,
+    anchors=4,
+    mask_slots=3,
+    cutoff=160,
 )
 
 Weights = dict[str, Tensor]
@@ -56,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(folder: Path) -> Path:
-    """Lists that fork, chats and plain texts."""
+    """Forking lists, chats and plain texts."""
     lines: list[dict[str, Any]] = []
     for number in range(4):
         turns = [("user", f"Hello {number}"), ("assistant", "Hello."), ("user", "Bye"), ("assistant", "Bye then.")]
@@ -74,7 +83,7 @@ def job(data: Path, target: Path, settings: TrainingSettings = SETTINGS, **told:
 
 @pytest.fixture(scope="module")
 def whole(data: Path, folder: Path) -> TuningOutcome:
-    """A tuning that was never stopped, in the folder `whole`."""
+    """An uninterrupted tuning, in the folder `whole`."""
     return tune(job(data, folder / "whole", validation=(data,)))
 
 
@@ -87,22 +96,22 @@ def same(one: Weights, other: Weights) -> bool:
 
 
 def measurements(checkpoint: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl without what depends on the clock."""
+    """Lines of a metrics.jsonl without timing values."""
     lines = [json.loads(line) for line in (checkpoint / "metrics.jsonl").read_text("utf-8").splitlines()]
     return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
 
 
 def stopping(after: int) -> TrainingCallbacks:
-    """Asks a training to stop after so many steps."""
+    """Callbacks that stop a training after `after` steps."""
     done: list[object] = []
-    return TrainingCallbacks(stepped=done.append, stop=lambda: len(done) == after)
+    return TrainingCallbacks(on_step=done.append, should_stop=lambda: len(done) == after)
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("steps", [(1,), (3,), (1, 1, 3)])
-def test_a_training_that_was_stopped_ends_as_one_that_was_not(
+def test_a_resumed_training_equals_an_uninterrupted_one(
     whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path, steps: tuple[int, ...]
 ) -> None:
     order = job(data, tmp_path / "tuned", validation=(data,))
@@ -120,8 +129,40 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
 
 
+def as_schema_1(state: Path) -> None:
+    """Rewrite a saved training state with the keys of schema 1, which had no schema number."""
+    settings = json.loads((state / "settings.json").read_text())
+    del settings["schema"]
+    for old, new in (("batch", "batch_size"), ("micro_batch", "micro_batch_size"), ("rate", "learning_rate")):
+        settings["settings"][old] = settings["settings"].pop(new)
+    settings["settings"]["whole_rate"] = settings["settings"].pop("unfork_rate")
+    (state / "settings.json").write_text(json.dumps(settings))
+    (last,) = state.glob("step-*")
+    progress = json.loads((last / "progress.json").read_text())
+    progress["unmeasured"] = progress.pop("pending_sums")
+    (last / "place.json").write_text(json.dumps(progress))
+    (last / "progress.json").unlink()
+
+
+def test_a_state_of_schema_1_is_resumed_and_an_unknown_schema_refused(
+    whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path
+) -> None:
+    order = job(data, tmp_path / "tuned", validation=(data,))
+    with pytest.raises(KeyboardInterrupt):
+        tune(order, stopping(1))
+    state = tmp_path / "tuned.training"
+    as_schema_1(state)
+    settings = (state / "settings.json").read_text()
+    (state / "settings.json").write_text(json.dumps({**json.loads(settings), "schema": 3}))
+    with pytest.raises(InputFault, match=r"training state has schema 3: expected 2 or 1; resume with the version"):
+        tune(replace(order, resume=True))
+    (state / "settings.json").write_text(settings)
+    tune(replace(order, resume=True))
+    assert same(weights(order.target), weights(folder / "whole"))
+
+
 @pytest.mark.parametrize("method", ["lora", "gated-lora", "embeddings"])
-def test_other_methods_go_on_as_well(data: Path, tmp_path: Path, method: Any) -> None:
+def test_other_methods_can_be_resumed(data: Path, tmp_path: Path, method: Any) -> None:
     settings = replace(SETTINGS, method=method, objective="sar", max_steps=3, rank=2)
     tune(job(data, tmp_path / "whole", settings))
     with pytest.raises(KeyboardInterrupt):
@@ -131,14 +172,14 @@ def test_other_methods_go_on_as_well(data: Path, tmp_path: Path, method: Any) ->
         assert same(load_file(file), load_file(tmp_path / "tuned" / file.name))
 
 
-def test_a_stop_is_heard_where_a_state_is_kept_anyway(data: Path, tmp_path: Path) -> None:
+def test_a_stop_at_a_saved_step_ends_the_training(data: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         tune(job(data, tmp_path / "tuned", save_every=1), stopping(2))
     assert (tmp_path / "tuned.training" / "step-00000002").exists()
     assert not (tmp_path / "tuned.training" / "step-00000003").exists()
 
 
-def test_a_line_of_measurements_that_was_cut_off_is_measured_again(
+def test_a_truncated_metrics_line_is_measured_again(
     whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path
 ) -> None:
     order = job(data, tmp_path / "tuned", validation=(data,))
@@ -153,25 +194,25 @@ def test_a_line_of_measurements_that_was_cut_off_is_measured_again(
 def rows_of(
     data: Path, target: Path, monkeypatch: pytest.MonkeyPatch, settings: TrainingSettings, **told: Any
 ) -> list[bytes]:
-    """The rows of each step, as they are learned."""
+    """The rows of each training step."""
     seen: list[bytes] = []
-    ask = course.Course.rows
+    ask = batches.TrainingBatches.rows
 
-    def rows(self: course.Course, step: int) -> Any:
+    def rows(self: batches.TrainingBatches, step: int) -> Any:
         found = ask(self, step)
         seen.append(b"|".join(row.ids.tobytes() + row.parents.tobytes() + row.targets.tobytes() for row in found))
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(course.Course, "rows", rows)
+        patch.setattr(batches.TrainingBatches, "rows", rows)
         tune(job(data, target, settings, **told))
     return seen
 
 
-def test_rows_follow_the_seed_and_anchors_are_redrawn(
+def test_rows_follow_the_seed_and_anchors_are_resampled(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = replace(SETTINGS, max_steps=4, batch=100)
+    settings = replace(SETTINGS, max_steps=4, batch_size=100)
     first, again, other = (
         rows_of(data, tmp_path / f"{number}", monkeypatch, replace(settings, seed=seed))
         for number, seed in enumerate((0, 0, 1))
@@ -180,29 +221,31 @@ def test_rows_follow_the_seed_and_anchors_are_redrawn(
     assert len({*first, *other}) == 8  # each epoch is one step, and no two of them have the same anchors
 
 
-def test_samples_are_shuffled_anew_in_each_epoch(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = replace(SETTINGS, objective="apar", max_steps=12, whole_rate=0.0)
+def test_samples_are_reshuffled_every_epoch(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(SETTINGS, objective="apar", max_steps=12, unfork_rate=0.0)
     steps = rows_of(data, tmp_path / "tuned", monkeypatch, settings)
     epochs = [steps[first : first + 3] for first in range(0, 12, 3)]
     assert len({frozenset(epoch) for epoch in epochs}) > 1  # other samples share a step
     assert len({b"".join(sorted(b"|".join(epoch).split(b"|"))) for epoch in epochs}) == 1  # all of them, in each epoch
 
 
-def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine(data: Path, tmp_path: Path) -> None:
+def test_the_learning_rate_has_linear_warmup_and_cosine_decay(data: Path, tmp_path: Path) -> None:
     rates: list[float] = []
-    callbacks = TrainingCallbacks(stepped=lambda training: rates.append(training._optimizer.param_groups[0]["lr"]))
-    outcome = tune(job(data, tmp_path / "tuned", replace(SETTINGS, max_steps=6, rate=1.0e-3, warmup=1 / 3)), callbacks)
+    callbacks = TrainingCallbacks(on_step=lambda training: rates.append(training._optimizer.param_groups[0]["lr"]))
+    outcome = tune(
+        job(data, tmp_path / "tuned", replace(SETTINGS, max_steps=6, learning_rate=1.0e-3, warmup=1 / 3)), callbacks
+    )
     expected = [5e-4, 1e-3, *(5e-4 * (1 + math.cos(math.pi * share / 4)) for share in range(4))]
     assert rates == pytest.approx(expected)
     last = outcome.last("training")
     assert last is not None
-    assert last["rate"] == pytest.approx(0)
+    assert last["learning_rate"] == pytest.approx(0)
 
 
 # What each method changes
 
 
-def test_only_the_new_tokens_embeddings_change_with_embeddings(data: Path, tmp_path: Path) -> None:
+def test_method_embeddings_changes_only_new_token_embeddings(data: Path, tmp_path: Path) -> None:
     tune(job(data, tmp_path / "tuned", replace(SETTINGS, method="embeddings", weight_decay=0.1)))
     before, after = weights(TINY), weights(tmp_path / "tuned")
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
@@ -227,7 +270,7 @@ def test_low_rank_adapters_are_merged_into_plain_weights(data: Path, tmp_path: P
 
 
 def logits_of(bundle: Path, ids: list[int]) -> Any:
-    """The logits of a line of tokens, fed in one step."""
+    """Logits of a token sequence, computed in one step."""
     engine = open_engine(open_bundle(bundle), "onnxruntime", EngineOptions(64, 1))
     count = len(ids)
     visible = np.zeros((1, 1, count, visible_length(64)), np.bool_)
@@ -237,7 +280,7 @@ def logits_of(bundle: Path, ids: list[int]) -> Any:
 
 
 @pytest.mark.nightly
-def test_gated_adapters_leave_ordinary_rows_to_the_bit_through_the_export(
+def test_gated_adapters_leave_ordinary_rows_bit_identical_after_export(
     tiny_bundle: Path, data: Path, tmp_path: Path
 ) -> None:
     tune(job(data, tmp_path / "tuned", replace(SETTINGS, objective="sar", method="gated-lora", rank=2)))
@@ -259,7 +302,7 @@ def test_gated_adapters_leave_ordinary_rows_to_the_bit_through_the_export(
 # What is written
 
 
-def test_a_tuned_checkpoint_is_exported_as_it_is(whole: TuningOutcome, folder: Path, tmp_path: Path) -> None:
+def test_a_tuned_checkpoint_can_be_exported(whole: TuningOutcome, folder: Path, tmp_path: Path) -> None:
     tuned = folder / "whole"
     assert json.loads((tuned / "sar_config.json").read_text()) == {
         "mask_tokens": ["[M]"],
@@ -278,7 +321,7 @@ def test_a_tuned_checkpoint_is_exported_as_it_is(whole: TuningOutcome, folder: P
     assert plain.tokens == drafted.tokens
 
 
-def test_a_card_tells_the_data_the_settings_and_the_curves(whole: TuningOutcome, folder: Path) -> None:
+def test_the_card_lists_data_settings_and_curves(whole: TuningOutcome, folder: Path) -> None:
     card = (folder / "whole" / "README.md").read_text("utf-8")
     for line in (
         "# tiny, tuned with spaceport",
@@ -298,7 +341,7 @@ def test_a_card_tells_the_data_the_settings_and_the_curves(whole: TuningOutcome,
     assert ">mask slot 4<" not in drawing
 
 
-def test_measurements_are_written_step_by_step(whole: TuningOutcome, folder: Path) -> None:
+def test_metrics_have_one_line_per_measurement(whole: TuningOutcome, folder: Path) -> None:
     lines = measurements(folder / "whole")
     assert [(line["step"], line["kind"]) for line in lines] == [
         (2, "training"),
@@ -314,12 +357,14 @@ def test_measurements_are_written_step_by_step(whole: TuningOutcome, folder: Pat
     assert lines[-1]["losses"][0] < lines[1]["losses"][0]
 
 
-def test_tokens_that_the_checkpoint_has_keep_what_they_learned(
+def test_existing_special_tokens_keep_their_embeddings(
     whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path
 ) -> None:
     tuned = folder / "whole"
     order = job(
-        data, tmp_path / "again", replace(SETTINGS, objective="apar", method="embeddings", max_steps=1, rate=1e-9)
+        data,
+        tmp_path / "again",
+        replace(SETTINGS, objective="apar", method="embeddings", max_steps=1, learning_rate=1e-9),
     )
     tune(replace(order, checkpoint=tuned))
     assert (order.target / "sar_config.json").read_bytes() == (tuned / "sar_config.json").read_bytes()
@@ -327,8 +372,12 @@ def test_tokens_that_the_checkpoint_has_keep_what_they_learned(
     assert same(weights(order.target), weights(tuned))
 
 
-def test_distinct_mask_tokens_are_one_for_each_slot(data: Path, tmp_path: Path) -> None:
-    tune(job(data, tmp_path / "tuned", replace(SETTINGS, objective="sar", distinct=True, max_steps=1, rate=1e-9)))
+def test_distinct_adds_one_mask_token_per_slot(data: Path, tmp_path: Path) -> None:
+    tune(
+        job(
+            data, tmp_path / "tuned", replace(SETTINGS, objective="sar", distinct=True, max_steps=1, learning_rate=1e-9)
+        )
+    )
     told = json.loads((tmp_path / "tuned" / "sar_config.json").read_text())
     assert (told["mask_tokens"], told["fork_token"]) == (["[M1]", "[M2]", "[M3]"], None)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tuned")
@@ -346,7 +395,7 @@ def test_distinct_mask_tokens_are_one_for_each_slot(data: Path, tmp_path: Path) 
     assert json.loads((again / "sar_config.json").read_text()) == told
 
 
-def test_weights_that_share_their_memory_still_do_in_another_type() -> None:
+def test_tied_weights_stay_tied_after_a_cast() -> None:
     one = torch.ones(2, 3)
     found = _cast({"a": one, "b": one, "c": torch.ones(2, 3)}, torch.float16)
     assert found["a"] is found["b"] is not found["c"]
@@ -357,16 +406,18 @@ def test_weights_that_share_their_memory_still_do_in_another_type() -> None:
 
 
 @pytest.mark.parametrize("change", ["micro_batch", "recompute"])
-def test_how_rows_are_computed_changes_no_weight(
+def test_micro_batches_and_checkpointing_change_no_weight(
     whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path, change: str
 ) -> None:
     as_float32 = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.py", "*.md"))
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     model.save_pretrained(as_float32)
-    order = replace(job(data, tmp_path / "plain", replace(SETTINGS, max_steps=2, rate=1e-4)), checkpoint=as_float32)
+    order = replace(
+        job(data, tmp_path / "plain", replace(SETTINGS, max_steps=2, learning_rate=1e-4)), checkpoint=as_float32
+    )
     tune(order)
     if change == "micro_batch":
-        other = replace(order, settings=replace(order.settings, micro_batch=1))
+        other = replace(order, settings=replace(order.settings, micro_batch_size=1))
     else:
         other = replace(order, recompute=True)
     tune(replace(other, target=tmp_path / "other"))
@@ -376,7 +427,7 @@ def test_how_rows_are_computed_changes_no_weight(
 
 @pytest.fixture
 def fresh_accelerator() -> Iterator[Callable[[], None]]:
-    """Lets a test choose the precision: accelerate keeps one for a process."""
+    """Reset accelerate's process-wide precision, so that a test can choose one."""
 
     def forget() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -386,7 +437,7 @@ def fresh_accelerator() -> Iterator[Callable[[], None]]:
     forget()
 
 
-def test_bfloat16_learns(data: Path, tmp_path: Path, fresh_accelerator: Callable[[], None]) -> None:
+def test_bfloat16_training_reduces_the_loss(data: Path, tmp_path: Path, fresh_accelerator: Callable[[], None]) -> None:
     outcome = tune(job(data, tmp_path / "tuned", replace(SETTINGS, max_steps=20), bf16=True, log_every=10))
     first, last = outcome.measurements[0], outcome.measurements[-1]
     assert last["losses"][0] < first["losses"][0]

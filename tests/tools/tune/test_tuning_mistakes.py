@@ -1,4 +1,4 @@
-"""Tuning mistakes: what goes wrong with a tuning is told in one line, early, and nothing that was reached is lost."""
+"""Tuning mistakes: errors are one line and early, and no progress is lost."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ import resource, signal, sys
 from spaceport.tools.cli import run
 from spaceport.tools.tune.training import Training
 steps, size = int(sys.argv[1]), int(sys.argv[2])
-learn = Training.learn
+run_step = Training.run_step
 def limited(self):
-    learn(self)
+    run_step(self)
     if self.step == steps:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-Training.learn = limited
+Training.run_step = limited
 sys.exit(run(sys.argv[3:]))
 """
 QUICK = ["--batch-size", "2", "--max-steps", "4", "--epochs", "9", "--anchors", "2", "--log-every", "1"]
@@ -62,8 +62,8 @@ def tuned(*arguments: object) -> int:
     return run(["tune", *map(str, arguments)])
 
 
-def told(capfd: Capture, code: int, message: str, *arguments: object) -> None:
-    """Hold that a mistake ends with this code, says this last on stderr and nothing on stdout."""
+def refused_with(capfd: Capture, code: int, message: str, *arguments: object) -> None:
+    """Check the exit code and the last line on stderr, and that stdout is empty."""
     assert tuned(*arguments) == code
     output, errors = capfd.readouterr()
     assert output == ""
@@ -75,22 +75,24 @@ def kept(target: Path) -> list[str]:
     return sorted(path.name for path in target.with_name(target.name + ".training").glob("step-*"))
 
 
-def test_data_that_cannot_be_used_are_told_with_their_line(data: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_invalid_data_is_refused_with_its_line(data: Path, tmp_path: Path, capfd: Capture) -> None:
     target = tmp_path / "tuned"
     empty = written(tmp_path / "empty.jsonl", [])
-    told(capfd, INPUT, "empty.jsonl: holds no conversation", TINY, target, empty)
-    told(capfd, INPUT, "nowhere.jsonl: no such file", TINY, target, data, tmp_path / "nowhere.jsonl")
-    told(capfd, INPUT, "nowhere.jsonl: no such file", TINY, target, data, "--validation", tmp_path / "nowhere.jsonl")
+    refused_with(capfd, INPUT, "empty.jsonl: contains no conversation", TINY, target, empty)
+    refused_with(capfd, INPUT, "nowhere.jsonl: no such file", TINY, target, data, tmp_path / "nowhere.jsonl")
+    refused_with(
+        capfd, INPUT, "nowhere.jsonl: no such file", TINY, target, data, "--validation", tmp_path / "nowhere.jsonl"
+    )
     wrong = written(tmp_path / "wrong.jsonl", [{"text": "a"}, {"question": "a"}])
-    told(capfd, INPUT, 'wrong.jsonl line 2: holds "question": expected one of', TINY, target, wrong)
+    refused_with(capfd, INPUT, 'wrong.jsonl line 2: holds "question": expected one of', TINY, target, wrong)
     mute = written(tmp_path / "mute.jsonl", [{"messages": [{"role": "user", "content": "Hello"}]}])
-    told(capfd, INPUT, "mute.jsonl line 1: no assistant turn in messages", TINY, target, mute)
+    refused_with(capfd, INPUT, "mute.jsonl line 1: no assistant turn in messages", TINY, target, mute)
     long = written(tmp_path / "long.jsonl", [{"prompt": "Say it. " * 30, "response": "Yes."}, {"text": "[M]"}])
-    told(capfd, INPUT, "nothing to learn: every sample was dropped", TINY, target, long, "--cutoff", 20)
-    told(
+    refused_with(capfd, INPUT, "no training samples: every sample was dropped", TINY, target, long, "--cutoff", 20)
+    refused_with(
         capfd,
         INPUT,
-        "no validation: every sample was dropped",
+        "no validation samples: every sample was dropped",
         TINY,
         target,
         data,
@@ -108,68 +110,86 @@ def test_messages_need_a_chat_template(tmp_path: Path, capfd: Capture) -> None:
     (checkpoint / "chat_template.jinja").unlink()
     turns = [{"role": role, "content": "Yes."} for role in ("system", "user", "assistant")]
     chat = written(tmp_path / "chat.jsonl", [{"text": "a"}, {"messages": turns}])
-    told(
+    refused_with(
         capfd,
         INPUT,
-        "chat.jsonl line 2: messages, but the tokenizer has no chat template",
+        "chat.jsonl line 2: has messages, but the tokenizer has no chat template",
         checkpoint,
         tmp_path / "x",
         chat,
     )
 
 
-def test_a_target_that_cannot_be_written_is_told_before_anything_is_read(
-    data: Path, tmp_path: Path, capfd: Capture
-) -> None:
+def test_an_unwritable_target_is_refused_before_data_is_read(data: Path, tmp_path: Path, capfd: Capture) -> None:
     nowhere = tmp_path / "nowhere.jsonl"
     mine = shutil.copytree(TINY, tmp_path / "mine")
-    told(capfd, INPUT, "mine: a checkpoint is there already: say --overwrite", TINY, mine, nowhere)
-    told(capfd, USAGE, "mine: is the checkpoint that is tuned", mine, mine, nowhere, "--overwrite")
-    told(capfd, INPUT, "tests: holds files but no checkpoint", TINY, TESTS, nowhere, "--overwrite")
-    told(capfd, INPUT, "no such folder: make it first", TINY, tmp_path / "a" / "b", nowhere)
+    refused_with(capfd, INPUT, "mine: a checkpoint is there already: say --overwrite", TINY, mine, nowhere)
+    refused_with(capfd, USAGE, "mine: is the checkpoint to tune", mine, mine, nowhere, "--overwrite")
+    refused_with(capfd, INPUT, "tests: holds files but no checkpoint", TINY, TESTS, nowhere, "--overwrite")
+    refused_with(capfd, INPUT, "no such folder: make it first", TINY, tmp_path / "a" / "b", nowhere)
 
 
-def test_options_that_cannot_be_meant_are_told(data: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_invalid_options_are_refused(data: Path, tmp_path: Path, capfd: Capture) -> None:
     order = (TINY, tmp_path / "tuned", data)
-    told(capfd, USAGE, "--cutoff is 1025: expected 8 to 1024", *order, "--cutoff", 1025)
-    told(capfd, USAGE, "gated-lora with --objective apar", *order, "--method", "gated-lora", "--objective", "apar")
-    told(capfd, USAGE, "--target w1: .*expected down_proj, gate_proj", *order, "--method", "lora", "--target", "w1")
-    told(capfd, USAGE, "--target has no effect with --method full", *order, "--target", "w1")
-    told(capfd, USAGE, "--rank has no effect with --method embeddings", *order, "--method", "embeddings", "--rank", 16)
-    told(capfd, USAGE, "--anchors has no effect with --objective apar", *order, "--objective", "apar", "--anchors", 32)
-    told(capfd, INPUT, "adapters on w1: expected", *order, "--method", "gated-lora", "--target", "w1")
-    told(capfd, USAGE, "the tokens '', .*: expected a text for each", *order, "--mask-token", "")
-    told(capfd, USAGE, "--fork-token has no effect with --objective sar", *order, "--fork-token", "<f>")
-    told(capfd, USAGE, "no use for the token <m>", *order, "--mask-token", "<m>")  # the checkpoint has one
-    told(capfd, INPUT, "has 'json' as an ordinary piece", *order, "--objective", "apar", "--fork-token", "json")
-    told(capfd, USAGE, "--save-every is 0: expected at least 1", *order, "--save-every", 0)
-    told(capfd, USAGE, "--alpha is 0.0: expected more than 0", *order, "--method", "lora", "--alpha", 0)
+    refused_with(capfd, USAGE, "--cutoff is 1025: expected 8 to 1024", *order, "--cutoff", 1025)
+    refused_with(
+        capfd, USAGE, "gated-lora with --objective apar", *order, "--method", "gated-lora", "--objective", "apar"
+    )
+    refused_with(
+        capfd,
+        USAGE,
+        "--target w1: .*expected one of down_proj, gate_proj",
+        *order,
+        "--method",
+        "lora",
+        "--target",
+        "w1",
+    )
+    refused_with(capfd, USAGE, "--target has no effect with --method full", *order, "--target", "w1")
+    refused_with(
+        capfd, USAGE, "--rank has no effect with --method embeddings", *order, "--method", "embeddings", "--rank", 16
+    )
+    refused_with(
+        capfd, USAGE, "--anchors has no effect with --objective apar", *order, "--objective", "apar", "--anchors", 32
+    )
+    refused_with(capfd, INPUT, "adapters on w1: expected", *order, "--method", "gated-lora", "--target", "w1")
+    refused_with(capfd, USAGE, "special tokens '', .*: expected non-empty names", *order, "--mask-token", "")
+    refused_with(capfd, USAGE, "--fork-token has no effect with --objective sar", *order, "--fork-token", "<f>")
+    refused_with(
+        capfd, USAGE, "special token <m> would not be used", *order, "--mask-token", "<m>"
+    )  # the checkpoint has one
+    refused_with(capfd, INPUT, "'json' is an ordinary token", *order, "--objective", "apar", "--fork-token", "json")
+    refused_with(capfd, USAGE, "--save-every is 0: expected at least 1", *order, "--save-every", 0)
+    refused_with(capfd, USAGE, "--alpha is 0.0: expected more than 0", *order, "--method", "lora", "--alpha", 0)
     assert not (tmp_path / "tuned.training").exists()
 
 
 @pytest.mark.parametrize("refused", [case for case in REFUSED if case.family.name in ("t5", "mamba", "bloom")], ids=str)
-def test_families_that_cannot_be_trained_are_told(refused: Any, data: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_unsupported_families_are_refused(refused: Any, data: Path, tmp_path: Path, capfd: Capture) -> None:
     checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("model*", "*config.json"))
     build(refused.family).save_pretrained(checkpoint)
     capfd.readouterr()
-    told(capfd, INPUT, refused.reason, checkpoint, tmp_path / "tuned", data)
+    refused_with(capfd, INPUT, refused.reason, checkpoint, tmp_path / "tuned", data)
     if refused.family.name == "t5":  # its configuration says so: the data are not read
-        told(capfd, INPUT, refused.reason, checkpoint, tmp_path / "tuned", tmp_path / "nowhere.jsonl")
+        refused_with(capfd, INPUT, refused.reason, checkpoint, tmp_path / "tuned", tmp_path / "nowhere.jsonl")
 
 
-def test_a_training_is_gone_on_with_as_it_was_begun_or_not_at_all(data: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_resume_with_other_inputs_or_settings_is_refused(data: Path, tmp_path: Path, capfd: Capture) -> None:
     order: list[object] = [TINY, tmp_path / "tuned", data, *QUICK]
-    told(capfd, INPUT, "tuned.training: no training to go on with: start it without --resume", *order, "--resume")
-    settings = TrainingSettings(batch=2, max_steps=4, epochs=9, anchors=2)  # those of QUICK
+    refused_with(capfd, INPUT, "tuned.training: no training to resume: start it without --resume", *order, "--resume")
+    settings = TrainingSettings(batch_size=2, max_steps=4, epochs=9, anchors=2)  # those of QUICK
     with pytest.raises(KeyboardInterrupt):
-        tune(TuningJob(TINY, tmp_path / "tuned", (data,), settings, log_every=1), TrainingCallbacks(stop=lambda: True))
+        tune(
+            TuningJob(TINY, tmp_path / "tuned", (data,), settings, log_every=1),
+            TrainingCallbacks(should_stop=lambda: True),
+        )
     assert kept(tmp_path / "tuned") == ["step-00000001"]
     capfd.readouterr()
-    told(capfd, INPUT, "begun and not finished: go on with --resume, or remove it", *order)
-    told(
+    refused_with(capfd, INPUT, "holds an unfinished training for this target: continue it with --resume", *order)
+    refused_with(
         capfd,
         INPUT,
-        r"\(batch: 2 before, 3 now; rate: 5e-05 before, 0.1 now\)",
+        r"\(batch_size: 2 before, 3 now; learning_rate: 5e-05 before, 0.1 now\)",
         *order,
         "--resume",
         "--batch-size",
@@ -177,27 +197,27 @@ def test_a_training_is_gone_on_with_as_it_was_begun_or_not_at_all(data: Path, tm
         "--learning-rate",
         0.1,
     )
-    told(capfd, INPUT, r"\(bf16: False before, True now\)", *order, "--resume", "--bf16")
-    told(capfd, INPUT, r"\(self-distill: False before, True now\)", *order, "--resume", "--self-distill")
+    refused_with(capfd, INPUT, r"\(bf16: False before, True now\)", *order, "--resume", "--bf16")
+    refused_with(capfd, INPUT, r"\(self-distill: False before, True now\)", *order, "--resume", "--self-distill")
     data.write_text(data.read_text() + '{"text": "More."}\n')
-    told(capfd, INPUT, r"\(data: data.jsonl \w+ before, data.jsonl \w+ now\)", *order, "--resume")
+    refused_with(capfd, INPUT, r"\(data: data.jsonl \w+ before, data.jsonl \w+ now\)", *order, "--resume")
     assert kept(tmp_path / "tuned") == ["step-00000001"]
 
 
-def test_a_training_that_diverged_keeps_the_state_before_and_can_be_begun_anew(
+def test_a_diverged_training_keeps_its_last_state_and_can_be_restarted(
     data: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     order: list[object] = [TINY, tmp_path / "tuned", data, *QUICK, "--max-steps", 40]
-    message = r"is (nan|inf) after \d+ steps: expected a number; lower --learning-rate \(now 1e\+30\)$"
-    told(capfd, INPUT, message, *order, "--learning-rate", 1e30)
+    message = r"is (nan|inf) after \d+ steps: expected a finite number; lower --learning-rate \(now 1e\+30\)$"
+    refused_with(capfd, INPUT, message, *order, "--learning-rate", 1e30)
     assert kept(tmp_path / "tuned") == []
-    told(capfd, INPUT, message, *order, "--learning-rate", 1e30, "--save-every", 1, "--log-every", 40)
+    refused_with(capfd, INPUT, message, *order, "--learning-rate", 1e30, "--save-every", 1, "--log-every", 40)
     assert len(kept(tmp_path / "tuned")) == 1
     assert kept(tmp_path / "tuned") < ["step-00000010"]
     assert not (tmp_path / "tuned").exists()
 
 
-def test_a_disk_that_fills_up_leaves_the_last_state_and_the_training_goes_on(data: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_last_state_for_a_resume(data: Path, tmp_path: Path) -> None:
     order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK, "--save-every", "1"]
     for steps, extra in (("2", []), ("1", ["--resume"])):  # a state of the second step; then none that is finished
         done = subprocess.run(
@@ -206,7 +226,7 @@ def test_a_disk_that_fills_up_leaves_the_last_state_and_the_training_goes_on(dat
         if extra:
             break
         assert done.returncode == INPUT, done.stderr
-        message = r"the state after step 2 cannot be written \(.+\): the state after step 1 is kept; make room"
+        message = r"cannot write the state after step 2 \(.+\): the state after step 1 is available; free disk"
         assert re.search(message, done.stderr.splitlines()[-1]), done.stderr
         assert kept(tmp_path / "tuned") == ["step-00000001"]
     assert done.returncode == OK, done.stderr
@@ -214,9 +234,9 @@ def test_a_disk_that_fills_up_leaves_the_last_state_and_the_training_goes_on(dat
     assert (tmp_path / "tuned" / "model.safetensors").exists()
 
 
-def test_a_disk_that_fills_up_while_the_checkpoint_is_written_costs_nothing(data: Path, tmp_path: Path) -> None:
+def test_a_full_disk_at_the_final_write_loses_nothing(data: Path, tmp_path: Path) -> None:
     order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK]
-    program = FULL.replace("Training.learn = limited", "").replace(
+    program = FULL.replace("Training.run_step = limited", "").replace(
         "sys.exit",
         """
 import spaceport.tools.tune.tuning as tuning
@@ -233,7 +253,8 @@ sys.exit""",
     )
     assert done.returncode == INPUT, done.stderr
     assert re.search(
-        "tuned: cannot be written .*: the training is kept; make room .* --resume", done.stderr.splitlines()[-1]
+        "tuned: cannot be written .*: the training state is saved; free disk space .* --resume",
+        done.stderr.splitlines()[-1],
     )
     assert not (tmp_path / "tuned").exists()
     assert kept(tmp_path / "tuned") == ["step-00000004"]
@@ -242,7 +263,7 @@ sys.exit""",
 
 
 def started(order: list[str], until: Path) -> subprocess.Popen[str]:
-    """A tuning in a process of its own that has kept something."""
+    """A tuning in a separate process that has saved a state."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *order], stderr=subprocess.PIPE, text=True, env=environment
@@ -252,7 +273,7 @@ def started(order: list[str], until: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_and_then_interrupted_training_ends_as_if_it_had_not_been(data: Path, tmp_path: Path) -> None:
+def test_a_killed_and_interrupted_training_equals_an_uninterrupted_one(data: Path, tmp_path: Path) -> None:
     steps = ["--max-steps", "60", "--epochs", "99", "--save-every", "2"]
     folder = tmp_path / "tuned.training"
     order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK, *steps]
@@ -279,9 +300,7 @@ def test_a_killed_and_then_interrupted_training_ends_as_if_it_had_not_been(data:
     assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl", "tuned", "whole"}
 
 
-def test_everything_that_was_reached_is_said_as_json_and_for_tensorboard(
-    data: Path, tmp_path: Path, capfd: Capture
-) -> None:
+def test_results_are_available_as_json_and_for_tensorboard(data: Path, tmp_path: Path, capfd: Capture) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     extra = ["--json", "--tensorboard", tmp_path / "events", "--validation", data, "--mask-slots", 2]

@@ -1,4 +1,4 @@
-"""Tuning review: what tokenizers, templates and checkpoints of odd kinds must not change in what is learned."""
+"""Tuning review: unusual tokenizers, templates and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoin
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.session import Runtime
+from spaceport.tools.tune.batches import require_forks
+from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder_with
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
-from spaceport.tools.tune.course import hold_to_objective
 from spaceport.tools.tune.curves import draw_curves
 from spaceport.tools.tune.distill import WRITTEN, distill
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.methods import apply_method
-from spaceport.tools.tune.names import DEFAULT
 from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import NO_PARENT, TOO_SHORT, prepare
-from spaceport.tools.tune.saving import _holding
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.spelling import ConversationSpelling, spelling_with
-from spaceport.tools.tune.subject import open_subject
+from spaceport.tools.tune.token_names import DEFAULT
+from spaceport.tools.tune.tunable_model import open_tunable_model
+from spaceport.tools.tune.tuned_checkpoint import _wide_enough
 from spaceport.tools.tune.tuning import _identity, tune
 from support.paths import TINY
 
 MASK = 4
 
 
-def letters() -> ConversationSpelling:
-    """A tokenizer that knows two letters and drops all others, without a template."""
+def letters() -> ConversationEncoder:
+    """A tokenizer with two letters that drops all others, without a template."""
     backend = Tokenizer(models.BPE(vocab={"h": 0, "i": 1, "</s>": 2, "[M]": 3}, merges=[]))
-    return spelling_with(backend, None, TokenIds(mask=(3,), fork=None, child=None, end=(2,)))
+    return conversation_encoder_with(backend, None, TokenIds(mask=(3,), fork=None, child=None, end=(2,)))
 
 
 def asked(prompt: str, response: str) -> Conversation:
     return Conversation(1, (Turn("user", prompt), Turn("assistant", response)))
 
 
-def test_an_answer_whose_prompt_has_no_token_begins_with_one_that_nothing_predicts() -> None:
+def test_the_first_token_has_no_loss_if_the_prompt_has_no_tokens() -> None:
     (sample,) = prepare([asked("zzz", "hi")], letters(), 64).whole
     assert sample.ids.tolist() == [0, 1, 2]
     assert sample.learned.tolist() == [False, True, True]
@@ -59,17 +59,17 @@ def test_a_text_without_a_token_is_counted() -> None:
 
 
 @pytest.mark.parametrize("answer", ["a", "s", "ant", "<", "/s"])
-def test_an_answer_that_stands_in_the_template_too_is_found_in_its_place(answer: str) -> None:
+def test_an_answer_that_also_occurs_in_the_template_is_located(answer: str) -> None:
     def render(turns: Sequence[Turn], ask: bool) -> str:
         return "".join(f"<{turn.role}>: {turn.content}</s>\n" for turn in turns)
 
     backend = AutoTokenizer.from_pretrained(TINY).backend_tokenizer
-    spelling = spelling_with(backend, render, TokenIds(mask=(MASK,), fork=None, child=None, end=(1, 3)))
-    (exchange,) = spelling.exchanges(asked("Which?", answer))
+    encoder = conversation_encoder_with(backend, render, TokenIds(mask=(MASK,), fork=None, child=None, end=(1, 3)))
+    (exchange,) = encoder.exchanges(asked("Which?", answer))
     assert (exchange.lead, exchange.answer, exchange.after) == ("<assistant>: ", answer, "</s>\n")
 
 
-def test_gated_adapters_leave_the_embeddings_of_a_fork_token_alone() -> None:
+def test_gated_adapters_do_not_train_fork_token_embeddings() -> None:
     model = load_model(open_checkpoint(TINY, TokenFlags()), "float32")
     apply_method(model, TrainingSettings(method="gated-lora"), [MASK, 5, 6], [MASK])
     model(input_ids=torch.tensor([[0, MASK, 5, 6, 7]])).logits.square().sum().backward()
@@ -77,7 +77,7 @@ def test_gated_adapters_leave_the_embeddings_of_a_fork_token_alone() -> None:
     assert learned.flatten().tolist() == [MASK]
 
 
-def test_a_tokenizer_that_cuts_and_pads_does_neither_in_a_tuning(tmp_path: Path) -> None:
+def test_tokenizer_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     shutil.copytree(TINY, folder)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -86,12 +86,12 @@ def test_a_tokenizer_that_cuts_and_pads_does_neither_in_a_tuning(tmp_path: Path)
     backend.enable_truncation(8)
     backend.enable_padding(length=200)
     backend.save(str(folder / "tokenizer.json"))
-    subject = open_subject(open_checkpoint(folder, TokenFlags()), TrainingSettings(), DEFAULT)
+    tunable = open_tunable_model(open_checkpoint(folder, TokenFlags()), TrainingSettings(), DEFAULT)
     assert len(expected) > 8
-    assert subject.spelling.encode(text) == expected
+    assert tunable.encoder.encode(text) == expected
 
 
-def test_answers_that_were_kept_may_hold_any_line_end_and_half_a_character(tmp_path: Path) -> None:
+def test_saved_answers_may_contain_any_line_end_and_a_partial_character(tmp_path: Path) -> None:
     file, answer = tmp_path / "answers.jsonl", "a\u20285\u2028b\x85c"
     line = json.dumps({"line": 1, "outcome": WRITTEN, "text": answer}, ensure_ascii=False)
     file.write_bytes(line.encode() + b'\n{"line": 2, "text": "\xe2\x80')
@@ -101,7 +101,7 @@ def test_answers_that_were_kept_may_hold_any_line_end_and_half_a_character(tmp_p
 
 
 @pytest.mark.parametrize("slots", [0, 5, 64])
-def test_curves_have_room_for_every_mask_slot(slots: int, tmp_path: Path) -> None:
+def test_curves_show_every_mask_slot(slots: int, tmp_path: Path) -> None:
     lines = [
         {"kind": kind, "step": step, "losses": [1.0] * (slots + 1), "accuracies": [0.5] * (slots + 1)}
         for kind in ("training", "validation")
@@ -110,36 +110,40 @@ def test_curves_have_room_for_every_mask_slot(slots: int, tmp_path: Path) -> Non
     draw_curves(lines, tmp_path / "training.svg")  # matplotlib warns of a plot without room, and warnings are errors
 
 
-def test_a_folder_that_holds_what_is_read_is_no_target(tmp_path: Path) -> None:
+def test_a_target_that_contains_an_input_is_refused(tmp_path: Path) -> None:
     inside = tmp_path / "run" / "checkpoint-5"
     shutil.copytree(TINY, inside)
     shutil.copy(TINY / "config.json", tmp_path / "run")
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "Hello."}\n', "utf-8")
-    with pytest.raises(OptionFault, match=r"run: holds .*checkpoint-5, which is read: choose another folder"):
+    with pytest.raises(
+        OptionFault, match=r"run: contains the input .*checkpoint-5, which would be overwritten: choose another folder"
+    ):
         tune(TuningJob(inside, tmp_path / "run", (data,), TrainingSettings(), overwrite=True))
     shutil.copy(data, tmp_path / "run")
-    with pytest.raises(OptionFault, match=r"run: holds .*data\.jsonl, which is read"):
+    with pytest.raises(OptionFault, match=r"run: contains the input .*data\.jsonl, which"):
         tune(TuningJob(TINY, tmp_path / "run", (tmp_path / "run" / "data.jsonl",), TrainingSettings(), overwrite=True))
 
 
-def test_forking_is_not_learned_from_data_that_never_forks() -> None:
+def test_a_fork_objective_needs_forked_data() -> None:
     prepared = prepare([asked("hi", "hi")], letters(), 64)
     for objective in ("apar", "both"):
-        with pytest.raises(InputFault, match=f"no answer forks, with --objective {objective}: expected lists"):
-            hold_to_objective(TrainingSettings(objective), prepared)
-    hold_to_objective(TrainingSettings("sar"), prepared)
+        with pytest.raises(
+            InputFault, match=f"no answer forks, with --objective {objective}: expected answers with numbered lists"
+        ):
+            require_forks(TrainingSettings(objective), prepared)
+    require_forks(TrainingSettings("sar"), prepared)
 
 
-def test_weights_that_float16_cannot_hold_are_written_in_float32() -> None:
+def test_weights_beyond_the_float16_range_are_written_as_float32() -> None:
     narrow, wide = torch.tensor([65504.0]), torch.tensor([70000.0])
-    assert _holding([narrow, torch.tensor([1 << 40]), torch.empty(0)], torch.float16) == torch.float16
-    assert _holding([narrow, wide], torch.float16) == torch.float32
-    assert _holding([narrow, wide], torch.bfloat16) == torch.bfloat16
+    assert _wide_enough([narrow, torch.tensor([1 << 40]), torch.empty(0)], torch.float16) == torch.float16
+    assert _wide_enough([narrow, wide], torch.float16) == torch.float32
+    assert _wide_enough([narrow, wide], torch.bfloat16) == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"])
-def test_a_training_knows_the_template_and_the_end_that_it_was_begun_with(name: str, tmp_path: Path) -> None:
+def test_a_changed_template_or_end_token_prevents_a_resume(name: str, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "base")
     job = TuningJob(tmp_path / "base", tmp_path / "tuned", (), TrainingSettings())
     before = _identity(job)

@@ -1,4 +1,4 @@
-"""Vocabulary: new tokens begin as the mean of the old ones, in every tensor that has a row for each token."""
+"""Vocabulary: new tokens start as the mean of the existing ones, in every tensor with one row per token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("[M]", "[Fork]", "[Child]")
 
 
 def tokenizer_of(size: int) -> Any:
-    """A tokenizer of single characters with so many tokens."""
+    """A character tokenizer with a given number of tokens."""
     pieces = {"</s>": 0, "<unk>": 1, **{chr(0x100 + number): number for number in range(2, size)}}
     backend = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -63,7 +63,7 @@ def test_a_vocabulary_grows_to_a_multiple_of_64_with_mean_rows(name: str, option
     assert model(ids).logits.shape == (1, 3, 128)
 
 
-def test_spare_rows_are_taken_before_a_vocabulary_grows() -> None:
+def test_unused_rows_are_used_before_the_vocabulary_grows() -> None:
     model, tokenizer = model_of("llama"), tokenizer_of(VOCAB - 3)
     before = embedding_rows(model)[0].detach().clone()
     assert add_tokens(tokenizer, model, NAMES) == [VOCAB - 3, VOCAB - 2, VOCAB - 1]
@@ -73,7 +73,7 @@ def test_spare_rows_are_taken_before_a_vocabulary_grows() -> None:
     assert torch.equal(rows[VOCAB - 3 :], before[: VOCAB - 3].mean(0).expand(3, -1))
 
 
-def test_tokens_that_are_there_keep_their_rows_and_nothing_grows() -> None:
+def test_existing_tokens_keep_their_rows() -> None:
     model, tokenizer = model_of("llama"), tokenizer_of(VOCAB - 3)
     tokenizer.add_tokens([AddedToken(name, special=True) for name in NAMES])
     before = [rows.detach().clone() for rows in embedding_rows(model)]
@@ -84,14 +84,16 @@ def test_tokens_that_are_there_keep_their_rows_and_nothing_grows() -> None:
     assert model.config.vocab_size == VOCAB
 
 
-def test_an_ordinary_piece_of_text_is_no_token_of_ours() -> None:
+def test_an_ordinary_token_is_refused_as_a_special_token() -> None:
     model, tokenizer = model_of("llama"), tokenizer_of(VOCAB)
-    with pytest.raises(VocabularyError, match="has 'ĥ' as an ordinary piece of text: expected a name that no text can"):
+    with pytest.raises(
+        VocabularyError, match="'ĥ' is an ordinary token of the tokenizer already: expected a name that does not"
+    ):
         add_tokens(tokenizer, model, ("[M]", chr(0x125)))
     assert len(tokenizer) == VOCAB
 
 
-def test_a_model_that_grew_is_tuned_and_exported(tmp_path: Path) -> None:
+def test_a_model_with_a_grown_vocabulary_is_tuned_and_exported(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     model_of("phi").save_pretrained(checkpoint)
     tokenizer_of(VOCAB).save_pretrained(checkpoint)

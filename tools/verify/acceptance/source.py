@@ -11,8 +11,8 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat import render
+from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder_with
 from spaceport.tools.tune.conversations import Turn
-from spaceport.tools.tune.spelling import ConversationSpelling, spelling_with
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "config.json").exists() and not (folder / MANIFEST_FILE).exists()
 
 
-def spelling_for(runtime: Runtime) -> ConversationSpelling:
+def conversation_encoder_for(runtime: Runtime) -> ConversationEncoder:
     """The tokenization of conversations for a runtime's model, the same as in training."""
     bundle = runtime.bundle
 
@@ -59,7 +59,7 @@ def spelling_for(runtime: Runtime) -> ConversationSpelling:
         return render(bundle, [{"role": turn.role, "content": turn.content} for turn in turns], ask)
 
     has_template = TEMPLATE_FILE in bundle.manifest.files
-    return spelling_with(runtime.tokenizer, rendered if has_template else None, bundle.manifest.tokens)
+    return conversation_encoder_with(runtime.tokenizer, rendered if has_template else None, bundle.manifest.tokens)
 
 
 def _require_masks(folder: Path, mask_slots: int) -> None:

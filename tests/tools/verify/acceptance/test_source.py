@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.session import Runtime
-from spaceport.tools.tune.checkpoint_spelling import checkpoint_spelling
+from spaceport.tools.tune.checkpoint_encoder import checkpoint_encoder
+from spaceport.tools.tune.conversation_encoder import ConversationError, conversation_encoder
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import prepare
-from spaceport.tools.tune.spelling import SpellingError, spelling_of
-from spaceport.tools.verify.acceptance.source import spelling_for
+from spaceport.tools.verify.acceptance.source import conversation_encoder_for
 from support.paths import TINY
 
 CONVERSATIONS = (
@@ -43,9 +43,9 @@ sys.exit(run(["acceptance", *sys.argv[1:], "--max-tokens", "8", "--threads", "1"
 
 
 def test_a_bundle_tokenizes_conversations_as_training_does(tiny_bundle: Path) -> None:
-    training = prepare(CONVERSATIONS, checkpoint_spelling(TINY, False), 512)
+    training = prepare(CONVERSATIONS, checkpoint_encoder(TINY, False), 512)
     with Runtime.open(tiny_bundle, threads=1) as runtime:
-        bundle = prepare(CONVERSATIONS, spelling_for(runtime), 512)
+        bundle = prepare(CONVERSATIONS, conversation_encoder_for(runtime), 512)
     assert training.counts == bundle.counts
     assert len(training.whole) == 4
     for one, other in zip(training.whole, bundle.whole, strict=True):
@@ -70,8 +70,8 @@ def test_an_error_of_the_chat_template_names_the_line_of_the_conversation() -> N
     tokenizer.chat_template = (
         "{{ raise_exception('only one turn') if messages | length > 1 else messages[0]['content'] }}"
     )
-    spelling = spelling_of(tokenizer, TokenIds(mask=(4,), end=(1,)))
+    encoder = conversation_encoder(tokenizer, TokenIds(mask=(4,), end=(1,)))
     with pytest.raises(
-        SpellingError, match=r"line 3: the chat template refuses it: only one turn: expected turns that"
+        ConversationError, match=r"line 3: the chat template raised: only one turn: expected turns that"
     ):
-        prepare(CONVERSATIONS[2:3], spelling, 512)
+        prepare(CONVERSATIONS[2:3], encoder, 512)

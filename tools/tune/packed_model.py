@@ -1,4 +1,4 @@
-"""Trainee: a transformers causal LM run over packed rows, and the losses of what they learn."""
+"""Packed model: a transformers causal LM that runs on packed rows and returns their losses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from spaceport.tools.tune.packing import IGNORED, PackedBatch
 
 NAME = "spaceport-tune"
 
+# Rows of a batch's sums, 3 x (1 + mask slots): losses, correct predictions, predictions. Column 0 is next-token prediction,
+# column i is mask slot i.
+LOSS, CORRECT, COUNT = 0, 1, 2
 
-# What a batch came to, 3 x (1 + mask slots): sums of the losses, of right predictions, of predictions; column 0 is the
-# tokens' own next tokens, column i mask slot i.
-LOSS, RIGHT, COUNT = 0, 1, 2
 
-
-class Trainee(nn.Module):
-    """A model that takes packed rows: any visibility that parents can say, in every family that can be exported."""
+class PackedModel(nn.Module):
+    """A model of any exportable family that takes packed rows with arbitrary tree visibility."""
 
     def __init__(self, model: PreTrainedModel, traits: Traits, mask_slots: int) -> None:
         super().__init__()
@@ -37,20 +36,20 @@ class Trainee(nn.Module):
 
     @property
     def positions(self) -> int:
-        """How many positions the model knows."""
+        """Maximum positions of the model."""
         return self._traits.max_positions
 
     def forward(self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor) -> Tensor:
         learned = targets != IGNORED
         logits = self.logits(ids, positions, visible, learned)
-        told, slots = targets[learned], mask_slots[learned]
-        each = cross_entropy(logits, told, reduction="none")
-        right = (logits.detach().argmax(-1) == told).to(each.dtype)
+        wanted, slots = targets[learned], mask_slots[learned]
+        each = cross_entropy(logits, wanted, reduction="none")
+        correct = (logits.detach().argmax(-1) == wanted).to(each.dtype)
         sums = torch.zeros(3, self._mask_slots + 1, dtype=each.dtype, device=each.device)
-        return sums.index_add(1, slots, torch.stack((each, right, torch.ones_like(each))))
+        return sums.index_add(1, slots, torch.stack((each, correct, torch.ones_like(each))))
 
     def logits(self, ids: Tensor, positions: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
-        """The logits of the wanted rows (B x T, bool), one below the other: N x V."""
+        """Logits of the wanted rows (B x T, bool), concatenated: N x V."""
         with rows_selected(self.model, lambda hidden: hidden[wanted][None]):  # B x T x hidden becomes 1 x N x hidden
             output = self.model(
                 input_ids=ids,
@@ -70,8 +69,8 @@ class Trainee(nn.Module):
         return attention.additive_mask(planes, _working_type(self.model))
 
 
-def trainee_of(model: PreTrainedModel, mask_slots: int) -> Trainee:
-    """The model as a trainee, proven to say what the model itself says; a model that cannot be one is refused."""
+def packed_model_of(model: PreTrainedModel, mask_slots: int) -> PackedModel:
+    """Wrap a model, after verifying that packed rows give the logits of its own forward pass; raise if they differ."""
     refuse_by_config(model)
     model.eval()
     with torch.no_grad():
@@ -79,24 +78,24 @@ def trainee_of(model: PreTrainedModel, mask_slots: int) -> Trainee:
         ids = comparison_ids(model, traits)
         expected = unmodified_logits(model, ids, traits)
         freeze_rotary(model)
-        trainee = Trainee(model, traits, mask_slots)
+        packed_model = PackedModel(model, traits, mask_slots)
         with reasons(model):
-            _prove(trainee, ids, expected)
-    return trainee
+            _verify(packed_model, ids, expected)
+    return packed_model
 
 
-def run(trainee: nn.Module, batch: PackedBatch) -> Tensor:
-    """What a batch comes to, through whatever the trainee is wrapped in."""
-    return cast(Tensor, trainee(*batch.tensors))
+def run(packed_model: nn.Module, batch: PackedBatch) -> Tensor:
+    """Sums of a batch (see LOSS, CORRECT, COUNT); works through wrappers such as DDP."""
+    return cast(Tensor, packed_model(*batch.tensors))
 
 
-def _prove(trainee: Trainee, ids: Tensor, expected: Tensor) -> None:
-    """Feed a text in no order and hold the logits against the unmodified model's."""
+def _verify(packed_model: PackedModel, ids: Tensor, expected: Tensor) -> None:
+    """Feed a text in shuffled order and compare the logits with the unmodified model's."""
     order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(1)).to(ids.device)
     visible = (order[:, None] >= order[None, :])[None]
     wanted = torch.ones_like(ids, dtype=torch.bool)
-    logits = trainee.logits(ids[:, order], order[None], visible, wanted)
-    require_equal_logits(trainee.model, "over packed rows", logits, expected[0, order])
+    logits = packed_model.logits(ids[:, order], order[None], visible, wanted)
+    require_equal_logits(packed_model.model, "over packed rows", logits, expected[0, order])
 
 
 def _attend(
@@ -111,7 +110,7 @@ def _attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention; torch's kernels where they can say it."""
+    """Attention function registered with transformers; uses torch's fused kernels unless the model has a softcap."""
     attention.refuse_unknown(others)
     mask = attention.mask_plane(attention_mask, sliding_window is not None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""Spelling of a checkpoint: its tokenizer, template and special tokens, read without its weights."""
+"""Checkpoint encoder: the conversation encoder of a checkpoint, read without its weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.tools.tune.spelling import ConversationSpelling, spelling_of
+from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
 
 
-def checkpoint_spelling(folder: Path, remote_code: bool) -> ConversationSpelling:
-    """How conversations are written in the tokens of a checkpoint."""
+def checkpoint_encoder(folder: Path, remote_code: bool) -> ConversationEncoder:
+    """Conversation encoder of a checkpoint folder."""
     checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(checkpoint.tokenizer),
         chat_template=checkpoint.template,
         **checkpoint.special_tokens,
     )
-    return spelling_of(tokenizer, checkpoint.tokens)
+    return conversation_encoder(tokenizer, checkpoint.tokens)

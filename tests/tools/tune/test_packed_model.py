@@ -1,4 +1,4 @@
-"""Trainee: every family that can be exported learns over packed rows; the others are refused before a step."""
+"""Packed model: every exportable family trains on packed rows; others are refused before the first step."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,11 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.tools.tune.course import Course
+from spaceport.tools.tune.batches import TrainingBatches
+from spaceport.tools.tune.packed_model import COUNT, LOSS, packed_model_of, run
 from spaceport.tools.tune.packing import MaskGroup, anchors, collate, pack, successors
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.trainee import COUNT, LOSS, run, trainee_of
 from spaceport.tools.tune.training import Training
 from support.families import FAMILIES, NOT_DECODER, REFUSED, Family, Refused, build
 
@@ -24,12 +24,12 @@ def text(length: int, seed: int, line: int = 1, most: int = MASK) -> Sample:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_every_family_learns_over_packed_rows(family: Family) -> None:
-    model = build(family)  # trainee_of proves its forward pass; windows are shorter than the text
+def test_every_family_trains_on_packed_rows(family: Family) -> None:
+    model = build(family)  # packed_model_of proves its forward pass; windows are shorter than the text
     sample = text(40, 1)
     rows = [pack(sample, [MaskGroup(place, 3) for place in (4, 20, 31)], (MASK,) * 3), pack(text(9, 2), (), ())]
-    trainee = trainee_of(model, 3)
-    sums = run(trainee, collate(rows))
+    packed_model = packed_model_of(model, 3)
+    sums = run(packed_model, collate(rows))
     sums[LOSS].sum().backward()  # type: ignore[no-untyped-call]
     assert sums[COUNT].tolist() == [39 + 8, 3, 3, 3]
     assert torch.isfinite(sums).all()
@@ -43,26 +43,26 @@ OPENED = [refused for refused in REFUSED if refused.reason != NOT_DECODER]  # th
 
 
 @pytest.mark.parametrize("refused", OPENED, ids=str)
-def test_a_family_that_cannot_is_refused_with_a_reason(refused: Refused) -> None:
+def test_an_unsupported_family_is_refused_with_a_reason(refused: Refused) -> None:
     with pytest.raises(UnsupportedModel, match=refused.reason):
-        trainee_of(build(refused.family), 3)
+        packed_model_of(build(refused.family), 3)
 
 
-def test_a_window_holds_for_packed_rows_by_position() -> None:
-    """A mask group at the end of the row sees the tokens before its anchor that its window reaches, and no others."""
+def test_a_sliding_window_applies_to_positions_of_packed_rows() -> None:
+    """A mask group sees the tokens up to its anchor within the sliding window, and no others."""
     family = next(family for family in FAMILIES if family.name == "mistral")
     sample = text(40, 1)
     row = pack(sample, [MaskGroup(30, 2)], (MASK,) * 2)
     batch = collate([row])
     wanted = torch.zeros_like(batch.ids, dtype=torch.bool)
     wanted[0, -2:] = True
-    trainee = trainee_of(build(family), 3)
+    packed_model = packed_model_of(build(family), 3)
 
     def logits(changed: int) -> torch.Tensor:
         ids = batch.ids.clone()
         ids[0, changed] = 3 if ids[0, changed] != 3 else 4
         with torch.no_grad():
-            return trainee.logits(ids, batch.positions, batch.visible, wanted)
+            return packed_model.logits(ids, batch.positions, batch.visible, wanted)
 
     layers, window = 2, 16
     reach = 31 - layers * (window - 1)  # of mask slot 1, which stands at position 31
@@ -73,8 +73,8 @@ def test_a_window_holds_for_packed_rows_by_position() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["tied", "untied"])
-def test_twenty_texts_are_learned_by_heart_in_every_slot(tied: bool) -> None:
-    """Within a minute: what is learned is right in more than 95 of 100 places, whatever the slot."""
+def test_twenty_texts_are_memorized_in_every_mask_slot(tied: bool) -> None:
+    """Training for up to a minute reaches over 95 % accuracy in every mask slot."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97,
@@ -89,12 +89,22 @@ def test_twenty_texts_are_learned_by_heart_in_every_slot(tied: bool) -> None:
     )
     samples = [text(24, seed, line=seed) for seed in range(20)]
     settings = TrainingSettings(
-        "sar", mask_slots=4, anchors=8, batch=20, micro_batch=20, rate=6e-3, epochs=220, warmup=0.1, betas=(0.9, 0.98)
+        "sar",
+        mask_slots=4,
+        anchors=8,
+        batch_size=20,
+        micro_batch_size=20,
+        learning_rate=6e-3,
+        epochs=220,
+        warmup=0.1,
+        betas=(0.9, 0.98),
     )
-    course = Course(Prepared(whole=samples), settings, (MASK,))
-    training = Training(Accelerator(cpu=True), trainee_of(LlamaForCausalLM(config), settings.slots), course, settings)
-    while training.step < course.steps:
-        training.learn()
+    batches = TrainingBatches(Prepared(whole=samples), settings, (MASK,))
+    training = Training(
+        Accelerator(cpu=True), packed_model_of(LlamaForCausalLM(config), settings.slots), batches, settings
+    )
+    while training.step < batches.steps:
+        training.run_step()
     rows = []
     for sample in samples:  # every anchor whose prefix tells the texts apart
         following = successors(sample)

@@ -1,0 +1,90 @@
+"""Tunable model: a checkpoint opened for tuning, with the special tokens added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from spaceport.exporter.checkpoint import Checkpoint, load_model
+from spaceport.exporter.sar_config import read_sar_config
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import PRECISIONS
+from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
+from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TrainingSettings
+from spaceport.tools.tune.token_names import TokenNames, resolve_token_names
+from spaceport.tools.tune.vocabulary import add_tokens
+
+# Files of a checkpoint that determine, besides its weights, the training samples.
+IDENTITY_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "sar_config.json")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TunableModel:
+    """A model with its tokenizer, special tokens and configuration, ready for tuning."""
+
+    folder: Path
+    model: PreTrainedModel  # float32
+    dtype: torch.dtype  # of the checkpoint
+    tokenizer: Any
+    names: TokenNames
+    encoder: ConversationEncoder
+    mask_slots: int  # of the tuned model
+
+    @property
+    def tokens(self) -> TokenIds:
+        return self.encoder.tokens
+
+    @property
+    def new_ids(self) -> list[int]:
+        """Ids of the mask, fork and child tokens, whose embeddings every method trains."""
+        more = (self.tokens.fork, self.tokens.child)
+        return [*self.tokens.mask, *(token for token in more if token is not None)]
+
+
+def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, requested: TokenNames) -> TunableModel:
+    """Open a checkpoint for tuning and add the special tokens that the objective needs."""
+    folder, remote_code = checkpoint.folder, checkpoint.remote_code
+    if checkpoint.adapter is not None:
+        raise InputFault(f"{folder}: has a mask adapter: expected plain weights; tune its base checkpoint instead")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+    tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files enable it
+    tokenizer.backend_tokenizer.no_padding()
+    model = load_model(checkpoint, "float32")
+    names = resolve_token_names(settings.slots, settings.distinct, settings.forks, requested, read_sar_config(folder))
+    if len(set(names.all)) < len(names.all):
+        raise OptionFault(f"special tokens {', '.join(names.all)} are not all different: expected one name for each")
+    ids = add_tokens(tokenizer, model, names.all)
+    masks = len(names.masks)
+    tokens = TokenIds(
+        mask=tuple(ids[:masks]),
+        fork=ids[masks] if names.fork else None,
+        child=ids[masks + 1] if names.fork else None,
+        end=checkpoint.tokens.end,
+    )
+    slots = settings.slots or checkpoint.max_mask_slots
+    encoder = conversation_encoder(tokenizer, tokens)
+    return TunableModel(folder, model, _dtype_of(checkpoint.config), tokenizer, names, encoder, slots)
+
+
+def cutoff_for(settings: TrainingSettings, positions: int) -> int:
+    """The requested cutoff; the default is limited to the model's maximum positions."""
+    if settings.cutoff == DEFAULT_CUTOFF:
+        return min(DEFAULT_CUTOFF, positions)
+    if settings.cutoff > positions:
+        raise OptionFault(
+            f"--cutoff is {settings.cutoff}: expected 8 to {positions}, the maximum positions of the model"
+        )
+    return settings.cutoff
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype):
+        return named
+    dtype: torch.dtype = getattr(torch, named) if named in PRECISIONS else torch.float32
+    return dtype

@@ -1,1 +1,1 @@
-"""Exporter: a checkpoint as a bundle, a bundle as engines."""
+"""Exporter: export a checkpoint as a bundle, and build TensorRT engines from a bundle."""

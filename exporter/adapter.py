@@ -1,4 +1,4 @@
-"""Adapter: what is tuned for mask rows only, as a file beside the weights of a checkpoint, which stay as they were."""
+"""Adapter: a checkpoint's adapter for mask rows, stored in a file beside its unchanged weights."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import Adapter, adapter_state, fold_scale, gate_model, load_adapter
 
-ADAPTER_FILE = "mask_adapter.safetensors"  # transformers reads model*.safetensors and takes it for nothing of its own
+ADAPTER_FILE = "mask_adapter.safetensors"  # not read by transformers, which loads model*.safetensors
 
-_LIKE = '{"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}'
+_EXAMPLE = '{"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}'
 
 
 def read_adapter(folder: Path, tokens: TokenIds) -> Adapter | None:
-    """The adapter that a checkpoint folder holds, checked as far as that goes without the model; nothing if none."""
-    told, file = read_sar_config(folder).get("mask_adapter"), folder / ADAPTER_FILE
-    if told is None:
+    """The adapter configuration of a checkpoint folder, checked as far as possible without the model; or None."""
+    entry, file = read_sar_config(folder).get("mask_adapter"), folder / ADAPTER_FILE
+    if entry is None:
         if file.exists():
             raise CheckpointError(
-                f"{file}: no mask_adapter in {SAR_FILE} tells what it is: expected an entry such as {_LIKE}; "
+                f"{file}: {SAR_FILE} has no entry mask_adapter for it: expected an entry such as {_EXAMPLE}; "
                 "add it, or remove the file"
             )
         return None
-    adapter = _entry(folder / SAR_FILE, told)
+    adapter = _adapter(folder / SAR_FILE, entry)
     if not file.exists():
         raise CheckpointError(
             f"{folder}: {SAR_FILE} names a mask_adapter, but there is no {ADAPTER_FILE}: copy it there, or set the entry "
-            "to null to go without"
+            "to null to export without it"
         )
     if not tokens.mask:
         raise CheckpointError(
-            f"{folder}: {SAR_FILE} names a mask_adapter, but no mask token is known: name it with --mask-token, or as "
+            f"{folder}: {SAR_FILE} names a mask_adapter, but no mask token is known: set one with --mask-token, or as "
             f"mask_tokens in {SAR_FILE}"
         )
-    _hold_to_rank(file, adapter.rank)
+    _check_rank(file, adapter.rank)
     return adapter
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path, mask_ids: tuple[int, ...], adapter: Adapter) -> None:
-    """Give a model the adapter of its checkpoint folder."""
+    """Add the adapter of a checkpoint folder to its model."""
     try:
         gate_model(model, mask_ids, adapter.rank, adapter.alpha, adapter.targets)
         load_adapter(model, load_file(folder / ADAPTER_FILE))
@@ -59,19 +59,20 @@ def apply_adapter(model: PreTrainedModel, folder: Path, mask_ids: tuple[int, ...
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> None:
-    """Put the adapter of a model into its checkpoint folder: the tensors as they are, and what they are."""
+    """Write the adapter of a model into a checkpoint folder: the tensors and the entry in sar_config.json."""
     save_file({name: tensor.contiguous().cpu() for name, tensor in adapter_state(model).items()}, folder / ADAPTER_FILE)
-    (folder / ADAPTER_FILE).chmod(0o644)  # safetensors writes for the owner alone
+    (folder / ADAPTER_FILE).chmod(0o644)  # safetensors makes it readable by the owner only
     entry = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": list(adapter.targets)}
     write_sar_config(folder, {"mask_adapter": entry})
 
 
-def _entry(file: Path, told: Any) -> Adapter:
+def _adapter(file: Path, entry: Any) -> Adapter:
+    """The adapter configuration in an entry of sar_config.json; raises if the entry is invalid."""
     expected = {"rank", "alpha", "targets"}
-    if not isinstance(told, dict) or set(told) != expected:
-        got = f"has the entries {', '.join(sorted(told)) or 'none'}" if isinstance(told, dict) else f"is {told!r}"
-        raise CheckpointError(f"{file}: mask_adapter {got}: expected null, or rank, alpha and targets as in {_LIKE}")
-    rank, alpha, targets = told["rank"], told["alpha"], told["targets"]
+    if not isinstance(entry, dict) or set(entry) != expected:
+        got = f"has the entries {', '.join(sorted(entry)) or 'none'}" if isinstance(entry, dict) else f"is {entry!r}"
+        raise CheckpointError(f"{file}: mask_adapter {got}: expected null, or rank, alpha and targets as in {_EXAMPLE}")
+    rank, alpha, targets = entry["rank"], entry["alpha"], entry["targets"]
     if not is_whole(rank, 1):
         raise CheckpointError(f"{file}: rank of mask_adapter is {rank!r}: expected a whole number of at least 1")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
@@ -83,8 +84,8 @@ def _entry(file: Path, told: Any) -> Adapter:
     return Adapter(rank, alpha, tuple(targets))
 
 
-def _hold_to_rank(file: Path, rank: int) -> None:
-    """Raise where the file cannot be read or has another rank than is told; only its head is read."""
+def _check_rank(file: Path, rank: int) -> None:
+    """Raise if the file cannot be read or its tensors do not have this rank; reads only the file's header."""
     try:
         with safe_open(file, "pt") as opened:
             shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Atomic folder: a folder that is written beside its target and put in its place in one step when it is complete."""
+"""Atomic folder: write a folder beside its target and move it into place in one step when it is complete."""
 
 from __future__ import annotations
 
@@ -19,44 +19,46 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
-_HERE = -100  # AT_FDCWD
+_CURRENT_FOLDER = -100  # AT_FDCWD
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that may be replaced: its name for messages, and the file that every such folder has."""
+    """A kind of folder that may be overwritten: its name for messages, and a file by which it is recognized."""
 
     noun: str
-    mark: str
+    marker: str
 
 
 BUNDLE = FolderKind("bundle", MANIFEST_FILE)
 
 
 class TargetError(InputFault):
-    """A folder cannot be written where it was asked for; nothing there was changed."""
+    """A folder cannot be written to the requested path; nothing was changed there."""
 
 
 def check_target(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> None:
-    """Raise if a folder could not be put at `target`, before any work is done for it."""
+    """Raise if a folder cannot be written to `target`; called before any other work."""
     parent = target.absolute().parent
     if not parent.is_dir():
-        raise TargetError(f"{parent}: no such folder: make it first")
+        raise TargetError(f"{parent}: no such folder: create it first")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise TargetError(f"{parent}: no permission to write in it: choose another place for the {kind.noun}")
+        raise TargetError(f"{parent}: no permission to write in it: choose another folder for the {kind.noun}")
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
         raise TargetError(f"{target}: exists and is not a folder: choose another name")
-    if not (target / kind.mark).exists() and any(target.iterdir()):
-        raise TargetError(f"{target}: holds files but no {kind.noun}: choose another name, it would be lost")
+    if not (target / kind.marker).exists() and any(target.iterdir()):
+        raise TargetError(
+            f"{target}: contains files but no {kind.noun}: choose another name, these files would be lost"
+        )
     if not overwrite and any(target.iterdir()):
-        raise TargetError(f"{target}: a {kind.noun} is there already: say --overwrite to replace it")
+        raise TargetError(f"{target}: a {kind.noun} exists there: replace it with --overwrite")
 
 
 @contextmanager
 def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterator[Path]:
-    """A folder to fill; it takes the target's place when the block ends well, and is removed when it does not."""
+    """A new folder that replaces the target when the block ends without an error, and is removed otherwise."""
     check_target(target, overwrite, kind)
     target = target.absolute()
     sweep(target)
@@ -64,30 +66,30 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterato
     try:
         partial.mkdir()
         yield partial
-        check_target(target, overwrite, kind)  # again: by now something else may stand there
-        with _nobody_else_in(target), interrupts_deferred():
+        check_target(target, overwrite, kind)  # again: the target may have changed in the meantime
+        with _target_locked(target), interrupts_deferred():
             _publish(partial, target)
     finally:
-        with interrupts_deferred():  # by now `partial` is what came to nothing, or the old folder
+        with interrupts_deferred():  # `partial` is now the incomplete folder, or the old one
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:
-    """Raise if the disk has no room for `size` bytes more."""
+    """Raise if the disk has less than `size` free bytes."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise TargetError(
-            f"{folder}: {free / 1e6:.0f} MB free, the {kind.noun} needs about {size / 1e6:.0f} MB: make room or choose another disk"
+            f"{folder}: {free / 1e6:.0f} MB free, the {kind.noun} needs about {size / 1e6:.0f} MB: free some space or choose another disk"
         )
 
 
-def _nobody_else_in(target: Path) -> AbstractContextManager[object]:
-    """Wait for whoever stores an engine there: what is written by then is the old folder's."""
+def _target_locked(target: Path) -> AbstractContextManager[object]:
+    """Lock an existing target: wait until a build that stores an engine in it has finished."""
     return locked_folder(target) if target.exists() else nullcontext()
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Put a whole folder in its place: at every moment the old folder or the new one is there."""
+    """Move the complete folder to the target, so that the old or the new folder exists there at every moment."""
     if not target.exists() or not any(target.iterdir()):
         partial.rename(target)
     elif not _exchange(partial, target):
@@ -103,13 +105,13 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step where the system can."""
+    """Swap two folders in one step; False if the system does not support it."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+    if rename(_CURRENT_FOLDER, os.fsencode(one), _CURRENT_FOLDER, os.fsencode(other), _EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):

@@ -1,4 +1,4 @@
-"""Bundle files: what completes a bundle folder: every file recorded in its manifest, and all of it on the disk."""
+"""Bundle files: write the manifest that completes a bundle folder."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from spaceport.graphs.contract.atomic_file import flush
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, record_of
 
 
-def seal(folder: Path, manifest: Manifest) -> Manifest:
-    """Record every file of a folder in its manifest and write that last, so that no unfinished folder opens."""
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Write the manifest with the digests of all files of a folder, and flush everything to the disk.
+
+    The manifest is written last: a folder without it does not open."""
     files = {}
     for file in sorted(folder.iterdir()):
         with file.open("rb") as stream:
             files[file.name] = record_of(stream)
         flush(file)
-    sealed = replace(manifest, files=files)
+    complete = replace(manifest, files=files)
     path = folder / MANIFEST_FILE
-    path.write_text(sealed.as_json(), "utf-8")
+    path.write_text(complete.as_json(), "utf-8")
     flush(path)
     flush(folder)
-    return sealed
+    return complete

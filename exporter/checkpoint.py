@@ -1,4 +1,4 @@
-"""Checkpoint: a Hugging Face folder, opened and checked before any weight is loaded."""
+"""Checkpoint: open and check a Hugging Face checkpoint folder before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS, TokenIds
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.gated import Adapter
 
-DEFAULT_MASK_SLOTS = 5  # what SPACE was published with, for a checkpoint that names its mask token and nothing else
+DEFAULT_MASK_SLOTS = 5  # as published for SPACE; used if a checkpoint sets only its mask token
 
 
 @dataclass(frozen=True)
 class TokenFlags:
-    """Special tokens as the user names them, by id or by text; what is left out comes from sar_config.json."""
+    """Special tokens from the command line, by id or by text; missing ones are read from sar_config.json."""
 
     mask: tuple[str, ...] = ()
     fork: str | None = None
@@ -44,22 +44,22 @@ class TokenFlags:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything of a checkpoint but its weights."""
+    """A checkpoint without its weights."""
 
     folder: Path
     config: PreTrainedConfig
     tokens: TokenIds
     max_mask_slots: int
-    tokenizer: str  # as tokenizer.json
-    template: str | None
+    tokenizer: str  # content of tokenizer.json
+    template: str | None  # chat template
     special_tokens: dict[str, str]
-    generation: dict[str, Any]
+    generation: dict[str, Any]  # generation_config.json
     remote_code: bool
-    adapter: Adapter | None  # of mask rows
+    adapter: Adapter | None  # for mask rows
 
 
 def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) -> Checkpoint:
-    """The checkpoint in a folder, with its special tokens found."""
+    """The checkpoint in a folder, with its special token ids."""
     config = _config(folder, remote_code)
     _weights(folder)
     tokenizer = _tokenizer(folder, remote_code)
@@ -85,7 +85,7 @@ def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) 
 
 
 def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
-    """The model with every weight taken from the checkpoint, and its adapter if it has one."""
+    """The model with the weights of the checkpoint, and with its adapter if it has one."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
@@ -95,7 +95,7 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=checkpoint.remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, by name
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
         raise CheckpointError(
@@ -124,19 +124,23 @@ def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
         raise CheckpointError(
             f"{folder}: no config.json in it: expected a checkpoint (config.json, *.safetensors, tokenizer)"
         )
-    told = read_json(file)
-    kind = told.get("model_type")
+    content = read_json(file)
+    kind = content.get("model_type")
     if not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not remote_code:
-        own = "it brings code of its own: say --trust-remote-code if you trust it"
+        own_code = "it has its own code: use --trust-remote-code if you trust it"
         raise CheckpointError(
             f"{file}: architecture {kind!r} is not one that transformers {transformers.__version__} knows: "
-            + (own if "auto_map" in told else "expected one such as llama, qwen3 or mistral, or a newer transformers")
+            + (
+                own_code
+                if "auto_map" in content
+                else "expected one such as llama, qwen3 or mistral, or a newer transformers"
+            )
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
-    except Exception as error:  # each family checks its configuration in its own way
+    except Exception as error:  # each model family raises its own exception types
         raise CheckpointError(f"{file}: {_reason(error)}: expected a configuration of {kind!r}") from error
-    remote = remote_code and "AutoModelForCausalLM" in (told.get("auto_map") or {})
+    remote = remote_code and "AutoModelForCausalLM" in (content.get("auto_map") or {})
     if config.is_encoder_decoder or (kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote):
         raise CheckpointError(
             f"{file}: {kind!r} is not a decoder-only causal language model: expected one such as llama, qwen3 or mistral"
@@ -169,7 +173,7 @@ def _tokenizer(folder: Path, remote_code: bool) -> Any:
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
-            f"{folder}: {type(tokenizer).__name__} exists in Python only: expected one with a tokenizer.json form"
+            f"{folder}: {type(tokenizer).__name__} has no fast version: expected a tokenizer that can be saved as tokenizer.json"
         )
     return tokenizer
 
@@ -177,11 +181,11 @@ def _tokenizer(folder: Path, remote_code: bool) -> Any:
 def _tokens(
     folder: Path, config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], flags: TokenFlags
 ) -> tuple[TokenIds, int]:
-    told = read_sar_config(folder)
+    config_entries = read_sar_config(folder)
     vocab = int(config.get_text_config().vocab_size)
-    masks = flags.mask or tuple(str(token) for token in told.get("mask_tokens") or ())
-    fork = flags.fork if flags.fork is not None else told.get("fork_token")
-    child = flags.child if flags.child is not None else told.get("child_token")
+    masks = flags.mask or tuple(str(token) for token in config_entries.get("mask_tokens") or ())
+    fork = flags.fork if flags.fork is not None else config_entries.get("fork_token")
+    child = flags.child if flags.child is not None else config_entries.get("child_token")
     ids = TokenIds(
         mask=tuple(_token_id(token, "mask", tokenizer, vocab) for token in masks),
         fork=None if fork is None else _token_id(str(fork), "fork", tokenizer, vocab),
@@ -190,7 +194,7 @@ def _tokens(
     )
     if (ids.fork is None) != (ids.child is None):
         raise CheckpointError(
-            "a fork token needs a child token and the other way round: give both --fork-token and --child-token"
+            "a fork token needs a child token and vice versa: set both --fork-token and --child-token"
         )
     named = [*dict.fromkeys(ids.mask), *(token for token in (ids.fork, ids.child) if token is not None), *ids.end]
     twice = sorted({token for token in named if named.count(token) > 1})
@@ -198,21 +202,30 @@ def _tokens(
         raise CheckpointError(
             f"token id {twice[0]} has two of the roles mask, fork, child and end of text: expected different tokens"
         )
-    return ids, _mask_slots(ids, told.get("mask_slots"), flags.max_mask_slots)
+    return ids, _mask_slots(ids, config_entries.get("mask_slots"), flags.max_mask_slots)
 
 
-def _mask_slots(ids: TokenIds, told: Any, asked: int | None) -> int:
+def _mask_slots(ids: TokenIds, configured: Any, requested: int | None) -> int:
+    """The maximum number of mask slots: as requested, else as configured, else one per mask token or the default."""
     if not ids.mask:
-        if asked:
-            raise CheckpointError(f"--max-mask-slots is {asked}, but no mask token is known: name it with --mask-token")
+        if requested:
+            raise CheckpointError(
+                f"--max-mask-slots is {requested}, but no mask token is known: set one with --mask-token"
+            )
         return 0
     distinct = len(ids.mask) > 1
     slots = (
-        asked if asked is not None else told if told is not None else len(ids.mask) if distinct else DEFAULT_MASK_SLOTS
+        requested
+        if requested is not None
+        else configured
+        if configured is not None
+        else len(ids.mask)
+        if distinct
+        else DEFAULT_MASK_SLOTS
     )
     if not is_whole(slots, 1) or slots > MAX_MASK_SLOTS:
         raise CheckpointError(
-            f"mask slots are {slots!r}: expected 1 to {MAX_MASK_SLOTS} as --max-mask-slots, or as mask_slots in {SAR_FILE}"
+            f"the number of mask slots is {slots!r}: expected 1 to {MAX_MASK_SLOTS} as --max-mask-slots, or as mask_slots in {SAR_FILE}"
         )
     if distinct and slots > len(ids.mask):
         raise CheckpointError(
@@ -222,7 +235,7 @@ def _mask_slots(ids: TokenIds, told: Any, asked: int | None) -> int:
 
 
 def _token_id(token: str, role: str, tokenizer: Any, vocab: int) -> int:
-    """The id that a user names by number or by text; digits are a number, though tokens of digits exist."""
+    """The id of a token given by id or by text; digits are always an id, even where a token has this text."""
     known = int(token) if token.isascii() and token.isdigit() else tokenizer.backend_tokenizer.token_to_id(token)
     if known is None:
         raise CheckpointError(
@@ -236,13 +249,13 @@ def _token_id(token: str, role: str, tokenizer: Any, vocab: int) -> int:
 
 
 def _end_ids(config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], vocab: int) -> tuple[int, ...]:
-    """End-of-text ids: the generation config's word first, then the model's, then the tokenizer's."""
-    told: Sequence[Any] = (
+    """The end-of-text ids of the generation config, or else of the model config, or else of the tokenizer."""
+    sources: Sequence[Any] = (
         generation.get("eos_token_id"),
         config.get_text_config().eos_token_id,
         tokenizer.eos_token_id,
     )
-    found = next((value for value in told if value is not None), ())
+    found = next((value for value in sources if value is not None), ())
     ids = tuple(found) if isinstance(found, (list, tuple)) else (found,)
     wrong = [value for value in ids if not isinstance(value, int) or not 0 <= value < vocab]
     if wrong:
@@ -260,7 +273,7 @@ def _template(tokenizer: Any) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """What a library raised, in one line; where the first line only announces the next, both."""
+    """The first line of a library's error message, or the first two if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
-    return f"{type(error).__name__}: {told}" if isinstance(error, KeyError) or not told else told
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not text else text

@@ -1,4 +1,4 @@
-"""Constant key: how a constant of a traced graph is known again: by its content."""
+"""Constant key: identify a constant of a traced graph by its content."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from hashlib import sha256
 
 import onnx_ir as ir
 
-Key = tuple[tuple[int, ...], bytes]  # shape and digest of a constant
+Key = tuple[tuple[int, ...], bytes]  # shape and SHA-256 of the content
 
 
 class WeightNotFound(ValueError):
-    """A rounded weight that the graph does not use as it is; the message names its layer."""
+    """The graph does not use a quantized weight unchanged; the message names its layer."""
 
 
 def key_of(tensor: ir.TensorProtocol) -> Key:
-    """What tells a constant from others: its shape and the digest of its content."""
+    """The key of a constant: its shape and the digest of its content."""
     return tuple(tensor.shape.numpy()), sha256(tensor.tobytes()).digest()

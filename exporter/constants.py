@@ -1,4 +1,4 @@
-"""Constants: initializers of a graph that are shared by name."""
+"""Constants: initializers of a graph, shared by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def constant(graph: ir.Graph, name: str, array: NDArray[Any] | ir.TensorProtocol) -> ir.Value:
-    """The initializer of this name, made of the array if the graph has none: a name has to say all of what it holds."""
+    """The initializer with this name, created from the array if missing; a name must determine the content."""
     if name in graph.initializers:
         return graph.initializers[name]
     tensor = array if isinstance(array, ir.TensorProtocol) else ir.tensor(array)

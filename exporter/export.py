@@ -1,4 +1,4 @@
-"""Export: a checkpoint folder becomes a bundle folder."""
+"""Export: write the bundle of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import check_target, require_space, writing
-from spaceport.exporter.bundle_files import seal
+from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.prompt_tokens import Prompt, prompt_tokens
@@ -27,11 +27,10 @@ from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_o
 from spaceport.graphs.quantize import ModelScales, quantize_model
 from spaceport.graphs.traits import Traits
 
-# Hears the name of each stage as it begins.
-Stage = Callable[[str], None]
+# Called with the name of each stage when it begins.
+OnStage = Callable[[str], None]
 
-
-# How activations can be quantized with these weights and this lowering, the default first; float where nothing is said.
+# Activation formats for these weights and this lowering, the default first; elsewhere only float.
 _ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {
     ("int4", "scatter"): ("int8", "float"),
     ("int8", "scatter"): ("int8x2", "int8", "float"),
@@ -41,19 +40,17 @@ _ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a checkpoint is exported."""
+    """Options of an export."""
 
     lowering: Lowering = "scatter"
     dtype: Precision = "float32"
-    weights: Weights = "same"  # of linear layers: as all others, or rounded to few bits
-    attention: AttentionImplementation | None = (
-        None  # nothing: plain matrix products for scatter, the operator for append
-    )
-    requested_opset: int | None = None  # nothing: the lowest that the lowering can be said in
+    weights: Weights = "same"  # of linear layers; "same": stored in `dtype`
+    attention: AttentionImplementation | None = None  # None: plain (matmuls) for scatter, operator for append
+    requested_opset: int | None = None  # None: the lowest opset that has the lowering's operators
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
-    requested_activations: Activations | None = None  # nothing: what suits the weights and the lowering
-    calibrate: tuple[Prompt, ...] = ()  # prompts behind which the model writes texts; none: behind single tokens
+    requested_activations: Activations | None = None  # None: the default for weights and lowering
+    calibrate: tuple[Prompt, ...] = ()  # calibration prompts; empty: default prompts
 
     @property
     def activations(self) -> Activations:
@@ -61,9 +58,9 @@ class ExportOptions:
 
     @property
     def activation_choices(self) -> tuple[Activations, ...]:
-        """How activations can be quantized with these weights and this lowering, the default first."""
-        if self.weights == "int4" and (self.dtype, self.form) != ("float32", "plain"):
-            return ("float",)  # int8 is for the CPU, and its drafts are exact with matrix products only
+        """The activation formats for these weights and this lowering, the default first."""
+        if self.weights == "int4" and (self.dtype, self.attention_implementation) != ("float32", "plain"):
+            return ("float",)  # int8 runs on CPUs only, and its drafts are exact only with plain attention
         return _ACTIVATIONS.get((self.weights, self.lowering), ("float",))
 
     @property
@@ -71,60 +68,58 @@ class ExportOptions:
         return DEFAULT_OPSET[self.lowering] if self.requested_opset is None else self.requested_opset
 
     @property
-    def form(self) -> AttentionImplementation:
+    def attention_implementation(self) -> AttentionImplementation:
         return self.attention or ("plain" if self.lowering == "scatter" else "operator")
 
 
 def export(
-    folder: Path, target: Path, options: ExportOptions, overwrite: bool = False, stage: Stage = lambda name: None
+    folder: Path, target: Path, options: ExportOptions, overwrite: bool = False, on_stage: OnStage = lambda name: None
 ) -> Manifest:
-    """Write the bundle of the checkpoint in `folder` to `target`; an old bundle there stays until the new one is whole."""
+    """Write the bundle of the checkpoint in `folder` to `target`; an old bundle stays until the new one is complete."""
     check_opset(options.opset, options.lowering)
     check_activations(options)
     check_target(target, overwrite)
-    stage("reading the checkpoint")
+    on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code)
     options = with_supported_activations(checkpoint, options)
-    decoder, traits = build_decoder(checkpoint, options, stage)
+    decoder, traits = build_decoder(checkpoint, options, on_stage)
     with writing(target, overwrite) as partial:
-        parameters = (
-            sum(parameter.numel() for parameter in decoder.parameters()) - decoder.quantization.extra_embedding_weights
-        )
-        rounded = decoder.quantization.quantized_weights  # in at most a byte each
-        require_space(partial.parent, (parameters - rounded) * DTYPES[options.dtype].bytes + rounded)
-        if rounded:
-            stage(f"{rounded:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
-        stage("tracing and writing the graph")
+        parameters = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.quantization.untied_weights
+        quantized = decoder.quantization.quantized_weights  # at most one byte each
+        require_space(partial.parent, (parameters - quantized) * DTYPES[options.dtype].bytes + quantized)
+        if quantized:
+            on_stage(f"{quantized:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
+        on_stage("tracing and writing the graph")
         to_onnx(decoder, partial, options.opset)
         if decoder.quantization.integers is not None:
             write_scales(partial, decoder.quantization.integers)
-        elif options.lowering == "scatter":  # what a GPU may run by onnxruntime
+        elif options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
             write_selection(partial / SELECTION_FILE, decoder.signature.vocab_size)
         (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
         if checkpoint.template is not None:
             (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
-        stage("sealing the bundle")
-        return seal(partial, manifest_for(checkpoint, decoder, traits, options, parameters))
+        on_stage("writing the manifest")
+        return write_manifest(partial, manifest_for(checkpoint, decoder, traits, options, parameters))
 
 
 def check_activations(options: ExportOptions) -> None:
-    """Raise for activations that products with these weights cannot have."""
+    """Raise if the activation format is not available with the other options."""
     if options.weights == "int8" and options.activations != "float" and options.dtype != "float32":
         raise OptionFault(
-            f"dtype is {options.dtype}: integer products are for the CPU, expected float32 with weights int8 (--dtype)"
+            f"dtype is {options.dtype}: int8 layers run on CPUs only, expected float32 with weights int8 (--dtype)"
         )
     if options.activations not in options.activation_choices:
         raise OptionFault(
             f"activations is {options.activations}: expected {' or '.join(options.activation_choices)} with weights "
-            f"{options.weights}, {options.dtype}, {options.form} attention and the {options.lowering} lowering (--activations)"
+            f"{options.weights}, {options.dtype}, {options.attention_implementation} attention and the {options.lowering} lowering (--activations)"
         )
 
 
 def with_supported_activations(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
-    """The options with activations that suit the checkpoint's model.
+    """The options with an activation format that is exact for the checkpoint's model.
 
-    Where each KV head has one query head, ONNX Runtime computes the attention of a single row by another kernel, whose
-    sums are in another order: with int8 activations no draft would be exact.
+    If each KV head serves one query head, ONNX Runtime computes the attention of a single row with another kernel,
+    which sums in another order. With int8 activations, drafts would then not be exact.
     """
     config = checkpoint.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -143,19 +138,20 @@ def with_supported_activations(checkpoint: Checkpoint, options: ExportOptions) -
 def build_decoder(
     checkpoint: Checkpoint,
     options: ExportOptions,
-    stage: Stage = lambda name: None,
+    on_stage: OnStage = lambda name: None,
     arithmetic: Precision | None = None,
     scales: ModelScales | None = None,
 ) -> tuple[Decoder, Traits]:
-    """The checkpoint's model as a graph module; it may compute in another type than the one that its weights are in.
+    """The checkpoint's model as an exportable module, with weights rounded to `options.dtype`, computing in
+    `arithmetic`.
 
-    Without scales, those of integer products are calibrated."""
-    stage("loading the weights")
+    Without `scales`, the scales of int8 layers are calibrated."""
+    on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype)
         calibrates = scales is None and options.weights == "int8" and options.activations != "float"
         if options.weights != "same":
-            stage(f"{'calibrating and ' if calibrates else ''}rounding weights to {options.weights}")
+            on_stage(f"{'calibrating and ' if calibrates else ''}quantizing weights to {options.weights}")
         quantization = quantize_model(
             model,
             options.weights,
@@ -164,17 +160,17 @@ def build_decoder(
             scales,
             prompt_tokens(checkpoint, options.calibrate) if calibrates else (),
         )
-        # As it was loaded it stays as it is: its rotary frequencies are in float32, whatever its weights are in.
+        # Not converted if the type is the same: rotary frequencies stay in float32 whatever the type of the weights.
         if arithmetic not in (None, options.dtype):
             model.to(getattr(torch, arithmetic))
-        stage("proving the graph module equal to the model")
-        return decoder_of(model, options.lowering, options.form, quantization)
+        on_stage("comparing the wrapped model with the unmodified model")
+        return decoder_of(model, options.lowering, options.attention_implementation, quantization)
 
 
 def manifest_for(
     checkpoint: Checkpoint, decoder: Decoder, traits: Traits, options: ExportOptions, parameters: int
 ) -> Manifest:
-    """The manifest of a checkpoint's bundle, no file recorded yet."""
+    """The manifest of a checkpoint's bundle, still without file records."""
     packages = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
     return Manifest(
         signature=decoder.signature,
@@ -184,7 +180,7 @@ def manifest_for(
         family=str(checkpoint.config.model_type),
         parameters=parameters,
         opset=options.opset,
-        attention=options.form,
+        attention=options.attention_implementation,
         weights=options.weights,
         activations=options.activations,
         embeddings=decoder.quantization.embeddings,

@@ -1,4 +1,4 @@
-"""Folder lock: an exclusive lock on a folder, held by the one process that changes it; it leaves no file behind."""
+"""Folder lock: an exclusive lock on a folder for the process that changes it, without a lock file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP)  # what file systems of networks say that lock no folders
+_NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP)  # errors of network file systems without folder locks
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[int]:
-    """The descriptor of a folder that is locked for the block; without effect on file systems that lock no folders."""
+    """Lock a folder for the block and yield its descriptor; without effect on file systems that cannot lock folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

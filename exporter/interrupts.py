@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C and requests to end, kept from breaking into work that must not stop half way."""
+"""Interrupts: handle SIGINT and SIGTERM around work that must not be interrupted halfway."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def interrupts_handled(handler: Callable[[int], object]) -> Iterator[None]:
-    """Call `handler` with the signal's number on each interrupt; only the main thread is ever interrupted."""
+    """Call `handler` with the signal number on each interrupt; without effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept = {kind: signal.signal(kind, lambda number, frame: handler(number)) for kind in _SIGNALS}
+    previous = {kind: signal.signal(kind, lambda number, frame: handler(number)) for kind in _SIGNALS}
     try:
         yield
     finally:
-        for kind, before in kept.items():
-            signal.signal(kind, before)
+        for kind, old_handler in previous.items():
+            signal.signal(kind, old_handler)
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let an interrupt wait until the block has ended."""
-    came: list[int] = []
+    """Delay interrupts until the block has ended."""
+    received: list[int] = []
     try:
-        with interrupts_handled(came.append):
+        with interrupts_handled(received.append):
             yield
     finally:
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextmanager
 def interrupts_recorded() -> Iterator[list[int]]:
-    """The interrupts so far, for work that asks for them; KeyboardInterrupt is raised when the block ends."""
-    came: list[int] = []
+    """A list that receives the interrupts during the block, which may poll it; raises KeyboardInterrupt at its end."""
+    received: list[int] = []
     try:
-        with interrupts_handled(came.append):
-            yield came
+        with interrupts_handled(received.append):
+            yield received
     finally:
-        if came:
+        if received:
             raise KeyboardInterrupt

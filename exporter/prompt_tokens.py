@@ -1,4 +1,4 @@
-"""Prompt tokens: prompts in a checkpoint's tokens, for texts to calibrate with."""
+"""Prompt tokens: tokenized prompts for calibration."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from transformers import AutoTokenizer
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.graphs.contract.faults import InputFault
 
-Prompt = str | Sequence[Mapping[str, str]]  # a text, or the messages of a chat
+Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
 
 DEFAULT_QUESTIONS = ("Hello!", "Write a short story.", "Explain how rain forms.")
-MAX_PROMPT_TOKENS = 512  # of a prompt; of a longer one the last
+MAX_PROMPT_TOKENS = 512  # of a longer prompt, the last tokens are used
 
 
 def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
-    """Each prompt as 1 x tokens; messages go through the checkpoint's chat template. Without prompts, those of a few chats if
-    the checkpoint has a template."""
+    """The token ids of each prompt, 1 x tokens; messages are rendered with the checkpoint's chat template.
+
+    Without prompts: a few default questions if the checkpoint has a chat template, otherwise none."""
     if not prompts:
         prompts = (
-            [] if checkpoint.template is None else [[{"role": "user", "content": asked}] for asked in DEFAULT_QUESTIONS]
+            []
+            if checkpoint.template is None
+            else [[{"role": "user", "content": question}] for question in DEFAULT_QUESTIONS]
         )
     if not prompts:
         return ()
@@ -33,17 +36,17 @@ def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Te
     for number, prompt in enumerate(prompts, 1):
         if not isinstance(prompt, str) and checkpoint.template is None:
             raise InputFault(
-                f"calibration prompt {number} is a chat, {checkpoint.folder} has no chat template: expected a text"
+                f"calibration prompt {number} has chat messages, but {checkpoint.folder} has no chat template: expected text"
             )
         text = (
             prompt
             if isinstance(prompt, str)
             else tokenizer.apply_chat_template(
-                [dict(one) for one in prompt], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in prompt], tokenize=False, add_generation_prompt=True
             )
         )
         ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"][-MAX_PROMPT_TOKENS:]
         if not ids:
-            raise InputFault(f"calibration prompt {number} has no tokens: expected a text")
+            raise InputFault(f"calibration prompt {number} has no tokens: expected a prompt that is not empty")
         found.append(torch.tensor([ids]))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""QuantizedWeight table: the input embedding of a traced graph as int8 and a scale for each token."""
+"""Quantized embedding: store the input embedding of a traced graph as int8 codes with one scale per token."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from spaceport.exporter.constant_key import WeightNotFound, key_of
 from spaceport.graphs.int8 import QuantizedEmbedding
 
 
-def store_quantized_embedding(graph: ir.Graph, table: QuantizedEmbedding) -> None:
-    """Let the graph gather codes and scales, in the place of the constant that holds the rounded embedding."""
-    wanted = key_of(ir.tensor(table.values))
+def store_quantized_embedding(graph: ir.Graph, embedding: QuantizedEmbedding) -> None:
+    """Replace the Gather from the dequantized input embedding by Gathers of codes and scales."""
+    wanted = key_of(ir.tensor(embedding.dequantized))
     for node in graph:
         weight = node.inputs[0] if node.op_type == "Gather" else None
         if weight is None or weight.const_value is None or key_of(weight.const_value) != wanted:
             continue
-        _gather(graph, node, table)
+        _gather(graph, node, embedding)
         if not weight.uses():
             del graph.initializers[str(weight.name)]
         return
-    raise WeightNotFound("the graph does not gather from the input embedding as it is")
+    raise WeightNotFound("the graph does not gather from the unchanged input embedding")
 
 
-def _gather(graph: ir.Graph, node: ir.Node, table: QuantizedEmbedding) -> None:
+def _gather(graph: ir.Graph, node: ir.Node, embedding: QuantizedEmbedding) -> None:
     name, ids, old = str(node.inputs[0].name if node.inputs[0] else ""), node.inputs[1], node.outputs[0]
-    codes = _constant(graph, f"{name}.codes", ir.tensor(table.codes))
-    scale = _constant(graph, f"{name}.scale", ir.tensor(table.scale[:, None].contiguous()))
+    codes = _constant(graph, f"{name}.codes", ir.tensor(embedding.codes))
+    scale = _constant(graph, f"{name}.scale", ir.tensor(embedding.scale[:, None].contiguous()))
     rows = ir.node("Gather", [codes, ids], {"axis": 0})
     cast = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT})
     scales = ir.node("Gather", [scale, ids], {"axis": 0})

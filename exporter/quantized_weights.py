@@ -1,4 +1,4 @@
-"""QuantizedWeight weights: constants of a traced graph stored as small numbers, and unpacked where they are multiplied."""
+"""Quantized weights: store the weights of a graph as codes and scales, with DequantizeLinear before each matmul."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from spaceport.graphs.weight_quantization import Quantization, QuantizedWeight
 
 
 def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None:
-    """Put the small numbers and their scales in the place of every constant that holds a rounded weight.
+    """Replace every constant with a dequantized weight by its codes and scales.
 
-    A constant is known by its content, so that what an engine unpacks is what was traced, to the bit.
+    Constants are identified by their content, so that the dequantized weights in an engine are bit-identical to the
+    traced ones.
     """
-    wanted = {key_of(ir.tensor(layer.values)): layer for layer in quantization.layers.values()}
+    wanted = {key_of(ir.tensor(layer.dequantized)): layer for layer in quantization.layers.values()}
     names = {id(layer): name for name, layer in quantization.layers.items()}
     stored: dict[int, list[ir.Value]] = {}
     for node in list(model.graph):
@@ -26,30 +27,30 @@ def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None
         if weight is None or constant is None:
             continue
         transposed = None if weight is node.inputs[1] else node.inputs[1]
-        flipped = transposed is not None or bool(node.attributes.get_int("transB", 0))
-        layer = wanted.get(key_of(ir.tensor(constant.numpy().T.copy(), constant.dtype) if flipped else constant))
+        is_transposed = transposed is not None or bool(node.attributes.get_int("transB", 0))
+        layer = wanted.get(key_of(ir.tensor(constant.numpy().T.copy(), constant.dtype) if is_transposed else constant))
         if layer is None:
             continue
         if id(layer) not in stored:
             stored[id(layer)] = _constants(model.graph, names[id(layer)], layer, quantization.weights)
-        _unpack(node, stored[id(layer)], layer)
+        _dequantize(node, stored[id(layer)], layer)
         if transposed is not None and not transposed.uses():
             model.graph.remove(cast(ir.Node, transposed.producer()), safe=True)
         if not weight.uses():
             del model.graph.initializers[str(weight.name)]
-    lost = sorted(names[id(layer)] for layer in wanted.values() if id(layer) not in stored)
-    if lost:
-        raise WeightNotFound(f"the graph has no product with the weight of {', '.join(lost[:3])} as it is")
-    if quantization.table is not None:
-        store_quantized_embedding(model.graph, quantization.table)
+    missing = sorted(names[id(layer)] for layer in wanted.values() if id(layer) not in stored)
+    if missing:
+        raise WeightNotFound(f"the graph has no matmul with the unchanged weight of {', '.join(missing[:3])}")
+    if quantization.embedding is not None:
+        store_quantized_embedding(model.graph, quantization.embedding)
 
 
 def _constants(graph: ir.Graph, name: str, layer: QuantizedWeight, weights: Weights) -> list[ir.Value]:
-    """The small numbers and the scales as constants of a graph; two numbers of int4 share a byte in the file."""
+    """The codes and the scales as constants of a graph; int4 codes are packed in pairs."""
     codes = layer.codes
-    small = ir.tensor(codes.numpy(), ir.DataType.INT4) if weights == "int4" else ir.tensor(codes)
+    packed = ir.tensor(codes.numpy(), ir.DataType.INT4) if weights == "int4" else ir.tensor(codes)
     values = []
-    for part, tensor, shape in (("codes", small, codes.shape), ("scale", ir.tensor(layer.scale), layer.scale.shape)):
+    for part, tensor, shape in (("codes", packed, codes.shape), ("scale", ir.tensor(layer.scale), layer.scale.shape)):
         tensor.name = f"{name}.{part}"
         kind = ir.TensorType(tensor.dtype)
         values.append(ir.Value(name=tensor.name, const_value=tensor, shape=ir.Shape(shape), type=kind))
@@ -57,8 +58,8 @@ def _constants(graph: ir.Graph, name: str, layer: QuantizedWeight, weights: Weig
     return values
 
 
-def _unpack(node: ir.Node, constants: list[ir.Value], layer: QuantizedWeight) -> None:
-    """Let a product take what DequantizeLinear makes of the constants."""
+def _dequantize(node: ir.Node, constants: list[ir.Value], layer: QuantizedWeight) -> None:
+    """Use the output of DequantizeLinear as the weight of a matmul."""
     blocks = {"axis": 1} if layer.block is None else {"axis": 0, "block_size": layer.block}
     weight = ir.node("DequantizeLinear", constants, blocks)
     weight.outputs[0].type = constants[1].type
@@ -71,7 +72,7 @@ def _unpack(node: ir.Node, constants: list[ir.Value], layer: QuantizedWeight) ->
 
 
 def weight_of(node: ir.Node) -> ir.Value | None:
-    """The constant that a product multiplies by, if it is one; that of a tied embedding is transposed first."""
+    """The constant weight of a matmul, also behind a Transpose (tied embeddings); None if it has none."""
     if node.op_type not in ("MatMul", "Gemm"):
         return None
     weight = node.inputs[1]

@@ -1,4 +1,4 @@
-"""Quiet: the libraries below the exporter keep their chatter to themselves; what fails is raised."""
+"""Quiet: turn off progress bars and log messages of libraries; errors are still raised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import transformers.utils.logging
 
 
 def quiet_libraries() -> None:
-    """No progress bars and no advice of libraries on the user's terminal."""
+    """Turn off the progress bars and log messages of transformers and accelerate."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it tells of tied weights each time it keeps a state
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # logs tied weights each time it saves a state

@@ -1,4 +1,4 @@
-"""Reshapes: target shapes as constants, so that no step puts them together from the shapes of its inputs."""
+"""Reshapes: replace computed target shapes of Reshape nodes by constants."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from spaceport.exporter.constants import constant
 
 
 def fix_reshapes(model: ir.Model) -> int:
-    """Give every reshape whose target has at most one size that is not its input's a constant for it (0 = the size of
-    the input's axis, -1 = what remains); how many were given one."""
+    """Use a constant target shape in every Reshape that allows it; returns the number of changed nodes.
+
+    In the constant, 0 means the size of the same input axis and -1 the remaining size, so at most one size may be -1.
+    """
     fixed = 0
     for node in model.graph:
         if node.op_type != "Reshape" or node.inputs[1] is None or node.inputs[1].const_value is not None:
@@ -29,7 +31,7 @@ def fix_reshapes(model: ir.Model) -> int:
 
 
 def _target(node: ir.Node) -> Sequence[int] | None:
-    """The sizes of a reshape's output, as Reshape takes them; nothing if they cannot be told."""
+    """The constant target shape of a Reshape; None if the shape information does not determine one."""
     before, after = (value.shape if value is not None else None for value in (node.inputs[0], node.outputs[0]))
     if before is None or after is None:
         return None
@@ -41,5 +43,5 @@ def _target(node: ir.Node) -> Sequence[int] | None:
             sizes.append(0)
         else:
             sizes.append(-1)
-    told = all(size != 0 for size in after if isinstance(size, int)) and sizes.count(-1) <= 1
-    return sizes if told else None
+    is_determined = all(size != 0 for size in after if isinstance(size, int)) and sizes.count(-1) <= 1
+    return sizes if is_determined else None

@@ -1,4 +1,4 @@
-"""Selection graph: the best tokens of rows of logits, as a graph of its own that runs where the logits are."""
+"""Selection graph: a small ONNX graph that selects the best tokens of each row on the device that holds the logits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OPSET, _IR_VERSION = 18, 9
 
 
 def write_selection(file: Path, vocab_size: int) -> None:
-    """Write a graph from logits, B x R x V, to their selection, B x R x (2n + 1), in float32.
+    """Write a graph from logits, B x R x V, to the selection of each row, B x R x (2n + 1), in float32.
 
-    A row holds the n best scores, their tokens, and the logarithm of the sum of the exponentials of all scores. It is a
-    graph of its own: in the model's graph ONNX Runtime would compute it for every call, wanted or not.
+    A selection has the n highest logits, their token ids, and the log-sum-exp of all logits. It is a separate graph: as
+    an output of the model's graph, ONNX Runtime would compute it in every call.
     """
     count = min(BEST_TOKENS, vocab_size)
     constants = [

@@ -1,4 +1,4 @@
-"""Simplification: the graph that the tracer writes, in fewer operators."""
+"""Simplify: optimize a traced graph so that it has fewer operators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from onnxscript import optimizer, rewriter
 from onnxscript.rewriter import onnx_fusions
 from onnxscript.rewriter.rules import common as rules
 
-# Those of onnxscript's default rules that fit a decoder. The others look for convolutions and the like; the search for
-# pairs of slices takes the square of the number of nodes, a third of the time to trace a model of 30 layers.
+# The default rules of onnxscript that apply to decoders. Others match convolutions and the like; the rule for pairs of
+# slices takes time quadratic in the number of nodes: a third of the tracing time of a model with 30 layers.
 RULES = (
     rules.mul_by_1_rule,
     rules.add_0_rule,
@@ -29,21 +29,21 @@ RULES = (
     rules.collapse_slice_rule,
     rules.collapse_slice2_rule,
 )
-_ROUNDS = 2  # what a round folds lets rules of the next one match
+_ROUNDS = 2  # folded constants let more rules match in the next round
 
 
 def simplify(model: ir.Model) -> None:
-    """Fold constants, remove operators without effect, fuse norms and rotary embeddings, merge equal operators."""
+    """Fold constants, remove operators without effect, fuse norms and rotary embeddings, and merge equal operators."""
     passes.InlinePass()(model)
     for _ in range(_ROUNDS):
         optimizer.fold_constants(model, onnx_shape_inference=True)
         rewriter.rewrite(model, RULES)
-    _share(model)
+    _merge_equal(model)
     onnx_fusions.fuse(model)
-    _share(model)  # each fused rotary embedding has a cosine and a sine of its own
+    _merge_equal(model)  # each fused rotary embedding has its own Cos and Sin
 
 
-def _share(model: ir.Model) -> None:
+def _merge_equal(model: ir.Model) -> None:
     """Merge operators and constants that are equal."""
     passes.RemoveUnusedNodesPass()(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)

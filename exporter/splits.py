@@ -1,4 +1,4 @@
-"""Splits: operators moved from behind a split in front of it, so that they run once instead of once for each part."""
+"""Splits: move operators from the outputs of a Split to its input, so that they run once instead of once per output."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from spaceport.exporter.constants import constant
 
 
 def hoist_above_splits(model: ir.Model) -> int:
-    """Let what is done to every part of a split (a bias, a reshape, a transposition) be done to the whole before; how
-    many operators were moved. No value changes."""
+    """Apply a bias, Reshape or Transpose that follows every output of a Split to its input instead.
+
+    Returns the number of moved operators. No value changes."""
     moved = 0
     for node in list(model.graph):
         split: ir.Node | None = node if node.op_type == "Split" else None
         while split is not None:
             split = _hoist(model.graph, split)
             moved += split is not None
-    passes.RemoveUnusedNodesPass()(model)  # and the constants that were joined
+    passes.RemoveUnusedNodesPass()(model)  # and the constants that were concatenated
     return moved
 
 
 def _hoist(graph: ir.Graph, split: ir.Node) -> ir.Node | None:
-    """The new split behind the operator that all parts of the old one went through; nothing if they did not."""
+    """The new Split after the moved operator; None if the outputs of the old Split have different operators."""
     whole, axis, users = split.inputs[0], _axis(split), _users(split)
     if whole is None or whole.shape is None or axis is None or not users:
         return None
@@ -33,20 +34,20 @@ def _hoist(graph: ir.Graph, split: ir.Node) -> ir.Node | None:
     if any(size is None for size in sizes):
         return None
     kinds = {user.op_type for user in users}
-    made: tuple[ir.Node, int] | None = None
+    moved: tuple[ir.Node, int] | None = None
     if kinds == {"Add"} and axis == len(whole.shape) - 1:
-        made = _bias(graph, whole, split, users, axis)
+        moved = _bias(graph, whole, split, users, axis)
     elif kinds == {"Reshape"} and axis == len(whole.shape) - 1:
-        made = _reshape(graph, whole, users, axis)
+        moved = _reshape(graph, whole, users, axis)
     elif kinds == {"Transpose"}:
-        made = _transpose(whole, users, axis)
-    return None if made is None else _replace(graph, split, users, *made)
+        moved = _transpose(whole, users, axis)
+    return None if moved is None else _replace(graph, split, users, *moved)
 
 
 def _bias(
     graph: ir.Graph, whole: ir.Value, split: ir.Node, users: Sequence[ir.Node], axis: int
 ) -> tuple[ir.Node, int] | None:
-    """One sum for all parts, if each part has a constant as long as itself added."""
+    """One Add for all outputs, if each output has a bias of its own size."""
     parts = []
     for part, user in zip(split.outputs, users, strict=True):
         other = user.inputs[1] if user.inputs[0] is part else user.inputs[0]
@@ -54,13 +55,13 @@ def _bias(
         if tensor is None or part.shape is None or tensor.shape.numpy() != (part.shape[axis],):
             return None
         parts.append(tensor)
-    together = ir.tensor(np.concatenate([tensor.numpy() for tensor in parts]), parts[0].dtype)
+    concatenated = ir.tensor(np.concatenate([tensor.numpy() for tensor in parts]), parts[0].dtype)
     name = "_".join([*(str(tensor.name) for tensor in parts), "joined"])
-    return ir.node("Add", [whole, constant(graph, name, together)]), axis
+    return ir.node("Add", [whole, constant(graph, name, concatenated)]), axis
 
 
 def _reshape(graph: ir.Graph, whole: ir.Value, users: Sequence[ir.Node], axis: int) -> tuple[ir.Node, int] | None:
-    """One reshape for all parts, if each cuts its last axis into heads of one size and keeps the others."""
+    """One Reshape for all outputs, if each splits its last axis into heads of the same size."""
     heads = set()
     for user in users:
         given = None if user.inputs[1] is None else user.inputs[1].const_value
@@ -76,7 +77,7 @@ def _reshape(graph: ir.Graph, whole: ir.Value, users: Sequence[ir.Node], axis: i
 
 
 def _transpose(whole: ir.Value, users: Sequence[ir.Node], axis: int) -> tuple[ir.Node, int] | None:
-    """One transposition for all parts, if theirs are the same."""
+    """One Transpose for all outputs, if their permutations are equal."""
     orders = {tuple(user.attributes.get_ints("perm", ())) for user in users}
     order = orders.pop()
     if orders or axis not in order:
@@ -85,7 +86,7 @@ def _transpose(whole: ir.Value, users: Sequence[ir.Node], axis: int) -> tuple[ir
 
 
 def _replace(graph: ir.Graph, split: ir.Node, users: Sequence[ir.Node], before: ir.Node, axis: int) -> ir.Node:
-    """The split that follows the new operator in the place of the old one and of the operators behind it."""
+    """Replace the old Split and the operators after it by the new operator and a Split; returns the new Split."""
     shapes = [user.outputs[0].shape for user in users]
     sizes = np.array([shape[axis] for shape in shapes if shape is not None], np.int64)
     before.outputs[0].type = users[0].outputs[0].type
@@ -102,22 +103,22 @@ def _replace(graph: ir.Graph, split: ir.Node, users: Sequence[ir.Node], before: 
         old.replace_all_uses_with(part)
     graph.remove([*users, split], safe=True)
     for part, value_name in zip(after.outputs, names, strict=True):
-        part.name = value_name  # it may be one of those that tell layers apart
+        part.name = value_name  # it may be a layer output, which is identified by its name
     return after
 
 
 def _axis(split: ir.Node) -> int | None:
-    """The axis of a split, counted from the front."""
+    """The axis of a Split as a non-negative number; None if the rank is unknown."""
     shape = None if split.inputs[0] is None else split.inputs[0].shape
     axis = split.attributes.get_int("axis", 0)
     return None if shape is None and axis < 0 else axis % len(shape or range(axis + 1))
 
 
 def _users(split: ir.Node) -> list[ir.Node]:
-    """The only user of each part; nothing if a part has several, or a graph gives it."""
+    """The only user of each output; empty if an output has several users or is a graph output."""
     users = [use.node for part in split.outputs if len(uses := list(part.uses())) == 1 for use in uses]
-    whole = len(users) == len(split.outputs) == len(set(map(id, users)))
-    given = any(user.outputs[0].is_graph_output() for user in users) or any(
+    one_user_each = len(users) == len(split.outputs) == len(set(map(id, users)))
+    has_graph_output = any(user.outputs[0].is_graph_output() for user in users) or any(
         part.is_graph_output() for part in split.outputs
     )
-    return users if whole and not given else []
+    return users if one_user_each and not has_graph_output else []

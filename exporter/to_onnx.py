@@ -1,4 +1,4 @@
-"""ONNX: a decoder module as model.onnx with the contract's names and dynamic dimensions."""
+"""To ONNX: trace a decoder module and write it as model.onnx."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs
 
 OPSETS = (23, 24)
-# The lowest that says it: more versions of ONNX Runtime load it. The append lowering writes with TensorScatter.
+# The lowest opset that has the operators, so that more versions of ONNX Runtime load the graph; append needs
+# TensorScatter.
 DEFAULT_OPSET: dict[Lowering, int] = {"scatter": 23, "append": 24}
 
 _IR_VERSION = {23: 11, 24: 11}
@@ -41,43 +42,43 @@ _TRACED = {
     "R": 2,
     "A": 64,
     "S": 128,
-}  # all different, none 1: a dimension of 1 would be taken for static
+}  # sizes while tracing: all different, none 1, since a dimension of 1 would become static
 
 
 class UntraceableModel(InputFault):
-    """The exporter could not turn a model into a graph; the message says at what."""
+    """A model could not be traced into a graph; the message states where it failed."""
 
 
 def check_opset(opset: int, lowering: Lowering) -> None:
-    """Raise for an opset that the graphs are not written in."""
+    """Raise if graphs with this lowering cannot be written with this opset."""
     if opset not in OPSETS:
         raise OptionFault(f"opset is {opset}: expected one of {', '.join(map(str, OPSETS))}")
     if lowering == "append" and opset < 24:
-        raise OptionFault(f"opset is {opset}: the append lowering writes with TensorScatter, which needs opset 24")
+        raise OptionFault(f"opset is {opset}: the append lowering uses TensorScatter, which needs opset 24")
 
 
 def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
-    """Write model.onnx and its data file into `folder`, checked against the contract."""
+    """Write model.onnx and its data file into `folder`, checked against the decoder's signature."""
     signature = decoder.signature
     check_opset(opset, signature.lowering)
     model = trace(decoder)
-    _give_norms_one_type(model)
+    _cast_norm_inputs(model)
     try:
         store_quantized_weights(model, decoder.quantization)
         if decoder.quantization.integers is not None:
             store_integer_matmuls(model, decoder.quantization.integers)
     except WeightNotFound as error:
         raise UntraceableModel(
-            f"{_family(decoder)} cannot be stored with small weights: {error}: export it with weights as they are "
+            f"{_family(decoder)} cannot be stored with quantized weights: {error}: export it unquantized "
             "(--weights same)"
         ) from error
-    if signature.lowering == "scatter":  # TensorRT joins what it likes itself
+    if signature.lowering == "scatter":  # TensorRT fuses matmuls by itself
         fuse_projections(model)
         fix_reshapes(model)
         hoist_above_splits(model)
-        if decoder.quantization.integers is not None and signature.kv_heads >= MIN_KV_HEADS:  # for CPUs alone
+        if decoder.quantization.integers is not None and signature.kv_heads >= MIN_KV_HEADS:  # runs on CPUs only
             fuse_attention(model)
-    _forget_sources(model)
+    _strip_metadata(model)
     model.graph.sort()
     model.opset_imports[""] = opset
     model.ir_version = _IR_VERSION[opset]
@@ -93,41 +94,41 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
 
 
 def trace(decoder: Decoder) -> ir.Model:
-    """The decoder as an ONNX graph at opset 23, where normalisation and rotary embedding are single operators."""
-    signature, marked = decoder.signature, DecoderWithLayerOutputs(decoder)
+    """The decoder as an ONNX graph at opset 23, where norms and rotary embeddings are single operators."""
+    signature, module = decoder.signature, DecoderWithLayerOutputs(decoder)
     names = [tensor.name for tensor in signature.inputs]
     shapes = tuple(
         {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
         for tensor in signature.inputs
     )
-    given = traced_inputs(signature, next(decoder.parameters()).device)
+    inputs = traced_inputs(signature, next(decoder.parameters()).device)
     with torch.no_grad():
-        marked(*given)
-    marks = marked.names  # the tracer would keep what it notes of names for itself
+        module(*inputs)
+    layer_outputs = module.names  # read before tracing: names that are set while tracing are lost
     try:
-        with _quiet(), dynamo.patch(fake_tensor_cache_enabled=False):  # its keys cost more than it saves
+        with _quiet(), dynamo.patch(fake_tensor_cache_enabled=False):  # computing its keys takes longer than it saves
             program = torch.onnx.export(
-                marked,
-                given,
+                module,
+                inputs,
                 dynamo=True,
                 opset_version=23,
                 input_names=names,
                 output_names=[tensor.name for tensor in signature.outputs],
                 dynamic_shapes=(shapes,),
                 verbose=False,
-                optimize=False,  # simplify does
+                optimize=False,  # done by `simplify`
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, NotImplementedError) as error:
         raise UntraceableModel(f"{_family(decoder)} could not be traced into a graph: {_reason(error)}") from error
     assert program is not None
     simplify(program.model)
-    _keep_marks(program.model, len(signature.outputs), marks)
+    _name_layer_outputs(program.model, len(signature.outputs), layer_outputs)
     _name_dimensions(program.model, signature)
     return program.model
 
 
 def traced_inputs(signature: Signature, device: torch.device) -> tuple[Tensor, ...]:
-    """Inputs of the contract's shapes for tracing; their values mean nothing."""
+    """Inputs for tracing with the shapes of the signature; their values do not matter."""
     made = []
     for tensor in signature.inputs:
         shape = [_TRACED[size] if isinstance(size, str) else size for size in tensor.shape]
@@ -137,7 +138,7 @@ def traced_inputs(signature: Signature, device: torch.device) -> tuple[Tensor, .
 
 
 def check_graph_contract(path: Path, signature: Signature) -> None:
-    """Raise if a graph's inputs or outputs are not, to the name, type and order, what the contract says."""
+    """Raise unless a graph's inputs and outputs have the names, types, order and shapes of the signature."""
     graph = onnx.load(str(path), load_external_data=False).graph
     for kind, values, tensors in (
         ("input", graph.input, signature.inputs),
@@ -146,7 +147,7 @@ def check_graph_contract(path: Path, signature: Signature) -> None:
         got = [(value.name, value.type.tensor_type.elem_type) for value in values]
         expected = [(tensor.name, DTYPES[tensor.dtype].onnx) for tensor in tensors]
         if got != expected:
-            raise UntraceableModel(f"the traced graph's {kind}s are {got}: the contract says {expected}")
+            raise UntraceableModel(f"the traced graph's {kind}s are {got}: expected {expected}")
         for value, tensor in zip(values, tensors, strict=True):
             for dimension, size in zip(value.type.tensor_type.shape.dim, tensor.shape, strict=True):
                 if isinstance(size, int) != bool(dimension.dim_value) or (
@@ -154,19 +155,19 @@ def check_graph_contract(path: Path, signature: Signature) -> None:
                 ):
                     raise UntraceableModel(
                         f"{kind} {tensor.name} has a dimension {dimension.dim_value or dimension.dim_param!r}: "
-                        f"the contract says {size!r}"
+                        f"expected {size!r}"
                     )
 
 
-def _keep_marks(model: ir.Model, outputs: int, names: Sequence[str]) -> None:
-    """Name the values behind the contract's outputs as what they are, and let them be outputs no more."""
+def _name_layer_outputs(model: ir.Model, outputs: int, names: Sequence[str]) -> None:
+    """Name the layer outputs, which follow the outputs of the signature, and remove them from the graph's outputs."""
     for value, name in zip(model.graph.outputs[outputs:], names, strict=True):
         value.name = name
     del model.graph.outputs[outputs:]
 
 
-def _forget_sources(model: ir.Model) -> None:
-    """Remove what the tracer recorded_layer_outputs of source lines: it is larger than a small graph and tells where it was made."""
+def _strip_metadata(model: ir.Model) -> None:
+    """Remove the tracer's metadata about source lines: it is larger than a small graph and contains local paths."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.doc_string = None
@@ -181,9 +182,11 @@ def _forget_sources(model: ir.Model) -> None:
         value.doc_string = None
 
 
-def _give_norms_one_type(model: ir.Model) -> None:
-    """Cast what goes into a fused norm to the type of its scale: of half-precision models whose norms reckon in
-    float32 the exporter's fusion makes norms of two types, which onnx rejects."""
+def _cast_norm_inputs(model: ir.Model) -> None:
+    """Cast the input of each fused norm to the type of its scale.
+
+    For half-precision models whose norms compute in float32, the fusion creates norms with two types, which onnx
+    rejects."""
     for node in list(model.graph):
         if node.op_type != "RMSNormalization":
             continue
@@ -203,18 +206,16 @@ def _name_dimensions(model: ir.Model, signature: Signature) -> None:
         for value, tensor in zip(values, tensors, strict=True):
             shape = value.shape
             if shape is None or len(shape) != len(tensor.shape):
-                raise UntraceableModel(f"{tensor.name} was traced with shape {shape}: the contract says {tensor.shape}")
+                raise UntraceableModel(f"{tensor.name} was traced with shape {shape}: expected {tensor.shape}")
             for axis, size in enumerate(tensor.shape):
                 traced = shape[axis]
                 if isinstance(size, str) == isinstance(traced, int):
-                    raise UntraceableModel(
-                        f"{tensor.name} was traced with shape {shape}: the contract says {tensor.shape}"
-                    )
+                    raise UntraceableModel(f"{tensor.name} was traced with shape {shape}: expected {tensor.shape}")
             value.shape = ir.Shape(tensor.shape)
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause in one line: the exporter wraps what went wrong in pages of advice."""
+    """The innermost cause in one line; torch's exporter wraps it in long advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -223,7 +224,7 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's own chatter off the user's terminal; what fails is raised, not printed."""
+    """Silence torch's exporter inside the block; errors are still raised."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,1 +1,1 @@
-"""Graphs: what a compiled model looks like, apart from any file format and any session."""
+"""Graphs: transformers models as PyTorch modules with the inputs and outputs of exported graphs."""

@@ -1,4 +1,4 @@
-"""Calibration: how the inputs of a model's linear layers are scaled, from what they are on texts that the model reads."""
+"""Calibration: choose the activation scales of a model's linear layers from activations on calibration texts."""
 
 from __future__ import annotations
 
@@ -14,60 +14,64 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.int8 import InputScale, LinearScales, best_scales, quantize_rows
 
-# A fixed scale keeps this many times the largest value that was seen. Behind a norm that is ample; elsewhere a few tokens reach
-# hundreds of times what others do: one down projection of a 135M model has inputs of up to 3,065 where most stay below 40.
-_HEADROOM_BEHIND_NORMS = 2.0
+# The clipping range of a static scale is the largest calibrated value times this headroom. Elsewhere than behind norms,
+# a few tokens reach hundreds of times the usual values: one down projection of a 135M model has inputs of up to 3,065
+# where most stay below 40.
+_NORM_HEADROOM = 2.0
 _HEADROOM = 8.0
-# A fixed scale keeps at most this many times the size of a usual row, so that the steps of two limbs stay below 0.2 % of it;
-# beyond it each row is scaled by itself.
-_WIDEST = 64.0
-# Scales are moved between channels of an input and their weights by these powers of the channels' sizes.
-_POWERS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.75)
-_ALIKE = 0.02  # a module whose output differs from a norm's by less is one
+# A static scale covers at most this multiple of the median row's root mean square, so that the steps of two limbs stay
+# below 0.2 % of it. Inputs with a larger range get a dynamic scale per row.
+_MAX_RANGE = 64.0
+# Smoothing factors are powers of the channels' sizes; these exponents are tried.
+_SMOOTHING_EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.75)
+_NORM_TOLERANCE = 0.02  # largest relative difference from a norm's formula with which a module counts as a norm
 _EPSILON = 1e-6
-_ROWS = 256  # of a weight, from which the power is chosen
+_SAMPLED_ROWS = 256  # of a weight, for choosing the smoothing exponent
 _TEXTS = 8
-_LENGTH = 48  # tokens of a text that the model writes itself
+_LENGTH = 48  # generated tokens per calibration text
 
 
 @dataclass(frozen=True, eq=False)
 class _SharedInput:
-    """The linear modules that are given the same rows, and what was seen of these rows."""
+    """Linear modules that receive the same activations, and statistics of these activations."""
 
     names: tuple[str, ...]
-    largest: Tensor  # of each channel
-    sizes: Tensor  # root mean square of each channel over rows of size 1
-    usual: float  # root mean square of the middle row
-    reach: Tensor | None  # what no channel can exceed, if the rows come from a norm
+    channel_max: Tensor  # largest magnitude of each channel
+    channel_rms: Tensor  # root mean square of each channel, over rows that were normalized to a root mean square of 1
+    median_rms: float  # median of the rows' root mean squares
+    norm_bound: Tensor | None  # largest magnitude that each channel can have, if the activations come from a norm
 
 
 def calibrate(
-    model: PreTrainedModel, modules: Mapping[str, nn.Linear], texts: Sequence[Tensor], limbs: int, fixed: frozenset[str]
+    model: PreTrainedModel, modules: Mapping[str, nn.Linear], texts: Sequence[Tensor], limbs: int, tied: frozenset[str]
 ) -> dict[str, LinearScales]:
-    """The scales of each of these modules. Those that are given the same rows share the scale of their input, so that the rows
-    are rounded once; those in `fixed`, whose weights have another use, keep their channels and their weights' scales."""
+    """The scales of each module. Modules with the same input share its scale, so that the input is quantized once.
+
+    Modules in `tied` share their weight with the input embedding: they get neither smoothing nor weight scales."""
     found = {}
     for shared in _shared_inputs(model, modules, texts):
         weights = [modules[name].weight for name in shared.names]
-        move = None
-        if not fixed & set(shared.names) and (limbs == 2 or shared.reach is not None):
-            move = _move(weights, shared.sizes)
-        scale = InputScale(_bound(shared, move, limbs), move)
+        smoothing = None
+        if not tied & set(shared.names) and (limbs == 2 or shared.norm_bound is not None):
+            smoothing = _smoothing(weights, shared.channel_rms)
+        scale = InputScale(_static_clip(shared, smoothing, limbs), smoothing)
         for name, weight in zip(shared.names, weights, strict=True):
-            found[name] = LinearScales(scale, None if name in fixed else _outputs(weight, shared.sizes, move))
-    # experts that no text reached
+            found[name] = LinearScales(
+                scale, None if name in tied else _weight_scales(weight, shared.channel_rms, smoothing)
+            )
+    # experts that no calibration text was routed to
     return found | {name: LinearScales(InputScale(None)) for name in modules.keys() - found.keys()}
 
 
 def calibration_texts(model: PreTrainedModel, prompts: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Texts to calibrate with, each of rows x tokens: what the model writes behind single tokens, and behind the prompts."""
+    """Calibration texts (batch x tokens): greedy completions of random single tokens and of the given prompts."""
     vocab = int(model.config.get_text_config().vocab_size)
     first = torch.randint(0, vocab, (_TEXTS, 1), generator=torch.Generator().manual_seed(0))
-    return [_continued(model, prompt.to(model.device)) for prompt in (first, *prompts)]
+    return [_completed(model, prompt.to(model.device)) for prompt in (first, *prompts)]
 
 
-def _continued(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """What the model writes behind the end of a prompt, within the positions that it has."""
+def _completed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The end of a prompt and its greedy completion, within the model's maximum number of positions."""
     positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
     length = max(1, min(_LENGTH, positions // 2))
     ids = ids[:, -(positions - length) :]
@@ -84,122 +88,129 @@ def _continued(model: PreTrainedModel, ids: Tensor) -> Tensor:
     )
 
 
-def _bound(shared: _SharedInput, move: Tensor | None, limbs: int) -> float | None:
-    """The largest magnitude that is kept of all rows; none: each row has its own."""
+def _static_clip(shared: _SharedInput, smoothing: Tensor | None, limbs: int) -> float | None:
+    """The clipping range of a static scale, or None for a dynamic scale per row."""
     if limbs == 1:
-        return None  # 8 bits are too few to spare some for rows that were not seen
-    divisor = torch.ones_like(shared.largest) if move is None else move
-    usual = shared.usual * float((shared.sizes / divisor).norm() / shared.sizes.norm())
-    seen = float((shared.largest / divisor).max())
-    bound = _HEADROOM * seen
-    if shared.reach is not None:
-        bound = min(_HEADROOM_BEHIND_NORMS * seen, float((shared.reach / divisor).max()))
-    return bound if 0 < bound <= _WIDEST * usual else None
+        return None  # 8 bits are too few for headroom
+    divisor = torch.ones_like(shared.channel_max) if smoothing is None else smoothing
+    median = shared.median_rms * float((shared.channel_rms / divisor).norm() / shared.channel_rms.norm())
+    largest = float((shared.channel_max / divisor).max())
+    clip = _HEADROOM * largest
+    if shared.norm_bound is not None:
+        clip = min(_NORM_HEADROOM * largest, float((shared.norm_bound / divisor).max()))
+    return clip if 0 < clip <= _MAX_RANGE * median else None
 
 
-def _move(weights: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
-    """What the channels of an input are divided by so that the error of rounded weights matters least."""
-    sizes = sizes.clamp(min=1e-8)
-    relative = sizes / sizes.log().mean().exp()
-    sample = [weight.detach()[:: max(1, len(weight) // _ROWS)].float() for weight in weights]
+def _smoothing(weights: Sequence[Tensor], channel_rms: Tensor) -> Tensor | None:
+    """Smoothing factors of an input's channels with the least error from quantized weights; None: no smoothing."""
+    channel_rms = channel_rms.clamp(min=1e-8)
+    relative = channel_rms / channel_rms.log().mean().exp()
+    sample = [weight.detach()[:: max(1, len(weight) // _SAMPLED_ROWS)].float() for weight in weights]
     best, least = None, math.inf
-    for power in _POWERS:
-        move = relative**power
-        error = sum(float((_rounding_error(weight * move) / move * sizes).square().sum()) for weight in sample)
+    for exponent in _SMOOTHING_EXPONENTS:
+        factors = relative**exponent
+        errors = ((_quantization_error(weight * factors) / factors * channel_rms).square().sum() for weight in sample)
+        error = sum(map(float, errors))
         if error < least:
-            best, least = (None if power == 0 else move), error
+            best, least = (None if exponent == 0 else factors), error
     return best
 
 
-def _outputs(weight: Tensor, sizes: Tensor, move: Tensor | None) -> Tensor:
-    """The scales of a weight's outputs, once scales were moved into it."""
-    if move is None:
-        return best_scales(weight.detach(), sizes)
-    return best_scales(weight.detach().float() * move, sizes / move)
+def _weight_scales(weight: Tensor, channel_rms: Tensor, smoothing: Tensor | None) -> Tensor:
+    """The scale of each output channel of a weight after smoothing."""
+    if smoothing is None:
+        return best_scales(weight.detach(), channel_rms)
+    return best_scales(weight.detach().float() * smoothing, channel_rms / smoothing)
 
 
-def _rounding_error(weight: Tensor) -> Tensor:
+def _quantization_error(weight: Tensor) -> Tensor:
     codes, scale = quantize_rows(weight)
     return codes.float() * scale[:, None] - weight
 
 
-class _Tally:
-    """What was seen of the rows that some modules share."""
+class _InputStatistics:
+    """Running statistics of the activations that some modules share."""
 
     def __init__(self) -> None:
-        self._reach: Tensor | None = None
-        self._largest: list[Tensor] = []
+        self._norm_bound: Tensor | None = None
+        self._channel_max: list[Tensor] = []
         self._squares: list[Tensor] = []
-        self._sizes: list[Tensor] = []  # root mean square of each row
+        self._row_rms: list[Tensor] = []
 
-    def add(self, states: Tensor, reach: Tensor | None) -> None:
+    def add(self, states: Tensor, norm_bound: Tensor | None) -> None:
         rows = states.detach().flatten(0, -2).float()
-        self._reach = reach
-        sizes = rows.square().mean(dim=-1).sqrt()
-        self._largest.append(rows.abs().amax(dim=0))
-        # every row counts the same: one that is 1000 times as large as others would decide alone
-        self._squares.append((rows / sizes.clamp(min=1e-12)[:, None]).square().sum(dim=0))
-        self._sizes.append(sizes)
+        self._norm_bound = norm_bound
+        row_rms = rows.square().mean(dim=-1).sqrt()
+        self._channel_max.append(rows.abs().amax(dim=0))
+        # Each row has the same weight: without normalization, one row that is 1000 times as large would decide alone.
+        self._squares.append((rows / row_rms.clamp(min=1e-12)[:, None]).square().sum(dim=0))
+        self._row_rms.append(row_rms)
 
-    def shared(self, names: tuple[str, ...]) -> _SharedInput:
-        sizes = torch.cat(self._sizes)
-        channels = (torch.stack(self._squares).sum(dim=0) / sizes.numel()).sqrt()
-        return _SharedInput(names, torch.stack(self._largest).amax(dim=0), channels, float(sizes.median()), self._reach)
+    def shared_input(self, names: tuple[str, ...]) -> _SharedInput:
+        row_rms = torch.cat(self._row_rms)
+        channel_rms = (torch.stack(self._squares).sum(dim=0) / row_rms.numel()).sqrt()
+        channel_max = torch.stack(self._channel_max).amax(dim=0)
+        return _SharedInput(names, channel_max, channel_rms, float(row_rms.median()), self._norm_bound)
 
 
 def _shared_inputs(
     model: PreTrainedModel, modules: Mapping[str, nn.Linear], texts: Sequence[Tensor]
 ) -> list[_SharedInput]:
-    tallies: dict[tuple[str, ...], _Tally] = {}
+    """The groups of modules that receive the same activations on these texts, with statistics."""
+    statistics: dict[tuple[str, ...], _InputStatistics] = {}
     for text in texts:
-        with _watched(model, modules) as (inputs, outputs), torch.no_grad():
+        with _recorded(model, modules) as (inputs, norm_outputs), torch.no_grad():
             model(input_ids=text, use_cache=False)
-        together: dict[int, list[str]] = {}
+        groups: dict[int, list[str]] = {}
         for name, states in inputs.items():
-            together.setdefault(id(states), []).append(name)
-        for names in map(tuple, together.values()):
+            groups.setdefault(id(states), []).append(name)
+        for names in map(tuple, groups.values()):
             states = inputs[names[0]]
-            tallies.setdefault(names, _Tally()).add(states, outputs.get(id(states), (states, None))[1])
-    found, taken = [], set[str]()
-    for names, tally in tallies.items():
-        left = tuple(name for name in names if name not in taken)  # experts may meet in one text and not in another
-        if left:
-            found.append(tally.shared(left))
-            taken.update(left)
+            bound = norm_outputs.get(id(states), (states, None))[1]
+            statistics.setdefault(names, _InputStatistics()).add(states, bound)
+    found, assigned = [], set[str]()
+    for names, entry in statistics.items():
+        # a text may reach an expert that another text does not reach, so groups can overlap
+        remaining = tuple(name for name in names if name not in assigned)
+        if remaining:
+            found.append(entry.shared_input(remaining))
+            assigned.update(remaining)
     return found
 
 
 @contextmanager
-def _watched(
+def _recorded(
     model: PreTrainedModel, modules: Mapping[str, nn.Linear]
 ) -> Iterator[tuple[dict[str, Tensor], dict[int, tuple[Tensor, Tensor | None]]]]:
-    """What the modules are given while the model runs, by name, and what its norms give and its channels cannot exceed, by
-    the identity of the tensor."""
+    """Record activations while the model runs: the modules' inputs by name, and by `id` of the tensor each norm's
+    output with the bound of its channels."""
     inputs: dict[str, Tensor] = {}
-    outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
+    norm_outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
 
-    def note(name: str) -> Any:
-        return lambda module, given: inputs.__setitem__(name, given[0])
+    def record_input(name: str) -> Any:
+        return lambda module, arguments: inputs.__setitem__(name, arguments[0])
 
-    def give(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    def record_norm(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):
-            outputs[id(output)] = (output, _reach(module, given[0], output))
+            norm_outputs[id(output)] = (output, _norm_bound(module, arguments[0], output))
 
-    handles = [module.register_forward_pre_hook(note(name)) for name, module in modules.items()]
+    handles = [module.register_forward_pre_hook(record_input(name)) for name, module in modules.items()]
     handles += [
-        module.register_forward_hook(give)
+        module.register_forward_hook(record_norm)
         for module in model.modules()
         if isinstance(getattr(module, "weight", None), Tensor) and cast(Tensor, module.weight).dim() == 1
     ]
     try:
-        yield inputs, outputs
+        yield inputs, norm_outputs
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _reach(module: nn.Module, states: Tensor, output: Tensor) -> Tensor | None:
-    """What no channel of a norm's output can exceed; nothing if the module is no norm, whatever it is called."""
+def _norm_bound(module: nn.Module, states: Tensor, output: Tensor) -> Tensor | None:
+    """The largest magnitude of each channel of a norm's output; None if the module does not compute a norm.
+
+    Norms are recognized by their result, not by their class name."""
     weight = cast(Tensor, module.weight).float()
     bias = cast("Tensor | None", getattr(module, "bias", None))
     if output.shape[-1] != weight.numel():
@@ -209,6 +220,6 @@ def _reach(module: nn.Module, states: Tensor, output: Tensor) -> Tensor | None:
         normed = rows * (rows.square().mean(dim=-1, keepdim=True) + _EPSILON).rsqrt()
         for gain in (weight, 1 + weight):
             expected = normed * gain + offset
-            if float((output.float() - expected).norm()) <= _ALIKE * float(expected.norm()):
+            if float((output.float() - expected).norm()) <= _NORM_TOLERANCE * float(expected.norm()):
                 return math.sqrt(weight.numel()) * gain.abs() + offset.abs()
     return None

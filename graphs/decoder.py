@@ -1,4 +1,4 @@
-"""Decoder: an unmodified transformers causal LM as one graph module with the contract's inputs and outputs."""
+"""Decoder: an unmodified transformers causal LM as a module with the graph inputs and outputs of `Signature`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.traits import (
     Traits,
     UnsupportedModel,
+    class_name,
     dtype_name,
-    name_of,
+    model_errors,
     probe,
-    reasons,
     refuse_by_config,
     replaced_sdpa,
 )
@@ -26,27 +26,27 @@ from spaceport.graphs.weight_quantization import UNQUANTIZED, Quantization
 
 AttentionImplementation = Literal["plain", "operator"]
 
-_EXPERTS = "batched_mm"  # transformers' form of mixture-of-experts layers whose graph does not depend on the routing
+_EXPERTS = "batched_mm"  # transformers' experts implementation whose graph does not depend on the routing
 
 
 class Decoder(nn.Module):
-    """The graph: rows and KV buffers in, logits of the wanted rows and the same buffers out."""
+    """The module that is exported: rows and KV buffers in, logits of the requested rows and the same buffers out."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         signature: Signature,
-        form: AttentionImplementation,
+        attention_implementation: AttentionImplementation,
         traits: Traits,
         quantization: Quantization,
     ) -> None:
         super().__init__()
         self.model = model
         self.signature = signature
-        self.form = form
+        self.attention_implementation = attention_implementation
         self.quantization = quantization
         self._repeats = traits.repeats
-        self._entrance = traits.attention_hook
+        self._attention_hook = traits.attention_hook
         if traits.attention_hook == "interface":
             model.set_attn_implementation(attention.NAME)
 
@@ -56,14 +56,16 @@ class Decoder(nn.Module):
         visible = named["attention_mask"]
         if self.signature.window:
             visible = torch.cat((visible, named["sliding_attention_mask"]), dim=1)
-        mask = visible if self.form == "operator" else attention.additive_mask(visible, past[0].dtype)
-        cache = kv.SlotCache(past, self._write(named["slot_ids"]), visible.shape[-1], self._repeats)
-        wanted = named["logit_rows"]
+        mask = (
+            visible if self.attention_implementation == "operator" else attention.additive_mask(visible, past[0].dtype)
+        )
+        cache = kv.SlotCache(past, self._writer(named["slot_ids"]), visible.shape[-1], self._repeats)
+        logit_rows = named["logit_rows"]
 
-        def gathered(hidden: Tensor) -> Tensor:  # B x T x hidden becomes B x R x hidden
-            return torch.gather(hidden, 1, wanted[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        def select_rows(hidden: Tensor) -> Tensor:  # B x T x hidden becomes B x R x hidden
+            return torch.gather(hidden, 1, logit_rows[:, :, None].expand(-1, -1, hidden.shape[-1]))
 
-        with replaced_sdpa(self._entrance, attention.scaled_dot_product), rows_selected(self.model, gathered):
+        with replaced_sdpa(self._attention_hook, attention.scaled_dot_product), rows_selected(self.model, select_rows):
             output = self.model(
                 input_ids=named["input_ids"],
                 position_ids=named["position_ids"],
@@ -73,23 +75,26 @@ class Decoder(nn.Module):
             )
         return (output.logits.float(), *cast(list[Tensor], cache.present))
 
-    def _write(self, slot_ids: Tensor) -> kv.Write:
+    def _writer(self, slot_ids: Tensor) -> kv.Write:
         if self.signature.lowering == "scatter":
             return kv.Scatter(slot_ids, self.signature.kv_heads)
         return kv.Append(slot_ids)
 
 
 def decoder_of(
-    model: PreTrainedModel, lowering: Lowering, form: AttentionImplementation, quantization: Quantization = UNQUANTIZED
+    model: PreTrainedModel,
+    lowering: Lowering,
+    attention_implementation: AttentionImplementation,
+    quantization: Quantization = UNQUANTIZED,
 ) -> tuple[Decoder, Traits]:
-    """The model as a graph module, proven equal to the unmodified model, and what is known of it."""
+    """The model as an exportable module, checked against the unmodified model, and its traits."""
     refuse_by_config(model)
     model = model.eval()
     with torch.no_grad():
         traits = probe(model)
-        if form == "operator" and traits.attention_hook == "eager":
+        if attention_implementation == "operator" and traits.attention_hook == "eager":
             raise UnsupportedModel(
-                f"{name_of(model)} has an attention of its own that cannot be replaced: use plain attention"
+                f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention"
             )
         ids = comparison_ids(model, traits)
         expected = unmodified_logits(model, ids, traits)
@@ -105,15 +110,17 @@ def decoder_of(
             lowering,
             traits.window,
         )
-        decoder = Decoder(model, signature, form, traits, quantization)
-        with reasons(model):
-            _prove(decoder, ids, expected)
+        decoder = Decoder(model, signature, attention_implementation, traits, quantization)
+        with model_errors(model):
+            _compare(decoder, ids, expected)
     return decoder, traits
 
 
 def freeze_rotary(model: PreTrainedModel) -> None:
-    """Keep rotary frequencies at their first values: some kinds change them with the length of the text seen so far,
-    and then what is cached would depend on how the text was cut into steps."""
+    """Fix rotary frequencies at those of short texts.
+
+    Some kinds change them with the length of the text so far; cached keys would then depend on how the text was split
+    into steps."""
 
     def frozen(kind: str) -> str:
         return "default" if "dynamic" in kind or kind == "longrope" else kind
@@ -126,35 +133,37 @@ def freeze_rotary(model: PreTrainedModel) -> None:
             module.rope_type = {layer: frozen(value) for layer, value in kind.items()}  # type: ignore[assignment]
 
 
-def _prove(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
-    """Feed a text in two calls, the second in no order, and hold the logits against the unmodified model's."""
+def _compare(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
+    """Raise unless the logits equal the unmodified model's, for a text fed in two calls, the second in random order."""
     signature = decoder.signature
     length = ids.shape[1]
     half = length // 2
     capacity = visible_length(length)
     shape = (1, signature.kv_heads, capacity, signature.head_dim)
     past = [torch.zeros(shape, dtype=decoder.model.dtype, device=ids.device) for _ in signature.past]
-    dice = torch.Generator().manual_seed(1)
-    order = torch.cat((torch.arange(half), half + torch.randperm(length - half, generator=dice)))  # positions as fed
-    slots = torch.arange(capacity - length, capacity)  # of the rows as fed: a run up to the end of the buffer
+    generator = torch.Generator().manual_seed(1)
+    order = torch.cat(
+        (torch.arange(half), half + torch.randperm(length - half, generator=generator))
+    )  # positions in feeding order
+    slots = torch.arange(capacity - length, capacity)  # of the rows in feeding order: consecutive, at the buffer's end
     if signature.lowering == "scatter":
-        slots = torch.randperm(capacity, generator=dice)[:length]
-    before = order[:, None] - order[None, :]  # row x row: how many positions the second lies before the first
+        slots = torch.randperm(capacity, generator=generator)[:length]
+    distance = order[:, None] - order[None, :]  # row x row: positions from the second back to the first
     logits = torch.empty_like(expected)
     for start, end in ((0, half), (half, length)):
         visible = torch.zeros((1, 1, end - start, capacity), dtype=torch.bool)
-        near = torch.zeros_like(visible)
-        visible[0, 0, :, slots] = before[start:end] >= 0
-        near[0, 0, :, slots] = (before[start:end] >= 0) & (before[start:end] < (signature.window or length))
-        given = {
+        in_window = torch.zeros_like(visible)
+        visible[0, 0, :, slots] = distance[start:end] >= 0
+        in_window[0, 0, :, slots] = (distance[start:end] >= 0) & (distance[start:end] < (signature.window or length))
+        inputs = {
             "input_ids": ids[:, order[start:end].to(ids.device)],
             "position_ids": order[None, start:end],
             "slot_ids": slots[None, start:end],
             "attention_mask": visible,
-            "sliding_attention_mask": near,
+            "sliding_attention_mask": in_window,
             "logit_rows": torch.arange(end - start)[None],
         }
-        result = decoder(*(given[tensor.name].to(ids.device) for tensor in signature.rows), *past)
+        result = decoder(*(inputs[tensor.name].to(ids.device) for tensor in signature.rows), *past)
         logits[:, order[start:end].to(ids.device)] = result[0]
         past = list(result[1:])
     require_equal_logits(decoder.model, "as a graph", logits, expected)

@@ -1,8 +1,10 @@
-"""Int8: linear layers as integer products: what their weights and their inputs are rounded to.
+"""Int8: how linear layers are quantized to int8 weights and int8 activations, with reference implementations in
+PyTorch.
 
-A sum of integers does not depend on its order, so neither other rows nor the choice of a kernel can change a product.
-Inputs are rounded to one or two limbs of 8 bits: with one, the float noise of attention flips a rounding here and there and
-is multiplied by it; with two, the steps are 256 times finer.
+A sum of integers does not depend on the order of its terms, so neither other rows nor the choice of a kernel changes a
+result. An activation is stored as one or two limbs: integers of 8 bits. With one limb, floating-point noise from
+attention moves a value to the next quantization step here and there. With two limbs (high and low), the steps are 256
+times finer.
 """
 
 from __future__ import annotations
@@ -14,149 +16,153 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-MOST = 127  # largest magnitude of a weight, and of the high limb of an input within its bound
-LIMB = 256  # steps of the low limb in one of the high limb: a power of two, so that joining the limbs rounds once
-ZERO = 128  # an input's limbs are stored as unsigned bytes around it
-_SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75)  # of the scale that cuts nothing off
-_AT_ONCE = 1 << 18  # weights whose scales are searched together: their passes stay in the CPU's caches
-NEVER_ZERO = 1e-30  # added to the size of a row, so that a row of zeros can be divided by it
+INT8_MAX = 127  # largest magnitude of a quantized weight, and of the high limb of an activation that is not clipped
+LIMB_BASE = 256  # steps of the low limb per step of the high limb; a power of two, so that adding the limbs rounds once
+ZERO_POINT = 128  # activations are stored as uint8 with this zero point
+EPSILON = 1e-30  # added to the size of a row, so that a row of zeros can be divided by it
+_SCALE_FACTORS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75)  # tried, relative to the scale that clips nothing
+_SEARCH_CHUNK = 1 << 18  # weights whose scales are searched together: the arrays stay in the CPU's caches
 
 
 @dataclass(frozen=True, eq=False)
 class InputScale:
-    """How the input of a product is scaled before it is rounded."""
+    """How the input of a linear layer is scaled before it is quantized."""
 
-    # Largest magnitude that is kept, once `move` was divided by. None: each row is divided by its own size first.
-    bound: float | None
-    move: Tensor | None = None  # float32, inputs: a channel is divided by it, and its weights are multiplied by it
+    # Largest magnitude that a static scale represents, after smoothing. None: a dynamic scale for each row.
+    clip: float | None
+    # Float32, one factor per input channel, as in SmoothQuant: the channel is divided by it, its weights are multiplied
+    # by it.
+    smoothing: Tensor | None = None
 
-    def kept(self, inputs: int, limbs: int) -> float:
-        """The largest magnitude that is kept; of a row that was divided by its own size, the largest that it can have."""
-        if self.bound is not None:
-            return self.bound
+    def clip_range(self, inputs: int, limbs: int) -> float:
+        """Largest magnitude that is represented; for dynamic scales, of a row that was divided by its own size."""
+        if self.clip is not None:
+            return self.clip
         if limbs == 1:
             return 1.0
-        return math.sqrt(inputs) * (1.0 if self.move is None else float((1 / self.move).max()))
+        return math.sqrt(inputs) * (1.0 if self.smoothing is None else float((1 / self.smoothing).max()))
 
 
 @dataclass(frozen=True, eq=False)
 class LinearScales:
-    """How both sides of a product are scaled."""
+    """Scales of a linear layer's input and weight."""
 
     input: InputScale
-    outputs: Tensor | None = None  # float32, a scale per output of the weight; nothing: those that cut no weight off
+    weight: Tensor | None = None  # float32, one scale per output channel; None: the smallest scales that clip nothing
 
 
 @dataclass(frozen=True, eq=False)
 class IntegerLinear:
-    """A linear layer as a product of integers."""
+    """A linear layer with int8 weights and int8 activations."""
 
     codes: Tensor  # int8, inputs x outputs
     scale: Tensor  # float32, outputs
     input: InputScale
 
     @property
-    def values(self) -> Tensor:
-        """The weight that the product multiplies by: inputs x outputs, float32."""
-        values = self.codes.float() * self.scale
-        return values if self.input.move is None else values / self.input.move[:, None]
+    def dequantized(self) -> Tensor:
+        """The weight that the layer computes with: inputs x outputs, float32."""
+        weight = self.codes.float() * self.scale
+        return weight if self.input.smoothing is None else weight / self.input.smoothing[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedEmbedding:
-    """An embedding table in int8 with a scale per token."""
+    """An embedding table in int8 with one scale per token."""
 
     codes: Tensor  # int8, tokens x width
     scale: Tensor  # float32, tokens
 
     @property
-    def values(self) -> Tensor:
+    def dequantized(self) -> Tensor:
+        """The table that the model computes with: tokens x width, float32."""
         return self.codes.float() * self.scale[:, None]
 
 
 @dataclass(frozen=True)
 class IntegerModel:
-    """The products and tables of a model that are integers."""
+    """The int8 linear layers and the int8 input embedding of a model."""
 
-    limbs: int  # of the inputs
-    products: Mapping[str, IntegerLinear] = field(default_factory=dict)  # by the names of the linear modules
-    table: QuantizedEmbedding | None = None  # its input embedding
-    tied: bool = False  # the output embedding has the codes of the table
+    limbs: int  # per activation: 1 or 2
+    layers: Mapping[str, IntegerLinear] = field(default_factory=dict)  # by the names of the linear modules
+    embedding: QuantizedEmbedding | None = None  # input embedding
+    tied: bool = False  # whether the output embedding shares the codes of the input embedding
 
     @property
     def weights(self) -> int:
         """Number of weights that are stored in int8."""
-        table = self.table.codes.numel() if self.table is not None and not self.tied else 0
-        return table + sum(product.codes.numel() for product in self.products.values())
+        embedding = self.embedding.codes.numel() if self.embedding is not None and not self.tied else 0
+        return embedding + sum(layer.codes.numel() for layer in self.layers.values())
 
 
 def row_scales(weight: Tensor) -> Tensor:
-    """The smallest scale of each row of a matrix that cuts none of its values off."""
-    return (weight.float().abs().amax(dim=1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
+    """The smallest scale of each row of a matrix that clips none of its values."""
+    return (weight.float().abs().amax(dim=1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, int8, and scales of its rows that cut nothing off."""
+    """Int8 codes of a matrix, and one scale per row that clips nothing."""
     scale = row_scales(weight)
     return codes_of(weight, scale), scale
 
 
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
-    """Codes of a matrix, int8, with these scales of its rows."""
-    return (weight.float() / scale[:, None]).round_().clamp_(-MOST, MOST).to(torch.int8)
+    """Int8 codes of a matrix with the given scale of each row."""
+    return (weight.float() / scale[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
-def best_scales(weight: Tensor, sizes: Tensor) -> Tensor:
-    """The scale of each row that makes the smallest error of products with inputs whose channels have these sizes.
+def best_scales(weight: Tensor, channel_rms: Tensor) -> Tensor:
+    """The scale of each row that minimizes the output error for inputs whose channels have these sizes.
 
-    Weighted by the sizes, a smaller scale may cut off weights that matter little. By the plain squared error it cuts off those
-    that matter: mean KL of a 135M model 0.0040 with scales that cut nothing off, 0.0034 with these, 0.0043 with those.
+    With this weighting, a smaller scale may clip weights that matter little. The plain squared error would clip weights
+    that matter: mean KL divergence of a 135M model 0.0040 without clipping, 0.0034 with these scales, 0.0043 with the
+    plain error.
     """
     found = []
-    for rows in torch.split(weight.float(), max(1, _AT_ONCE // weight.shape[1])):
-        whole = row_scales(rows)
-        best, least = whole, torch.full_like(whole, torch.inf)
-        for share in _SHARES:
-            scale = whole * share
-            error = ((codes_of(rows, scale).float() * scale[:, None] - rows) * sizes).square().sum(dim=1)
+    for rows in torch.split(weight.float(), max(1, _SEARCH_CHUNK // weight.shape[1])):
+        unclipped = row_scales(rows)
+        best, least = unclipped, torch.full_like(unclipped, torch.inf)
+        for factor in _SCALE_FACTORS:
+            scale = unclipped * factor
+            error = ((codes_of(rows, scale).float() * scale[:, None] - rows) * channel_rms).square().sum(dim=1)
             best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
         found.append(best)
     return torch.cat(found)
 
 
-def quantize_linear(weight: Tensor, scale: LinearScales) -> IntegerLinear:
-    """A linear layer's weight (outputs x inputs) as a product of integers."""
-    moved = weight.float() if scale.input.move is None else weight.float() * scale.input.move
-    outputs = row_scales(moved) if scale.outputs is None else scale.outputs
-    return IntegerLinear(codes_of(moved, outputs).T.contiguous(), outputs, scale.input)
+def quantize_linear(weight: Tensor, scales: LinearScales) -> IntegerLinear:
+    """The int8 form of a linear layer's weight (outputs x inputs)."""
+    smoothed = weight.float() if scales.input.smoothing is None else weight.float() * scales.input.smoothing
+    scale = row_scales(smoothed) if scales.weight is None else scales.weight
+    return IntegerLinear(codes_of(smoothed, scale).T.contiguous(), scale, scales.input)
 
 
 def fake_quantize(states: Tensor, scale: InputScale, limbs: int) -> tuple[Tensor, int]:
-    """Rows (the last axis holds the inputs) as an integer product takes them, and the number of values that were cut off."""
-    moved = states if scale.move is None else states / scale.move
-    if scale.bound is not None:
-        rounded = _limbs(moved, scale.bound, limbs)
-        cut = int((moved.abs() > scale.bound * (1 + 1 / LIMB)).sum())
+    """Activations (last axis: input channels) quantized and dequantized, and the number of values that were clipped."""
+    smoothed = states if scale.smoothing is None else states / scale.smoothing
+    if scale.clip is not None:
+        quantized = _fake_quantize_limbs(smoothed, scale.clip, limbs)
+        clipped = int((smoothed.abs() > scale.clip * (1 + 1 / LIMB_BASE)).sum())
     else:
-        size = row_size(states if limbs == 2 else moved, limbs)
-        rounded = _limbs(moved / size, scale.kept(states.shape[-1], limbs), limbs) * size
-        cut = 0
-    return (rounded if scale.move is None else rounded * scale.move), cut
+        size = row_size(states if limbs == 2 else smoothed, limbs)
+        quantized = _fake_quantize_limbs(smoothed / size, scale.clip_range(states.shape[-1], limbs), limbs) * size
+        clipped = 0
+    return (quantized if scale.smoothing is None else quantized * scale.smoothing), clipped
 
 
 def row_size(states: Tensor, limbs: int) -> Tensor:
-    """What each row is divided by: its root mean square, which takes fewer operators, or where 8 bits must do its largest
-    magnitude."""
+    """The divisor of each row with a dynamic scale: with two limbs its root mean square, which takes fewer operators in
+    the graph; with one limb its largest magnitude, which uses all 8 bits."""
     if limbs == 2:
-        return (states.square().mean(dim=-1, keepdim=True) + NEVER_ZERO).sqrt()
-    return states.abs().amax(dim=-1, keepdim=True).clamp(min=NEVER_ZERO)
+        return (states.square().mean(dim=-1, keepdim=True) + EPSILON).sqrt()
+    return states.abs().amax(dim=-1, keepdim=True).clamp(min=EPSILON)
 
 
-def _limbs(states: Tensor, bound: float, limbs: int) -> Tensor:
-    """Values as the sum of their limbs; beyond the bound they are cut off."""
-    step = bound / MOST
-    high = (states / step).round().clamp(-ZERO, MOST) * step
+def _fake_quantize_limbs(states: Tensor, clip: float, limbs: int) -> Tensor:
+    """Values as the sum of their dequantized limbs; values beyond the clipping range are clipped."""
+    step = clip / INT8_MAX
+    high = (states / step).round().clamp(-ZERO_POINT, INT8_MAX) * step
     if limbs == 1:
         return high
-    low = step / LIMB
-    return high + ((states - high) / low).round().clamp(-ZERO, MOST) * low
+    low_step = step / LIMB_BASE
+    return high + ((states - high) / low_step).round().clamp(-ZERO_POINT, INT8_MAX) * low_step

@@ -1,4 +1,4 @@
-"""Output rows: only some rows of the hidden states reach the output embedding, since logits are wide."""
+"""Output rows: compute logits only for the rows that need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def rows_selected(model: PreTrainedModel, select: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let only some rows reach the output embedding: those that `select` takes of the hidden states, B x T x hidden."""
+    """Pass only the rows that `select` returns from the hidden states (B x T x hidden) to the output embedding."""
 
     def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (hidden, *others) = arguments

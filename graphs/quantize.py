@@ -1,4 +1,4 @@
-"""Quantize: a model whose weights are rounded in place, so that from here on it computes with what its engines will."""
+"""Quantize: quantize a model in place, so that from then on PyTorch computes with the same weights as its engines."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ from spaceport.graphs.int8 import (
     quantize_linear,
     quantize_rows,
 )
-from spaceport.graphs.traits import UnsupportedModel, name_of
-from spaceport.graphs.weight_quantization import BLOCKS, Quantization, linear_modules, quantize_weight, quantize_weights
+from spaceport.graphs.traits import UnsupportedModel, class_name
+from spaceport.graphs.weight_quantization import (
+    BLOCKS,
+    Quantization,
+    linear_modules,
+    quantize_weight,
+    quantize_weights,
+)
 
 LIMBS: dict[Activations, int] = {"int8": 1, "int8x2": 2}
 
-# How the products of linear modules are scaled, by their names; those that are given the same rows share an input scale.
+# The scales of a model's linear modules, by name; modules with the same input share one input scale.
 ModelScales = Mapping[str, LinearScales]
 
 
@@ -41,8 +47,9 @@ def quantize_model(
     scales: ModelScales | None = None,
     prompts: tuple[Tensor, ...] = (),
 ) -> Quantization:
-    """Round the weights of a model. Integer products are scaled as `scales` says; without them, as the texts ask for that
-    the model writes behind the prompts."""
+    """Quantize the weights of a model in place.
+
+    Int8 layers use the given scales. Without scales, they are calibrated on completions of the prompts."""
     if weights == "int4" and activations == "int8":
         return _with_embeddings(model, quantize_weights(model, weights, lowering), BLOCKS[lowering])
     if weights != "int8" or activations == "float":
@@ -52,35 +59,38 @@ def quantize_model(
     for name, module in modules.items():
         if not bool(torch.isfinite(module.weight).all()):
             raise UnsupportedModel(
-                f"{name_of(model)}, {name}: its weight holds infinities or NaN: save the checkpoint again"
+                f"{class_name(model)}, {name}: its weight holds infinities or NaN: save the checkpoint again"
             )
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     if scales is None:
-        fixed = frozenset(name for name, module in modules.items() if module.weight is embedding.weight)
-        scales = calibrate(model, modules, calibration_texts(model, prompts), limbs, fixed)
+        tied = frozenset(name for name, module in modules.items() if module.weight is embedding.weight)
+        scales = calibrate(model, modules, calibration_texts(model, prompts), limbs, tied)
     if missing := sorted(modules.keys() - scales.keys()):
         raise InputFault(f"no scale of {missing[0]}: expected one for each of {len(modules)} linear layers")
-    return Quantization("int8", integers=_integers(model, modules, scales, limbs))
+    return Quantization("int8", integers=_integer_model(model, modules, scales, limbs))
 
 
 def _with_embeddings(model: PreTrainedModel, quantization: Quantization, blocks: Sequence[int]) -> Quantization:
-    """The same with the output embedding among the layers, and the input embedding in int8; tied ones are no longer tied."""
+    """Quantize also the output embedding (int4) and the input embedding (int8); tied embeddings are separated."""
     embedding, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
-    rounded = quantize_weight(head.weight, "int4", blocks) if type(head) is nn.Linear else None
-    if rounded is None:
+    quantized_head = quantize_weight(head.weight, "int4", blocks) if type(head) is nn.Linear else None
+    if quantized_head is None:
         return quantization
     (name,) = [name for name, module in model.named_modules() if module is head]
     table = QuantizedEmbedding(*quantize_rows(embedding.weight.detach()))
-    tied = table.codes.numel() if head.weight is embedding.weight else 0
-    head.weight = nn.Parameter(rounded.values.T.contiguous(), requires_grad=False)
-    embedding.weight.data.copy_(table.values)
+    untied_weights = table.codes.numel() if head.weight is embedding.weight else 0
+    head.weight = nn.Parameter(quantized_head.dequantized.T.contiguous(), requires_grad=False)
+    embedding.weight.data.copy_(table.dequantized)
     return replace(
-        quantization, layers={**quantization.layers, name: rounded}, table=table, extra_embedding_weights=tied
+        quantization,
+        layers={**quantization.layers, name: quantized_head},
+        embedding=table,
+        untied_weights=untied_weights,
     )
 
 
 def integer_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The modules that become integer products: linear ones with a weight of their own, and the output embedding."""
+    """The modules that become int8 layers, by name: linear modules with unshared weights, and the output embedding."""
     found = linear_modules(model)
     head = model.get_output_embeddings()
     if type(head) is nn.Linear:
@@ -88,48 +98,49 @@ def integer_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return found
 
 
-def _integers(
+def _integer_model(
     model: PreTrainedModel, modules: Mapping[str, nn.Linear], scales: ModelScales, limbs: int
 ) -> IntegerModel:
+    """Quantize these modules and the input embedding to int8, in place."""
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     tied = any(module.weight is embedding.weight for module in modules.values())
     table = QuantizedEmbedding(*quantize_rows(embedding.weight.detach()))
-    products = {}
+    layers = {}
     for name, module in modules.items():
         if module.weight is embedding.weight:
-            products[name] = IntegerLinear(table.codes.T, table.scale, scales[name].input)
+            layers[name] = IntegerLinear(table.codes.T, table.scale, scales[name].input)
         else:
-            products[name] = quantize_linear(module.weight.detach(), scales[name])
+            layers[name] = quantize_linear(module.weight.detach(), scales[name])
     for name, module in modules.items():
-        module.weight.data.copy_(products[name].values.T)
-    embedding.weight.data.copy_(table.values)
-    return IntegerModel(limbs, products, table, tied)
+        module.weight.data.copy_(layers[name].dequantized.T)
+    embedding.weight.data.copy_(table.dequantized)
+    return IntegerModel(limbs, layers, table, tied)
 
 
 class QuantizedInputs:
-    """Rounds the inputs of a model's linear modules as its engines do, while the model runs in PyTorch."""
+    """Hooks that quantize and dequantize the inputs of a model's int8 layers in PyTorch, as its engines do."""
 
     def __init__(self, model: PreTrainedModel, integers: IntegerModel) -> None:
-        self.count = 0  # that were rounded
-        self.clipped: dict[str, int] = {}  # values beyond the range of a fixed scale, by the name of the module
+        self.count = 0  # activations that were quantized so far
+        self.clipped: dict[str, int] = {}  # activations beyond the range of a static scale, by module name
         self._limbs = integers.limbs
-        for name, product in integers.products.items():
+        for name, layer in integers.layers.items():
             module = model.get_submodule(name)
-            if isinstance(module, GatedLinear):  # what adapters are given is not rounded
-                module.base_input = self._rounding(name, product.input)
+            if isinstance(module, GatedLinear):  # the input of the adapter itself is not quantized
+                module.base_input = self._quantizer(name, layer.input)
             else:
-                module.register_forward_pre_hook(self._hook(name, product.input))
+                module.register_forward_pre_hook(self._hook(name, layer.input))
 
     def _hook(self, name: str, scale: InputScale) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        rounding = self._rounding(name, scale)
-        return lambda module, given: (rounding(given[0]), *given[1:])
+        quantize = self._quantizer(name, scale)
+        return lambda module, arguments: (quantize(arguments[0]), *arguments[1:])
 
-    def _rounding(self, name: str, scale: InputScale) -> Callable[[Tensor], Tensor]:
-        def rounding(states: Tensor) -> Tensor:
-            rounded, cut = fake_quantize(states, scale, self._limbs)
+    def _quantizer(self, name: str, scale: InputScale) -> Callable[[Tensor], Tensor]:
+        def quantize(states: Tensor) -> Tensor:
+            quantized, clipped = fake_quantize(states, scale, self._limbs)
             self.count += states.numel()
-            if cut:
-                self.clipped[name] = self.clipped.get(name, 0) + cut
-            return rounded
+            if clipped:
+                self.clipped[name] = self.clipped.get(name, 0) + clipped
+            return quantized
 
-        return rounding
+        return quantize

@@ -1,1 +1,1 @@
-"""TensorRT: a bundle's graph as engines of TensorRT and TensorRT-RTX."""
+"""TensorRT: build TensorRT and TensorRT-RTX engines from the graph of a bundle."""

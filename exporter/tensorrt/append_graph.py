@@ -1,4 +1,4 @@
-"""Append graph: a bundle's model.onnx in memory, held against the contract and with its capacity fixed."""
+"""Append graph: load and check the graph of a bundle for TensorRT, with a fixed number of KV slots."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _NAMES = {dtype.onnx: name for name, dtype in DTYPES.items()}
 
 
 class UnbuildableGraph(InputFault):
-    """A graph that no engine can be built from; the message says where and what to do."""
+    """A graph from which no engine can be built; the message states the problem and what to do."""
 
 
 def append_graph(folder: Path, signature: Signature, capacity: int) -> onnx.ModelProto:
-    """The graph of a bundle with buffers of `capacity` slots; its weights stay in their file, nothing is written."""
+    """The graph of a bundle with KV buffers of `capacity` slots, without its weights; no file is changed."""
     refuse_scatter(folder, signature)
     path = folder / MODEL_FILE
     try:
         model = onnx.load(str(path), load_external_data=False)
     except (DecodeError, OSError) as error:
         raise UnbuildableGraph(f"{path}: cannot be read ({error}): export it again") from error
-    lint(model, signature, path)
+    check_graph(model, signature, path)
     fix_capacity(model, capacity)
     return model
 
 
 def refuse_scatter(folder: Path, signature: Signature) -> None:
-    """Raise for a bundle whose graph writes rows to any slots: TensorRT writes runs only, and in place only those."""
+    """Raise for a bundle with the scatter lowering: TensorRT can write in place only to consecutive slots."""
     if signature.lowering != "append":
         raise UnbuildableGraph(
-            f"{folder}: has the {signature.lowering} lowering, TensorRT needs append: export it with --lowering append"
+            f"{folder}: has the {signature.lowering} lowering, TensorRT needs append: export it again with --lowering append"
         )
 
 
-def lint(model: onnx.ModelProto, signature: Signature, path: Path) -> None:
-    """Raise if a graph is not, to the name, order, type and dimension, what the signature says, or writes elsewhere."""
+def check_graph(model: onnx.ModelProto, signature: Signature, path: Path) -> None:
+    """Raise unless inputs and outputs match the signature, and KV buffers are written in place by TensorScatter."""
     for kind, values, tensors in (
         ("input", model.graph.input, signature.inputs),
         ("output", model.graph.output, signature.outputs),
@@ -52,31 +52,30 @@ def lint(model: onnx.ModelProto, signature: Signature, path: Path) -> None:
             got, expected = _value(value), _tensor(tensor)
             if got != expected:
                 raise UnbuildableGraph(f"{path}: has the {kind} {got}, the manifest says {expected}: export it again")
-    _hold_together(model.graph, path)
+    _check_external_data(model.graph, path)
     writers = {node.output[0]: node for node in model.graph.node if node.op_type == "TensorScatter"}
     for past, present in zip(signature.past, signature.present, strict=True):
         writer = writers.get(present.name)
         if writer is None or writer.input[0] != past.name:
             raise UnbuildableGraph(
-                f"{path}: {present.name} is not {past.name} with rows written to it by TensorScatter, so the KV buffers "
-                "could not stay in place: export it again with --lowering append"
+                f"{path}: {present.name} is not {past.name} updated by TensorScatter, so KV buffers cannot be updated in "
+                "place: export it again with --lowering append"
             )
 
 
-def _hold_together(graph: onnx.GraphProto, path: Path) -> None:
-    """Raise if a weight lies in a file that nobody has looked at."""
+def _check_external_data(graph: onnx.GraphProto, path: Path) -> None:
+    """Raise if a weight is stored in a file other than the data file, whose digest the manifest records."""
     constants = (attribute.t for node in graph.node for attribute in node.attribute if attribute.HasField("t"))
     for tensor in (*graph.initializer, *constants):
-        for told in tensor.external_data:
-            if told.key == "location" and told.value != DATA_FILE:
+        for entry in tensor.external_data:
+            if entry.key == "location" and entry.value != DATA_FILE:
                 raise UnbuildableGraph(
-                    f"{path}: {tensor.name} lies in {told.value!r}, expected {DATA_FILE}, whose digest the manifest tells: "
-                    "export it again"
+                    f"{path}: {tensor.name} is stored in {entry.value!r}, expected {DATA_FILE}: export it again"
                 )
 
 
 def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
-    """Give the dimension of slots its number wherever it is named: TensorRT's KV update asks for it."""
+    """Replace the dynamic dimension S by a number: TensorRT's KV cache update needs a static size."""
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dimension in value.type.tensor_type.shape.dim:
             if dimension.dim_param == "S":
@@ -85,15 +84,15 @@ def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
 
 def _value(value: onnx.ValueInfoProto | None) -> str:
     if value is None:
-        return "nothing more"
+        return "(none)"
     kind = value.type.tensor_type
     shape = [size.dim_value if size.HasField("dim_value") else size.dim_param for size in kind.shape.dim]
-    return _told(value.name, _NAMES.get(kind.elem_type) or onnx.TensorProto.DataType.Name(kind.elem_type), shape)
+    return _described(value.name, _NAMES.get(kind.elem_type) or onnx.TensorProto.DataType.Name(kind.elem_type), shape)
 
 
 def _tensor(tensor: Tensor | None) -> str:
-    return "nothing more" if tensor is None else _told(tensor.name, tensor.dtype, tensor.shape)
+    return "(none)" if tensor is None else _described(tensor.name, tensor.dtype, tensor.shape)
 
 
-def _told(name: str, dtype: str, shape: Sequence[int | str]) -> str:
+def _described(name: str, dtype: str, shape: Sequence[int | str]) -> str:
     return f"{name} {dtype} [{', '.join(map(str, shape))}]"

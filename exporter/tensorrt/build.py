@@ -1,4 +1,4 @@
-"""Build: a bundle's graph becomes an engine in the bundle."""
+"""Build: build an engine from the graph of a bundle and store it in the bundle."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 from spaceport.exporter.atomic_folder import FolderKind, require_space
 from spaceport.exporter.tensorrt.append_graph import append_graph
 from spaceport.exporter.tensorrt.builder_monitor import OnProgress
-from spaceport.exporter.tensorrt.engines import found, name_of, require_writable, store
+from spaceport.exporter.tensorrt.engines import engine_name, find_engine, require_writable, store_engine
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, attention_of, build
 from spaceport.graphs.contract.manifest import EngineRecord, Manifest
 
 _ENGINE = FolderKind("engine", ".engine")
-_KERNELS = 64 << 20  # bytes that an engine takes beside its weights, generously
+_KERNELS = 64 << 20  # upper estimate of an engine's size without weights, in bytes
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """An engine of a bundle, and how it came there."""
+    """An engine in a bundle, and whether it was built or reused."""
 
     name: str
     record: EngineRecord
-    built: bool  # False: it was there already
-    decomposed: str = ""  # why attention layers run as matrix products, if any do
-    activation: int | None = None  # bytes that running it takes beside weights and buffers; nothing: not known
+    built: bool  # False: an existing engine was reused
+    decomposed: str = ""  # why attention runs as matmuls; empty if it is fused in all layers
+    activation: int | None = None  # activation memory in bytes; None: unknown
 
 
 def host_memory(manifest: Manifest) -> int:
-    """Bytes of this machine's memory that a build takes, nearly: 0.34 GB were measured for 4 MB of weights, 0.98 for 180."""
+    """Estimated host memory of a build in bytes; measured: 0.34 GB for 4 MB of weights, 0.98 GB for 180 MB."""
     return 4 * manifest.graph_bytes + (330 << 20)
 
 
@@ -38,36 +38,36 @@ def build_engine(
     folder: Path,
     manifest: Manifest,
     library: Library,
-    recipe: BuildOptions,
+    options: BuildOptions,
     reusable: Callable[[EngineRecord], bool] = lambda record: True,
-    begin: Callable[[], None] = lambda: None,
-    hear: OnProgress = lambda done, phase: None,
+    on_start: Callable[[], None] = lambda: None,
+    on_progress: OnProgress = lambda done, phase: None,
 ) -> BuildResult:
-    """The engine of a checked bundle for a target: built and stored, or the one that is there and was built alike."""
+    """Build and store an engine in a checked bundle, or return the existing engine with the same options."""
     graph, signature = manifest.graph, manifest.signature
-    name = name_of(graph, signature.vocab_size, library, recipe)
-    model = append_graph(folder, signature, recipe.shapes.capacity)
-    record = found(folder, manifest, name)
+    name = engine_name(graph, signature.vocab_size, library, options)
+    model = append_graph(folder, signature, options.shapes.capacity)
+    record = find_engine(folder, manifest, name)
     if record is not None and reusable(record):
         return BuildResult(name, record, False, attention_of(model, signature).reason if record.decomposed else "")
     require_writable(folder)
     require_space(folder, manifest.graph_bytes + _KERNELS, _ENGINE)
-    begin()
-    built = build(library, model, folder, signature, recipe, hear)
-    shapes = recipe.shapes
+    on_start()
+    built = build(library, model, folder, signature, options, on_progress)
+    shapes = options.shapes
     record = EngineRecord(
         sha256=hashlib.sha256(built.plan).hexdigest(),
         size=built.plan.nbytes,
         graph=graph,
         flavour=library.flavour,
         version=library.version,
-        target=recipe.target,
+        target=options.target,
         capacity=shapes.capacity,
         requests=shapes.requests,
         step_rows=shapes.step_rows,
         prompt_rows=shapes.prompt_rows,
-        refittable=recipe.refittable,
+        refittable=options.refittable,
         decomposed=built.attention.decomposed,
     )
-    store(folder, name, built.plan, record)
+    store_engine(folder, name, built.plan, record)
     return BuildResult(name, record, True, built.attention.reason, built.activation or None)

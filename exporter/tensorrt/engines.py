@@ -1,4 +1,4 @@
-"""Engines: what was built from a bundle's graph, kept in the bundle under all that it depends on."""
+"""Engines: store TensorRT engines in a bundle, named by a digest of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from spaceport.graphs.contract.manifest import (
     record_of,
 )
 
-_RECIPE = 2  # raised when engines of the same key come out in another way
-_ENGINE = ".engine"  # how names end; whatever else is there is somebody's own
+_BUILD_VERSION = 2  # increased when the same options build a different engine
+_ENGINE = ".engine"  # file suffix; other files in the folder are not touched
 
 
 class ChangedBundle(InputFault):
-    """A bundle that was exported again while an engine was built from it."""
+    """A bundle was exported again while an engine was built from it."""
 
 
-def name_of(graph: tuple[str, ...], vocab_size: int, library: Library, recipe: BuildOptions) -> str:
+def engine_name(graph: tuple[str, ...], vocab_size: int, library: Library, options: BuildOptions) -> str:
     """The file name of an engine: its target and a digest of everything that it depends on."""
     depends = {
-        "recipe": _RECIPE,
+        "recipe": _BUILD_VERSION,
         "graph": graph,
         "flavour": library.flavour,
         "version": library.version,
-        "target": recipe.target,
-        "shapes": asdict(recipe.shapes),
-        "profiles": profiles(recipe.shapes, vocab_size, recipe.mask_slots),
-        "workspace": recipe.workspace,
-        "refittable": recipe.refittable,
+        "target": options.target,
+        "shapes": asdict(options.shapes),
+        "profiles": profiles(options.shapes, vocab_size, options.mask_slots),
+        "workspace": options.workspace,
+        "refittable": options.refittable,
     }
     digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
-    return f"{recipe.target}-{digest[:12]}{_ENGINE}"
+    return f"{options.target}-{digest[:12]}{_ENGINE}"
 
 
 def require_writable(folder: Path) -> None:
-    """Raise if no engine could be put into a bundle, before one is built."""
-    for place in (folder, folder / ENGINES_FOLDER):
-        if place.exists() and not os.access(place, os.W_OK | os.X_OK):
-            raise InputFault(f"{place}: no permission to write in it: copy the bundle to where there is")
+    """Raise if an engine cannot be written into a bundle; called before the build."""
+    for path in (folder, folder / ENGINES_FOLDER):
+        if path.exists() and not os.access(path, os.W_OK | os.X_OK):
+            raise InputFault(f"{path}: no permission to write in it: copy the bundle to a folder that is writable")
 
 
-def found(folder: Path, manifest: Manifest, name: str) -> EngineRecord | None:
-    """The engine of this name, if it is in the bundle and whole."""
+def find_engine(folder: Path, manifest: Manifest, name: str) -> EngineRecord | None:
+    """The record of the engine with this name, if its file exists with the recorded digest."""
     record, file = manifest.engines.get(name), folder / ENGINES_FOLDER / name
     if record is None or not file.is_file():
         return None
@@ -67,42 +67,42 @@ def found(folder: Path, manifest: Manifest, name: str) -> EngineRecord | None:
         return record if record_of(stream) == record.file else None
 
 
-def store(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> None:
-    """Put an engine into a bundle and its manifest, and drop those that it stands for; all of it or nothing."""
+def store_engine(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> None:
+    """Add an engine to a bundle and its manifest, and remove the engines that it replaces; all or nothing."""
     with _locked(folder):
         manifest = manifest_of(json.loads((folder / MANIFEST_FILE).read_text("utf-8")))
         if record.graph != manifest.graph:
             raise ChangedBundle(f"{folder}: its graph was replaced while the engine was built: build it again")
         engines = folder / ENGINES_FOLDER
-        kept = {
-            other: told
-            for other, told in manifest.engines.items()
-            if other != name and not _stands_for(record, told) and (engines / other).is_file()
+        others = {
+            other: other_record
+            for other, other_record in manifest.engines.items()
+            if other != name and not _replaces(record, other_record) and (engines / other).is_file()
         }
-        written = replace(manifest, engines={**kept, name: record}, schema=SCHEMA)
-        # An interrupt waits. What may fail is done first: then two files take their places.
+        written = replace(manifest, engines={**others, name: record}, schema=SCHEMA)
+        # Interrupts are delayed. Both files are written before either is moved into place, since writing may fail.
         with (
             interrupts_deferred(),
-            _room_for_engines(engines),
+            _engines_folder(engines),
             _staged(engines / name, plan) as put_engine,
             _staged(folder / MANIFEST_FILE, written.as_json().encode()) as put_manifest,
         ):
             put_engine()
             put_manifest()
         for file in engines.iterdir():
-            if _is_ours(file) and file.name not in written.engines:
+            if _is_engine(file) and file.name not in written.engines:
                 file.unlink()
 
 
-def _stands_for(record: EngineRecord, told: EngineRecord) -> bool:
-    """Whether an engine of an earlier graph, or one that no runtime could tell from this one, makes room for it."""
-    alike = replace(told, sha256=record.sha256, size=record.size, decomposed=record.decomposed)
-    return told.graph != record.graph or alike == record
+def _replaces(record: EngineRecord, other: EngineRecord) -> bool:
+    """Whether the other engine is obsolete: built from an earlier graph, or indistinguishable for a runtime."""
+    same_file = replace(other, sha256=record.sha256, size=record.size, decomposed=record.decomposed)
+    return other.graph != record.graph or same_file == record
 
 
 @contextmanager
-def _room_for_engines(folder: Path) -> Iterator[None]:
-    """The folder of engines, which does not stay if it was made for one that came to nothing."""
+def _engines_folder(folder: Path) -> Iterator[None]:
+    """Create the folder of engines for the block; an empty folder is removed at its end."""
     folder.mkdir(exist_ok=True)
     try:
         yield
@@ -113,24 +113,24 @@ def _room_for_engines(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _staged(file: Path, content: bytes | memoryview) -> Iterator[Callable[[], None]]:
-    """Content on the disk that takes the place of `file` when the yielded function is called."""
+    """Content on the disk that replaces `file` when the yielded function is called."""
     with ExitStack() as stack:
         try:
             put = stack.enter_context(staged(file, content, durable=True))
         except OSError as error:
-            reason = f"{error.strerror} while {len(content) / 1e6:.1f} MB were written: make room and build again"
+            reason = f"{error.strerror} while {len(content) / 1e6:.1f} MB were written: free some space and build again"
             raise OSError(error.errno, reason, str(file)) from error
         yield put
 
 
-def _is_ours(file: Path) -> bool:
-    """Whether a file is an engine, or what a killed build left of one; earlier versions added `.partial` to its name."""
+def _is_engine(file: Path) -> bool:
+    """Whether a file is an engine, or left by a killed build; earlier versions left NAME.partial."""
     return file.name.endswith((_ENGINE, f"{_ENGINE}.partial")) or (is_partial(file) and _ENGINE in file.name)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone among those that change this bundle."""
+    """Lock a bundle against other processes that change it."""
     with locked_folder(folder) as descriptor:
         if not os.path.samestat(os.fstat(descriptor), folder.stat()):
             raise ChangedBundle(f"{folder}: was exported again while the engine was built: build it again")

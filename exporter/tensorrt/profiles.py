@@ -1,4 +1,4 @@
-"""Profiles: the ranges of shapes that an engine is built for, and the shapes that it is tuned to."""
+"""Profiles: the optimization profiles of an engine, one for decode steps and one for prefill."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from spaceport.graphs.contract.signature import STEP_ROWS, VISIBLE_STEP, logit_r
 
 MAX_REQUESTS = 1024
 
-# dimension of the contract -> least, tuned to, most
+# dimension -> minimum, optimum, maximum
 Profile = dict[str, tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """How much an engine takes in a call."""
+    """The maximum sizes of an engine's calls."""
 
-    capacity: int  # slots of a request
+    capacity: int  # KV slots per request
     requests: int
-    step_rows: int  # most rows of a request in a step that CUDA graphs are captured for
-    prompt_rows: int  # most rows of a request in any call
+    step_rows: int  # maximum rows per request in decode steps, for which CUDA graphs are captured
+    prompt_rows: int  # maximum rows per request in any call
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= MAX_REQUESTS:
@@ -29,24 +29,25 @@ class Shapes:
             raise OptionFault(f"the capacity is {self.capacity} slots: expected a multiple of {VISIBLE_STEP}")
         if not STEP_ROWS <= self.prompt_rows <= self.capacity:
             raise OptionFault(
-                f"--prompt-rows is {self.prompt_rows}: expected {STEP_ROWS}, the widest step that writes, to "
-                f"{self.capacity}, the slots of a request; raise --max-seq-len for more"
+                f"--prompt-rows is {self.prompt_rows}: expected {STEP_ROWS}, the maximum of a decode step, to "
+                f"{self.capacity}, the KV slots per request; raise --max-seq-len for more"
             )
         if not 1 <= self.step_rows <= self.prompt_rows:
             raise OptionFault(
-                f"--max-step-rows is {self.step_rows}: expected 1 to {self.prompt_rows}, the rows of a prompt"
+                f"--max-step-rows is {self.step_rows}: expected 1 to {self.prompt_rows}, the value of --prompt-rows"
             )
 
 
 def profiles(shapes: Shapes, vocab_size: int, mask_slots: int) -> tuple[Profile, Profile]:
-    """The profile of steps, tuned to the widest draft of one text, and that of prompts, tuned to a full chunk of one.
+    """The decode profile, tuned for the largest draft of one request, and the prefill profile, tuned for a full chunk
+    of one.
 
-    One text, since that is where latency is felt: what is fast for its rows is not slow for those of four. Its visible
-    length is taken to be half of what there is room for.
+    A single request is the case in which latency matters most; its kernels are not slow for the rows of four requests.
+    The tuned visible length is half of the capacity.
     """
     requests = (1, 1, shapes.requests)
     visible = (VISIBLE_STEP, visible_length(shapes.capacity // 2), shapes.capacity)
-    drafted = min((mask_slots + 1) ** 2, shapes.step_rows)  # a row and the mask slots behind each candidate
+    drafted = min((mask_slots + 1) ** 2, shapes.step_rows)  # the root and each candidate, with its mask slots
     most = logit_rows(shapes.prompt_rows, vocab_size)
     rows = (1, drafted, shapes.step_rows)
     return (

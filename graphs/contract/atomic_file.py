@@ -1,4 +1,4 @@
-"""Atomic file: a file whose new content is written beside it and put in its place in one step."""
+"""Atomic file: replace a file in one step, so that readers see the old content or the new content."""
 
 from __future__ import annotations
 
@@ -12,58 +12,59 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_NAME_BYTES = 100  # of a target's name that a partial name repeats: a file system allows 255 for the whole name
+_NAME_BYTES = 100  # of the target's name in the name of its temporary file; file systems allow 255 bytes per name
 
 
 def replace_text(target: Path, text: str, durable: bool = False) -> None:
-    """Replace a file by this text in UTF-8, its line ends as they are."""
+    """Replace a file with this text in UTF-8, without converting line ends."""
     replace_bytes(target, text.encode(), durable)
 
 
 def replace_bytes(target: Path, content: bytes | memoryview, durable: bool = False) -> None:
-    """Replace a file by these bytes; a durable content is on the disk before and after it takes its place."""
+    """Replace a file with these bytes; with `durable`, content and rename are flushed to the disk."""
     with staged(target, content, durable) as commit:
         commit()
 
 
 @contextmanager
 def replacing(target: Path, durable: bool = False) -> Iterator[BinaryIO]:
-    """A stream whose content replaces a file when the block ends well, and is removed when it does not."""
+    """A stream whose content replaces the file when the block ends without an error, and is removed otherwise."""
     with _partial_file(target) as partial:
         with partial.open("wb") as stream:
             yield stream
             _finish(stream, durable)
-        _put(partial, target, durable)
+        _replace(partial, target, durable)
 
 
 @contextmanager
 def staged(target: Path, content: bytes | memoryview, durable: bool = False) -> Iterator[Callable[[], None]]:
-    """Content that waits beside a file until the yielded function is called; it is removed if that never happens.
+    """Content in a temporary file; calling the yielded function replaces the target with it.
 
-    So several files can be written first, which may fail, and then all take their places.
+    If the function is not called, the temporary file is removed. Several files can so be written first, which may fail,
+    and then replaced together.
     """
     with _partial_file(target) as partial:
         with partial.open("wb") as stream:
             stream.write(content)
             _finish(stream, durable)
-        yield lambda: _put(partial, target, durable)
+        yield lambda: _replace(partial, target, durable)
 
 
 def partial_of(target: Path) -> Path:
-    """The file or folder beside a target in which this thread prepares what will take its place."""
+    """The path beside a target where this thread writes the temporary file or folder that will replace it."""
     return target.with_name(f"{_prefix(target)}{os.getpid()}-{threading.get_ident()}")
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a name is one that `partial_of` gives."""
+    """Whether a path is named like one of `partial_of`."""
     return re.fullmatch(r"\..+\.partial-.+-\d+-\d+", path.name) is not None
 
 
 def sweep(target: Path) -> None:
-    """Remove the partial files and folders of a target whose writers were killed on this machine."""
+    """Remove the temporary files and folders of a target whose writing processes on this machine no longer run."""
     own = partial_of(target).name
-    name = re.compile(re.escape(_prefix(target)) + r"(\d{1,9})(-\d+)?")  # earlier versions wrote no thread
-    with suppress(OSError):  # what cannot be listed or removed is in nobody's way
+    name = re.compile(re.escape(_prefix(target)) + r"(\d{1,9})(-\d+)?")  # earlier versions omitted the thread id
+    with suppress(OSError):  # leftovers do no harm
         for path in target.parent.iterdir():
             found = name.fullmatch(path.name)
             if found and (path.name == own or not _is_alive(int(found[1]))):
@@ -71,7 +72,7 @@ def sweep(target: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Flush a file's content, or a folder's directory entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,15 +96,15 @@ def _finish(stream: BinaryIO, durable: bool) -> None:
         os.fsync(stream.fileno())
 
 
-def _put(partial: Path, target: Path, durable: bool) -> None:
+def _replace(partial: Path, target: Path, durable: bool) -> None:
     partial.replace(target)
     if durable:
         flush(target.parent)
 
 
 def _prefix(target: Path) -> str:
-    """What all partial names of a target on this machine begin with; other machines may share the folder."""
-    name = os.fsencode(target.name)[:_NAME_BYTES].decode("utf-8", "ignore")  # no character cut in half
+    """Prefix of the temporary names of a target; it names this machine, since other machines may share the folder."""
+    name = os.fsencode(target.name)[:_NAME_BYTES].decode("utf-8", "ignore")  # without a truncated character
     return f".{name}.partial-{platform.node()}-"
 
 
@@ -112,7 +113,7 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # the process of another user
         return True
     return True
 

@@ -1,6 +1,6 @@
-"""Dtypes: the types that tensors of the contract have, and how each library names them.
+"""Dtypes: the tensor types of the graph contract, and what each library calls them.
 
-In torch and as text they have the names of this table: `getattr(torch, name)`.
+The names of the table are those of torch: `getattr(torch, name)`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Dtype:
-    """A type of tensors."""
+    """A tensor type."""
 
     bytes: int  # of one element
     onnx: int  # element type number: onnx.TensorProto.DataType
-    onnxruntime: str  # T in "tensor(T)", as sessions tell of their inputs and outputs
+    onnxruntime: str  # T in "tensor(T)", the type of session inputs and outputs
     tensorrt: str  # member of tensorrt.DataType
 
 

@@ -1,4 +1,4 @@
-"""JSON fields: values of parsed JSON, each with its path, that are read as what they must be or refused."""
+"""JSON fields: typed access to parsed JSON, with errors that name the path of the wrong value."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from spaceport.graphs.contract.faults import InputFault
 
 T = TypeVar("T")
 
-_LONGEST = 60  # characters of a value in a message
+_MAX_LENGTH = 60  # characters of a value in an error message
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for all values of one kind of file."""
+    """How values of one kind of file are checked and reported."""
 
     fault: type[InputFault]  # raised for a wrong value
-    advice: str = ""  # ends each message: what to do
-    end: int | None = None  # whole numbers are below it
+    advice: str = ""  # end of each error message: what to do
+    end: int | None = None  # exclusive upper limit of all whole numbers
 
 
 @dataclass(frozen=True)
 class JsonField:
-    """A value, its path, and the rules of its file."""
+    """A value of parsed JSON, its path, and the rules of its file."""
 
     value: object
     path: str
     rules: Rules
-    prefix: str | None = None  # of the paths of its entries; none: its own path and a dot
+    prefix: str | None = None  # path prefix of its entries; None: its own path and a dot
 
     def refuse(self, expected: str) -> NoReturn:
-        """Raise: this value is not what was expected."""
+        """Raise an error that shows the value and what was expected."""
         self.fail(f"is {short(self.value)}: expected {expected}")
 
-    def fail(self, wrong: str) -> NoReturn:
-        """Raise: this is wrong about the value."""
-        raise self.rules.fault(f"{self.path} {wrong}{self.rules.advice}")
+    def fail(self, problem: str) -> NoReturn:
+        """Raise an error with the value's path and this problem."""
+        raise self.rules.fault(f"{self.path} {problem}{self.rules.advice}")
 
     def or_none(self, read: Callable[[JsonField], T]) -> T | None:
         return None if self.value is None else read(self)
@@ -48,34 +48,33 @@ class JsonField:
         return cast(dict[str, Any], self.value)
 
     def entry(self, name: str) -> JsonField:
-        """An entry that must be there."""
+        """A required entry of an object."""
         if not isinstance(self.value, dict) or name not in self.value:
             self.refuse(f"an object with the entry {name!r}")
         return self.entry_or_null(name)
 
     def entry_or_null(self, name: str) -> JsonField:
-        """An entry; a missing one is null."""
+        """An optional entry of an object; null if it is missing."""
         prefix = f"{self.path}." if self.prefix is None else self.prefix
         return JsonField(self.object().get(name), f"{prefix}{name}", self.rules)
 
     def entries(self, kind: type) -> dict[str, JsonField]:
-        """The entries of an object that has those of a dataclass and no others."""
+        """The entries of an object that must have exactly the fields of a dataclass."""
         found, expected = set(self.object()), {part.name for part in fields(kind)}
-        for wrong, names in (("lacks", expected - found), ("has the unknown", found - expected)):
+        for problem, names in (("lacks", expected - found), ("has the unknown", found - expected)):
             if names:
-                self.fail(f"{wrong} {', '.join(map(ascii, sorted(names)))}: expected {', '.join(sorted(expected))}")
+                self.fail(f"{problem} {', '.join(map(ascii, sorted(names)))}: expected {', '.join(sorted(expected))}")
         return {name: self.entry(name) for name in expected}
 
     def members(self) -> dict[str, JsonField]:
-        """The entries of an object whose names are data, such as those of files."""
-        told = self.object()
-        return {name: JsonField(told[name], f"{self.path}[{name!r}]", self.rules) for name in told}
+        """The entries of an object with arbitrary names, such as file names."""
+        return {name: JsonField(value, f"{self.path}[{name!r}]", self.rules) for name, value in self.object().items()}
 
     def items(self, of: str = "") -> list[JsonField]:
-        """The items of a list; `of` says in a message what they are."""
+        """The items of a list; `of` names them in the error message."""
         if not isinstance(self.value, list):
             self.refuse(f"a list of {of}" if of else "a list")
-        return [JsonField(item, f"{self.path}[{place}]", self.rules) for place, item in enumerate(self.value)]
+        return [JsonField(item, f"{self.path}[{index}]", self.rules) for index, item in enumerate(self.value)]
 
     def each(self, read: Callable[[JsonField], T]) -> tuple[T, ...]:
         return tuple(read(item) for item in self.items())
@@ -109,11 +108,11 @@ class JsonField:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether a value of parsed JSON is a whole number of at least `least`; true and false are none."""
+    """Whether a value of parsed JSON is an integer of at least `least`; booleans do not count."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def short(value: object) -> str:
-    """A value as a message shows it."""
-    told = repr(value)
-    return told if len(told) <= _LONGEST else f"{told[: _LONGEST - 3]}..."
+    """A value as error messages show it, shortened to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."

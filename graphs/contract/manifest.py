@@ -1,4 +1,4 @@
-"""Manifest: what a bundle says of itself, as data; no files are touched here."""
+"""Manifest: the description of a bundle as data; this module reads no files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
-SCHEMA = 3  # 1 had no engines and weights of one type only, 2 no quantized activations or embeddings
+SCHEMA = 3  # 1: without engines and quantized weights; 2: without quantized activations and embeddings
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 MODEL_FILE = "model.onnx"
-DATA_FILE = f"{MODEL_FILE}.data"  # its weights
-SELECTION_FILE = "selection.onnx"  # from logits to the best tokens, for engines that select tokens
+DATA_FILE = f"{MODEL_FILE}.data"  # the weights of the graph
+SELECTION_FILE = "selection.onnx"  # graph from logits to the best tokens, for engines that select tokens
 ENGINES_FOLDER = "engines"
 
 MAX_MASK_SLOTS = 64
@@ -29,41 +29,42 @@ EMBEDDINGS: tuple[Embeddings, ...] = get_args(Embeddings)
 
 
 class ManifestError(InputFault):
-    """A manifest that says something which cannot be; the message says what."""
+    """An invalid manifest; the message states what is wrong."""
 
 
 class NewerSchema(ManifestError):
-    """A manifest that a later version of spaceport wrote."""
+    """A manifest with a newer schema, written by a later version of spaceport."""
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """The token ids that decoding goes by."""
+    """The special token ids of decoding."""
 
-    mask: tuple[int, ...] = ()  # none: a plain model; one: shared by all mask slots; else one for each mask slot
+    mask: tuple[int, ...] = ()  # empty: no mask slots; one id: shared by all mask slots; else one id per mask slot
     fork: int | None = None
     child: int | None = None
     end: tuple[int, ...] = ()
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Tokens that no text may ever hold."""
+        """Tokens that must never be generated."""
         return (*dict.fromkeys(self.mask), *((self.child,) if self.child is not None else ()))
 
     @property
     def fork_ids(self) -> tuple[int, ...]:
-        """The tokens with which a text goes on in another thread."""
+        """The tokens that fork a thread: one or none."""
         return () if self.fork is None else (self.fork,)
 
 
-# Drafts with which a token's logits are those of plain decoding up to the noise of float sums: of any shape, or only one
-# line of candidates in one thread at a time, whose logits are then those of plain decoding to the bit.
+# Draft shapes that do not change the output. "tree": any shape; logits equal those of plain decoding up to
+# floating-point noise. "chain": only a single chain of candidates in one thread at a time; its logits are bit-identical
+# to plain decoding.
 ExactDrafts = Literal["tree", "chain"]
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a bundle as it was when the bundle was written."""
+    """Digest and size of a file when the bundle was written."""
 
     sha256: str
     size: int
@@ -72,34 +73,34 @@ class FileRecord:
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
 
 FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
-LIBRARIES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # what is imported for each
+LIBRARIES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # Python modules
 
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """An engine that was built from a bundle's graph, and all that it depends on beside that graph."""
+    """A TensorRT engine of a bundle, and everything that it depends on."""
 
     sha256: str  # of the engine's file
     size: int
-    graph: tuple[str, ...]  # sha256 of model.onnx and of its data file, as they were when it was built
+    graph: tuple[str, ...]  # sha256 of model.onnx and of its data file at build time
     flavour: Flavour
-    version: str  # of the library that built it, and the only one that runs it
-    target: str  # what it runs on, such as sm89
-    capacity: int  # slots of a request
-    requests: int  # most requests of a call
-    step_rows: int  # most rows of a request in the profile of steps, which CUDA graphs are captured for
-    prompt_rows: int  # most rows of a request in the profile of prompts
+    version: str  # of the library that built it; no other version can run it
+    target: str  # GPU architecture, such as sm89
+    capacity: int  # KV slots per request
+    requests: int  # maximum requests per call
+    step_rows: int  # maximum rows per request in the decode profile, for which CUDA graphs are captured
+    prompt_rows: int  # maximum rows per request in the prefill profile
     refittable: bool = False
-    decomposed: int = 0  # attention layers that run as matrix products, since the library has no kernel for them
+    decomposed: int = 0  # layers whose attention runs as matmuls because the library has no fused kernel for it
 
     @property
     def file(self) -> FileRecord:
-        """The engine's file as it was when it was built."""
+        """Digest and size of the engine's file."""
         return FileRecord(self.sha256, self.size)
 
 
 def record_of(stream: BinaryIO) -> FileRecord:
-    """What is recorded of a file, read to its end."""
+    """Digest and size of a file, which is read to its end."""
     hasher, size = hashlib.sha256(), 0
     while block := stream.read(2**20):
         hasher.update(block)
@@ -109,7 +110,7 @@ def record_of(stream: BinaryIO) -> FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that a runtime needs to know of a bundle before it opens any other file of it."""
+    """The description of a bundle; a runtime reads it before any other file."""
 
     signature: Signature
     tokens: TokenIds
@@ -118,30 +119,32 @@ class Manifest:
     family: str  # model_type of the checkpoint's configuration
     parameters: int
     opset: int
-    attention: str  # "plain" or "operator"
+    attention: str  # "plain" (matmuls) or "operator" (ONNX Attention)
     special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... as chat templates use them
-    generation: dict[str, Any] = field(default_factory=dict)  # the checkpoint's generation_config, for the record
-    weights: Weights = "same"  # how the weights of its matrix products are stored: as the signature's dtype, or smaller
-    activations: Activations = "float"  # how the inputs of products with these weights are quantized
+    generation: dict[str, Any] = field(
+        default_factory=dict
+    )  # the checkpoint's generation_config.json, not used by the runtime
+    weights: Weights = "same"  # how linear layers' weights are stored; "same": in the signature's dtype
+    activations: Activations = "float"  # how the inputs of layers with quantized weights are quantized
     embeddings: Embeddings = "same"  # how the input and output embeddings are stored
     files: dict[str, FileRecord] = field(default_factory=dict)
-    engines: dict[str, EngineRecord] = field(default_factory=dict)  # by their names below `engines/`
+    engines: dict[str, EngineRecord] = field(default_factory=dict)  # by file name in `engines/`
     versions: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA  # as it was read; what is written is always the newest
+    schema: int = SCHEMA  # of the file that was read; new manifests have the newest schema
 
     @property
     def graph(self) -> tuple[str, ...]:
-        """The digests of the files that hold the graph: what an engine is built from."""
+        """SHA-256 digests of the files of the graph, from which engines are built."""
         return tuple(record.sha256 for record in self._graph_files)
 
     @property
     def graph_bytes(self) -> int:
-        """The size of the graph, nearly all of it weights."""
+        """The size of the graph and its weights."""
         return sum(record.size for record in self._graph_files)
 
     @property
     def exact_drafts(self) -> ExactDrafts:
-        """The drafts that change no text: 8-bit activations turn the noise of other slots into differences that count."""
+        """Draft shapes that do not change the output; 8-bit activations amplify the noise of another slot order."""
         return "chain" if self.activations == "int8" else "tree"
 
     @property
@@ -150,7 +153,7 @@ class Manifest:
 
     @property
     def integer_matmuls(self) -> bool:
-        """Whether its products have integers on both sides."""
+        """Whether linear layers multiply int8 weights with int8 activations."""
         return self.weights == "int8" and self.activations != "float"
 
     def as_dict(self) -> dict[str, Any]:
@@ -162,7 +165,7 @@ class Manifest:
 
 
 def manifest_of(data: object) -> Manifest:
-    """The manifest that parsed JSON holds, every part of it checked; nothing may be missing and nothing more be there."""
+    """The manifest in parsed JSON; raises if any part is invalid, missing or unknown."""
     found = JsonField(data, "manifest", Rules(ManifestError), prefix="")
     schema = found.entry_or_null("schema").whole(1)
     if schema > SCHEMA:
@@ -171,34 +174,34 @@ def manifest_of(data: object) -> Manifest:
         )
     older = {1: {"weights": "same", "engines": {}}, 2: {}}
     if schema in older:
-        entries = {**older[schema], "activations": "float", "embeddings": "same"}
-        found = replace(found, value={**entries, **found.object()})
-    told = found.entries(Manifest)
+        defaults = {**older[schema], "activations": "float", "embeddings": "same"}
+        found = replace(found, value={**defaults, **found.object()})
+    entries = found.entries(Manifest)
     manifest = Manifest(
         schema=schema,
-        signature=_signature(told["signature"]),
-        tokens=_tokens(told["tokens"]),
-        max_mask_slots=told["max_mask_slots"].whole(0),
-        max_positions=told["max_positions"].whole(1),
-        family=told["family"].text(),
-        parameters=told["parameters"].whole(0),
-        opset=told["opset"].whole(1),
-        attention=told["attention"].text(),
-        special_tokens=told["special_tokens"].texts(),
-        generation=told["generation"].object(),
-        weights=told["weights"].one_of(WEIGHTS),
-        activations=told["activations"].one_of(ACTIVATIONS),
-        embeddings=told["embeddings"].one_of(EMBEDDINGS),
-        files={name: _file(record) for name, record in told["files"].members().items()},
-        engines={name: _engine(name, record) for name, record in told["engines"].members().items()},
-        versions=told["versions"].texts(),
+        signature=_signature(entries["signature"]),
+        tokens=_tokens(entries["tokens"]),
+        max_mask_slots=entries["max_mask_slots"].whole(0),
+        max_positions=entries["max_positions"].whole(1),
+        family=entries["family"].text(),
+        parameters=entries["parameters"].whole(0),
+        opset=entries["opset"].whole(1),
+        attention=entries["attention"].text(),
+        special_tokens=entries["special_tokens"].texts(),
+        generation=entries["generation"].object(),
+        weights=entries["weights"].one_of(WEIGHTS),
+        activations=entries["activations"].one_of(ACTIVATIONS),
+        embeddings=entries["embeddings"].one_of(EMBEDDINGS),
+        files={name: _file(record) for name, record in entries["files"].members().items()},
+        engines={name: _engine(name, record) for name, record in entries["engines"].members().items()},
+        versions=entries["versions"].texts(),
     )
-    _hold_together(manifest)
+    _check_consistency(manifest)
     return manifest
 
 
-def _hold_together(manifest: Manifest) -> None:
-    """Raise where parts that are right by themselves do not fit each other: decoding would fail, or write nonsense."""
+def _check_consistency(manifest: Manifest) -> None:
+    """Raise if entries that are valid by themselves contradict each other."""
     tokens, slots, vocab = manifest.tokens, manifest.max_mask_slots, manifest.signature.vocab_size
     if slots > MAX_MASK_SLOTS:
         raise ManifestError(f"max_mask_slots is {slots}: expected at most {MAX_MASK_SLOTS}")
@@ -225,12 +228,12 @@ def _signature(found: JsonField) -> Signature:
 
 
 def _tokens(found: JsonField) -> TokenIds:
-    told = found.entries(TokenIds)
+    entries = found.entries(TokenIds)
     return TokenIds(
-        mask=_ids(told["mask"]),
-        fork=told["fork"].or_none(JsonField.whole),
-        child=told["child"].or_none(JsonField.whole),
-        end=_ids(told["end"]),
+        mask=_ids(entries["mask"]),
+        fork=entries["fork"].or_none(JsonField.whole),
+        child=entries["child"].or_none(JsonField.whole),
+        end=_ids(entries["end"]),
     )
 
 
@@ -241,26 +244,26 @@ def _ids(found: JsonField) -> tuple[int, ...]:
 
 
 def _file(found: JsonField) -> FileRecord:
-    told = found.entries(FileRecord)
-    return FileRecord(_digest(told["sha256"]), told["size"].whole(0))
+    entries = found.entries(FileRecord)
+    return FileRecord(_digest(entries["sha256"]), entries["size"].whole(0))
 
 
 def _engine(name: str, found: JsonField) -> EngineRecord:
-    told = found.entries(EngineRecord)
+    entries = found.entries(EngineRecord)
     if re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}\.engine", name) is None:
         raise ManifestError(
             f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
         )
     return EngineRecord(
-        sha256=_digest(told["sha256"]),
-        size=told["size"].whole(0),
-        graph=tuple(map(_digest, told["graph"].items("digests"))),
-        flavour=told["flavour"].one_of(FLAVOURS),
-        version=told["version"].text(),
-        target=told["target"].text(),
-        refittable=told["refittable"].boolean(),
-        **{part: told[part].whole(1) for part in ("capacity", "requests", "step_rows", "prompt_rows")},
-        decomposed=told["decomposed"].whole(0),
+        sha256=_digest(entries["sha256"]),
+        size=entries["size"].whole(0),
+        graph=tuple(map(_digest, entries["graph"].items("digests"))),
+        flavour=entries["flavour"].one_of(FLAVOURS),
+        version=entries["version"].text(),
+        target=entries["target"].text(),
+        refittable=entries["refittable"].boolean(),
+        **{part: entries[part].whole(1) for part in ("capacity", "requests", "step_rows", "prompt_rows")},
+        decomposed=entries["decomposed"].whole(0),
     )
 
 

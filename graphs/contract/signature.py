@@ -1,4 +1,4 @@
-"""Signature: the contract between a compiled graph and whoever feeds it."""
+"""Signature: the inputs and outputs of an exported graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Lowering = Literal["scatter", "append"]
 Precision = Literal["float32", "float16", "bfloat16"]
 
 Weights = Literal["same", "int8", "int4", "float8"]
-# How the inputs of products with quantized weights are quantized: not at all, to 8 bits, or to two numbers of 8 bits.
+# How the inputs of layers with quantized weights are quantized: to two 8-bit limbs, to 8 bits, or not at all.
 Activations = Literal["int8x2", "int8", "float"]
 
 LOWERINGS: tuple[Lowering, ...] = ("scatter", "append")
@@ -20,12 +20,12 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
 WEIGHTS: tuple[Weights, ...] = ("same", "int8", "int4", "float8")
 ACTIVATIONS: tuple[Activations, ...] = ("int8x2", "int8", "float")
 
-STEP_ROWS = 128  # most rows of a request in a step that writes, all its threads together
-# Tokens of a row that an engine selects: more than those that may not be written, and the candidates that a draft takes.
+STEP_ROWS = 128  # maximum rows per request in a decode step, over all its threads
+# Tokens per row that an engine selects: more than the forbidden tokens plus the candidates that a draft needs.
 BEST_TOKENS = 16
-LOGIT_BYTES = 32 << 20  # of logits of prompts' rows in a call: a whole prompt's would be gigabytes
+LOGIT_BYTES = 32 << 20  # logits per request in a prefill call; those of a whole prompt could be gigabytes
 
-# The visible length is rounded up to a multiple of this, so that few distinct shapes reach an engine.
+# The visible length is rounded up to a multiple of this, so that an engine sees few distinct shapes.
 VISIBLE_STEP = 64
 
 
@@ -40,9 +40,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Signature:
-    """The facts from which every input and output of a graph follows.
+    """The sizes and types that determine every input and output of a graph.
 
-    Dimensions: B requests, T rows, R rows whose logits come out, A visible length, S slots of a request.
+    Dimensions: B requests, T rows, R rows with logits, A visible length, S KV slots per request.
     """
 
     layers: int
@@ -51,7 +51,7 @@ class Signature:
     vocab_size: int
     dtype: Precision
     lowering: Lowering
-    window: int | None = None  # in positions: a row sees the last `window` positions, its own among them
+    window: int | None = None  # sliding attention window in positions, including the row's own
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "vocab_size"):
@@ -63,11 +63,11 @@ class Signature:
         if self.lowering not in LOWERINGS:
             raise ValueError(f"lowering is {self.lowering!r}: expected one of {', '.join(LOWERINGS)}")
         if self.window is not None and not is_whole(self.window, 1):
-            raise ValueError(f"window is {self.window!r}: expected nothing or a whole number of at least 1")
+            raise ValueError(f"window is {self.window!r}: expected null or a whole number of at least 1")
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """The inputs that describe the rows of a step, in the order of the graph."""
+        """The inputs that describe the rows of a step, in graph order."""
         return (
             Tensor("input_ids", "int64", ("B", "T")),
             Tensor("position_ids", "int64", ("B", "T")),
@@ -79,12 +79,12 @@ class Signature:
 
     @property
     def past(self) -> tuple[Tensor, ...]:
-        """The KV buffers as inputs: layer by layer, key before value."""
+        """The KV buffers as inputs: for each layer the key, then the value."""
         return self._buffers("past_key_values")
 
     @property
     def present(self) -> tuple[Tensor, ...]:
-        """The KV buffers as outputs: the same memory as `past`, in the same order."""
+        """The KV buffers as outputs: in the order of `past`, bound to the same memory."""
         return self._buffers("present")
 
     @property
@@ -96,7 +96,7 @@ class Signature:
         return (Tensor("logits", "float32", ("B", "R", self.vocab_size)), *self.present)
 
     def kv_bytes(self, requests: int, slots: int) -> int:
-        """Bytes of all KV buffers together."""
+        """Total bytes of the KV buffers."""
         return 2 * self.layers * requests * self.kv_heads * slots * self.head_dim * DTYPES[self.dtype].bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,15 +112,15 @@ class Signature:
 
 
 def visible_length(slots: int) -> int:
-    """The shortest allowed visible length that covers the first `slots` slots."""
+    """The smallest allowed visible length that covers the first `slots` slots."""
     return max(1, -(-slots // VISIBLE_STEP)) * VISIBLE_STEP
 
 
 def selection_width(vocab_size: int) -> int:
-    """Numbers in the selection of a row: scores and tokens of the best ones, and the log of the sum of all exp."""
+    """Number of values in the selection of a row: logits and ids of the best tokens, and the log-sum-exp."""
     return 2 * min(BEST_TOKENS, vocab_size) + 1
 
 
 def logit_rows(prompt_rows: int, vocab_size: int) -> int:
-    """The most rows of a request in a call whose logits are wanted, if it may feed so many rows of a prompt."""
+    """The maximum number of rows with logits per request in a call with up to `prompt_rows` prompt rows."""
     return min(prompt_rows, max(STEP_ROWS, LOGIT_BYTES // (4 * vocab_size)))

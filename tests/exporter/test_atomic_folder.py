@@ -175,7 +175,7 @@ def refused(target: Path, overwrite: bool, message: str) -> None:
 
 
 def test_an_old_bundle_is_only_replaced_when_that_is_asked_for(target: Path) -> None:
-    refused(target, False, "a bundle is there already: say --overwrite to replace it")
+    refused(target, False, "a bundle exists there: replace it with --overwrite")
     assert graph(target) == b"the old graph"
 
 
@@ -184,7 +184,7 @@ def test_what_is_no_bundle_is_never_replaced(tmp_path: Path, overwrite: bool) ->
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    refused(other, overwrite, "holds files but no bundle: choose another name, it would be lost")
+    refused(other, overwrite, "contains files but no bundle: choose another name, these files would be lost")
     assert names(other) == {"thesis.txt"}
     refused(other / "thesis.txt", overwrite, "exists and is not a folder: choose another name")
     assert (other / "thesis.txt").read_text() == "years of work"
@@ -211,7 +211,7 @@ def test_what_came_there_in_the_meantime_is_not_lost(tmp_path: Path, overwrite: 
         place.mkdir()
         (place / "thesis.txt").write_text("years of work")
 
-    with pytest.raises(TargetError, match="holds files but no bundle"):
+    with pytest.raises(TargetError, match="contains files but no bundle"):
         write(place, overwrite, meanwhile)
     assert names(tmp_path) == {"bundle"}
     assert names(place) == {"thesis.txt"}
@@ -225,14 +225,14 @@ def test_a_bundle_that_came_there_in_the_meantime_is_only_replaced_when_that_is_
         place.mkdir()
         fill(place, b"the first graph")
 
-    with pytest.raises(TargetError, match="a bundle is there already"):
+    with pytest.raises(TargetError, match="a bundle exists there"):
         write(place, False, meanwhile)
     assert graph(place) == b"the first graph"
     assert names(tmp_path) == {"bundle"}
 
 
 def test_a_missing_parent_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=f"{tmp_path / 'nowhere'}: no such folder: make it first"):
+    with pytest.raises(TargetError, match=f"{tmp_path / 'nowhere'}: no such folder: create it first"):
         check_target(tmp_path / "nowhere" / "bundle", overwrite=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(TargetError, match="no such folder"):
@@ -275,7 +275,7 @@ def test_an_export_that_is_under_way_is_left_alone(target: Path) -> None:
 
 def test_a_disk_without_room_is_known_before_the_work(tmp_path: Path) -> None:
     require_space(tmp_path, 0)
-    with pytest.raises(TargetError, match=r"\d+ MB free, the bundle needs about 1000000000000 MB: make room or"):
+    with pytest.raises(TargetError, match=r"\d+ MB free, the bundle needs about 1000000000000 MB: free some space or"):
         require_space(tmp_path, 10**18)
 
 
@@ -309,7 +309,7 @@ def test_what_may_not_be_read_or_written_is_an_error_that_says_so(public: Path) 
             reading, writing_there = output.splitlines()
             assert reading == f"BundleError {bundle / message}: Permission denied: expected a file that can be read"
             assert writing_there == (
-                f"TargetError {public}: no permission to write in it: choose another place for the bundle"
+                f"TargetError {public}: no permission to write in it: choose another folder for the bundle"
             )
             file.chmod(0o644)
         output, _ = python(STRANGER, bundle, public / "new").communicate()

@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from spaceport.exporter.bundle_files import seal
+from spaceport.exporter.bundle_files import write_manifest
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, FileRecord, manifest_of
 from support.small_bundle import fill
 
@@ -24,7 +24,7 @@ def test_every_file_is_recorded_as_it_is(tmp_path: Path) -> None:
 def test_what_is_returned_is_what_is_read_back(tmp_path: Path) -> None:
     manifest = fill(tmp_path)
     (tmp_path / MANIFEST_FILE).unlink()
-    sealed = seal(tmp_path, manifest)
+    sealed = write_manifest(tmp_path, manifest)
     assert manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8"))) == sealed == manifest
 
 

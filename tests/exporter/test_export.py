@@ -134,8 +134,8 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
         ({"mask_tokens": [640]}, "id 640, the model's vocabulary ends at 639"),
         ({"mask_tokens": "[M]"}, "mask_tokens is '\\[M\\]': expected a list"),
         ({"mask_tokens": ["[M]", "630"], "mask_slots": 3}, "3 mask slots, but 2 mask tokens"),
-        ({"mask_slots": 0}, "mask slots are 0: expected 1 to 64"),
-        ({"mask_slots": "5"}, "mask slots are '5': expected 1 to 64"),
+        ({"mask_slots": 0}, "the number of mask slots is 0: expected 1 to 64"),
+        ({"mask_slots": "5"}, "the number of mask slots is '5': expected 1 to 64"),
         ({"fork_token": "630"}, "a fork token needs a child token"),
         ({"fork_token": "630", "child_token": "630"}, "token id 630 has two of the roles"),
         ({"mask_tokens": ["</s>"]}, "token id 1 has two of the roles"),
@@ -236,8 +236,8 @@ def test_nothing_is_loaded_before_the_target_is_known_to_be_free(tmp_path: Path)
     stages: list[str] = []
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("keep")
-    with pytest.raises(ValueError, match="holds files but no bundle"):
-        export(TINY, tmp_path / "notes", ExportOptions(), overwrite=True, stage=stages.append)
+    with pytest.raises(ValueError, match="contains files but no bundle"):
+        export(TINY, tmp_path / "notes", ExportOptions(), overwrite=True, on_stage=stages.append)
     assert stages == []
     assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
 

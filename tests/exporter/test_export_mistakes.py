@@ -70,11 +70,11 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda c: (c / "config.json").unlink(), r"no config\.json in it: expected a checkpoint"),
     "configuration no JSON": (
         lambda c: (c / "config.json").write_text("{"),
-        r"config\.json: not JSON that can be read",
+        r"config\.json: not valid JSON",
     ),
     "configuration a list": (
         lambda c: (c / "config.json").write_text("[]"),
-        r"config\.json: holds list: expected an obj",
+        r"config\.json: contains list: expected an obj",
     ),
     "unknown architecture": (
         lambda c: change(c / "config.json", model_type="frobnicate"),
@@ -82,7 +82,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "code of its own": (
         lambda c: change(c / "config.json", model_type="frobnicate", auto_map={"AutoConfig": "code.Config"}),
-        "architecture 'frobnicate' .* brings code of its own: say --trust-remote-code if you trust it",
+        "architecture 'frobnicate' .* has its own code: use --trust-remote-code if you trust it",
     ),
     "architecture a number": (lambda c: change(c / "config.json", model_type=5), "architecture 5 is not one that"),
     "encoder and decoder": (
@@ -165,18 +165,18 @@ def test_a_checkpoint_that_cannot_be_exported_is_a_bad_file(checkpoint: Path, ca
         (
             INPUT,
             ["--max-mask-slots", 65],
-            "mask slots are 65: expected 1 to 64 as --max-mask-slots, or as mask_slots in",
+            "the number of mask slots is 65: expected 1 to 64 as --max-mask-slots, or as mask_slots in",
         ),
-        (INPUT, ["--max-mask-slots", 0], "mask slots are 0: expected 1 to 64"),
+        (INPUT, ["--max-mask-slots", 0], "the number of mask slots is 0: expected 1 to 64"),
         (INPUT, ["--mask-token", 3], "token id 3 has two of the roles .*: expected different tokens"),
-        (INPUT, ["--fork-token", 7], "a fork token needs a child token .*: give both --fork-token and --child-token"),
+        (INPUT, ["--fork-token", 7], "a fork token needs a child token .*: set both --fork-token and --child-token"),
         (USAGE, ["--opset", 22], "opset is 22: expected one of 23, 24"),
         (USAGE, ["--opset", 0], "opset is 0: expected one of 23, 24"),
         (USAGE, ["--opset", 25], "opset is 25: expected one of 23, 24"),
         (
             USAGE,
             ["--lowering", "append", "--opset", 23],
-            "the append lowering writes with TensorScatter, which needs opset 24",
+            "the append lowering uses TensorScatter, which needs opset 24",
         ),
         (USAGE, ["--lowering", "gather"], "'gather' is not one of 'scatter', 'append'"),
         (USAGE, ["--dtype", "int3"], "'int3' is not one of"),
@@ -195,10 +195,10 @@ def test_a_place_where_something_stands_is_a_bad_file(tiny_bundle: Path, checkpo
         assert run(["export", str(checkpoint), str(target), *options]) == INPUT
         assert re.search(message, capfd.readouterr().err)
 
-    tried(tiny_bundle, "a bundle is there already: say --overwrite to replace it")
-    tried(checkpoint, "holds files but no bundle: choose another name, it would be lost", "--overwrite")
+    tried(tiny_bundle, "a bundle exists there: replace it with --overwrite")
+    tried(checkpoint, "contains files but no bundle: choose another name, these files would be lost", "--overwrite")
     tried(checkpoint / "config.json", "exists and is not a folder: choose another name", "--overwrite")
-    tried(checkpoint / "nowhere" / "bundle", "nowhere: no such folder: make it first")
+    tried(checkpoint / "nowhere" / "bundle", "nowhere: no such folder: create it first")
     assert (tiny_bundle / MANIFEST_FILE).exists()
     assert {file.name for file in checkpoint.iterdir()} == {file.name for file in TINY.iterdir()}
 
@@ -256,4 +256,4 @@ def test_with_json_an_export_says_its_manifest_and_nothing_else_on_stdout(tmp_pa
     assert run(["export", str(TINY), str(tmp_path / "bundle"), "--json"]) == OK
     output, errors = capfd.readouterr()
     assert json.loads(output) == json.loads((tmp_path / "bundle" / MANIFEST_FILE).read_text("utf-8"))
-    assert "sealing the bundle" in errors
+    assert "writing the manifest" in errors

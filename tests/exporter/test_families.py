@@ -184,8 +184,8 @@ class Pair:
 def pair_of(
     name: str, lowering: Lowering, dtype: Precision = "float32", weights: Weights = "same", layers: int | None = None
 ) -> Pair:
-    """The family's graph in ONNX Runtime, and a model of the same weights that nothing was done to but to round the same
-    inputs."""
+    """The family's graph in ONNX Runtime, and a model of the same weights that nothing was done to but to round the
+    same inputs."""
     (family,) = [family for family in FAMILIES if family.name == name]
     if layers is not None:
         family = replace(family, options={**family.options, "num_hidden_layers": layers})

@@ -36,7 +36,7 @@ def stored(products: Products, shape: list[str | int], limbs: int, inputs: Mappi
     """A graph with an output for each product of the input that is named beside it, with integers in its place."""
     nodes, constants, outputs = [], [], []
     for name, product in products.items():
-        constants.append(numpy_helper.from_array(product.values.numpy(), f"{name}.weight"))
+        constants.append(numpy_helper.from_array(product.dequantized.numpy(), f"{name}.weight"))
         nodes.append(helper.make_node("MatMul", [inputs[name], f"{name}.weight"], [f"{name}.out"]))
         rows: list[str | int] = [*shape, product.codes.shape[1]]
         outputs.append(helper.make_tensor_value_info(f"{name}.out", TensorProto.FLOAT, rows))
@@ -57,7 +57,7 @@ def outputs_of(model: onnx.ModelProto, arrays: Mapping[str, Array]) -> list[Arra
 
 
 def expected_of(product: IntegerLinear, states: Tensor, limbs: int) -> Array:
-    values: Array = (fake_quantize(states, product.input, limbs)[0] @ product.values).numpy()
+    values: Array = (fake_quantize(states, product.input, limbs)[0] @ product.dequantized).numpy()
     return values
 
 
@@ -73,7 +73,7 @@ def hold(products: Products, shape: tuple[int, ...], limbs: int, inputs: Mapping
         expected = expected_of(product, states[inputs[name]], limbs)
         for row, other in zip(got.reshape(-1, got.shape[-1]), expected.reshape(-1, got.shape[-1]), strict=True):
             # a sum that lies between two steps of the low limb may be rounded either way
-            assert np.abs(row - other).max() <= 2e-4 * max(np.abs(other).max(), (product.input.bound or 0) / 10)
+            assert np.abs(row - other).max() <= 2e-4 * max(np.abs(other).max(), (product.input.clip or 0) / 10)
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -107,13 +107,15 @@ def test_more_products_than_modules_of_equal_weights_are_refused() -> None:
     first, second = repeated().values()
     weights = torch.randn(8, 16, generator=dice(1))
     graph = {"0": first, "1": second, "2": quantize_linear(weights, LinearScales(InputScale(4.0)))}
-    constants = [numpy_helper.from_array(each.values.numpy(), f"w{name}") for name, each in graph.items()]
+    constants = [numpy_helper.from_array(each.dequantized.numpy(), f"w{name}") for name, each in graph.items()]
     nodes = [helper.make_node("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in graph]
     told = helper.make_tensor_value_info
     outputs = [told(f"y{name}", TensorProto.FLOAT, ["T", 8]) for name in graph]
     made = helper.make_graph(nodes, "g", [told("x", TensorProto.FLOAT, ["T", 16])], outputs, constants)
     model = ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
-    with pytest.raises(WeightNotFound, match="more products with the weight of 0 than modules have it"):
+    with pytest.raises(
+        WeightNotFound, match="more matmuls with the weight of 0 than there are modules with this weight"
+    ):
         store_integer_matmuls(model, IntegerModel(2, {"0": first, "1": second}))
 
 
@@ -129,7 +131,9 @@ def test_moves_go_into_the_gain_of_a_norm_only_where_it_has_no_other_use(other: 
     ]
     sizes = {"y": 8, "rest": 16} | ({"normed": 16} if other == "output" else {})
     outputs = [told(name, float32, ["T", size]) for name, size in sizes.items()]
-    constants = [numpy_helper.from_array(each.numpy(), name) for name, each in (("gain", gain), ("weight", own.values))]
+    constants = [
+        numpy_helper.from_array(each.numpy(), name) for name, each in (("gain", gain), ("weight", own.dequantized))
+    ]
     between = [told("normed", float32, ["T", 16])] if other != "output" else []
     graph = helper.make_graph(nodes, "g", [told("x", float32, ["T", 16])], outputs, constants, value_info=between)
     model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))

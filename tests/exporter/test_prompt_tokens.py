@@ -31,7 +31,9 @@ def test_a_chat_goes_through_the_template_and_needs_one() -> None:
     chat = [{"role": "user", "content": "List three colours."}]
     (ids,) = prompt_tokens(checkpoint, [chat])
     assert "List three colours." in Tokenizer.from_str(checkpoint.tokenizer).decode(ids[0].tolist())
-    with pytest.raises(InputFault, match=r"calibration prompt 2 is a chat, .* has no chat template: expected a text"):
+    with pytest.raises(
+        InputFault, match=r"calibration prompt 2 has chat messages, but .* has no chat template: expected text"
+    ):
         prompt_tokens(replace(checkpoint, template=None), ["a", chat])
 
 

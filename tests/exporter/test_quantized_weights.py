@@ -180,7 +180,7 @@ def test_a_row_gets_the_same_sums_in_every_call_with_blocks_for_onnxruntime(inpu
     weight = torch.randn(160, inputs, generator=dice).to(torch.float16 if dtype is np.float16 else torch.float32)
     layer = quantize_weight(weight, "int4", BLOCKS["scatter"])
     assert layer is not None
-    small = stored(product("MatMul", layer.values.numpy(), inputs), layer)
+    small = stored(product("MatMul", layer.dequantized.numpy(), inputs), layer)
     session = ort.InferenceSession(small.SerializeToString(), providers=["CPUExecutionProvider"])
     x: NDArray[Any] = np.random.default_rng(1).standard_normal((9, inputs)).astype(dtype)
     (together,) = session.run(None, {"x": x})
@@ -235,7 +235,7 @@ def test_a_gpu_without_a_type_is_refused_before_anything_is_built(
 def test_a_weight_that_the_graph_lacks_is_told_by_its_layer() -> None:
     model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 23}), ir_version=11)
     layer = QuantizedWeight(torch.ones(32, 2, dtype=torch.int8), torch.ones(1, 2), 32)
-    with pytest.raises(WeightNotFound, match=r"no product with the weight of model\.up as it is"):
+    with pytest.raises(WeightNotFound, match=r"no matmul with the unchanged weight of model\.up"):
         store_quantized_weights(model, Quantization("int4", {"model.up": layer}))
 
 
@@ -261,7 +261,7 @@ def stored(plain: onnx.ModelProto, layer: QuantizedWeight) -> onnx.ModelProto:
 
 def test_a_weight_that_is_used_the_other_way_round_is_found_as_well() -> None:
     layer = QuantizedWeight(torch.arange(-8, 8, dtype=torch.int8).repeat(4).view(32, 2), torch.tensor([[0.5, 2.0]]), 32)
-    plain = product("Gemm", layer.values.T.contiguous().numpy(), 32, transB=1)
+    plain = product("Gemm", layer.dequantized.T.contiguous().numpy(), 32, transB=1)
     x = np.random.default_rng(0).standard_normal((3, 32)).astype(np.float32)
     (expected,) = session_of(plain.SerializeToString(), "same").run(None, {"x": x})
     (got,) = session_of(stored(plain, layer).SerializeToString(), "int4").run(None, {"x": x})
@@ -288,5 +288,5 @@ def test_weights_that_cannot_be_rounded_are_refused_and_leave_nothing(tmp_path: 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, tmp_path / "gpt2")
     assert run(["export", str(tmp_path / "gpt2"), str(tmp_path / "bundle"), "--weights", "float8"]) == USAGE
-    assert "has no linear layer that could be rounded" in capfd.readouterr().err.splitlines()[-1]
+    assert "has no linear layer that can be quantized" in capfd.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "bundle").exists()

@@ -99,7 +99,8 @@ def test_values_behind_a_split_keep_their_names() -> None:
 def test_queries_keys_and_values_of_a_bundle_are_cut_into_heads_once(
     tiny_bundle: Path, tiny_append_bundle: Path
 ) -> None:
-    # behind the projections, of the keys, of the output; query, key and value apart where TensorRT fuses; the output embedding
+    # behind the projections, of the keys, of the output; query, key and value apart where TensorRT fuses; the output
+    # embedding
     for bundle, transpositions in ((tiny_bundle, 3 * 3 + 1), (tiny_append_bundle, 4 * 3 + 1)):
         nodes = onnx.load(str(bundle / "model.onnx"), load_external_data=False).graph.node
         counts = Counter(node.op_type for node in nodes)

@@ -50,26 +50,26 @@ def test_inputs_behind_norms_have_fixed_scales_that_hold_what_was_seen(tiny: Pre
             tiny(input_ids=text)
         for name, states in seen.items():
             scale = scales[name]
-            if scale.bound is not None:
-                moved = states if scale.move is None else states / scale.move
-                assert float(moved.abs().max()) <= scale.bound
+            if scale.clip is not None:
+                moved = states if scale.smoothing is None else states / scale.smoothing
+                assert float(moved.abs().max()) <= scale.clip
     for handle in handles:
         handle.remove()
-    assert all(scales[name].bound is not None for name in scales if "q_proj" in name or "gate_proj" in name)
+    assert all(scales[name].clip is not None for name in scales if "q_proj" in name or "gate_proj" in name)
 
 
 def test_a_fixed_scale_does_not_exceed_what_a_norm_can_give(tiny: PreTrainedModel) -> None:
     name = "model.layers.0.self_attn.q_proj"
     scale = scales_of(tiny)[name]
     gain = tiny.get_submodule("model.layers.0.input_layernorm").weight.detach().abs()
-    assert scale.bound is not None
-    most = math.sqrt(gain.numel()) * float((gain if scale.move is None else gain / scale.move).max())
-    assert scale.bound <= most * 1.0001
+    assert scale.clip is not None
+    most = math.sqrt(gain.numel()) * float((gain if scale.smoothing is None else gain / scale.smoothing).max())
+    assert scale.clip <= most * 1.0001
 
 
 def test_an_input_with_rare_large_values_is_scaled_row_by_row(tiny: PreTrainedModel) -> None:
     usual = scales_of(tiny)
-    name = next(name for name, scale in usual.items() if "o_proj" in name and scale.bound is not None)
+    name = next(name for name, scale in usual.items() if "o_proj" in name and scale.clip is not None)
 
     def enlarge(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         size = torch.ones((*given[0].shape[:2], 1))
@@ -79,22 +79,22 @@ def test_an_input_with_rare_large_values_is_scaled_row_by_row(tiny: PreTrainedMo
     handle = tiny.get_submodule(name).register_forward_pre_hook(enlarge)
     found = scales_of(tiny)
     handle.remove()
-    assert found[name].bound is None
+    assert found[name].clip is None
 
 
 def test_one_limb_has_a_scale_for_each_row(tiny: PreTrainedModel) -> None:
-    assert all(scale.bound is None for scale in scales_of(tiny, limbs=1).values())
+    assert all(scale.clip is None for scale in scales_of(tiny, limbs=1).values())
 
 
 def test_channels_stay_as_they_are_where_weights_have_another_use(tiny: PreTrainedModel) -> None:
-    assert scales_of(tiny, fixed=frozenset({"lm_head"}))["lm_head"].move is None
+    assert scales_of(tiny, fixed=frozenset({"lm_head"}))["lm_head"].smoothing is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "gpt_neox"])
 def test_norms_are_known_by_what_they_give(family: str) -> None:
     model = build(NAMED[family])
     behind_norms = [scale for name, scale in scales_of(model).items() if "0." in name]
-    assert any(scale.bound is not None for scale in behind_norms)
+    assert any(scale.clip is not None for scale in behind_norms)
 
 
 def test_calibration_texts_begin_with_the_prompts(tiny: PreTrainedModel) -> None:

@@ -381,16 +381,16 @@ HALF = "model.layers.1.mlp.up_proj.A"
 SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (
         lambda c: (c / ADAPTER_FILE).unlink(),
-        r"names a mask_adapter, but there is no mask_adapter\.safetensors: copy it there, or set the entry to null",
+        r"names a mask_adapter, but there is no mask_adapter\.safetensors: copy it there, or set the entry to null to export without it",
     ),
     "no entry": (
         lambda c: told(c, mask_adapter=None),
-        r"no mask_adapter in sar_config\.json tells what it is: expected",
+        r"sar_config\.json has no entry mask_adapter for it: expected",
     ),
-    "no config": (lambda c: (c / "sar_config.json").unlink(), r"no mask_adapter in sar_config\.json tells what it is"),
+    "no config": (lambda c: (c / "sar_config.json").unlink(), r"sar_config\.json has no entry mask_adapter for it"),
     "no mask tokens": (
         lambda c: told(c, mask_tokens=[]),
-        "but no mask token is known: name it with --mask-token, or as",
+        "but no mask token is known: set one with --mask-token, or as",
     ),
     "no entries": (lambda c: told(c, mask_adapter={}), "mask_adapter has the entries none: expected null, or rank,"),
     "unknown entry": (
@@ -426,15 +426,15 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "fewer targets": (
         lambda c: told(c, targets=["q_proj"]),
-        r"adapter has model\.layers\.0\.mlp\.down_proj\.A and 35 more: expected 6 tensors such as .*; copy the file",
+        r"adapter has unknown model\.layers\.0\.mlp\.down_proj\.A and 35 more: expected 6 tensors such as .*; copy the file",
     ),
     "a tensor missing": (
         lambda c: tensors(c, lambda found: found.pop(HALF)),
-        rf"adapter has none of {HALF}: expected 42 tensors such as model\.layers\.0\.mlp\.down_proj\.A, one A and one B",
+        rf"adapter lacks {HALF}: expected 42 tensors such as model\.layers\.0\.mlp\.down_proj\.A, one A and one B",
     ),
     "of another model": (
         lambda c: tensors(c, lambda found: found.update({HALF: torch.zeros(4, 95)})),
-        rf"adapter tensor {HALF} has shape \(4, 95\): expected \(4, 96\), by the rank and the sizes of the model; copy",
+        rf"adapter tensor {HALF} has shape \(4, 95\): expected \(4, 96\), from the rank and the model's sizes; copy",
     ),
     "the adapter alone": (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
 }

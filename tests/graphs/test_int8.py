@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spaceport.graphs.int8 import (
-    LIMB,
-    MOST,
+    INT8_MAX,
+    LIMB_BASE,
     InputScale,
     IntegerLinear,
     LinearScales,
@@ -40,7 +40,7 @@ matrices = st.builds(
 @given(matrices)
 def test_a_weight_is_off_by_half_a_step_of_its_row(weight: Tensor) -> None:
     codes, scale = quantize_rows(weight)
-    assert int(codes.abs().max()) <= MOST
+    assert int(codes.abs().max()) <= INT8_MAX
     assert bool(((codes.float() * scale[:, None] - weight).abs() <= 0.5001 * scale[:, None]).all())
 
 
@@ -58,7 +58,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 @given(matrices, st.sampled_from((1, 2)))
 def test_an_input_within_its_range_is_off_by_half_a_step_of_the_last_limb(states: Tensor, limbs: int) -> None:
     bound = 1.5 * float(states.abs().max())
-    step = bound / MOST / (LIMB if limbs == 2 else 1)
+    step = bound / INT8_MAX / (LIMB_BASE if limbs == 2 else 1)
     rounded, cut = fake_quantize(states, InputScale(bound), limbs)
     assert cut == 0
     # where the low limb would need its 129th step up, it stays at the 128th
@@ -94,7 +94,7 @@ def test_moved_scales_cancel_out() -> None:
     expected = states @ weight.T
     for scale in (InputScale(None), InputScale(None, move), InputScale(200.0, move)):
         product = quantize_linear(weight, LinearScales(scale))
-        got = fake_quantize(states, scale, 2)[0] @ product.values
+        got = fake_quantize(states, scale, 2)[0] @ product.dequantized
         assert float((got - expected).norm()) <= 0.03 * float(expected.norm())
 
 
@@ -108,7 +108,7 @@ def test_the_sums_of_a_product_are_those_of_its_codes() -> None:
     product = IntegerLinear(
         torch.tensor([[1, -2], [3, 4]], dtype=torch.int8), torch.tensor([0.5, 0.25]), InputScale(1.0)
     )
-    assert torch.equal(product.values, torch.tensor([[0.5, -0.5], [1.5, 1.0]]))
+    assert torch.equal(product.dequantized, torch.tensor([[0.5, -0.5], [1.5, 1.0]]))
 
 
 def test_scales_of_outputs_follow_the_sizes_of_channels() -> None:

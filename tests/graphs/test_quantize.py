@@ -33,10 +33,10 @@ def test_the_model_computes_with_the_values_of_its_codes() -> None:
     integers = quantize_model(model, "int8", "int8x2", "scatter").integers
     assert integers is not None
     assert integers.limbs == 2
-    for name, product in integers.products.items():
-        assert torch.equal(model.get_submodule(name).weight, product.values.T)
-    assert integers.table is not None
-    assert torch.equal(model.get_input_embeddings().weight, integers.table.values)
+    for name, product in integers.layers.items():
+        assert torch.equal(model.get_submodule(name).weight, product.dequantized.T)
+    assert integers.embedding is not None
+    assert torch.equal(model.get_input_embeddings().weight, integers.embedding.dequantized)
 
 
 def test_a_tied_embedding_has_one_set_of_codes() -> None:
@@ -45,10 +45,10 @@ def test_a_tied_embedding_has_one_set_of_codes() -> None:
     integers = quantize_model(model, "int8", "int8x2", "scatter").integers
     assert integers is not None
     assert integers.tied
-    assert integers.table is not None
-    head = integers.products["lm_head"]
-    assert head.codes.data_ptr() == integers.table.codes.data_ptr()
-    assert integers.weights == sum(product.codes.numel() for product in integers.products.values())
+    assert integers.embedding is not None
+    head = integers.layers["lm_head"]
+    assert head.codes.data_ptr() == integers.embedding.codes.data_ptr()
+    assert integers.weights == sum(product.codes.numel() for product in integers.layers.values())
 
 
 def test_rounding_inputs_to_two_limbs_changes_little_and_to_one_more() -> None:
@@ -72,7 +72,7 @@ def test_values_beyond_a_fixed_scale_are_counted_by_module() -> None:
     found = quantize_model(model, "int8", "int8x2", "scatter").integers
     assert found is not None
     name = "model.layers.0.self_attn.o_proj"
-    scales = {key: LinearScales(product.input) for key, product in found.products.items()}
+    scales = {key: LinearScales(product.input) for key, product in found.layers.items()}
     scales[name] = LinearScales(InputScale(1e-4))
     again = opened()
     integers = quantize_model(again, "int8", "int8x2", "scatter", scales).integers

@@ -55,7 +55,7 @@ def slack(weight: Tensor) -> Tensor:
 @given(weights)
 def test_an_int4_weight_is_off_by_half_a_step_or_cut_off_at_the_ends(weight: Tensor) -> None:
     found = rounded(weight, "int4")
-    error, step = (found.values.float() - weight.T.float()).abs(), steps(found)
+    error, step = (found.dequantized.float() - weight.T.float()).abs(), steps(found)
     inside = (found.codes > -8) & (found.codes < 7)
     assert bool((error <= 0.5001 * step + slack(weight))[inside].all())
     assert found.codes.min() >= -8
@@ -80,7 +80,7 @@ def test_searched_scales_are_never_worse_than_those_that_cut_nothing_off(weight:
 @given(weights)
 def test_a_float8_weight_is_off_by_a_sixteenth_or_by_half_the_smallest_step(weight: Tensor) -> None:
     found = rounded(weight, "float8")
-    error = (found.values.float() - weight.T.float()).abs()
+    error = (found.dequantized.float() - weight.T.float()).abs()
     assert bool((error <= weight.T.float().abs() / 16 + 2.0**-10 * steps(found) * 1.01 + slack(weight)).all())
     assert bool(torch.isfinite(found.codes.float()).all())
 
@@ -88,12 +88,12 @@ def test_a_float8_weight_is_off_by_a_sixteenth_or_by_half_the_smallest_step(weig
 @settings(max_examples=30)
 @given(weights, st.sampled_from(SMALL))
 def test_what_was_rounded_is_rounded_to_itself(weight: Tensor, kind: Weights) -> None:
-    once = rounded(weight.float(), kind).values.T.contiguous()
+    once = rounded(weight.float(), kind).dequantized.T.contiguous()
     if kind == "int4":  # a block whose ends are not reached may get a finer step: never a worse one
-        again = rounded(once, kind).values.T
+        again = rounded(once, kind).dequantized.T
         assert bool((again - once).abs().max() <= 1e-5 * once.abs().max())
     else:
-        torch.testing.assert_close(rounded(once, kind).values.T, once, rtol=1e-6, atol=0)
+        torch.testing.assert_close(rounded(once, kind).dequantized.T, once, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -102,8 +102,8 @@ def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
     weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[1] = 0
     found = rounded(weight, kind)
-    assert not found.values.T[1].any()
-    assert bool(torch.isfinite(found.values).all())
+    assert not found.dequantized.T[1].any()
+    assert bool(torch.isfinite(found.dequantized).all())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_block_divides_the_inputs(lowering: Lowering, inputs: int, block: int 
 def test_many_outputs_are_searched_part_by_part_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
     whole = rounded(weight, "int4")
-    monkeypatch.setattr("spaceport.graphs.weight_quantization._AT_ONCE", 128)
+    monkeypatch.setattr("spaceport.graphs.weight_quantization._SEARCH_CHUNK", 128)
     parts = rounded(weight, "int4")
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scale, parts.scale)
@@ -140,7 +140,7 @@ def test_a_model_reckons_with_the_rounded_weights_and_keeps_the_others(kind: Wei
     assert len(quantization.layers) == 7 * 3
     for name, weight in model.state_dict().items():
         layer = quantization.layers.get(name.removesuffix(".weight"))
-        assert torch.equal(weight, before[name] if layer is None else layer.values.T)
+        assert torch.equal(weight, before[name] if layer is None else layer.dequantized.T)
     assert not any("embed" in name or "lm_head" in name for name in quantization.layers)
 
 

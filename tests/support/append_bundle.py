@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.bundle_files import seal
+from spaceport.exporter.bundle_files import write_manifest
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Precision, Signature, Tensor
 
@@ -101,7 +101,7 @@ class Attending:
         place: dict[str, Any] = {"save_as_external_data": True, "location": DATA_FILE, "size_threshold": 256}
         onnx.save(self.model(seed), str(folder / MODEL_FILE), **place)
         (folder / TOKENIZER_FILE).write_text(Tokenizer(models.WordLevel({"a": 0}, "a")).to_str())
-        return seal(
+        return write_manifest(
             folder,
             Manifest(
                 signature=self.signature,

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from spaceport.exporter.bundle_files import seal
+from spaceport.exporter.bundle_files import write_manifest
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import read_manifest
 
@@ -34,7 +34,7 @@ def in_float32(bundle: Path, target: Path) -> Path:
                 attribute.i = FULL
     onnx.save(model, str(target / MODEL_FILE))
     manifest = read_manifest(bundle)
-    seal(target, replace(manifest, signature=replace(manifest.signature, dtype="float32")))
+    write_manifest(target, replace(manifest, signature=replace(manifest.signature, dtype="float32")))
     return target
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.bundle_files import seal
+from spaceport.exporter.bundle_files import write_manifest
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,
     MANIFEST_FILE,
@@ -47,7 +47,7 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
         engines={ENGINE: RECORD},
         versions={"spaceport": "0.1.0"},
     )
-    return seal(folder, manifest)
+    return write_manifest(folder, manifest)
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

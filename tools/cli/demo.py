@@ -104,7 +104,7 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
     with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as folder:
         bundle = Path(folder) / "bundle"
         with stages() as stage:
-            export(checkpoint, bundle, ExportOptions(), stage=stage)
+            export(checkpoint, bundle, ExportOptions(), on_stage=stage)
             report = check(open_bundle(bundle), CheckOptions(checkpoint, length=_LONG, threads=threads), stage)
         worst = max(report.differences, key=lambda difference: difference.max_error)
         click.echo(

@@ -13,7 +13,7 @@ from spaceport.graphs import attention
 from spaceport.graphs.decoder import freeze_rotary
 from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
-from spaceport.graphs.traits import Traits, probe, reasons, refuse_by_config
+from spaceport.graphs.traits import Traits, model_errors, probe, refuse_by_config
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
 
 NAME = "spaceport-tune"
@@ -79,7 +79,7 @@ def packed_model_of(model: PreTrainedModel, mask_slots: int) -> PackedModel:
         expected = unmodified_logits(model, ids, traits)
         freeze_rotary(model)
         packed_model = PackedModel(model, traits, mask_slots)
-        with reasons(model):
+        with model_errors(model):
             _verify(packed_model, ids, expected)
     return packed_model
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
-from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph, fix_capacity, lint
+from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph, check_graph, fix_capacity
 from spaceport.exporter.tensorrt.decomposed_attention import UnexpectedAttention, attention_nodes, decompose_attention
 from spaceport.exporter.tensorrt.profiles import Shapes, profiles
 from spaceport.graphs.contract.faults import OptionFault
@@ -105,12 +105,12 @@ SPOILS: dict[Callable[[GraphProto], None], str] = {
     _flatten: r"has the input attention_mask bool \[B, T, A\], the manifest says attention_mask bool \[B, 1, T, A\]",
     _narrow: r"has the input input_ids int64 \[1, T\], the manifest says input_ids int64 \[B, T\]",
     _fix: r"past_key_values.0.key float16 \[B, 2, 64, 16\], the manifest says .* \[B, 2, S, 16\]",
-    _add: r"has the input token_type_ids int64 \[B, T\], the manifest says nothing more: export it again",
-    _drop: r"has the output nothing more, the manifest says present.0.value",
-    _cross: r"present.0.key is not past_key_values.0.key with rows written to it by TensorScatter, .* --lowering append",
-    _copy: r"present.0.key is not past_key_values.0.key with rows written to it by TensorScatter",
-    _keep_elsewhere: r"embedding lies in '../weights.bin', expected model.onnx.data, .*: export it again",
-    _keep_a_constant_elsewhere: r"zeros lies in 'weights.bin', expected model.onnx.data, .*: export it again",
+    _add: r"has the input token_type_ids int64 \[B, T\], the manifest says \(none\): export it again",
+    _drop: r"has the output \(none\), the manifest says present.0.value",
+    _cross: r"present.0.key is not past_key_values.0.key updated by TensorScatter, .* --lowering append",
+    _copy: r"present.0.key is not past_key_values.0.key updated by TensorScatter",
+    _keep_elsewhere: r"embedding is stored in '../weights.bin', expected model.onnx.data: export it again",
+    _keep_a_constant_elsewhere: r"zeros is stored in 'weights.bin', expected model.onnx.data: export it again",
 }
 
 
@@ -118,10 +118,10 @@ SPOILS: dict[Callable[[GraphProto], None], str] = {
 def test_a_graph_that_is_not_the_contracts_is_refused_with_the_place(spoil: Callable[[GraphProto], None]) -> None:
     attending = Attending()
     model = attending.model()
-    lint(model, attending.signature, PATH)
+    check_graph(model, attending.signature, PATH)
     spoil(model.graph)
     with pytest.raises(UnbuildableGraph, match=SPOILS[spoil]) as raised:
-        lint(model, attending.signature, PATH)
+        check_graph(model, attending.signature, PATH)
     assert str(raised.value).startswith(f"{PATH}: ")
 
 
@@ -135,7 +135,7 @@ def test_a_file_that_is_no_graph_and_one_that_is_not_there_are_refused(tmp_path:
 
 
 def test_a_scatter_graph_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UnbuildableGraph, match=r"has the scatter lowering, .* export it with --lowering append"):
+    with pytest.raises(UnbuildableGraph, match=r"has the scatter lowering, .* export it again with --lowering append"):
         append_graph(tmp_path, Signature(1, 2, 16, VOCAB, "float16", "scatter"), 64)
 
 
@@ -175,7 +175,7 @@ def outputs(
     rows=st.sampled_from((1, 5)),
     seed=st.integers(0, 99),
 )
-def test_attention_written_out_is_the_operator(
+def test_attention_in_graph_is_the_operator(
     groups: int,
     kv_heads: int,
     head_dim: int,
@@ -195,7 +195,7 @@ def test_attention_written_out_is_the_operator(
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_with_what_no_export_writes_is_not_written_out() -> None:
+def test_attention_with_what_no_export_writes_is_not_in_graph() -> None:
     attending = Attending()
     model = attending.model()
     (node,) = attention_nodes(model)
@@ -229,7 +229,7 @@ def test_what_a_profile_is_tuned_to_lies_within_it(
         ((1024, 2000, 64, 512), "--max-requests is 2000: expected 1 to 1024"),
         ((1000, 4, 64, 512), "the capacity is 1000 slots: expected a multiple of 64"),
         ((0, 4, 64, 512), "the capacity is 0 slots"),
-        ((1024, 4, 64, 127), "--prompt-rows is 127: expected 128, the widest step that writes, to 1024"),
+        ((1024, 4, 64, 127), "--prompt-rows is 127: expected 128, the maximum of a decode step, to 1024"),
         ((1024, 4, 64, 1025), "--prompt-rows is 1025: expected 128, .* to 1024, .* raise --max-seq-len"),
         ((64, 4, 64, 128), "--prompt-rows is 128: expected 128, .* to 64"),
         ((1024, 4, 0, 512), "--max-step-rows is 0: expected 1 to 512"),

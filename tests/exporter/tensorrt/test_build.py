@@ -22,7 +22,7 @@ from onnx import helper
 from spaceport.exporter.tensorrt import to_tensorrt
 from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph
 from spaceport.exporter.tensorrt.build import build_engine
-from spaceport.exporter.tensorrt.engines import ChangedBundle, name_of, store
+from spaceport.exporter.tensorrt.engines import ChangedBundle, engine_name, store_engine
 from spaceport.exporter.tensorrt.profiles import Shapes
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, build, open_library
 from spaceport.graphs.contract.faults import InputFault
@@ -139,21 +139,21 @@ def test_whatever_an_engine_depends_on_is_in_its_name(library: Library) -> None:
     graph, newer = ("a" * 64, "b" * 64), to_tensorrt.Library("tensorrt-rtx", type("", (), {"__version__": "1.8"}))
     shapes = RECIPE.shapes
     names = [
-        name_of(graph, 50, library, RECIPE),
-        name_of(("a" * 64, "c" * 64), 50, library, RECIPE),
-        name_of(graph, 50, newer, RECIPE),
-        name_of(graph, 50, replace(library, flavour="tensorrt"), RECIPE),
-        name_of(graph, 50, library, replace(RECIPE, target="sm80")),
+        engine_name(graph, 50, library, RECIPE),
+        engine_name(("a" * 64, "c" * 64), 50, library, RECIPE),
+        engine_name(graph, 50, newer, RECIPE),
+        engine_name(graph, 50, replace(library, flavour="tensorrt"), RECIPE),
+        engine_name(graph, 50, library, replace(RECIPE, target="sm80")),
         *(
-            name_of(graph, 50, library, replace(RECIPE, shapes=replace(shapes, **{part: value})))
+            engine_name(graph, 50, library, replace(RECIPE, shapes=replace(shapes, **{part: value})))
             for part, value in (("capacity", 1088), ("requests", 5), ("step_rows", 65), ("prompt_rows", 513))
         ),
-        name_of(graph, 50, library, replace(RECIPE, workspace=1 << 30)),
-        name_of(graph, 50, library, replace(RECIPE, refittable=True)),
-        name_of(graph, 50, library, replace(RECIPE, mask_slots=3)),
+        engine_name(graph, 50, library, replace(RECIPE, workspace=1 << 30)),
+        engine_name(graph, 50, library, replace(RECIPE, refittable=True)),
+        engine_name(graph, 50, library, replace(RECIPE, mask_slots=3)),
     ]
     assert len(set(names)) == len(names)
-    assert name_of(graph, 50, library, RECIPE) == names[0]
+    assert engine_name(graph, 50, library, RECIPE) == names[0]
     assert names[0].startswith("sm89-")
 
 
@@ -176,7 +176,7 @@ def test_a_bundle_that_was_exported_again_meanwhile_takes_no_engine_of_the_old_g
     Attending().write(bundle, seed=6)
     before = contents(bundle)
     with pytest.raises(ChangedBundle, match="its graph was replaced while the engine was built: build it again"):
-        store(bundle, "sm89-0.engine", memoryview(b"plan"), record)
+        store_engine(bundle, "sm89-0.engine", memoryview(b"plan"), record)
     assert contents(bundle) == before
 
 
@@ -209,7 +209,7 @@ def test_an_engine_waits_for_whoever_else_stores_one(bundle: Path, library: Libr
     folder = os.open(bundle, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     before = contents(bundle)
-    waiting = threading.Thread(target=store, args=(bundle, "sm80-0.engine", memoryview(b"plan"), record))
+    waiting = threading.Thread(target=store_engine, args=(bundle, "sm80-0.engine", memoryview(b"plan"), record))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()
@@ -239,7 +239,7 @@ def test_a_full_disk_leaves_the_bundle_as_it_was(bundle: Path, library: Library,
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert "File too large while" in last
-    assert last.endswith("MB were written: make room and build again")
+    assert last.endswith("MB were written: free some space and build again")
     assert contents(bundle) == before
     open_bundle(bundle)
 
@@ -253,7 +253,7 @@ def test_an_interrupt_ends_a_build_and_leaves_the_bundle_as_it_was(bundle: Path,
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, hear=interrupt)
+        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, on_progress=interrupt)
     assert len(heard) < 50, "the builder was told to stop, and did"
     assert heard == sorted(heard)
     assert contents(bundle) == before
@@ -266,7 +266,7 @@ def test_whoever_hears_may_fail_and_the_build_ends_with_that(bundle: Path, libra
 
     before = contents(bundle)
     with pytest.raises(BrokenPipeError, match="the reader went away"):
-        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, hear=gone)
+        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, on_progress=gone)
     assert contents(bundle) == before
 
 
@@ -275,8 +275,8 @@ def test_a_bundle_that_cannot_be_written_to_is_refused_before_the_build(bundle: 
     manifest = open_bundle(bundle).manifest
     bundle.chmod(0o500)
     began: list[str] = []
-    with pytest.raises(InputFault, match="no permission to write in it: copy the bundle to where there is"):
-        build_engine(bundle, manifest, library, RECIPE, begin=lambda: began.append("it"))
+    with pytest.raises(InputFault, match="no permission to write in it: copy the bundle to a folder that is writable"):
+        build_engine(bundle, manifest, library, RECIPE, on_start=lambda: began.append("it"))
     assert began == []
 
 

@@ -9,7 +9,14 @@ import pytest
 from spaceport.exporter.tensorrt import to_tensorrt
 from spaceport.exporter.tensorrt.append_graph import append_graph
 from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import Attention, BuildOptions, Library, attention_of, build, open_library
+from spaceport.exporter.tensorrt.to_tensorrt import (
+    AttentionPlan,
+    BuildOptions,
+    Library,
+    attention_of,
+    build,
+    open_library,
+)
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
@@ -42,22 +49,22 @@ def made(tmp_path: Path, attending: Attending) -> tuple[Path, Manifest]:
 @pytest.mark.parametrize(
     ("attending", "expected"),
     [
-        (Attending("float16", head_dim=64, layers=2), Attention(0, "")),
-        (Attending("bfloat16", head_dim=64), Attention(0, "")),
-        (Attending("float32", layers=2), Attention(2, "TensorRT has no fused kernel for float32")),
-        (Attending(head_dim=8), Attention(1, "TensorRT has no fused kernel for heads of 8")),
-        (Attending(head_dim=264), Attention(1, "TensorRT has no fused kernel for heads of 264")),
-        (Attending(head_dim=12), Attention(1, "TensorRT has no fused kernel for heads of 12", written_out=True)),
-        (Attending(softcap=5.0), Attention(1, "TensorRT has no fused kernel with softcap", written_out=True)),
+        (Attending("float16", head_dim=64, layers=2), AttentionPlan(0, "")),
+        (Attending("bfloat16", head_dim=64), AttentionPlan(0, "")),
+        (Attending("float32", layers=2), AttentionPlan(2, "TensorRT has no fused kernel for float32")),
+        (Attending(head_dim=8), AttentionPlan(1, "TensorRT has no fused kernel for heads of 8")),
+        (Attending(head_dim=264), AttentionPlan(1, "TensorRT has no fused kernel for heads of 264")),
+        (Attending(head_dim=12), AttentionPlan(1, "TensorRT has no fused kernel for heads of 12", in_graph=True)),
+        (Attending(softcap=5.0), AttentionPlan(1, "TensorRT has no fused kernel with softcap", in_graph=True)),
         (
             Attending("float32", head_dim=12, softcap=5.0),
-            Attention(1, "TensorRT has no fused kernel with softcap", written_out=True),
+            AttentionPlan(1, "TensorRT has no fused kernel with softcap", in_graph=True),
         ),
     ],
     ids=str,
 )
 def test_attention_is_fused_where_it_can_be_and_products_elsewhere(
-    attending: Attending, expected: Attention, tmp_path: Path, library: Library
+    attending: Attending, expected: AttentionPlan, tmp_path: Path, library: Library
 ) -> None:
     folder, manifest = made(tmp_path, attending)
     model = append_graph(folder, manifest.signature, 1024)
@@ -73,9 +80,9 @@ def test_a_kernel_that_is_missing_after_all_is_found_out(
     monkeypatch.setattr(to_tensorrt, "_FUSED_HEADS", range(8, 257, 8))
     folder, manifest = made(tmp_path, Attending(head_dim=8, layers=2))
     model = append_graph(folder, manifest.signature, 1024)
-    assert attention_of(model, manifest.signature) == Attention(0, "")
+    assert attention_of(model, manifest.signature) == AttentionPlan(0, "")
     found = build(library, model, folder, manifest.signature, RECIPE)
-    assert found.attention == Attention(2, f"{library.name} has no fused kernel for it")
+    assert found.attention == AttentionPlan(2, f"{library.name} has no fused kernel for it")
 
 
 def test_the_build_says_where_attention_is_not_fused(tmp_path: Path, capfd: Capture) -> None:

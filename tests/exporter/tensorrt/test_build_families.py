@@ -78,7 +78,7 @@ def exported(family: Family, folder: Path) -> Signature:
     return decoder.signature
 
 
-def attention_in(folder: Path, signature: Signature, target: str) -> to_tensorrt.Attention:
+def attention_in(folder: Path, signature: Signature, target: str) -> to_tensorrt.AttentionPlan:
     """How attention came out in the engine for a target."""
     model = append_graph(folder, signature, SHAPES.capacity)
     engine = to_tensorrt.build(library(), model, folder, signature, BuildOptions(target, SHAPES))
@@ -94,7 +94,7 @@ def test_an_engine_of_a_familys_graph_is_built(family: Family, target: str, tmp_
     attention = attention_in(tmp_path, signature, target)
     fused = signature.head_dim >= 16 and family.structure not in ("eager", "softcap")
     assert attention.decomposed == (0 if fused else signature.layers)
-    assert attention.written_out == (family.structure == "softcap")
+    assert attention.in_graph == (family.structure == "softcap")
 
 
 def test_engines_reckon_in_float32_and_in_memory_that_is_given_to_them() -> None:
@@ -108,7 +108,7 @@ def test_engines_reckon_in_float32_and_in_memory_that_is_given_to_them() -> None
 @pytest.mark.parametrize("target", TARGETS)
 def test_heads_of_64_are_built_fused(target: str, tmp_path: Path) -> None:
     signature = exported(fewer(WIDE_HEADS), tmp_path)
-    assert attention_in(tmp_path, signature, target) == to_tensorrt.Attention(0, "")
+    assert attention_in(tmp_path, signature, target) == to_tensorrt.AttentionPlan(0, "")
 
 
 @pytest.mark.slow

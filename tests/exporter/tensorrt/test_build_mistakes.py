@@ -93,7 +93,7 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
         ),
         (
             ("--target", "sm89", "--prompt-rows", 64),
-            "--prompt-rows is 64: expected 128, the widest step that writes, to",
+            "--prompt-rows is 64: expected 128, the maximum of a decode step, to",
         ),
         (
             ("--target", "sm89", "--prompt-rows", 9999),
@@ -110,7 +110,7 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
         ),
         (
             ("--target", "sm89", "--workspace", 1),
-            "--workspace is 1 MB: tensorrt-rtx .* needs more .*; raise it, or leave",
+            "--workspace is 1 MB: tensorrt-rtx .* needs more; raise it, or leave",
         ),
     ],
     ids=str,
@@ -181,7 +181,7 @@ def test_a_machine_without_tensorrt_says_how_to_install_it(
 def test_a_scatter_bundle_is_refused(capfd: Capture, bundle: Path) -> None:
     edit(bundle, lambda told: told["signature"].update(lowering="scatter"))
     (bundle / "model.onnx.data").write_bytes(b"")  # told before the weights are read
-    message = "has the scatter lowering, TensorRT needs append: export it with --lowering append"
+    message = "has the scatter lowering, TensorRT needs append: export it again with --lowering append"
     refused(capfd, INPUT, message, bundle, "--target", "sm89")
 
 
@@ -216,8 +216,10 @@ def test_a_disk_without_room_is_refused_before_the_build(bundle: Path, library: 
     manifest = open_bundle(bundle).manifest
     vast = {**manifest.files, "model.onnx.data": FileRecord("a" * 64, 10**18)}
     began: list[str] = []
-    with pytest.raises(TargetError, match=r"MB free, the engine needs about 10000000000.. MB: make room or choose"):
-        build_engine(bundle, replace(manifest, files=vast), library, RECIPE, begin=lambda: began.append("it"))
+    with pytest.raises(
+        TargetError, match=r"MB free, the engine needs about 10000000000.. MB: free some space or choose"
+    ):
+        build_engine(bundle, replace(manifest, files=vast), library, RECIPE, on_start=lambda: began.append("it"))
     assert began == []
 
 
@@ -229,7 +231,7 @@ def test_a_node_that_tensorrt_does_not_know_is_named(bundle: Path, library: Libr
     with pytest.raises(UnbuildableGraph) as raised:
         build(library, model, bundle, signature, RECIPE)
     assert re.search(
-        rf"{MODEL_FILE}: tensorrt-rtx .* cannot take attention0 \(Detention\): .*expected", str(raised.value)
+        rf"{MODEL_FILE}: tensorrt-rtx .* cannot parse attention0 \(Detention\): .*expected", str(raised.value)
     )
     assert "\n" not in str(raised.value)
 
@@ -238,7 +240,7 @@ def test_weights_that_are_not_there_are_named(bundle: Path, library: Library) ->
     signature = Attending().signature
     model = append_graph(bundle, signature, 1024)
     (bundle / "model.onnx.data").unlink()
-    with pytest.raises(UnbuildableGraph, match="cannot take"):
+    with pytest.raises(UnbuildableGraph, match="cannot parse"):
         build(library, model, bundle, signature, RECIPE)
 
 
@@ -246,30 +248,32 @@ def test_a_type_that_a_target_lacks_is_told_as_such(bundle: Path, library: Libra
     attending = Attending("bfloat16")
     attending.write(tmp_path / "brain")
     model = append_graph(tmp_path / "brain", attending.signature, 1024)
-    with pytest.raises(OptionFault, match=r"--target is sm75: .* lacks a type .* exported with --dtype float16 and"):
+    with pytest.raises(
+        OptionFault, match=r"--target is sm75: .* does not support a type .* exported with --dtype float16 and"
+    ):
         build(library, model, tmp_path / "brain", attending.signature, replace(RECIPE, target="sm75"))
 
 
 def test_what_nobody_foresaw_is_told_in_the_builders_words(library: Library) -> None:
-    said = BuildMessages(errors=["first things first", "kernel\nfell over"])
-    fault = build_fault(library, RECIPE, said)
+    messages = BuildMessages(errors=["first things first", "kernel\nfell over"])
+    fault = build_fault(library, RECIPE, messages)
     assert isinstance(fault, BuildFault)
     assert re.search("could not build for sm89: first things first kernel fell over: expected", str(fault))
-    assert "it says no reason" in str(build_fault(library, RECIPE, BuildMessages()))
+    assert "no error message" in str(build_fault(library, RECIPE, BuildMessages()))
 
 
 @pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX:DeprecationWarning")
 def test_a_timing_cache_that_is_none_is_refused_and_a_new_name_begins_one(library: Library, tmp_path: Path) -> None:
     """TensorRT-RTX has the calls, which do nothing there, and reads the file all the same."""
-    said = BuildMessages()
-    logger = logger_of(library.module, said)
+    messages = BuildMessages()
+    logger = logger_of(library.module, messages)
     config = library.module.Builder(logger).create_builder_config()
     file = tmp_path / "times"
-    assert read_cache(config, said, file) is not None
+    assert read_cache(config, messages, file) is not None
     assert not file.exists()
     file.write_bytes(b"nothing of the kind" * 20)
     with pytest.raises(InputFault, match=r"times: not a timing cache of this TensorRT and GPU: .* choose another"):
-        read_cache(config, said, file)
+        read_cache(config, messages, file)
 
 
 def test_help_tells_every_option(capfd: Capture) -> None:

@@ -39,7 +39,7 @@ def test_whatever_phases_come_the_number_never_goes_back(events: list[tuple[str,
 
 
 def test_errors_and_the_memory_of_the_largest_profile_are_kept() -> None:
-    said = BuildMessages()
+    messages = BuildMessages()
     for severity, text in (
         (0, "internal"),
         (1, "error"),
@@ -48,5 +48,5 @@ def test_errors_and_the_memory_of_the_largest_profile_are_kept() -> None:
         (3, "Total Activation Memory: 300 bytes"),
         (4, "chatter"),
     ):
-        said.hear(severity, text)
-    assert said == BuildMessages(["internal", "error"], ["warning"], 700)
+        messages.add(severity, text)
+    assert messages == BuildMessages(["internal", "error"], ["warning"], 700)

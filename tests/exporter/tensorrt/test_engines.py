@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.exporter.atomic_folder import writing
-from spaceport.exporter.tensorrt.engines import store
+from spaceport.exporter.tensorrt.engines import store_engine
 from spaceport.graphs.contract.atomic_file import partial_of
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
@@ -29,7 +29,7 @@ def test_only_engines_make_room_for_an_engine(tmp_path: Path) -> None:
     others = [engines / "sm80-0.engine", engines / f"{ENGINE}.partial", partial_of(engines / "sm80-1.engine")]
     for file in (*own, *others):
         file.write_text("content")
-    store(tmp_path, ENGINE, memoryview(b"an engine"), record)
+    store_engine(tmp_path, ENGINE, memoryview(b"an engine"), record)
     assert all(file.read_text() == "content" for file in own)
     assert not any(file.exists() for file in others)
     assert (engines / ENGINE).read_bytes() == b"an engine"
@@ -46,9 +46,11 @@ def test_an_engine_makes_room_for_one_that_no_runtime_could_tell_from_it(tmp_pat
         "sm89-3.engine": replace(record, refittable=True),
     }
     for name, other in others.items():
-        store(tmp_path, name, memoryview(b"another engine"), other)
-    store(tmp_path, "sm89-4.engine", memoryview(b"an engine"), replace(record, sha256="e" * 64, size=14, decomposed=1))
-    store(tmp_path, ENGINE, memoryview(b"an engine"), record)
+        store_engine(tmp_path, name, memoryview(b"another engine"), other)
+    store_engine(
+        tmp_path, "sm89-4.engine", memoryview(b"an engine"), replace(record, sha256="e" * 64, size=14, decomposed=1)
+    )
+    store_engine(tmp_path, ENGINE, memoryview(b"an engine"), record)
     assert read_manifest(tmp_path).engines == {**others, ENGINE: record}
     assert {file.name for file in (tmp_path / ENGINES_FOLDER).iterdir()} == {*others, ENGINE}
 

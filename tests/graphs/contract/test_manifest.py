@@ -99,7 +99,7 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("signature", "vocab_size"), [0, None], f"signature: vocab_size is .*: {NUMBER}"),
     (("signature", "dtype"), ["float64", None, 32, ["float32"], {}], "signature: dtype is .*: expected one of float32"),
     (("signature", "lowering"), ["gather", None, 0], "signature: lowering is .*: expected one of scatter, append"),
-    (("signature", "window"), [0, -1, "32", True, []], "signature: window is .*: expected nothing or a whole number"),
+    (("signature", "window"), [0, -1, "32", True, []], "signature: window is .*: expected null or a whole number"),
     (("files",), [5, None, []], "files is .*: expected an object"),
     (("files", MODEL_FILE), [5, None, "0" * 64], r"files\['model.onnx'\] is .*: expected an object"),
     (("files", MODEL_FILE, "sha256"), [5, None], "sha256 is .*: expected 64 hexadecimal digits"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spaceport.exporter.tensorrt.engines import store
+from spaceport.exporter.tensorrt.engines import store_engine
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import open_bundle
@@ -30,7 +30,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     manifest = fill(folder)
     record = replace(RECORD, graph=manifest.graph, sha256=hashlib.sha256(PLAN).hexdigest(), size=len(PLAN))
-    store(folder, ENGINE, memoryview(PLAN), record)
+    store_engine(folder, ENGINE, memoryview(PLAN), record)
     return folder
 
 

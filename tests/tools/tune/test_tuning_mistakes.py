@@ -123,10 +123,10 @@ def test_messages_need_a_chat_template(tmp_path: Path, capfd: Capture) -> None:
 def test_an_unwritable_target_is_refused_before_data_is_read(data: Path, tmp_path: Path, capfd: Capture) -> None:
     nowhere = tmp_path / "nowhere.jsonl"
     mine = shutil.copytree(TINY, tmp_path / "mine")
-    refused_with(capfd, INPUT, "mine: a checkpoint is there already: say --overwrite", TINY, mine, nowhere)
+    refused_with(capfd, INPUT, "mine: a checkpoint exists there: replace it with --overwrite", TINY, mine, nowhere)
     refused_with(capfd, USAGE, "mine: is the checkpoint to tune", mine, mine, nowhere, "--overwrite")
-    refused_with(capfd, INPUT, "tests: holds files but no checkpoint", TINY, TESTS, nowhere, "--overwrite")
-    refused_with(capfd, INPUT, "no such folder: make it first", TINY, tmp_path / "a" / "b", nowhere)
+    refused_with(capfd, INPUT, "tests: contains files but no checkpoint", TINY, TESTS, nowhere, "--overwrite")
+    refused_with(capfd, INPUT, "no such folder: create it first", TINY, tmp_path / "a" / "b", nowhere)
 
 
 def test_invalid_options_are_refused(data: Path, tmp_path: Path, capfd: Capture) -> None:

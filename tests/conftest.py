@@ -1,4 +1,4 @@
-"""The suite's surroundings: tiers, offline, repeatable, one thread for each process; bundles that many tests need."""
+"""Settings of the suite: tiers, no network, seeds, one thread per process; bundles that many tests need."""
 
 import os
 import tempfile
@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads cost more than they save
 
-# What is noted of engines that the tests build and time is not the user's.
+# Records of engines that the tests build and time are not stored with the user's.
 _STATE = tempfile.TemporaryDirectory(prefix="spaceport-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ["XDG_CACHE_HOME"] = _STATE.name
@@ -43,7 +43,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let files with slow tests begin first; leave out of the fast tier what it does not run."""
+    """Order files with slow tests first; leave out of the fast tier what it does not run."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if config.getoption("fast"):
@@ -88,7 +88,7 @@ def demo_int8_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported_once(tmp_path_factory, "scatter", DEMO, weights="int8")
 
 
-# Lowerings and weights of bundles on which drafted text has to be plain text.
+# Lowerings and weights of bundles on which speculative output has to equal plain output.
 _FLOAT = (pytest.param(("scatter", "same"), id="scatter"), pytest.param(("append", "same"), id="append"))
 _APPEND_INT8 = pytest.param(("append", "int8"), id="append int8", marks=pytest.mark.nightly)
 

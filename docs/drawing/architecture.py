@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from import_graph import ROOT, Graph, imports_between_boxes
-from row_layout import BANDS, BOX, GAP, INSIDE, MARGIN, WIDTH, Item, items_of, place, spans, width_of
+from row_layout import BANDS, BOX, GAP, INSIDE, MARGIN, WIDTH, Item, arrange, items_of, spans, width_of
 
 PICTURE = ROOT / "docs" / "architecture.svg"
 ROW, BAND = 68, 44  # pixels from row to row; extra space for a band's border and title
@@ -63,7 +63,7 @@ def panels(lines: Sequence[Sequence[Item]], y: Sequence[float]) -> Iterator[str]
 def draw(graph: Graph) -> str:
     """The picture of these imports."""
     lines = items_of(graph)
-    place(lines)
+    arrange(lines)
     y = heights(lines)
     height = y[-1] + BOX + 70
     body = [f'<rect class="paper" width="{WIDTH}" height="{height:.0f}" rx="8"/>', *panels(lines, y)]

@@ -102,7 +102,7 @@ def spans(lines: Sequence[Sequence[Item]]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def place(lines: Sequence[list[Item]]) -> None:
+def arrange(lines: Sequence[list[Item]]) -> None:
     """Set the position of every item: close to those that it is connected to, within the width of its part."""
     limits = spans(lines)
     for line in lines:

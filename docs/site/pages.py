@@ -14,13 +14,13 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
-# Pages outside docs/ -> where they stand in the built documentation.
+# Pages outside docs/ -> their paths in the built documentation.
 OUTSIDE = {
     name: f"project/{name.removesuffix('.md').lower()}.md"
     for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 }
 OUTSIDE["README.md"] = "project/overview.md"
-PLACES = {place: name for name, place in OUTSIDE.items()}
+ORIGINS = {built: name for name, built in OUTSIDE.items()}
 
 LANGUAGES = {".py": "python", ".sh": "bash"}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
@@ -33,36 +33,36 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for heading, body in re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", text_of("README.md"), re.MULTILINE | re.DOTALL):
         pages: list[Any] = []
         for _, _, target, _ in LINK.findall(body):
-            if (place := outside_or_here(target)) not in seen:
-                seen.add(place)
-                pages += [place, *pages_listed_by(place)]
+            if (built := outside_or_here(target)) not in seen:
+                seen.add(built)
+                pages += [built, *pages_listed_by(built)]
         config.nav.append({heading.partition(":")[0]: pages})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages from outside docs/ are pages like the others."""
-    for name, place in OUTSIDE.items():
-        files.append(File.generated(config, place, content=(ROOT / name).read_text("utf-8")))
+    for name, built in OUTSIDE.items():
+        files.append(File.generated(config, built, content=(ROOT / name).read_text("utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links and pictures lead to the files of the built documentation; an example's page ends with its programs."""
     source = page.file.src_uri
-    home = Path(PLACES.get(source, f"docs/{source}")).parent
+    home = Path(ORIGINS.get(source, f"docs/{source}")).parent
 
     def moved(link: re.Match[str]) -> str:
         target = normpath((home / link[3]).as_posix())
         if target in OUTSIDE:
-            place = OUTSIDE[target]
+            built = OUTSIDE[target]
         elif target.startswith("docs/") and (ROOT / target).is_file():
-            place = target.removeprefix("docs/")
+            built = target.removeprefix("docs/")
         elif (ROOT / target).exists():  # a source file, which is not part of the pages
             return link[2]
         else:
             return link[0]  # reported by the build
-        return f"{link[1]}[{link[2]}]({relpath(place, Path(source).parent.as_posix())}{link[4] or ''})"
+        return f"{link[1]}[{link[2]}]({relpath(built, Path(source).parent.as_posix())}{link[4] or ''})"
 
     return LINK.sub(moved, markdown) + programs_beside(source)
 
@@ -81,12 +81,12 @@ def text_of(page: str) -> str:
 
 
 def outside_or_here(target: str) -> str:
-    """Where a page that the index links to is in the built documentation."""
+    """Path in the built documentation of a page that the index links to."""
     return OUTSIDE[target.removeprefix("../")] if target.startswith("../") else target
 
 
-def pages_listed_by(place: str) -> list[str]:
+def pages_listed_by(built: str) -> list[str]:
     """The pages of a folder whose index this is."""
-    if not place.startswith("decisions/"):
+    if not built.startswith("decisions/"):
         return []
-    return [f"decisions/{target}" for _, _, target, _ in LINK.findall(text_of(place))]
+    return [f"decisions/{target}" for _, _, target, _ in LINK.findall(text_of(built))]

@@ -72,7 +72,7 @@ def test_examples_are_numbered_without_a_gap_and_listed_in_the_index() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_a_page_tells_the_number_and_the_command(example: Path) -> None:
+def test_a_page_has_the_number_and_the_command_of_its_example(example: Path) -> None:
     assert (example / "README.md").read_text("utf-8").startswith(f"# {example.name[:2]}: ")
     command, _ = shown_by(example)
     program = next(part for part in command if part.endswith((".py", ".sh")))

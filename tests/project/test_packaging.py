@@ -99,7 +99,7 @@ NEEDS = {
 # argv: where spaceport is to come from, libraries to hide, modules to import. Prints what each module lacked.
 IMPORT_ALL = """
 import importlib, json, sys
-place, hidden, modules = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+folder, hidden, modules = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 
 class Hide:
     @staticmethod
@@ -108,9 +108,9 @@ class Hide:
             raise ModuleNotFoundError(f"{name} is hidden", name=name)
 
 sys.meta_path.insert(0, Hide)
-sys.path.insert(0, place)
+sys.path.insert(0, folder)
 import spaceport
-assert spaceport.__file__.startswith(place), spaceport.__file__
+assert spaceport.__file__.startswith(folder), spaceport.__file__
 lacking = {}
 for module in modules:
     try:
@@ -341,10 +341,10 @@ def run(command: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def lacking(place: Path, cwd: Path) -> dict[str, str]:
-    """What the runtime and the command line, imported from a place, miss without heavy libraries: module -> missing."""
+def lacking(folder: Path, cwd: Path) -> dict[str, str]:
+    """Modules of the runtime and the command line in a folder that need a heavy library: module -> library."""
     modules = [module for module in project() if within(module, ("spaceport.runtime",))] + ["spaceport.tools.cli"]
-    arguments = [str(place), json.dumps(HEAVY), json.dumps([*modules, *HEAVY])]
+    arguments = [str(folder), json.dumps(HEAVY), json.dumps([*modules, *HEAVY])]
     found: dict[str, str] = json.loads(run([sys.executable, "-I", "-c", IMPORT_ALL, *arguments], cwd))
     assert [module for module in HEAVY if found.pop(module, None) != module] == [], "these were to be hidden"
     return {module: missing for module, missing in found.items() if library(missing) not in NEEDS.get(module, set())}
@@ -368,8 +368,8 @@ class Built:
         return {name for name in self.files if not name.startswith(CHECKOUT_ONLY)}
 
 
-def kept() -> list[str]:
-    """The files of the checkout that git keeps or would keep; where there is no git, those of the package."""
+def tracked() -> list[str]:
+    """The files of the checkout that git tracks or would track; without git, those of the package."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         links = [f"src/spaceport/{part}" for part in PARTS]
         paths = [path for part in PARTS for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts]
@@ -392,7 +392,7 @@ def packaged(names: list[str]) -> set[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     copy, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
-    names = kept()
+    names = tracked()
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)

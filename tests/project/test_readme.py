@@ -97,10 +97,10 @@ def test_the_picture_shows_the_accepted_tokens_of_a_real_generation(
     (checkout / "demo.bundle").symlink_to(demo_bundle)
     (checkout / "docs").mkdir()
     assert run(shlex.split(DRAW)[1:]) == 0, capsys.readouterr().err
-    shown, drawn = PICTURE.read_text("utf-8"), (checkout / "docs" / PICTURE.name).read_text("utf-8")
+    shown, current = PICTURE.read_text("utf-8"), (checkout / "docs" / PICTURE.name).read_text("utf-8")
     record = read_trace(checkout / "trace.json")
     rows = [rows for step in record.steps for rows in step.rows]
-    assert tokens_in(shown) == tokens_in(drawn), f"the generation has changed, run: {DRAW}"
+    assert tokens_in(shown) == tokens_in(current), f"the generation has changed, run: {DRAW}"
     found = tokens_in(shown)
     assert sum(count for kind, count in found if kind == "accepted") == sum(one.accepted for one in rows) > 50
     assert sum(count for kind, count in found if kind == "own") == sum(one.written - one.accepted for one in rows)

@@ -59,8 +59,8 @@ def is_there(module: str) -> bool:
     """Whether a dotted name is a module of the package, or a name in one."""
     parts = module.split(".")[1:]
     for end in range(len(parts), 0, -1):
-        place = ROOT.joinpath(*parts[:end])
-        if (file := place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).exists():
+        path = ROOT.joinpath(*parts[:end])
+        if (file := path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).exists():
             return end == len(parts) or definition(file, parts[end]) is not None
     return False
 

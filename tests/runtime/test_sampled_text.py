@@ -26,7 +26,7 @@ from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
 from support.g_test import excess
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language, Tree, advance, request_for
-from support.slow_sampling import odds_slowly, scores_slowly
+from support.slow_sampling import probabilities_slowly, scores_slowly
 from support.table_engine import Table
 
 UNFORKED = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, 0)
@@ -174,7 +174,7 @@ def how_far_off(found: Sequence[Sequence[int]], table: Table, sampling: Sampling
         scores = scores_slowly(
             table.logits(token).tolist(), sampling, (), (), {*UNFORKED.never, FORK, *sampling.banned}
         )
-        after.append(dict(enumerate(odds_slowly(scores, sampling)[:LIKELY])))
+        after.append(dict(enumerate(probabilities_slowly(scores, sampling)[:LIKELY])))
     singles: dict[int, Counter[int]] = defaultdict(Counter)
     pairs: dict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
     for text in found:
@@ -217,7 +217,9 @@ def drawn(sampling: Sampling, path: tuple[int, ...], logits: NDArray[np.float32]
 def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
     """Four times 50,000 places; tokens next to each other, and those at one place of two threads, are independent."""
     logits = np.random.default_rng(5).normal(0, 1.5, 12).astype(np.float32)
-    odds = dict(enumerate(odds_slowly(scores_slowly(logits.tolist(), sampling, (), (), sampling.banned), sampling)))
+    odds = dict(
+        enumerate(probabilities_slowly(scores_slowly(logits.tolist(), sampling, (), (), sampling.banned), sampling))
+    )
     pairs = {(one, other): odds[one] * odds[other] for one in odds for other in odds}
     spine, child = (drawn(sampling, path, logits, 25_000) for path in ((), (0,)))
     assert excess([(Counter(spine + child), odds)]) < 4

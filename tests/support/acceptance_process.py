@@ -1,4 +1,4 @@
-"""Acceptance process: steps of one thread whose drafts meet a given fate, with the time that a cost table gives them."""
+"""Acceptance process: steps of one thread whose drafts are accepted as a table says, timed with a cost table."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spaceport.runtime.decode.threads import Thread, new_thread
 
 TOKENS = TokenIds(mask=(999,))
 Fate = Callable[[int, int], bool]  # index of the token in the text, depth of the mask slot -> whether it is right
-ODDS = 0.7  # that each mask slot claims
+CLAIMED = 0.7  # probability that each mask slot gives to its token
 
 
 @dataclass
-class Told:
-    """What was spent on a text."""
+class Spent:
+    """Tokens, steps, rows and time of a completion."""
 
     tokens: int = 0
     steps: int = 0
@@ -39,29 +39,29 @@ def decode(
     length: int,
     kind: str = "",
     on_step: Callable[[int], None] | None = None,
-) -> Told:
-    """A text of at least `length` tokens; drafts are chains, since each mask slot names one token."""
+) -> Spent:
+    """Decode at least `length` tokens; drafts are chains, since each mask slot proposes one token."""
     drafter = TreeDrafter(drafting, planner, kind)
-    thread, told = new_thread([1, 2, 3], 8), Told()
+    thread, spent = new_thread([1, 2, 3], 8), Spent()
     thread.fed = 2
     plain = planner.costs.seconds(1)
-    while told.tokens < length:
+    while spent.tokens < length:
         draft = drafter.draft(thread, 10**6, 64, Sharing(1, 64))
         part = plan_thread(thread, draft, TOKENS, 512)
-        told.tokens += _write(drafter, part, fate)
-        told.steps += 1
-        told.rows += part.layout.rows
-        told.time += planner.costs.seconds(part.layout.rows) / plain
+        spent.tokens += _write(drafter, part, fate)
+        spent.steps += 1
+        spent.rows += part.layout.rows
+        spent.time += planner.costs.seconds(part.layout.rows) / plain
         if on_step is not None:
             on_step(part.layout.rows)
-    return told
+    return spent
 
 
-def decode_together(planner: DraftPlanner, drafting: Drafting, fates: Sequence[Fate], steps: int) -> Told:
-    """Texts that share every call; the time is that of the calls, in plain ones."""
+def decode_together(planner: DraftPlanner, drafting: Drafting, fates: Sequence[Fate], steps: int) -> Spent:
+    """Completions that share every call; the time is that of the calls, in plain steps."""
     drafters = [TreeDrafter(drafting, planner, "") for _ in fates]
     threads = [new_thread([1, 2, 3], 8) for _ in fates]
-    told, plain = Told(), planner.costs.seconds(1, len(fates), 64)
+    spent, plain = Spent(), planner.costs.seconds(1, len(fates), 64)
     for thread in threads:
         thread.fed = 2
     for _ in range(steps):
@@ -75,13 +75,13 @@ def decode_together(planner: DraftPlanner, drafting: Drafting, fates: Sequence[F
             for draft, thread in zip(drafts, threads, strict=True)
         ]
         for (drafter, _, fate), part in zip(pairs, parts, strict=True):
-            told.tokens += _write(drafter, part, fate)
-        told.time += planner.costs.seconds(max(part.layout.rows for part in parts), len(fates), 64) / plain
-    return told
+            spent.tokens += _write(drafter, part, fate)
+        spent.time += planner.costs.seconds(max(part.layout.rows for part in parts), len(fates), 64) / plain
+    return spent
 
 
 def _write(drafter: TreeDrafter, part: Part, fate: Fate) -> int:
-    """Verify a step and write its tokens; their number."""
+    """Verify a step and append its tokens; returns their number."""
     thread, verdict = part.thread, _verdict(part, fate)
     drafter.learn(part, verdict)
     thread.tokens += verdict.tokens
@@ -91,7 +91,7 @@ def _write(drafter: TreeDrafter, part: Part, fate: Fate) -> int:
 
 
 def _verdict(part: Part, fate: Fate) -> Verdict:
-    """The draft's tokens are their depths, as long as they are right: a wrong one never comes again."""
+    """The verdict on a draft whose tokens are their depths; a wrong token does not occur again."""
     thread, layout = part.thread, part.layout
     at = len(thread.tokens)
     node, kept = 0, list(range(layout.known))
@@ -109,7 +109,7 @@ def _verdict(part: Part, fate: Fate) -> Verdict:
 
 def _guess(thread: Thread, following: int, depth: int, fate: Fate) -> Guess:
     index = following + depth
-    return Guess((_right(index) if fate(index, depth) else 900,), (ODDS,))
+    return Guess((_right(index) if fate(index, depth) else 900,), (CLAIMED,))
 
 
 def _right(index: int) -> int:

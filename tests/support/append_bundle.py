@@ -1,4 +1,4 @@
-"""A bundle with one or two layers of attention and nothing else, made by hand: TensorRT builds it in a moment."""
+"""Append bundle: one or two attention layers and nothing else, which TensorRT builds in a moment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 
 @dataclass(frozen=True)
 class Attending:
-    """What the layers are like."""
+    """Sizes and type of the layers."""
 
     dtype: Precision = "float16"
     heads: int = 4
@@ -44,8 +44,8 @@ class Attending:
         weights: list[onnx.TensorProto] = []
 
         def weight(name: str, *shape: int) -> str:
-            drawn = dice.standard_normal(shape) * 0.5
-            weights.append(numpy_helper.from_array(drawn.astype(helper.tensor_dtype_to_np_dtype(kind)), name))
+            values = dice.standard_normal(shape) * 0.5
+            weights.append(numpy_helper.from_array(values.astype(helper.tensor_dtype_to_np_dtype(kind)), name))
             return name
 
         def whole(name: str, *numbers: int) -> str:
@@ -63,8 +63,8 @@ class Attending:
             return put("Transpose", label, split, perm=[0, 2, 1, 3])
 
         tokens = put("Gather", "tokens", weight("embedding", VOCAB, width), "input_ids")
-        places = put("Gather", "places", weight("positions", POSITIONS, width), "position_ids")
-        states = put("Add", "states", tokens, places)
+        embedded = put("Gather", "position_embeddings", weight("positions", POSITIONS, width), "position_ids")
+        states = put("Add", "states", tokens, embedded)
         weights.append(numpy_helper.from_array(np.array(0, np.int64), "first"))
         start = put("Gather", "start", "slot_ids", "first", axis=1)
         visible = put("Shape", "visible", "attention_mask", start=3, end=4)
@@ -96,10 +96,10 @@ class Attending:
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
 
     def write(self, folder: Path, seed: int = 5) -> Manifest:
-        """Make a bundle of it in a folder that is to be made."""
+        """Write the bundle to a new folder."""
         folder.mkdir()
-        place: dict[str, Any] = {"save_as_external_data": True, "location": DATA_FILE, "size_threshold": 256}
-        onnx.save(self.model(seed), str(folder / MODEL_FILE), **place)
+        external: dict[str, Any] = {"save_as_external_data": True, "location": DATA_FILE, "size_threshold": 256}
+        onnx.save(self.model(seed), str(folder / MODEL_FILE), **external)
         (folder / TOKENIZER_FILE).write_text(Tokenizer(models.WordLevel({"a": 0}, "a")).to_str())
         return write_manifest(
             folder,

@@ -1,4 +1,4 @@
-"""Arrivals: requests that come to a scheduler over a fake engine, and the trouble that some of them make."""
+"""Arrivals: requests that arrive at a scheduler over a fake engine, and the failures that some of them cause."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ Trouble = Literal["on_token", "on_end", "choice", "number", "observer", "progres
 
 
 class Trap(Exception):
-    """What a request fails of in a test."""
+    """The error that a request fails with in a test."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come."""
+    """A request that arrives later."""
 
     prompt: Sequence[int]
-    at: int = 0  # round before which it is handed over
+    at: int = 0  # round before which it is submitted
     max_tokens: int = 20
     drafting: Drafting = field(default_factory=Drafting)
     max_threads: int = 1
     max_depth: int = 0
-    cancelled: int | None = None  # rounds after which nobody wants it any more
-    patience: int | None = None  # rounds after which it is too late
+    cancelled: int | None = None  # rounds after which it is cancelled
+    patience: int | None = None  # rounds after which its deadline passes
     trouble: Trouble | None = None
-    when: int = 0  # how often it goes well before it does not
+    when: int = 0  # calls that succeed before one fails
 
     def alone(self, language: Language) -> Tree:
-        """What each of its threads writes if nothing befalls it."""
+        """The output of each of its threads without failures."""
         return language.tree(self.prompt, len(self.prompt) + self.max_tokens, self.max_depth)
 
 
 @dataclass
 class Fuse:
-    """Goes off when it was touched so often."""
+    """Raises after a number of uses."""
 
     left: int
 
@@ -61,7 +61,7 @@ class Fuse:
 
 @dataclass
 class RaisingListener(NullListener):
-    """Listens to what is written until it raises."""
+    """A listener that raises after some tokens."""
 
     fuse: Fuse
     at_end: bool
@@ -78,7 +78,7 @@ class RaisingListener(NullListener):
 
 @dataclass
 class RaisingChoice:
-    """Chooses until it does not."""
+    """A token selector that raises after some calls."""
 
     fuse: Fuse
     inner: TokenSelector
@@ -93,7 +93,7 @@ class RaisingChoice:
 
 @dataclass
 class RaisingObserver:
-    """Sees steps until it does not."""
+    """An observer that raises after some steps."""
 
     fuse: Fuse
 
@@ -103,18 +103,18 @@ class RaisingObserver:
 
 @dataclass
 class SharedEngine(HashEngine):
-    """A fake engine that knows whose rows it computes, and fails when it is told to."""
+    """A fake engine that knows the request of each row, and fails on demand."""
 
-    guests: list[Task] = field(default_factory=list)  # all that ever come
-    poisoned: dict[int, int] = field(default_factory=dict)  # id of a request -> calls until its logits are no numbers
-    faulty: int | None = None  # the call that fails
+    guests: list[Task] = field(default_factory=list)  # all tasks of the test
+    poisoned: dict[int, int] = field(default_factory=dict)  # id of a request -> calls until its logits are NaN
+    faulty: int | None = None  # index of the call that fails
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.owner = lambda index: id(self.tenant(index))
 
     def tenant(self, index: int) -> Request | None:
-        """Who holds slots of an index; there is never more than one."""
+        """The request that holds slots of an index; there is never more than one."""
         found = [guest.request for guest in self.guests if guest.index == index and guest.request.slots.held]
         assert len(found) < 2, "two requests share the buffers of one index"
         return found[0] if found else None
@@ -145,7 +145,7 @@ class SharedEngine(HashEngine):
 
 @dataclass(eq=False, kw_only=True)
 class CalledTask(Task):
-    """A task whose progress is a call."""
+    """A task that reports its progress with a callback."""
 
     call: Callable[[bool], None] = lambda done: None  # whether the task is done
 
@@ -175,16 +175,16 @@ class Scene:
         self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows, clock=lambda: self.now)
         self.tasks = [self._task(*numbered) for numbered in enumerate(arrivals)]
         self.engine.guests.extend(self.tasks)
-        self.told: list[list[bool]] = [[] for _ in self.tasks]  # for each: was it done, whenever it was told of
+        self.reports: list[list[bool]] = [[] for _ in self.tasks]  # for each task: whether it was done at each report
 
     def play(self) -> None:
-        """Round after round, until all have come and gone."""
+        """Run rounds until all requests have arrived and ended."""
         while self.now <= max(arrival.at for arrival in self.arrivals) or self.scheduler.busy:
             self.turn()
             assert self.now < 2000, "the scheduler does not come to an end"
 
     def turn(self) -> None:
-        """What happens before a round, and the round."""
+        """Run a round, after what is due before it."""
         for arrival, task in zip(self.arrivals, self.tasks, strict=True):
             if arrival.at == self.now:
                 self.scheduler.submit(task)
@@ -194,7 +194,7 @@ class Scene:
         self.now += 1
 
     def text(self, number: int) -> Tree:
-        """What each thread of a request has written."""
+        """The output of each thread of a request."""
         return {thread.path: thread.written for thread in self.tasks[number].request.threads}
 
     def _total(self, tree: Tree) -> int:
@@ -225,7 +225,7 @@ class Scene:
             self.engine.poisoned[id(request)] = arrival.when
 
         def on_progress(done: bool) -> None:
-            self.told[number].append(done)
+            self.reports[number].append(done)
             if arrival.trouble == "progress":
                 fuse.touch()
 
@@ -234,5 +234,5 @@ class Scene:
 
 
 def steps_of(task: Task) -> int:
-    """How many steps a request has taken."""
+    """Number of steps of a request."""
     return task.request.statistics.prompt_steps + task.request.statistics.steps

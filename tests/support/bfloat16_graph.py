@@ -1,4 +1,4 @@
-"""A bfloat16 graph reckoned in float32: ONNX Runtime's CPU backend has no products of bfloat16."""
+"""Bfloat16 graph: the same graph in float32, since ONNX Runtime's CPU backend has no bfloat16 products."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def in_float32(bundle: Path, target: Path) -> Path:
 
 
 def widen(tensor: TensorProto) -> None:
-    """The same numbers in float32, which holds every bfloat16."""
+    """The same numbers in float32, which represents every bfloat16."""
     if tensor.data_type == HALF:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))

@@ -14,7 +14,7 @@ from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
 OPTIONS = DecodeOptions(rounds=2, temperatures=(0.0,))
-# Seconds of each text by mode, round and prompt; the second prompt's text is empty in both modes.
+# Seconds of each completion by mode, round and prompt; the second prompt's completion is empty in both modes.
 SECONDS = {PLAIN: ((4.0, 1.0), (6.0, 1.0)), "default": ((2.0, 1.0), (2.0, 1.0))}
 DRAFTED = {
     "drafted_by_depth": [4, 2],

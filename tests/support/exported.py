@@ -18,7 +18,7 @@ def exported_once(
     weights: Weights = "same",
     activations: Activations | None = None,
 ) -> Path:
-    """The bundle of a checkpoint as these say, exported by the first of the session's processes that asks for it."""
+    """The bundle of a checkpoint with these options, exported by the first test process that needs it."""
     # torch and transformers are imported only where a test needs a bundle
     from spaceport.exporter.export import ExportOptions, export
     from spaceport.exporter.quiet import quiet_libraries

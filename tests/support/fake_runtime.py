@@ -1,4 +1,4 @@
-"""Fake runtime: an adapter of `bench compare` that computes nothing, or misbehaves as its options say."""
+"""Fake runtime: an adapter of `bench compare` that computes nothing, or fails as its options say."""
 
 from __future__ import annotations
 

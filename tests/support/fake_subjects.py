@@ -16,7 +16,7 @@ WORKLOAD = Workload(context=8, tokens=3, rows=(1, 4), prefill=10, requests=2, re
 
 
 def fake_subject(name: str, folder: Path, *, is_bundle: bool = False, step: float = 0.01, **options: Any) -> Subject:
-    """A subject whose steps take what they are said to take."""
+    """A subject whose steps take the given time."""
     model = folder / name
     model.mkdir(exist_ok=True)
     (model / "weights").write_bytes(b"12345")
@@ -24,5 +24,5 @@ def fake_subject(name: str, folder: Path, *, is_bundle: bool = False, step: floa
 
 
 def fake_run_options(folder: Path, rounds: int = 2, patience: float = 20.0) -> RunOptions:
-    """Options of a few small measures."""
+    """Options of a few short measurements."""
     return RunOptions(WORKLOAD, measures_of(WORKLOAD), rounds, 1, folder / "logs", patience, idle_limit=1.0)

@@ -12,7 +12,7 @@ from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 
 VOCAB = 97
 POSITIONS = 192
-WINDOW = 16  # far shorter than the texts
+WINDOW = 16  # far shorter than the sequences
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 }
 
 
-# What sets families apart in graphs/ and exporter/: each is a branch there.
+# Structures of families: each is a branch in graphs/ and exporter/.
 Structure = Literal[
     "plain",
     "windowed",  # a second mask plane
@@ -35,22 +35,22 @@ Structure = Literal[
     "experts",  # mixture of experts, in the form whose graph does not depend on the routing
     "softcap",  # limited scores: no fused kernel in TensorRT
     "scaled_dot_product",  # attention replaced in torch; KV heads repeated before they are cached
-    "eager",  # attention that can only be kept
-    "rotary",  # frequencies that change with the length of the text, frozen
+    "eager",  # attention that cannot be replaced
+    "rotary",  # frequencies that change with the sequence length, frozen
     "refused",
 ]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model: its model_type and what its configuration has beyond the tiny sizes."""
+    """A model family: its model_type and its configuration beyond the tiny sizes."""
 
     name: str
     model_type: str
     structure: Structure
     options: dict[str, Any] = field(default_factory=dict)
     lowerings: tuple[Lowering, ...] = LOWERINGS
-    each_run: tuple[Lowering, ...] = ()  # lowerings in which it stands for its structure in every run of the tests
+    each_run: tuple[Lowering, ...] = ()  # lowerings that every run of the tests covers for its structure
 
     @property
     def replaceable(self) -> bool:
@@ -63,7 +63,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Refused:
-    """A family that the contract cannot tell exactly, and how the reason reads."""
+    """A family that cannot be exported exactly, with the pattern of the error."""
 
     family: Family
     reason: str  # a pattern
@@ -73,7 +73,7 @@ class Refused:
 
 
 def build(family: Family, dtype: torch.dtype = torch.float32, attention: str | None = None) -> PreTrainedModel:
-    """A model with weights so large that every token of the context moves the logits; the same at each call."""
+    """A seeded model with weights so large that every token of the context changes the logits."""
     config = AutoConfig.for_model(family.model_type, **{**TINY, **family.options})
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     dice = torch.Generator().manual_seed(7)
@@ -82,7 +82,7 @@ def build(family: Family, dtype: torch.dtype = torch.float32, attention: str | N
         model: PreTrainedModel = kind.from_config(config, dtype=dtype, attn_implementation=attention)
         for parameter in model.parameters():
             noise = 0.2 * torch.randn(parameter.shape, generator=dice)
-            # vectors are norms and biases: they stay near what they are
+            # vectors are norms and biases: they stay near their values
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
     model.eval()
     return model
@@ -94,7 +94,7 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 
 GROUPED = {"num_key_value_heads": 2}
-ROPE_ONLY = {"num_key_value_heads": 2, "num_hidden_layers": 1}  # what differs happens before the KV buffer
+ROPE_ONLY = {"num_key_value_heads": 2, "num_hidden_layers": 1}  # families that differ before the KV cache only
 WIDE = {"num_key_value_heads": 2, "head_dim": 16}  # heads times head_dim is twice the hidden size
 SLIDING = {"sliding_window": WINDOW}
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}

@@ -1,4 +1,4 @@
-"""A bundle whose text forks, made of one that does not: the token of a line's end is its [Fork]."""
+"""Forking bundle: a bundle that does not fork, changed so that the newline token is its [Fork]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.small_bundle import edit
 
 
 def forking_copy(bundle: Path, copy: Path) -> Path:
-    """A copy of the tiny bundle that forks wherever it would begin a line."""
+    """A copy of the tiny bundle that forks at each newline."""
     shutil.copytree(bundle, copy)
     tokenizer = Tokenizer.from_file(str(copy / TOKENIZER_FILE))
     (fork,), (child,) = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "#"))

@@ -1,4 +1,4 @@
-"""G-test: how far counts are off the odds that they should have."""
+"""G-test: the deviation of counts from expected probabilities."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 
 def excess(samples: Sequence[tuple[Mapping[Any, int], Mapping[Any, float]]]) -> float:
-    """G of all samples together, each counts and odds, in standard deviations above what chance makes it."""
+    """The G statistic of all samples (counts and probabilities), in standard deviations above its expectation."""
     g, freedom = 0.0, 0
-    for counts, odds in samples:
+    for counts, probabilities in samples:
         total = sum(counts.values())
-        if any(not odds.get(outcome) for outcome in counts):
+        if any(not probabilities.get(outcome) for outcome in counts):
             return math.inf
-        g += 2 * sum(count * math.log(count / (total * odds[outcome])) for outcome, count in counts.items() if count)
-        freedom += sum(chance > 0 for chance in odds.values()) - 1
+        g += 2 * sum(
+            count * math.log(count / (total * probabilities[outcome])) for outcome, count in counts.items() if count
+        )
+        freedom += sum(chance > 0 for chance in probabilities.values()) - 1
     return (g - freedom) / math.sqrt(2 * freedom)

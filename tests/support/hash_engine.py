@@ -20,7 +20,7 @@ from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 
-FREE_ROWS = replace(CPU_COSTS, row=0.0)  # drafts are as wide as they may be
+FREE_ROWS = replace(CPU_COSTS, row=0.0)  # rows are free: drafts are as wide as their limits
 
 VOCAB = 15
 MASKS = (11, 12)
@@ -28,40 +28,40 @@ END = 10
 FORK, CHILD = 13, 14
 
 
-Tree = dict[tuple[int, ...], list[int]]  # path of a thread -> what it writes
+Tree = dict[tuple[int, ...], list[int]]  # path of a thread -> its tokens
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a slot holds: a token, its position and a state made of everything its row saw."""
+    """The content of a slot: a token, its position, and a hash of everything that its row saw."""
 
     token: int
     position: int
     state: int
-    owner: object = None  # whose request it was written for
+    owner: object = None  # request that wrote it
 
 
 @dataclass
 class Language:
-    """The text that the fake network writes, and how well it drafts."""
+    """The output of the fake model, and how well it drafts."""
 
     seed: int
-    quality: int = 100  # percent of the drafted tokens that are right
-    end_every: int = 40  # one token in so many ends the text
-    fork_every: int = 10**9  # one token in so many forks it
+    quality: int = 100  # percent of the draft tokens that are right
+    end_every: int = 40  # one token in this many is the end token
+    fork_every: int = 10**9  # one token in this many is [Fork]
     window: int | None = None
 
     def state(self, cells: Sequence[Cell], near: Sequence[Cell], token: int, position: int) -> int:
         return hash((self.seed, token, position, *((c.position, c.state) for c in cells), -7, *(c.state for c in near)))
 
     def follow(self, cells: Sequence[Cell], token: int) -> Cell:
-        """The cell of the token after these, as a row that sees all of them makes it."""
+        """The cell of the token after these, as computed by a row that sees all of them."""
         position = len(cells)
         near = cells[max(0, position + 1 - self.window) :] if self.window else ()
         return Cell(token, position, self.state(cells, near, token, position))
 
     def logits(self, state: int) -> NDArray[np.float32]:
-        """A forbidden token comes first now and then; the one that counts is the likeliest of the others."""
+        """Logits in which a banned token is sometimes the best; the next token is the best of the others."""
         logits = np.zeros(VOCAB, np.float32)
         logits[state // 11 % END] = 1.0
         logits[END if state % self.end_every == 0 else state // 7 % END] = 2.0
@@ -72,17 +72,17 @@ class Language:
         return logits
 
     def next(self, state: int, fork: bool = False) -> int:
-        """The token that follows; whether it may be [Fork] depends on where it stands."""
+        """The next token; whether it may be [Fork] depends on its position."""
         allowed = self.logits(state)
         allowed[[*MASKS, CHILD, *(() if fork else (FORK,))]] = -1
         return int(allowed.argmax())
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The text itself, with no engine, no slots, no drafts and no forks."""
+        """The output of plain decoding, without engine, slots, drafts and forks."""
         return self.tree(prompt, len(prompt) + count, 0)[()]
 
     def tree(self, prompt: Sequence[int], limit: int, depth: int, path: tuple[int, ...] = ()) -> Tree:
-        """The text of every thread, each written for itself; none is longer than `limit` with all before it."""
+        """The output of every thread, each computed alone; none is longer than `limit` with all before it."""
         cells: list[Cell] = []
         for token in prompt:
             cells.append(self.follow(cells, token))
@@ -101,7 +101,7 @@ class Language:
         return found
 
     def draft(self, known: Sequence[Cell], depth: int) -> NDArray[np.float32]:
-        """What mask slot `depth` (from 0) behind these cells says: the token after the one it stands for."""
+        """The prediction of mask slot `depth` (from 0) behind these cells: the token after the one it stands for."""
         cells = list(known)
         for _ in range(depth + 1):
             cells.append(self.follow(cells, self.next(cells[-1].state, fork=True)))
@@ -113,7 +113,7 @@ class Language:
 
 @dataclass
 class HashEngine:
-    """An engine with no network; it refuses rows that see what no row may see."""
+    """An engine without a model; it raises if a row sees what it must not see."""
 
     language: Language
     capacity: int
@@ -124,7 +124,7 @@ class HashEngine:
     device: str = "none"
     costs: Costs = FREE_ROWS
     notes: tuple[str, ...] = ()
-    owner: Callable[[int], object] = int  # who has an index of the engine now
+    owner: Callable[[int], object] = int  # request that uses an index of the engine now
 
     def __post_init__(self) -> None:
         self.signature = Signature(1, 1, 1, VOCAB, "float32", self.lowering, self.language.window)
@@ -167,9 +167,9 @@ class HashEngine:
             if self.lowering == "append":
                 slot = int(batch.slot_ids[line, 0]) + row
                 assert slot < self.capacity, "the run of an append engine goes beyond its buffer"
-            if slot not in visible:  # a row that only fills up: it sees slot 0 and is never read
+            if slot not in visible:  # a padding row: it sees slot 0 and is never read
                 assert visible.tolist() == [0]
-                cells[slot] = None  # what it writes is of no use to anybody
+                cells[slot] = None  # its slot is never read
                 continue
             token, position = int(batch.input_ids[line, row]), int(batch.position_ids[line, row])
             seen = [cells[other] for other in visible if other != slot]
@@ -213,7 +213,7 @@ def request_for(
     listener: Listener | None = None,
     observers: Sequence[Observer] = (),
 ) -> Request:
-    """A request as the session would make it; a number of mask slots stands for chains of so many."""
+    """A request as the session creates it; a number of mask slots means chains of that length."""
     drafting = drafting if isinstance(drafting, Drafting) else Drafting(drafting, "chain")
     tokens = TokenIds(mask=masks, fork=FORK, child=CHILD, end=(END,))
     bans = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, max_depth)
@@ -223,7 +223,9 @@ def request_for(
         max_length=len(prompt) + max_tokens,
         max_total=max_tokens if total is None else total,
         drafting=drafting,
-        planner=DraftPlanner(fixed_costs(0.0)),  # drafts as wide as they may be: one that is not fed shows no fault
+        planner=DraftPlanner(
+            fixed_costs(0.0)
+        ),  # drafts as wide as their limits: a draft that is not fed shows no fault
         max_threads=max_threads,
         end=frozenset(tokens.end),
     )

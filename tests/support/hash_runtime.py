@@ -1,4 +1,4 @@
-"""Hash runtime: the public way to text over a fake engine, and the log-probabilities that its network really gives."""
+"""Hash runtime: the public runtime over a fake engine, and the log probabilities that its model has."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Cell, HashEngine, Language
 
-WORDS = (
-    "abcdefghij.[]{}"  # a letter for each token; "." ends a text, "[" and "]" are masks, "{" forks and "}" is a child
-)
+WORDS = "abcdefghij.[]{}"  # a letter for each token; "." is the end token, "[" and "]" are masks, "{" is [Fork] and "}" is [Child]
 
 
 @dataclass
 class CountingEngine(HashEngine):
-    """A fake engine that counts the lines of logits, request by request, of each call."""
+    """A fake engine that counts the rows of logits of each request in each call."""
 
     lines: list[tuple[int, int]] = field(default_factory=list)
 
@@ -43,7 +41,7 @@ class CountingEngine(HashEngine):
 
 @dataclass
 class SlowEngine(HashEngine):
-    """A fake engine whose calls wait for leave."""
+    """A fake engine whose calls wait until they are allowed."""
 
     began: Event = field(default_factory=Event)
     leave: Event = field(default_factory=Event)
@@ -56,7 +54,7 @@ class SlowEngine(HashEngine):
 
 @dataclass
 class BrokenEngine(HashEngine):
-    """A fake engine that gives one number that is none."""
+    """A fake engine that returns one NaN."""
 
     at: int = 0
     number: float = math.nan
@@ -75,7 +73,7 @@ def hash_runtime(
     lowering: Lowering = "scatter",
     prompt_rows: int = PREFILL_ROWS,
 ) -> Runtime:
-    """A runtime whose network writes a language."""
+    """A runtime whose model generates a language."""
     manifest = Manifest(
         signature=Signature(1, 1, 1, VOCAB, "float32", lowering, language.window),
         tokens=TokenIds(mask=(MASKS * 3)[:5], fork=FORK, child=CHILD, end=(END,)),
@@ -92,7 +90,7 @@ def hash_runtime(
 
 
 def counting_runtime(language: Language, vocab_size: int, requests: int) -> tuple[Runtime, CountingEngine]:
-    """A runtime whose engine says that it knows so many tokens."""
+    """A runtime whose engine has this vocabulary size."""
     runtime = hash_runtime(language, max_seq_len=600, requests=requests)
     engine = CountingEngine(language, runtime.engine.capacity, requests)
     engine.signature = replace(engine.signature, vocab_size=vocab_size)
@@ -101,30 +99,30 @@ def counting_runtime(language: Language, vocab_size: int, requests: int) -> tupl
 
 
 def slow_runtime(language: Language) -> tuple[Runtime, SlowEngine]:
-    """A runtime whose steps wait for leave."""
+    """A runtime whose steps wait until they are allowed."""
     runtime = hash_runtime(language, prompt_rows=16)
     engine = SlowEngine(language, runtime.engine.capacity, 1)
     return Runtime(runtime.bundle, engine, 64, prompt_rows=16), engine
 
 
 def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top: int) -> list[TokenLogprob]:
-    """Of each token from a place on, worked out plainly from what the network says behind all that is before it."""
+    """Log probabilities of each token from an index on, computed from the model's logits at each position."""
     cells: list[Cell] = []
     for token in tokens:
         cells.append(language.follow(cells, token))
     found = []
-    for place in range(start, len(tokens)):
-        logits = language.logits(cells[place - 1].state).astype(np.float64)
+    for index in range(start, len(tokens)):
+        logits = language.logits(cells[index - 1].state).astype(np.float64)
         logprobs = (logits - np.log(np.exp(logits).sum())).tolist()
         best = sorted(range(VOCAB), key=lambda token: (-logprobs[token], token))[:top]
         found.append(
-            TokenLogprob(tokens[place], logprobs[tokens[place]], tuple(TokenLogprob(t, logprobs[t]) for t in best))
+            TokenLogprob(tokens[index], logprobs[tokens[index]], tuple(TokenLogprob(t, logprobs[t]) for t in best))
         )
     return found
 
 
 def same(found: Sequence[TokenLogprob], expected: Sequence[TokenLogprob], within: float = 1e-6) -> bool:
-    """Whether the tokens are the same, and their log-probabilities all but for the last digits."""
+    """Whether the tokens are equal, and their log probabilities within rounding."""
     return len(found) == len(expected) and all(
         one.token == other.token
         and math.isclose(one.logprob, other.logprob, abs_tol=within)
@@ -140,7 +138,7 @@ def _folder() -> Path:
     kept = tempfile.TemporaryDirectory(prefix="spaceport-hash-")
     atexit.register(kept.cleanup)
     folder = Path(kept.name)
-    tokens = (*WORDS, "x", "ax")  # the last two are beyond what the network knows
+    tokens = (*WORDS, "x", "ax")  # the last two are beyond the model's vocabulary
     tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(tokens)}, [("a", "x")]))
     tokenizer.decoder = decoders.Fuse()
     (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), "utf-8")

@@ -1,7 +1,7 @@
-"""An export run again and again in a process that is killed: the victim of test_interrupted.py.
+"""Interrupted: exports in a process that test_interrupted.py kills.
 
-Exports once and prints `ready`, then for each line on standard input forks a child that exports; the
-child prints its number, so that it can be interrupted or killed, and the parent how it ended.
+Exports once and prints `ready`, then for each line on standard input forks a child that exports.
+The child prints its process id, so that it can be interrupted or killed; the parent prints how it ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spaceport.tools.cli import run
 def main(checkpoint: Path, target: Path) -> None:
     torch.set_num_threads(1)
     quiet_libraries()
-    export(checkpoint, target, ExportOptions())  # what the libraries do once is done before the children are born
+    export(checkpoint, target, ExportOptions())  # one-time work of the libraries is done before the children start
     print("ready", flush=True)
     for _ in sys.stdin:
         child = os.fork()
@@ -28,7 +28,7 @@ def main(checkpoint: Path, target: Path) -> None:
             code = 130
             try:
                 print(os.getpid(), flush=True)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the command says would be taken for numbers
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # messages of the command would be read as process ids
                 code = run(["export", str(checkpoint), str(target), "--overwrite"])
             finally:
                 os._exit(code)

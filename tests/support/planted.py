@@ -1,4 +1,4 @@
-"""Planted: bundles whose graph was changed in a way that a check has to find."""
+"""Planted: bundles with an error in the graph that a check has to find."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spaceport.graphs.contract.manifest import manifest_of, record_of
 
 
 def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
-    """A bundle whose graph was changed and whose manifest was made to fit."""
+    """A bundle with a changed graph and a manifest that fits it."""
     shutil.copytree(source, folder)
     model = onnx.load(str(folder / "model.onnx"))
     change(model)
@@ -23,13 +23,13 @@ def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None
     onnx.save(
         model, str(folder / "model.onnx"), save_as_external_data=True, location="model.onnx.data", size_threshold=1024
     )
-    told = json.loads((folder / "manifest.json").read_text("utf-8"))
+    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
     for name in ("model.onnx", "model.onnx.data"):
         with (folder / name).open("rb") as stream:
             record = record_of(stream)
-        told["files"][name] = {"sha256": record.sha256, "size": record.size}
-    manifest_of(told)
-    (folder / "manifest.json").write_text(json.dumps(told), "utf-8")
+        manifest["files"][name] = {"sha256": record.sha256, "size": record.size}
+    manifest_of(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest), "utf-8")
     return folder
 
 
@@ -46,7 +46,7 @@ def perturb_one_weight(model: onnx.ModelProto) -> None:
 
 
 def perturb_layer(model: onnx.ModelProto, layer: int) -> None:
-    """One weight of the product that a layer ends with."""
+    """Change one weight of the last product of a layer."""
     last = maker(model, f"layers.{layer}.output")
     (product,) = (node for name in last.input if (node := maker(model, name)).op_type == "MatMul")
     change_weight(model, product.input[1])
@@ -69,14 +69,14 @@ def swap_key_and_value(model: onnx.ModelProto, layer: int = 0) -> None:
 
 
 def leave_values_unwritten(model: onnx.ModelProto, layer: int) -> None:
-    """The buffer of a layer's values stays as it was."""
+    """Do not write the values of a layer to its KV cache."""
     write = maker(model, f"present.{layer}.value")
     write.op_type = "Identity"
     del write.input[1:]
 
 
 def shift_the_mask(model: onnx.ModelProto) -> None:
-    """Every row sees the slot beside each one that it may see."""
+    """Shift the mask by one slot."""
     last = helper.make_tensor("last", onnx.TensorProto.INT64, [1], [-1])
     ends = [helper.make_tensor(name, onnx.TensorProto.INT64, [1], [at]) for name, at in (("zero", 0), ("end", 2**31))]
     axis = helper.make_tensor("axis", onnx.TensorProto.INT64, [1], [3])
@@ -95,15 +95,15 @@ def shift_the_mask(model: onnx.ModelProto) -> None:
 
 
 def ignore_the_window(model: onnx.ModelProto) -> None:
-    """Layers with a window see as far as those without one."""
+    """Give layers with a window the mask of layers without one."""
     for node in model.graph.node:
-        for place, name in enumerate(node.input):
+        for index, name in enumerate(node.input):
             if name == "sliding_attention_mask":
-                node.input[place] = "attention_mask"
+                node.input[index] = "attention_mask"
 
 
 def forget_marks(model: onnx.ModelProto) -> None:
-    """A graph as it was before its values had names."""
+    """Remove the names of values from a graph."""
     for node in model.graph.node:
         for names in (node.input, node.output):
             names[:] = [f"unknown/{name}" if name.startswith("layers.") else name for name in names]
@@ -115,7 +115,7 @@ def maker(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
 
 
 def read_stale_keys(model: onnx.ModelProto) -> None:
-    """Attention reads the buffer as it was before the step's rows were written."""
+    """Let attention read the KV cache from before the step's rows were written."""
     written = node_of(model, "ScatterND", 0)
     reader = next(node for node in model.graph.node if node.op_type == "Slice" and node.input[0] == written.output[0])
     reader.input[0] = written.input[0]
@@ -127,8 +127,8 @@ def ignore_the_mask(model: onnx.ModelProto) -> None:
 
 
 def take_positions_for_granted(model: onnx.ModelProto) -> None:
-    """Every row gets the position of its slot: right for a plain text, wrong for a tree."""
+    """Use slots as positions: right for plain decoding, wrong for a tree."""
     for node in model.graph.node:
-        for place, name in enumerate(node.input):
+        for index, name in enumerate(node.input):
             if name == "position_ids":
-                node.input[place] = "slot_ids"
+                node.input[index] = "slot_ids"

@@ -1,4 +1,4 @@
-"""A session that replays calls as captured CUDA graphs do: with the addresses of their first time, whatever is bound now."""
+"""Replaying: a session that replays calls as CUDA graphs do, with the addresses that were bound at capture."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import onnxruntime as ort
 
 
 class ReplayingSession:
-    """An onnxruntime session, on the processor."""
+    """An onnxruntime session on the CPU."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
-        self.captured: dict[tuple[int, str], Recorded] = {}  # by OS thread and graph id, as onnxruntime keeps them
+        self.captured: dict[tuple[int, str], Recorded] = {}  # by OS thread and graph id, as in onnxruntime
         self.replays = 0
         self.plain = 0
 
@@ -29,12 +29,12 @@ class ReplayingSession:
         key = (get_ident(), number)
         self.replays += key in self.captured
         graph = self.captured.setdefault(key, binding.copy())
-        for _ in range(3):  # to capture is to run more than once; a replay that does is none the wiser
+        for _ in range(3):  # a capture runs the graph more than once
             self._session.run_with_iobinding(graph.binding)
 
 
 class Recorded:
-    """A binding that knows what was bound, by address."""
+    """A binding that records the bound addresses."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self.binding = session.io_binding()
@@ -42,21 +42,21 @@ class Recorded:
         self._inputs: dict[str, tuple[Any, ...]] = {}
         self._outputs: dict[str, tuple[Any, ...]] = {}
 
-    def bind_input(self, name: str, *place: Any) -> None:
-        self._inputs[name] = place
-        self.binding.bind_input(name, *place)
+    def bind_input(self, name: str, *address: Any) -> None:
+        self._inputs[name] = address
+        self.binding.bind_input(name, *address)
 
-    def bind_output(self, name: str, *place: Any) -> None:
-        self._outputs[name] = place
-        self.binding.bind_output(name, *place)
+    def bind_output(self, name: str, *address: Any) -> None:
+        self._outputs[name] = address
+        self.binding.bind_output(name, *address)
 
     def copy(self) -> Recorded:
-        """The same addresses, in a binding that nobody changes."""
+        """The same addresses, in a binding that stays unchanged."""
         copy = Recorded(self._session)
-        for name, place in self._inputs.items():
-            copy.bind_input(name, *place)
-        for name, place in self._outputs.items():
-            copy.bind_output(name, *place)
+        for name, address in self._inputs.items():
+            copy.bind_input(name, *address)
+        for name, address in self._outputs.items():
+            copy.bind_output(name, *address)
         return copy
 
     def get_outputs(self) -> Any:

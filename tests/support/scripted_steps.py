@@ -1,4 +1,4 @@
-"""Scripted steps: a request whose threads write what a table says, over an engine that notes every row."""
+"""Scripted steps: a request whose output is given by a table, over an engine that records every row."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from spaceport.runtime.engine import Batch
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
 
 Path = tuple[int, ...]
-Texts = dict[Path, list[int]]  # what each thread writes; behind it stands the end token
+Texts = dict[Path, list[int]]  # output of each thread, without the end token
 PROMPT = [1, 2]
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A row that was fed, and the rows that it saw, in the order of their positions and with itself."""
+    """A row, and the rows that it saw, itself included, in the order of their positions."""
 
     step: int
     path: Path
     token: int
     position: int
     seen: tuple[Row, ...]
-    beside: bool  # it hangs from another thread's row of the same step
+    beside: bool  # its parent is another thread's row of the same step
 
     @property
     def line(self) -> list[int]:
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scripted:
-    """Says what the table says; mask slots say it too."""
+    """A selector and drafter that follow the table."""
 
     texts: Texts
 
@@ -49,13 +49,13 @@ class Scripted:
     def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
         return tuple(Guess((self._at(thread, place + slot),), (1.0,)) for slot in range(len(logits)))
 
-    def _at(self, thread: Thread, place: int) -> int:
+    def _at(self, thread: Thread, position: int) -> int:
         text = self.texts[thread.path]
-        return text[place - thread.start] if place - thread.start < len(text) else END
+        return text[position - thread.start] if position - thread.start < len(text) else END
 
 
 class NotingEngine(HashEngine):
-    """A fake engine that keeps the last call."""
+    """A fake engine that stores its last call."""
 
     last: Batch
 
@@ -66,7 +66,7 @@ class NotingEngine(HashEngine):
 
 @dataclass
 class Written(NullListener):
-    """What was written in which step."""
+    """The tokens of each thread by step."""
 
     scene: Scene
     in_step: dict[Path, list[int]] = field(default_factory=dict)  # the step, from 1, of each token of a thread
@@ -104,17 +104,17 @@ class Scene:
         self.texts = texts
         self.rows: list[Row] = []
         self.steps = 0
-        self._slots: dict[int, Row] = {}  # what was last written to each slot
+        self._slots: dict[int, Row] = {}  # last row of each slot
 
     @property
     def held(self) -> set[tuple[Path, int]]:
-        """Thread and position of each row whose slot is held."""
+        """Thread and position of each row whose slot is in use."""
         slots = self.request.slots.still_held(np.arange(self.engine.capacity)).tolist()
         return {(self._slots[slot].path, self._slots[slot].position) for slot in slots}
 
     @property
     def said(self) -> Texts:
-        """What each thread wrote."""
+        """The output of each thread."""
         return {thread.path: thread.written for thread in self.request.threads}
 
     @property
@@ -122,22 +122,22 @@ class Scene:
         return {thread.path: thread.ending for thread in self.request.threads}
 
     def line(self, path: Path) -> list[int]:
-        """All that a thread holds at its end, by the table."""
+        """All tokens of a thread at its end, by the table."""
         if not path:
             return [*PROMPT, *self.texts[()]]
         parent = self.line(path[:-1])
         start = len(parent) - len(self.texts[path[:-1]])
-        fork = [place for place in range(start, len(parent)) if parent[place] == FORK][path[-1]]
+        fork = [index for index in range(start, len(parent)) if parent[index] == FORK][path[-1]]
         return [*parent[: fork + 1], CHILD, *self.texts[path]]
 
     def run(self, until: Path | None = None) -> Scene:
-        """Take steps to the end, or to that of a thread."""
+        """Run steps to the end of the request or of a thread."""
         while self.request.live and self.endings.get(until if until is not None else (-1,)) is None:
             advance(self.engine, self.request)
         return self
 
     def on_step(self, step: VerifiedStep) -> None:
-        """Note the rows of a step."""
+        """Record the rows of a step."""
         self.steps += 1
         batch, row = self.engine.last, 0
         for part in step.plan.parts:
@@ -152,7 +152,7 @@ class Scene:
                 row += 1
 
     def check_rows(self) -> None:
-        """Hold that every row saw the line before it: the thread's own, and behind a mask slot's anchor the masks."""
+        """Assert that every row saw the thread's tokens before it, and a mask slot also the masks behind its anchor."""
         for row in self.rows:
             line = self.line(row.path)
             own = [token for token in row.line if token not in MASKS]

@@ -1,4 +1,4 @@
-"""Scripted threads: what each thread of a text writes, in which order one likes, and what comes of it in reading order."""
+"""Scripted threads: the output of each thread, generated in any order, and the result in reading order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_
 FORK, CHILD = 1, 0  # special tokens of both tokenizers
 
 Path = tuple[int, ...]
-Outcome = tuple[str, tuple[int, ...], tuple[ThreadText, ...]]  # the text, its tokens, its threads
+Outcome = tuple[str, tuple[int, ...], tuple[ThreadText, ...]]  # text, tokens and threads of a completion
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a thread writes if nothing stops it; a script in it is a [Fork] and the child that hangs from it."""
+    """The output of a thread without stop strings; a nested script is a [Fork] with its child."""
 
     said: tuple[int | Script, ...]
     ending: Ending = "end"
@@ -33,7 +33,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Event:
-    """A place in reading order: a thread begins, has a token more, or ends."""
+    """An event in reading order: a thread begins, generates a token, or ends."""
 
     path: Path
     token: int | None = None
@@ -42,7 +42,7 @@ class Event:
 
 
 def prompt(tokenizer: Tokenizer) -> list[int]:
-    """What stands before the text."""
+    """The prompt."""
     return encode(tokenizer, "the", special=False)
 
 
@@ -53,7 +53,7 @@ def line(*said: str | Script, ending: Ending = "end") -> Script:
 
 
 def said(tokenizer: Tokenizer, tokens: Sequence[int], begins: bool) -> list[str]:
-    """What each token of a segment adds to the complete characters; the last one leaves nothing out."""
+    """The complete characters that each token of a segment adds; the last one adds the rest."""
     lead = [] if begins else prompt(tokenizer)
     texts = [full(tokenizer, [*lead, *tokens[:n]])[len(full(tokenizer, lead)) :] for n in range(len(tokens) + 1)]
     shown, parts = "", []
@@ -63,8 +63,8 @@ def said(tokenizer: Tokenizer, tokens: Sequence[int], begins: bool) -> list[str]
     return parts
 
 
-def told(tokenizer: Tokenizer, script: Script, path: Path = ()) -> Iterator[Event]:
-    """A whole tree in reading order."""
+def events_of(tokenizer: Tokenizer, script: Script, path: Path = ()) -> Iterator[Event]:
+    """The events of a whole tree in reading order."""
     yield Event(path)
     forks = 0
     first = True
@@ -77,14 +77,14 @@ def told(tokenizer: Tokenizer, script: Script, path: Path = ()) -> Iterator[Even
             for item in run:
                 yield Event(path, FORK)
                 if isinstance(item, Script):
-                    yield from told(tokenizer, item, (*path, forks))
+                    yield from events_of(tokenizer, item, (*path, forks))
                     forks += 1
         first = False
     yield Event(path, ending=script.ending)
 
 
 def outcome(events: Sequence[Event], stops: Sequence[str]) -> Outcome:
-    """Text, tokens and threads of a whole tree: everything behind the end of the first stop string is struck out."""
+    """Text, tokens and threads of a whole tree, cut at the first stop string."""
     whole = "".join(event.text for event in events)
     text, cut = cut_at(whole, stops)
     if cut:
@@ -131,9 +131,9 @@ def scripts(tokens: st.SearchStrategy[list[int]], depth: int = 3) -> st.SearchSt
 
 @st.composite
 def cases(draw: st.DrawFn, tokenizer: Tokenizer) -> tuple[Script, list[str]]:
-    """A tree of threads and stop strings, most of which are somewhere in its text."""
+    """A tree of threads and stop strings, most of which occur in its text."""
     script = draw(scripts(BYTE_TOKENS if tokenizer is BYTES else FALLBACK_TOKENS))
-    events = list(told(tokenizer, script))
+    events = list(events_of(tokenizer, script))
     text = "".join(event.text for event in events)
     borders = [len("".join(event.text for event in events[:n])) for n in range(len(events)) if not events[n].text]
     starts = st.integers(0, len(text)) | st.sampled_from(borders).map(lambda border: max(0, border - 1))
@@ -143,7 +143,7 @@ def cases(draw: st.DrawFn, tokenizer: Tokenizer) -> tuple[Script, list[str]]:
 
 
 class Writing:
-    """The threads of a request as they write their scripts, each as fast as one likes."""
+    """The threads of a request, which generate their scripts at any speed."""
 
     def __init__(self, tokenizer: Tokenizer, script: Script, stops: Sequence[str] = ()) -> None:
         self.reading = Transcript(tokenizer, tuple(stops), FORK)
@@ -161,7 +161,7 @@ class Writing:
         return self.reading.text, self.reading.tokens(), self.reading.finished()
 
     def write(self, path: Path, count: int = 10**9) -> list[Piece]:
-        """So many tokens more of a thread, or of its end, as a request adds them; the pieces that are to be had then."""
+        """Append tokens to a thread, or its end, as a request does; returns the new pieces."""
         thread = self.threads[path]
         for _ in range(count):
             if thread.ending is not None:
@@ -170,7 +170,7 @@ class Writing:
         return self.reading.take()
 
     def run(self, random: Random) -> list[Piece]:
-        """All to the end, in steps in which some threads write some tokens; all the pieces, in their order."""
+        """Run all threads to their ends in steps of some threads and tokens; returns all pieces in order."""
         pieces: list[Piece] = []
         while self.step(random):
             if random.random() < 0.7:
@@ -178,7 +178,7 @@ class Writing:
         return pieces + self.reading.take()
 
     def step(self, random: Random) -> bool:
-        """Some tokens of some threads; whether there were any threads to write them."""
+        """Append some tokens to some threads; returns whether any thread was live."""
         live = self.live
         for thread in random.sample(live, random.randint(min(1, len(live)), len(live))):
             for _ in range(random.randint(1, 5)):
@@ -190,7 +190,7 @@ class Writing:
         return bool(live)
 
     def end(self, path: Path, ending: Ending) -> None:
-        """A thread ends where it is."""
+        """End a thread."""
         self.threads[path].ending = ending
         self.reading.on_end(self.threads[path])
 

@@ -1,4 +1,4 @@
-"""Slow sampling: the rules of docs/sampling.md token by token, with nothing but Python's own numbers."""
+"""Slow sampling: the rules of docs/sampling.md for each token, in plain Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scores_slowly(
 
 
 def survivors_slowly(scores: Sequence[float], sampling: Sampling) -> list[int]:
-    """The tokens that pass the filters, given log-probabilities but for a constant."""
+    """The tokens that pass the filters, given unnormalized log probabilities."""
     ranked = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     if sampling.top_k:
         ranked = ranked[: sampling.top_k]
@@ -43,17 +43,17 @@ def survivors_slowly(scores: Sequence[float], sampling: Sampling) -> list[int]:
     return sorted(token for token in ranked if scores[token] - max(scores) >= least)
 
 
-def odds_slowly(scores: Sequence[float], sampling: Sampling) -> list[float]:
-    """How likely each token is drawn, given logits with bias, penalties and bans."""
+def probabilities_slowly(scores: Sequence[float], sampling: Sampling) -> list[float]:
+    """The probability of each token, given logits with bias, penalties and bans."""
     tempered = [score / sampling.temperature for score in scores]
     left = set(survivors_slowly(tempered, sampling))
     weights = [math.exp(score - max(tempered)) if token in left else 0.0 for token, score in enumerate(tempered)]
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def noise_slowly(seed: int, path: tuple[int, ...], place: int, token: int) -> float:
-    """The noise of a token at a place."""
-    numbers = (seed, len(path), *path, place)
+def noise_slowly(seed: int, path: tuple[int, ...], position: int, token: int) -> float:
+    """The noise of a token at a position."""
+    numbers = (seed, len(path), *path, position)
     packed = b"".join(number.to_bytes(8, "little") for number in numbers)
     key = int.from_bytes(hashlib.blake2b(packed).digest()[:8], "little")
     mixed = mix(key, token + 1)
@@ -62,7 +62,7 @@ def noise_slowly(seed: int, path: tuple[int, ...], place: int, token: int) -> fl
 
 
 def mix(key: int, count: int) -> int:
-    """The count-th output of SplitMix64."""
+    """Output number `count` of SplitMix64."""
     z = (key + count * 0x9E3779B97F4A7C15) & _64_BITS
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _64_BITS

@@ -1,4 +1,4 @@
-"""A bundle of a few kilobytes that no engine could run: for what is checked before one does."""
+"""Small bundle: a few kilobytes that no engine can run, for checks that come before one is opened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORD = EngineRecord("a" * 64, 7, ("b" * 64, "c" * 64), "tensorrt-rtx", "1.7.1.
 
 
 def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
-    """Write a small bundle into a folder that is there."""
+    """Write a small bundle into an existing folder."""
     (folder / MODEL_FILE).write_bytes(content)
     (folder / DATA_FILE).write_bytes(bytes(range(256)) * 8)
     (folder / TOKENIZER_FILE).write_text(Tokenizer(models.WordLevel({"a": 0}, "a")).to_str())
@@ -53,13 +53,13 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest in place."""
     file = folder / MANIFEST_FILE
-    told = json.loads(file.read_text("utf-8"))
-    change(told)
-    file.write_text(json.dumps(told), "utf-8")
+    manifest = json.loads(file.read_text("utf-8"))
+    change(manifest)
+    file.write_text(json.dumps(manifest), "utf-8")
 
 
 def refused(folder: Path, message: str) -> None:
-    """Hold that a bundle does not open, and says where, why and what to do."""
+    """Assert that a bundle is refused with the path, the reason and what to do."""
     with pytest.raises(BundleError, match=message) as caught:
         open_bundle(folder)
     assert str(folder) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that there are, and what tests need to know of text."""
+"""Small tokenizers: one of each kind, byte-level and byte-fallback, with helpers for expected text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORPUS = [
 
 
 def byte_level() -> Tokenizer:
-    """As GPT's and Llama 3's: tokens are bytes, and often halves of characters."""
+    """A byte-level tokenizer as in GPT and Llama 3: tokens are bytes, often parts of characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: tokens are characters and words; what has no token is written byte by byte."""
+    """A byte-fallback tokenizer as in Llama 2: tokens are characters and words; others become bytes."""
     words = ["▁", *"abcdefghinorstw.,你é", "th", "the", "▁the", "▁a", "▁▁", "ab", "\n"]
     vocab = {token: i for i, token in enumerate(("<unk>", *SPECIAL))}
     vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
@@ -55,14 +55,14 @@ def full(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def one_byte_each(text: str) -> list[int]:
-    """The tokens of a text without any merges."""
+    """The tokens of a text without merges: one for each byte."""
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     ids = BYTES.get_vocab()
     return [ids[letter] for word, _ in letters for letter in word]
 
 
 def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text before the stop string that is complete first, found character by character."""
+    """The text before the stop string that ends first, searched character by character."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -1,4 +1,4 @@
-"""Spoilt engine: an engine with something done to what goes in or comes out, for tests of what finds it."""
+"""Spoilt engine: an engine with changed inputs or logits, for tests of checks that have to find it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ LENGTH = 128
 
 
 def unchanged(batch: Batch, logits: Logits) -> None:
-    """A sound engine's logits."""
+    """The logits of a correct engine."""
 
 
 class SpoiltEngine:
-    """Changes a batch before another engine runs it, or the logits behind it."""
+    """Changes a batch before another engine runs it, or its logits afterwards."""
 
     def __init__(self, engine: Engine, after: Spoil = unchanged, before: Callable[[Batch], None] | None = None) -> None:
         self._engine, self._after, self.before = engine, after, before
         self.signature, self.capacity, self.requests = engine.signature, engine.capacity, engine.requests
         self.rows, self.device, self.costs, self.notes = engine.rows, engine.device, engine.costs, engine.notes
-        self.widths: set[int] = set()  # rows of a request that there were in a call
+        self.widths: set[int] = set()  # numbers of rows per request that calls had
         self.cleared = 0
 
     def run(self, batch: Batch) -> Logits:
@@ -59,26 +59,26 @@ def spoilt_runtime(
     before: Callable[[Batch], None] | None = None,
     requests: int = 1,
 ) -> tuple[Runtime, SpoiltEngine]:
-    """A bundle's runtime over such an engine."""
+    """A bundle's runtime over a spoilt engine."""
     opened = open_bundle(bundle)
     engine = open_engine(opened, "onnxruntime", EngineOptions(capacity_for(opened.manifest, LENGTH), requests, 1))
     spoilt = SpoiltEngine(engine, after, before)
     return Runtime(opened, spoilt, LENGTH), spoilt
 
 
-def places(batch: Batch) -> NDArray[np.int64]:
-    """The place of the token that each line of logits is for, B x R."""
+def positions_of(batch: Batch) -> NDArray[np.int64]:
+    """The position of the token that each row of logits predicts, B x R."""
     found: NDArray[np.int64] = np.take_along_axis(batch.position_ids, batch.logit_rows, axis=1) + 1
     return found
 
 
 def tied(size: float, every: int = 5) -> Spoil:
-    """The two likeliest tokens of every so many places are equal but for so much, which wide steps give to the other."""
+    """Make the two best tokens nearly equal at every n-th position; wide steps prefer the other one."""
 
     def spoil(batch: Batch, logits: Logits) -> None:
-        logits -= logits.max(axis=-1, keepdims=True)  # at most 0: there so small a number still counts
+        logits -= logits.max(axis=-1, keepdims=True)  # at most 0: float32 resolves small differences there
         wide = batch.input_ids.shape[1] > 1
-        for line, row in np.argwhere(places(batch) % every == 0):
+        for line, row in np.argwhere(positions_of(batch) % every == 0):
             best, second = np.argsort(-logits[line, row], kind="stable")[:2]
             logits[line, row, best], logits[line, row, second] = (0, size) if wide else (size, 0)
 

@@ -1,5 +1,6 @@
-"""A stand-in for TensorRT's API on a machine without a GPU: it notes what it is told, refuses what TensorRT refuses, and
-computes with ONNX Runtime what the engine would have been built from, in the very memory that was bound."""
+"""Stand-in for TensorRT's API on machines without a GPU.
+
+It records calls, refuses what TensorRT refuses, and runs the engine's graph with ONNX Runtime in the bound memory."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ Specialization = Enum("Specialization", "LAZY EAGER NONE")
 
 
 class Logger:
-    """TensorRT's logger: what derives from it is told."""
+    """TensorRT's logger: derived classes receive messages."""
 
     INTERNAL_ERROR, ERROR, WARNING = 0, 1, 2
 
@@ -49,22 +50,24 @@ class Logger:
 
 @dataclass
 class Plan:
-    """What an engine was built from, and how it differs from what it should be."""
+    """The graph of an engine, and how the engine differs from what it should be."""
 
     model: Path
     signature: Signature
     record: EngineRecord
-    changes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the engine tells -> of a tensor -> instead
+    changes: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # method of the engine -> tensor -> value that it returns instead
     profiles: int = 2
     opens: bool = True
-    why_not: str = "the engine plan file is not compatible"  # where it does not open
-    switches: bool = True  # to a profile
-    compiles: bool = True  # while it runs, as TensorRT-RTX does
-    fails: bool = False  # in every step
+    why_not: str = "the engine plan file is not compatible"  # message if it does not open
+    switches: bool = True  # whether a context can switch to a profile
+    compiles: bool = True  # whether kernels are compiled at run time, as TensorRT-RTX does
+    fails: bool = False  # whether every step fails
 
 
 class StandInDevice:
-    """A GPU whose memory is the host's; what is captured is done when it is played."""
+    """A GPU whose memory is the host's; captured work is done when it is replayed."""
 
     stream = 77
 
@@ -105,7 +108,7 @@ class StandInDevice:
         self.given_back += 1
 
     def do(self, work: Callable[[], None]) -> None:
-        """What a library puts on the stream."""
+        """Enqueue work on the stream."""
         if self.capturing is not None:
             self.capturing.append(work)
         else:
@@ -120,7 +123,7 @@ class StandInDevice:
         )
 
     def holds(self, address: int, size: int) -> bool:
-        """Whether an address is memory that was asked for, to its end."""
+        """Whether an address range is allocated memory."""
         return any(
             tensor.data_ptr() <= address and address + size <= tensor.data_ptr() + tensor.nbytes
             for tensor in self.memory
@@ -132,13 +135,15 @@ class StandInContext:
 
     def __init__(self, engine: StandInEngine, device: StandInDevice, config: RuntimeConfig | None) -> None:
         self.engine, self.device = engine, device
-        self._config = None if config is None else ref(config)  # whoever made it holds it, a context does not
+        self._config = None if config is None else ref(config)  # owned by the caller, not by the context
         self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
-        self.told: list[tuple[str, str]] = []  # what was set of which tensor
+        self.calls: list[tuple[str, str]] = []  # setter and tensor of each call
         self.ran: list[dict[str, tuple[int, ...]]] = []
-        self.settled: tuple[dict[str, tuple[int, ...]], dict[str, int]] | None = None  # of the last call on the stream
+        self.settled: tuple[dict[str, tuple[int, ...]], dict[str, int]] | None = (
+            None  # shapes and addresses of the last call on the stream
+        )
         self.scratch = 0
 
     @property
@@ -150,7 +155,9 @@ class StandInContext:
         assert stream == self.device.stream
         if not (self.engine.plan.switches and profile < self.engine.num_optimization_profiles):
             self.engine.logger.log(Logger.ERROR, f"setOptimizationProfileAsync: no profile {profile} today")
-            raise RuntimeError("Error in set optimization profile async.")  # the bindings raise it, false is never told
+            raise RuntimeError(
+                "Error in set optimization profile async."
+            )  # the bindings raise instead of returning false
         self.profile = profile
         return True
 
@@ -159,7 +166,7 @@ class StandInContext:
         self.scratch = size
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.told.append(("shape", name))
+        self.calls.append(("shape", name))
         self.shapes[name] = shape
         if not self.engine.takes(self.profile, name, shape):
             self.engine.logger.log(
@@ -169,7 +176,7 @@ class StandInContext:
         return True
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        self.told.append(("address", name))
+        self.calls.append(("address", name))
         assert self.device.aligned(address), f"{name} is bound to memory that is not aligned to 256 bytes"
         self.addresses[name] = address
         return True
@@ -194,7 +201,7 @@ class StandInContext:
 
 
 class RuntimeCache:
-    """What was compiled: here, how often a context ran."""
+    """Compiled kernels: here, the number of runs of a context."""
 
     def __init__(self) -> None:
         self.content = b""
@@ -209,7 +216,7 @@ class RuntimeCache:
 
 
 class RuntimeConfig:
-    """How a context of TensorRT-RTX works."""
+    """Options of a TensorRT-RTX context."""
 
     strategy = Strategy.STATIC
     dynamic_shapes_kernel_specialization_strategy = Specialization.LAZY
@@ -245,23 +252,23 @@ class StandInEngine:
         return self._names[index]
 
     def get_tensor_mode(self, name: str) -> Mode:
-        return self._told("mode", name, Mode.INPUT if name in self._inputs else Mode.OUTPUT)
+        return self._changed("mode", name, Mode.INPUT if name in self._inputs else Mode.OUTPUT)
 
     def get_tensor_location(self, name: str) -> Location:
-        return self._told("location", name, Location.DEVICE)
+        return self._changed("location", name, Location.DEVICE)
 
     def get_tensor_dtype(self, name: str) -> Kind:
-        return self._told("dtype", name, Kind[_TYPES[self._tensors[name].dtype]])
+        return self._changed("dtype", name, Kind[_TYPES[self._tensors[name].dtype]])
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         capacity = self.plan.record.capacity
         shape = (
             capacity if size == "S" else -1 if isinstance(size, str) else size for size in self._tensors[name].shape
         )
-        return self._told("shape", name, tuple(shape))
+        return self._changed("shape", name, tuple(shape))
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
-        return self._told("alias", name, {present: past for past, present in self.pairs}.get(name))
+        return self._changed("alias", name, {present: past for past, present in self.pairs}.get(name))
 
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return SCRATCH[profile]
@@ -275,7 +282,7 @@ class StandInEngine:
         return StandInContext(self, self.device, config)
 
     def takes(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a shape lies within a profile."""
+        """Whether a shape is within a profile."""
         record = self.plan.record
         rows = (record.step_rows, record.prompt_rows)[profile]
         wanted = record.step_rows if profile == 0 else logit_rows(record.prompt_rows, self.plan.signature.vocab_size)
@@ -289,7 +296,7 @@ class StandInEngine:
         )
 
     def compute(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
-        """What the graph says, in the memory that was bound."""
+        """Run the graph in the bound memory."""
         binding = self._session.io_binding()
         sizes = {"B": shapes["input_ids"][0], "R": shapes["logit_rows"][1], "S": self.plan.record.capacity}
         for name, tensor in self._tensors.items():
@@ -300,12 +307,12 @@ class StandInEngine:
             bind(name, "cpu", 0, dtype, shape, addresses[name])
         self._session.run_with_iobinding(binding)
 
-    def _told(self, what: str, name: str, told: T) -> T:
-        return cast(T, self.plan.changes.get(what, {}).get(name, told))
+    def _changed(self, what: str, name: str, value: T) -> T:
+        return cast(T, self.plan.changes.get(what, {}).get(name, value))
 
 
 def api_of(plan: Plan, device: StandInDevice) -> Any:
-    """The library, with one engine in the world; it knows the first logger only, and that as long as it lives."""
+    """The library with one engine; it uses the first logger for its whole life."""
     first: list[ref[Any]] = []
 
     class Runtime:
@@ -341,28 +348,28 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
 def record_for(
     bundle: Bundle, capacity: int, requests: int, step_rows: int = 64, prompt_rows: int = 512
 ) -> EngineRecord:
-    """What a manifest would tell of an engine of this bundle."""
+    """The manifest's record of an engine of this bundle."""
     return EngineRecord("a" * 64, 1, (), "tensorrt-rtx", "9.9.9", "sm89", capacity, requests, step_rows, prompt_rows)
 
 
 def plan_of(
     path: Path, capacity: int, requests: int = 1, step_rows: int = 64, prompt_rows: int = 512
 ) -> tuple[Bundle, Plan]:
-    """A bundle, and what its engine would be built from."""
+    """The plan of a bundle's engine."""
     bundle = open_bundle(path)
     record = record_for(bundle, capacity, requests, step_rows, prompt_rows)
     return bundle, Plan(path / MODEL_FILE, bundle.manifest.signature, record)
 
 
 def opened(bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1, graphs: bool = True) -> TensorRtEngine:
-    """The engine of a plan, opened as one on a GPU is."""
+    """The engine of a plan, opened as on a GPU."""
     return opened_with(api_of(plan, device), bundle, plan, device, requests, graphs)
 
 
 def opened_with(
     api: Any, bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1, graphs: bool = True
 ) -> TensorRtEngine:
-    """The same, by a library that may have opened others."""
+    """The engine of a plan, opened by a library that may have opened others."""
     engine_options = EngineOptions(plan.record.capacity, requests, graphs=graphs)
     serialized = json.dumps({"engine": plan.record.target}).encode()
     named = Named("stand-in.engine", plan.record)

@@ -1,4 +1,4 @@
-"""Stepwise engine: a fake engine that takes a step when it is told to, for tests of what happens between two steps."""
+"""Stepwise engine: a fake engine that runs a step on command, for tests of what happens between steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spaceport.runtime.session import DEFAULT_QUEUE_LIMIT, Runtime
 from support.hash_engine import HashEngine, Language
 from support.hash_runtime import hash_runtime
 
-_PATIENCE = 60.0  # seconds after which a test has failed
+_PATIENCE = 60.0  # seconds after which a test fails
 _ALL = 10**6
 
 
 @dataclass
 class StepwiseEngine(HashEngine):
-    """Waits in each step for leave to take it."""
+    """An engine that waits in each step until the test allows it."""
 
     asked: Semaphore = field(default_factory=lambda: Semaphore(0))
     leave: Semaphore = field(default_factory=lambda: Semaphore(0))
@@ -33,30 +33,30 @@ class StepwiseEngine(HashEngine):
         return super().run(batch)
 
     def wait(self) -> None:
-        """Until it has been asked for the next step."""
+        """Wait until the next step is requested."""
         assert self.asked.acquire(timeout=_PATIENCE)
 
     def step(self) -> None:
-        """Take the step that it was asked for, and wait until it is asked for the next one."""
+        """Run the requested step, and wait until the next one is requested."""
         self.leave.release()
         self.wait()
 
     def go(self) -> None:
-        """Take all steps to come."""
+        """Run all further steps."""
         self.leave.release(_ALL)
 
 
 def stepwise_runtime(
     language: Language, requests: int = 1, queue_limit: int = DEFAULT_QUEUE_LIMIT
 ) -> tuple[Runtime, StepwiseEngine]:
-    """A runtime over such an engine."""
+    """A runtime over a stepwise engine."""
     with hash_runtime(language) as like:
         engine = StepwiseEngine(language, like.engine.capacity, requests)
         return Runtime(like.bundle, engine, like.max_seq_len, queue_limit=queue_limit), engine
 
 
 def close_between_steps(runtime: Runtime, engine: StepwiseEngine) -> None:
-    """Close a runtime whose engine waits in a step, and take no more steps than it needs for that."""
+    """Close a runtime whose engine waits in a step, with no more steps than that needs."""
     closing = Thread(target=runtime.close)
     closing.start()
     while closing.is_alive():

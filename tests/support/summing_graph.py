@@ -1,4 +1,4 @@
-"""A graph with the contract, small enough for the processor to run in any type: a row's logit is the sum of what it sees."""
+"""Summing graph: a graph with the contract whose logits are sums of visible tokens; CPUs run it in any type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES = {"float32": T.FLOAT, "float16": T.FLOAT16, "bfloat16": T.BFLOAT16, "int
 
 
 def summing_graph(dtype: Precision) -> tuple[bytes, Signature]:
-    """The graph, for calls of one request, and what it says of itself; it writes the tokens into its buffers."""
+    """The graph and its manifest, for calls of one request; its KV cache holds tokens."""
     signature = Signature(1, 1, 1, 1, dtype, "scatter")
     nodes = [
         node("Mul", ["slot_ids", "zero"], "nought"),

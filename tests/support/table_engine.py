@@ -1,4 +1,4 @@
-"""Table engine: a fake network whose next token depends on nothing but the last one, so that texts have known odds."""
+"""Table engine: a fake model whose next token depends on the last one only, so probabilities are known."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Cell, Language
 
 @dataclass
 class Table(Language):
-    """A language whose state is the last token; its mask slots draft from what follows that on average, but noised."""
+    """A language whose state is the last token; its mask slots predict noisy average successors."""
 
-    tokens: int = 10  # ids below are likely, all others impossible
+    tokens: int = 10  # ids below this have probability, all others none
     spread: float = 1.5  # standard deviation of the logits
-    doubt: float = 0.5  # standard deviation of what the mask slots add to them
+    doubt: float = 0.5  # standard deviation of the noise of mask slots
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
         self.rows = random.normal(0, self.spread, (VOCAB, VOCAB)).astype(np.float32)
         self.rows[:, self.tokens :] = -np.inf
-        self.rows[:, [*MASKS, CHILD, FORK]] = 3  # likely, but banned
+        self.rows[:, [*MASKS, CHILD, FORK]] = 3  # probable, but banned
         self.rows[:, END] = -np.inf
         self.following = np.exp(self.rows)
         self.following[:, self.tokens :] = 0
@@ -38,7 +38,7 @@ class Table(Language):
         return row
 
     def draft(self, known: Sequence[Cell], depth: int) -> NDArray[np.float32]:
-        """The token so far behind the last one, whatever stands between them."""
+        """The token at this distance from the last one."""
         token = known[-1].token
         if (token, depth) not in self.drafts:
             with np.errstate(divide="ignore"):

@@ -68,7 +68,7 @@ def imports_torch(file: Path) -> bool:
 
 
 def needs_torch(item: pytest.Item) -> bool:
-    """Whether a test in a file without torch needs it nevertheless: for a bundle, or as its marker says."""
+    """Whether a test in a file without torch needs torch for a bundle or has the marker."""
     names: list[object] = [*getattr(item, "fixturenames", [])]
     if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
         names += item.callspec.params.values()  # for request.getfixturevalue
@@ -77,7 +77,7 @@ def needs_torch(item: pytest.Item) -> bool:
 
 
 def forbid_torch() -> None:
-    """Let an import of torch fail from here on, in this process and in those that it starts."""
+    """Make imports of torch fail, in this process and in its child processes."""
     loaded = HEAVY & set(sys.modules)
     assert not loaded, f"the fast tier begins without torch, got {loaded}"
     sys.path.insert(0, str(NO_TORCH))

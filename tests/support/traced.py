@@ -1,4 +1,4 @@
-"""Traced: generations of the fake engine with their traces, and the letters that they write."""
+"""Traced: generations of the fake engine with their traces, and a tokenizer for its tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
 
-# What the tokens of the fake engine say: bytes of é and of an emoji, so that most texts break characters; a decoder that
-# takes a space at the beginning of a text away.
+# Texts of the fake engine's tokens: bytes of é and of an emoji, so that most outputs split characters.
+# The decoder removes a space at the beginning.
 LETTERS = (
     "<0xC3>",
     "<0xA9>",
@@ -51,7 +51,7 @@ TOKENIZER = letters()
 
 @dataclass(frozen=True)
 class Case:
-    """A generation to be traced."""
+    """Options of a generation with a trace."""
 
     seed: int
     prompt: tuple[int, ...] = (1, 2, 3)
@@ -92,7 +92,7 @@ CASES = st.builds(
 def request_of(
     case: Case, observers: Sequence[Observer] = (), listener: Listener | None = None
 ) -> tuple[HashEngine, Request]:
-    """The request of a case, about to begin, on an engine with room for it."""
+    """The new request of a case, on an engine with enough slots."""
     language = Language(case.seed, case.quality, case.end_every, case.fork_every)
     text = language.tree(case.prompt, len(case.prompt) + case.max_tokens, case.max_depth)
     most = len(case.prompt) + sum(map(len, text.values())) + len(text)
@@ -112,7 +112,7 @@ def request_of(
 
 
 def traced(case: Case) -> tuple[Request, Trace, Transcript]:
-    """A finished request with its trace and what a reader made of it."""
+    """A finished request with its trace and its transcript."""
     trace, transcript = Trace(), Transcript(TOKENIZER, (), FORK)
     engine, request = request_of(case, [trace], transcript)
     while request.live:

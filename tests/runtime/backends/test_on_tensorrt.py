@@ -137,7 +137,7 @@ def test_buffers_are_bound_once(tiny_append_bundle: Path) -> None:
         for length in (3, 140):
             runtime.generate(list(range(10, 10 + length)), Decoding(max_tokens=64))
         for context in contexts(runtime):
-            past = [name for what, name in context.told if what == "address" and name.startswith("past")]
+            past = [name for what, name in context.calls if what == "address" and name.startswith("past")]
             assert sorted(past) == sorted(tensor.name for tensor in runtime.engine.signature.past)
         assert max(ran["input_ids"][1] for ran in contexts(runtime)[STEPS].ran) <= 64
 

@@ -64,7 +64,7 @@ def test_giving_up_tells_everybody_even_if_somebody_does_not_want_to_hear_it() -
     scene.turn()
     scene.scheduler.fail(EngineFault("gone"))
     assert all(task.done for task in scene.tasks)
-    assert [told[-1] for told in scene.told] == [True] * 5
+    assert [reports[-1] for reports in scene.reports] == [True] * 5
     assert not scene.scheduler.busy
 
 
@@ -72,7 +72,7 @@ def test_who_raises_when_it_is_told_of_a_step_takes_no_other() -> None:
     scene = Scene(Language(8, end_every=10**9), [Arrival([1], trouble="progress", when=2), Arrival([2])], 2)
     scene.play()
     assert isinstance(scene.tasks[0].fault, Trap)
-    assert scene.told[0] == [False, False, False, True]
+    assert scene.reports[0] == [False, False, False, True]
     assert steps_of(scene.tasks[0]) == 3
     assert scene.text(1) == scene.alone[1]
 

@@ -20,7 +20,7 @@ from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.filters import survivors
 from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
-from support.slow_sampling import noise_slowly, odds_slowly, scores_slowly, survivors_slowly
+from support.slow_sampling import noise_slowly, probabilities_slowly, scores_slowly, survivors_slowly
 
 NO_BANS = Bans(frozenset())
 VOCAB = 12
@@ -144,7 +144,7 @@ def test_filters_and_penalties_mean_what_they_mean_in_transformers() -> None:
             MinPLogitsWarper(min_p),
         ):
             theirs = warp(torch.LongTensor([text]), theirs)
-        ours = odds_slowly(scores_slowly(logits.tolist(), sampling, text, [], ()), sampling)
+        ours = probabilities_slowly(scores_slowly(logits.tolist(), sampling, text, [], ()), sampling)
         np.testing.assert_allclose(theirs.softmax(-1)[0].numpy(), ours, atol=1e-6)
 
 

@@ -88,8 +88,8 @@ def hold_pace(scene: Scene, before: list[tuple[int, bool]]) -> None:
 def hold_ending(scene: Scene, number: int) -> None:
     """A request has ended as it had to, its slots are free, and whoever waits for it was told once that it is done."""
     arrival, task, alone = scene.arrivals[number], scene.tasks[number], scene.alone[number]
-    assert scene.told[number].count(True) == 1
-    assert scene.told[number][-1]
+    assert scene.reports[number].count(True) == 1
+    assert scene.reports[number][-1]
     assert task.done
     assert task.request.slots.held == 0
     text = scene.text(number)

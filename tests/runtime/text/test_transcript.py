@@ -17,7 +17,7 @@ from spaceport.runtime.text.tokenizer import TextStream, encode
 from spaceport.runtime.text.transcript import Transcript
 from support.hash_engine import FORK as HASH_FORK
 from support.hash_engine import HashEngine, Language, advance, request_for
-from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, line, outcome, prompt, told
+from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, events_of, line, outcome, prompt
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, one_byte_each
 
 TEN_BYTES = Tokenizer(models.WordLevel({name: i for i, name in enumerate(["a", "b", "c", "Ġ", "ab", *"ä½łé", "Ġa"])}))
@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level"
 def one_order_gives_what_the_whole_tree_gives(
     tokenizer: Tokenizer, script: Script, stops: list[str], seed: int
 ) -> Outcome:
-    expected, writing = outcome(list(told(tokenizer, script)), stops), Writing(tokenizer, script, stops)
+    expected, writing = outcome(list(events_of(tokenizer, script)), stops), Writing(tokenizer, script, stops)
     pieces = writing.run(Random(seed))
     assert writing.outcome == expected
     assert "".join(piece.reading for piece in pieces) == expected[0]
@@ -59,7 +59,7 @@ def test_what_can_be_read_is_given_at_once_and_nothing_that_may_still_be_cut(
     case: tuple[Script, list[str]], seed: int
 ) -> None:
     script, stops = case
-    events = list(told(BYTES, script))
+    events = list(events_of(BYTES, script))
     text = outcome(events, stops)[0]
     writing, random = Writing(BYTES, script, stops), Random(seed)
     while writing.step(random):
@@ -217,7 +217,7 @@ def test_a_stop_string_ends_its_thread_at_once_and_all_that_stands_behind() -> N
     assert writing.reading.take() == []  # not even the "t" that was held back
     writing.write((0,))
     writing.write((1, 0))
-    assert writing.outcome == outcome(list(told(BYTES, script)), ["#"])
+    assert writing.outcome == outcome(list(events_of(BYTES, script)), ["#"])
 
 
 def test_an_earlier_stop_string_moves_the_cut_forward() -> None:

@@ -1,4 +1,4 @@
-"""Torch: what a test of the fast tier gets in its place."""
+"""Torch: raises if a test of the fast tier imports it."""
 
 raise RuntimeError(
     "the fast tier imports neither torch nor transformers: mark the test with @pytest.mark.torch, "

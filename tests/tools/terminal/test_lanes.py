@@ -16,7 +16,7 @@ from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.text.piece import Piece
 from spaceport.tools.terminal.lanes import Lane, Lanes, Span, marked
 from spaceport.tools.terminal.live import View
-from support.scripted_threads import FORK, Path, Script, Writing, cases, line, told
+from support.scripted_threads import FORK, Path, Script, Writing, cases, events_of, line
 from support.small_tokenizers import BYTES, FALLBACK
 
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
@@ -67,7 +67,7 @@ def test_each_character_is_marked_as_its_token_is(script: Script, seed: int) -> 
         pieces += writing.reading.take()  # after each step, as the runtime does
     _, spans = added(pieces + writing.reading.take())
     expected, written = [], dict[Path, int]()
-    for event in told(BYTES, script):
+    for event in events_of(BYTES, script):
         if event.token is not None:
             written[event.path] = written.get(event.path, 0) + 1
             expected += [(letter, written[event.path] % 2 == 0) for letter in event.text]

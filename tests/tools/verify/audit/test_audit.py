@@ -26,7 +26,7 @@ from support.forking_bundle import forking_copy
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 from support.paths import TINY
-from support.spoilt_engine import LENGTH, Logits, SpoiltEngine, places, spoilt_runtime, tied
+from support.spoilt_engine import LENGTH, Logits, SpoiltEngine, positions_of, spoilt_runtime, tied
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
 DECODER, SCANNER, FOREIGN = PROMPTS.values()
@@ -228,7 +228,7 @@ def test_a_width_with_outlying_noise_is_a_fault_even_within_the_tolerance_of_its
 def test_nan_logits_in_a_step_of_one_row_are_a_fault(tiny_bundle: Path) -> None:
     def spoil(batch: Batch, logits: Logits) -> None:
         if batch.input_ids.shape[1] == 1:
-            logits[places(batch) == 64, 7] = np.nan
+            logits[positions_of(batch) == 64, 7] = np.nan
 
     runtime, engine = spoilt_runtime(tiny_bundle, spoil)
     report = audited(runtime)

@@ -18,7 +18,7 @@ from spaceport.tools.verify.audit.modes import groups_for
 from spaceport.tools.verify.feeding import FeedPlan, feed
 from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of
 from support.paths import TINY
-from support.spoilt_engine import Logits, places, spoilt_runtime
+from support.spoilt_engine import Logits, positions_of, spoilt_runtime
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
 SCANNER = PROMPTS["end of json/scanner.py"]
@@ -73,7 +73,7 @@ def test_nan_in_the_logits_of_a_step_of_one_row_is_a_fault(tiny_bundle: Path, ru
     position = len(plain.tokens) - 1
 
     def spoil(batch: Batch, logits: Logits) -> None:
-        logits[places(batch) == position, plain.tokens[position]] = np.nan
+        logits[positions_of(batch) == position, plain.tokens[position]] = np.nan
 
     other = replace(plain, tokens=(*plain.tokens[: position - 1], 5, plain.tokens[position]))
     with spoilt_runtime(tiny_bundle, spoil)[0] as spoilt:

@@ -32,7 +32,7 @@ from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, USAGE
 from spaceport.tools.reference import open_reference
-from spaceport.tools.verify.check.rounding import measure_rounding
+from spaceport.tools.verify.check.quantization import measure_quantization
 from support.bfloat16_graph import in_float32
 from support.exported import exported_once
 from support.families import FAMILIES, build
@@ -189,14 +189,14 @@ def test_a_row_gets_the_same_sums_in_every_call_with_blocks_for_onnxruntime(inpu
 
 
 def test_float8_is_nearer_to_the_model_than_int4(tmp_path_factory: pytest.TempPathFactory) -> None:
-    int4 = measure_rounding(open_bundle(exported(tmp_path_factory, INT4)), TINY)
-    float8 = measure_rounding(open_bundle(exported(tmp_path_factory, FLOAT8)), TINY)
+    int4 = measure_quantization(open_bundle(exported(tmp_path_factory, INT4)), TINY)
+    float8 = measure_quantization(open_bundle(exported(tmp_path_factory, FLOAT8)), TINY)
     assert int4 is not None
     assert float8 is not None
     assert int4.rows == float8.rows == 256
     assert 0 < float8.divergence < int4.divergence / 4
     assert int4.agreeing < float8.agreeing < 256
-    assert measure_rounding(open_bundle(exported(tmp_path_factory, BFLOAT16)), TINY) is None
+    assert measure_quantization(open_bundle(exported(tmp_path_factory, BFLOAT16)), TINY) is None
 
 
 @pytest.mark.parametrize(("kind", "target"), [(FLOAT8, "sm89"), (BFLOAT16_INT4, "sm80")])

@@ -14,7 +14,7 @@ from spaceport.graphs.contract.signature import Lowering, Weights
 from spaceport.graphs.gated import GatedLinear, gate_model
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.graphs.weight_quantization import BLOCKS, QuantizedWeight, quantize_weight, quantize_weights
-from spaceport.tools.verify.check.rounding import agreement
+from spaceport.tools.verify.check.quantization import agreement
 from support.families import FAMILIES, build
 from support.paths import TINY
 
@@ -200,5 +200,5 @@ def test_agreement_counts_rows_and_measures_divergence() -> None:
     assert (found.rows, found.agreeing) == (2, 1)
     assert found.divergence == pytest.approx(0.125 * torch.log(torch.tensor(2.0)).item())
     assert str(found).startswith(
-        "weights int4: top-1 agrees with the unrounded model in 50.0 % of 2 rows, mean KL 0.08"
+        "weights int4: top-1 agreement with the unquantized model 50.0 % of 2 rows, mean KL 0.08"
     )

@@ -30,10 +30,10 @@ from spaceport.tools.verify.audit.audit_report import AuditReport
 from spaceport.tools.verify.audit.bundle_audit import AuditOptions, audit_bundle
 from spaceport.tools.verify.audit.prompts import read_prompts
 from spaceport.tools.verify.check.check import CheckReport, check
-from spaceport.tools.verify.check.lineup import DEFAULT_LONG, SHORTEST, CheckOptions
+from spaceport.tools.verify.check.engines import DEFAULT_LONG, SHORTEST, CheckOptions
 from spaceport.tools.verify.check.outputs import save_outputs
 from spaceport.tools.verify.check.polygraphy_commands import commands_for
-from spaceport.tools.verify.check.rounding import measure_rounding
+from spaceport.tools.verify.check.quantization import measure_quantization
 
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
 
@@ -117,17 +117,17 @@ def command(
         if prompts is not None:
             read_prompts(prompts)  # a mistake in them is told before minutes of work
         report = check(opened, options, stage)
-        rounding = None if checkpoint is None else measure_rounding(opened, checkpoint, trust_remote_code, seed)
+        quantization = None if checkpoint is None else measure_quantization(opened, checkpoint, trust_remote_code, seed)
         audits = {} if prompts is None else audits_of(opened, report, options, prompts, stage)
     if as_json:
         more = {"audits": {backend: one.as_dict() for backend, one in audits.items()}} if audits else {}
-        if rounding is not None:
-            more["rounding"] = rounding.as_dict()
+        if quantization is not None:
+            more["quantization"] = quantization.as_dict()
         show_json({**report.as_dict(), **more})
     else:
         show(report)
-        if rounding is not None:
-            click.echo(str(rounding))
+        if quantization is not None:
+            click.echo(str(quantization))
         for one in audits.values():
             click.echo()
             show_audit(one)
@@ -152,7 +152,7 @@ def audits_of(
 ) -> dict[str, AuditReport]:
     """What drafts change in texts, on each backend that was compared."""
     settings = AuditOptions(threads=options.threads, trust_engines=options.trust_engines)
-    compared = [backend for backend in options.backends or BACKENDS if backend not in report.absent]
+    compared = [backend for backend in options.backends or BACKENDS if backend not in report.not_compared]
     return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}
 
 
@@ -200,12 +200,12 @@ def show(report: CheckReport) -> None:
     show_table(f"allowed is a share of a case's largest logit: {stated}", columns, rows)
     if report.suspect is not None:
         click.echo(f"in every pair that failed: {report.suspect}")
-    for line in by_reason(report.absent):
+    for line in by_reason(report.not_compared):
         click.echo(f"not compared: {line}")
-    for case in report.left_out:
-        click.echo(f"left out: {case}")
+    for case in report.skipped:
+        click.echo(f"skipped: {case}")
     if report.layers is not None:
-        click.echo(f"{report.layers.through}: {report.layers}")
+        click.echo(f"{report.layers.compared}: {report.layers}")
 
 
 def show_cases(title: str, differences: tuple[LogitDifference, ...]) -> None:

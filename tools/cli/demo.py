@@ -25,7 +25,7 @@ from spaceport.tools.terminal.generate_screen import show_lanes, show_live
 from spaceport.tools.terminal.lanes import Lanes
 from spaceport.tools.terminal.screen import show_table, stages
 from spaceport.tools.verify.check.check import check
-from spaceport.tools.verify.check.lineup import CheckOptions
+from spaceport.tools.verify.check.engines import CheckOptions
 
 _ROUNDS = 3
 LEGEND = f"""slots: peak number of KV slots in use. ms: shortest time of {_ROUNDS} runs.

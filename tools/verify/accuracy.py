@@ -1,4 +1,4 @@
-"""Accuracy: everything that runs a bundle held against each other by Polygraphy, case by case and pair by pair."""
+"""Accuracy: engines of a bundle compared with Polygraphy, pair by pair and case by case."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from spaceport.graphs.contract.signature import Activations, Precision
 from spaceport.graphs.contract.tolerance import tolerance_of
 
 Array = NDArray[Any]
-# Runs the rows of one feed on an engine, which keeps its KV buffers from feed to feed; the logits, B x R x V.
-Call = Callable[[Mapping[str, Array]], NDArray[np.float32]]
+# Runs one recorded call on an engine, whose KV cache persists from call to call; returns the logits, B x R x V.
+RunCall = Callable[[Mapping[str, Array]], NDArray[np.float32]]
 
 
 class CallFailed(RuntimeError):
-    """An engine gave no logits; the message is the engine's own."""
+    """An engine returned no logits; the message is the engine's own."""
 
 
 @dataclass(frozen=True)
-class Feed:
-    """The inputs of one call, the case that it belongs to, and the logits of the engine on which it was recorded."""
+class RecordedCall:
+    """The inputs of one engine call, the case that it belongs to, and the logits of the engine that it was recorded on."""
 
     case: str
     arrays: dict[str, Array]
@@ -45,12 +45,12 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class ComparedSide:
-    """Something that runs a bundle: it is opened for all feeds, one after the other, and then closed."""
+class ComparedEngine:
+    """An engine to compare: opened, run on all recorded calls in order, and closed."""
 
     name: str
     dtype: Precision
-    opened: Callable[[], AbstractContextManager[Call]]
+    open: Callable[[], AbstractContextManager[RunCall]]
     activations: Activations = "float"
 
     @property
@@ -60,21 +60,21 @@ class ComparedSide:
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """How the logits of two sides differ, in one call or over a case."""
+    """How the logits of two engines differ, in one call or over a case."""
 
     case: str
     rows: int
     max_error: float
     mean_error: float
     largest_logit: float
-    disagreements: int  # rows whose top token differs
-    margin: float | None  # smallest distance between the first side's first and second token where they differ
+    disagreements: int  # rows whose top-1 token differs
+    margin: float | None  # smallest top-1 minus top-2 logit of the first engine in these rows
     tolerance: float
-    fault: str | None = None  # what an engine said that failed in it
+    fault: str | None = None  # error message of the engine that failed
 
     @property
     def passed(self) -> bool:
-        return self.fault is None and self.max_error <= self.allowed  # NaN is not
+        return self.fault is None and self.max_error <= self.allowed  # False for NaN
 
     @property
     def allowed(self) -> float:
@@ -83,26 +83,26 @@ class LogitDifference:
 
     @property
     def excess(self) -> float:
-        """The error in multiples of what is allowed; what is not a number is worse than all others."""
+        """The error as a multiple of the allowed one; infinite for NaN and for a failed engine."""
         return np.inf if self.fault is not None or np.isnan(self.max_error) else self.max_error / self.allowed
 
     def __bool__(self) -> bool:
         return self.passed
 
     def as_dict(self) -> dict[str, Any]:
-        told = {**asdict(self), "allowed": self.allowed, "passed": self.passed}
-        return {name: None if value != value else value for name, value in told.items()}  # JSON has no NaN
+        data = {**asdict(self), "allowed": self.allowed, "passed": self.passed}
+        return {name: None if value != value else value for name, value in data.items()}  # JSON has no NaN
 
 
 @dataclass(frozen=True)
 class ComparedPair:
-    """Two sides, and a finding for each case."""
+    """Two engines, and a finding for each case."""
 
     first: str
     second: str
-    dtype: Precision  # the coarser of their types, from which the tolerance follows
+    dtype: Precision  # the coarser of their types, which sets the tolerance
     differences: tuple[LogitDifference, ...]
-    tolerance: float  # largest error that rounding explains, as a share of the largest logit
+    tolerance: float  # largest error that rounding explains, relative to the largest logit
 
     @property
     def passed(self) -> bool:
@@ -114,92 +114,94 @@ class ComparedPair:
 
     @property
     def agreement(self) -> float:
-        """The share of rows with the same top token."""
+        """Share of rows with the same top-1 token."""
         rows = sum(difference.rows for difference in self.differences)
         return 1 - sum(difference.disagreements for difference in self.differences) / max(1, rows)
 
     def as_dict(self) -> dict[str, Any]:
-        told = {"first": self.first, "second": self.second, "dtype": self.dtype, "tolerance": self.tolerance}
+        pair = {"first": self.first, "second": self.second, "dtype": self.dtype, "tolerance": self.tolerance}
         cases = [difference.as_dict() for difference in self.differences]
-        return {**told, "passed": self.passed, "agreement": self.agreement, "cases": cases}
+        return {**pair, "passed": self.passed, "agreement": self.agreement, "cases": cases}
 
 
-class SideRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
-    """A side as Polygraphy sees it."""
+class EngineRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
+    """A Polygraphy runner over an engine."""
 
-    def __init__(self, side: ComparedSide, feeds: Sequence[Feed]) -> None:
-        super().__init__(name=side.name)
-        self.faults: dict[str, str] = {}  # of the cases in which it failed
-        self._side = side
-        self._feeds = feeds
-        self._left: Iterator[Feed] = iter(())
-        self._open = ExitStack()
-        self._call: Call | None = None
+    def __init__(self, engine: ComparedEngine, calls: Sequence[RecordedCall]) -> None:
+        super().__init__(name=engine.name)
+        self.faults: dict[str, str] = {}  # error message by case
+        self._engine = engine
+        self._calls = calls
+        self._remaining: Iterator[RecordedCall] = iter(())
+        self._opened = ExitStack()
+        self._run: RunCall | None = None
 
     def activate_impl(self) -> None:
-        self._call = self._open.enter_context(self._side.opened())
-        self._left = iter(self._feeds)
+        self._run = self._opened.enter_context(self._engine.open())
+        self._remaining = iter(self._calls)
 
     def deactivate_impl(self) -> None:
-        self._open.close()
+        self._opened.close()
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         metadata = TensorMetadata()
-        for name, array in self._feeds[0].arrays.items():
+        for name, array in self._calls[0].arrays.items():
             metadata.add(name, dtype=array.dtype, shape=(None,) * array.ndim)
         return metadata
 
     def infer_impl(self, feed_dict: Mapping[str, Array]) -> OrderedDict[str, Array]:
-        assert self._call is not None
-        case, started = next(self._left).case, time.perf_counter()
-        logits = np.empty(0, np.float32)  # of a case in which it failed: what it wrote before is not there any more
+        assert self._run is not None
+        case, started = next(self._remaining).case, time.perf_counter()
+        logits = np.empty(0, np.float32)  # after a failure the KV cache is lost: the rest of the case is not run
         if case not in self.faults:
             try:
-                logits = self._call(feed_dict).copy()
+                logits = self._run(feed_dict).copy()
             except CallFailed as error:
                 self.faults[case] = f"{self.name}: {error}"
         self.inference_time = time.perf_counter() - started
         return OrderedDict(logits=logits)
 
 
-def recorded(name: str, dtype: Precision, feeds: Sequence[Feed], activations: Activations = "float") -> ComparedSide:
-    """The side on which the feeds were recorded, whose logits are known."""
+def recorded_engine(
+    name: str, dtype: Precision, calls: Sequence[RecordedCall], activations: Activations = "float"
+) -> ComparedEngine:
+    """The engine that the calls were recorded on: its logits are known, so it does not run again."""
 
-    def opened() -> AbstractContextManager[Call]:
-        left = iter(feeds)
-        return contextlib.nullcontext(lambda arrays: next(left).expected)
+    def open_recording() -> AbstractContextManager[RunCall]:
+        remaining = iter(calls)
+        return contextlib.nullcontext(lambda arrays: next(remaining).expected)
 
-    return ComparedSide(name, dtype, opened, activations)
+    return ComparedEngine(name, dtype, open_recording, activations)
 
 
-def compare(sides: Sequence[ComparedSide], feeds: Sequence[Feed]) -> list[ComparedPair]:
-    """All pairs of the sides, which run one after the other, compared on all logits that were asked for."""
-    runners = [SideRunner(side, feeds) for side in sides]
-    named = {side.name: side for side in sides}
+def compare(engines: Sequence[ComparedEngine], calls: Sequence[RecordedCall]) -> list[ComparedPair]:
+    """The differences of every pair of engines on the logits of all calls; the engines run one after the other."""
+    runners = [EngineRunner(engine, calls) for engine in engines]
+    by_name = {engine.name: engine for engine in engines}
 
     def compared(first: Any, second: Any) -> OrderedDict[str, LogitDifference]:
-        tolerance = _coarser(named[first.runner_name], named[second.runner_name]).tolerance
+        tolerance = _coarser(by_name[first.runner_name], by_name[second.runner_name]).tolerance
         return OrderedDict(logits=compare_logits("", first["logits"], second["logits"], tolerance))
 
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), contextlib.redirect_stdout(io.StringIO()):
-        results = Comparator.run(runners, data_loader=[feed.arrays for feed in feeds], warm_up=0)
-        pairs = list(combinations(range(len(sides)), 2))
+        results = Comparator.run(runners, data_loader=[call.arrays for call in calls], warm_up=0)
+        pairs = list(combinations(range(len(engines)), 2))
         (report,) = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=compared)
     faults = {runner.name: runner.faults for runner in runners}
     return [
         ComparedPair(
             first,
             second,
-            _coarser(named[first], named[second]).dtype,
-            _by_case(feeds, calls, faults[first] | faults[second]),
-            _coarser(named[first], named[second]).tolerance,
+            _coarser(by_name[first], by_name[second]).dtype,
+            _by_case(calls, outputs, faults[first] | faults[second]),
+            _coarser(by_name[first], by_name[second]).tolerance,
         )
-        for (first, second), calls in report.items()
+        for (first, second), outputs in report.items()
     ]
 
 
 def compare_logits(case: str, expected: Array, got: Array, tolerance: float) -> LogitDifference:
-    """How two calls' logits differ; not a number where one of them has none."""
+    """How the logits of two engines differ in one call; the error is NaN if the shapes differ."""
     if expected.shape != got.shape:
         rows = max(expected.size // max(1, expected.shape[-1]), got.size // max(1, got.shape[-1]))
         return LogitDifference(case, rows, np.nan, np.nan, 0.0, rows, None, tolerance)
@@ -219,8 +221,8 @@ def compare_logits(case: str, expected: Array, got: Array, tolerance: float) -> 
     )
 
 
-def together(parts: Sequence[LogitDifference]) -> LogitDifference:
-    """The calls of a case as one finding: its worst error, its mean over rows."""
+def merged(parts: Sequence[LogitDifference]) -> LogitDifference:
+    """The differences of a case's calls as one: the worst error, and the mean error over all rows."""
     rows = sum(part.rows for part in parts)
     margins = [part.margin for part in parts if part.margin is not None]
     worst = max(parts, key=lambda part: part.excess)
@@ -236,17 +238,19 @@ def together(parts: Sequence[LogitDifference]) -> LogitDifference:
     )
 
 
-def _by_case(feeds: Sequence[Feed], calls: Sequence[Any], faults: Mapping[str, str]) -> tuple[LogitDifference, ...]:
+def _by_case(
+    calls: Sequence[RecordedCall], outputs: Sequence[Any], faults: Mapping[str, str]
+) -> tuple[LogitDifference, ...]:
     parts: dict[str, list[LogitDifference]] = {}
-    for feed, outputs in zip(feeds, calls, strict=True):
-        parts.setdefault(feed.case, []).append(replace(outputs["logits"], case=feed.case))
-    return tuple(replace(together(part), fault=faults.get(case)) for case, part in parts.items())
+    for call, output in zip(calls, outputs, strict=True):
+        parts.setdefault(call.case, []).append(replace(output["logits"], case=call.case))
+    return tuple(replace(merged(part), fault=faults.get(case)) for case, part in parts.items())
 
 
-def _coarser(first: ComparedSide, second: ComparedSide) -> ComparedSide:
-    return max(first, second, key=lambda side: side.tolerance)
+def _coarser(first: ComparedEngine, second: ComparedEngine) -> ComparedEngine:
+    return max(first, second, key=lambda engine: engine.tolerance)
 
 
 def write_report(bundle: Path, report: Mapping[str, Any]) -> None:
-    """Put a report into a bundle, the old one staying until the new one is whole."""
+    """Write a report into a bundle atomically."""
     replace_text(bundle / ACCURACY_FILE, json.dumps(report, indent=2) + "\n")

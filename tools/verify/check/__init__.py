@@ -1,1 +1,1 @@
-"""Check: what a bundle's engine is tried on before anyone trusts it."""
+"""Check: comparison of a bundle's engines with each other and with the PyTorch model."""

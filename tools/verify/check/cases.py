@@ -1,4 +1,4 @@
-"""Cases: the calls that a runtime really makes, recorded from its own loop over a reference engine."""
+"""Cases: the engine calls that a runtime makes, recorded from its own decode loop over a reference engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Greedy, greedy
-from spaceport.tools.verify.accuracy import Feed
+from spaceport.tools.verify.accuracy import RecordedCall
 
 REQUESTS = 3
 _PLAIN = Drafting(0, "chain")
@@ -32,34 +32,34 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Room:
-    """What every engine that gets the calls has room for."""
+class EngineLimits:
+    """Limits that all compared engines share."""
 
     length: int  # tokens of the longest prompt
-    capacity: int  # slots of a request
-    requests: int
-    rows: int  # of a request in a call
+    capacity: int  # KV slots per request
+    requests: int  # requests per call
+    rows: int  # rows of a request per call
 
 
 class Recording(NamedTuple):
-    """The calls of all cases, and what is in none of them."""
+    """The calls of all cases, and the cases that were skipped."""
 
-    feeds: list[Feed]
-    left_out: list[str]  # each with the reason
+    calls: list[RecordedCall]
+    skipped: list[str]  # skipped cases, each with the reason
 
 
 class Recorder:
-    """An engine that passes every call on to another one and notes it down; it has no more room than all others."""
+    """An engine that records every call and passes it on to another engine, within the shared limits."""
 
-    def __init__(self, engine: Engine, room: Room) -> None:
+    def __init__(self, engine: Engine, limits: EngineLimits) -> None:
         self.engine = engine
         self.signature: Signature = engine.signature
-        self.capacity, self.requests, self.rows = room.capacity, room.requests, room.rows
+        self.capacity, self.requests, self.rows = limits.capacity, limits.requests, limits.rows
         self.device = engine.device
         self.costs, self.notes = engine.costs, engine.notes
-        self.feeds: list[Feed] = []
+        self.calls: list[RecordedCall] = []
         self.case = ""
-        self._moves: list[tuple[int, int, int]] = []  # request, source, target: since the last call
+        self._moves: list[tuple[int, int, int]] = []  # request, source slot, target slot: since the last call
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         arrays: dict[str, Array] = {name: array.copy() for name, array in batch.arrays(self.signature)}
@@ -67,7 +67,7 @@ class Recorder:
         arrays["moves"] = np.array(self._moves, np.int64).reshape(-1, 3)
         self._moves = []
         logits = self.engine.run(batch)
-        self.feeds.append(Feed(self.case, arrays, logits.copy()))
+        self.calls.append(RecordedCall(self.case, arrays, logits.copy()))
         return logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
@@ -83,7 +83,7 @@ class Recorder:
 
 
 def replay(engine: Engine) -> Callable[[Any], NDArray[np.float32]]:
-    """An engine as something that takes the recorded calls."""
+    """A function that runs recorded calls on an engine."""
 
     def call(arrays: dict[str, Array]) -> NDArray[np.float32]:
         names = [tensor.name for tensor in engine.signature.rows]
@@ -98,12 +98,12 @@ def replay(engine: Engine) -> Callable[[Any], NDArray[np.float32]]:
     return call
 
 
-def record(engine: Engine, manifest: Manifest, room: Room, seed: int = 0) -> Recording:
-    """The calls of every case, in an order in which any engine can follow them."""
-    recorder = Recorder(engine, room)
+def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int = 0) -> Recording:
+    """The calls of every case, in the order in which they must be replayed."""
+    recorder = Recorder(engine, limits)
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
-    k, length = manifest.max_mask_slots, room.length
-    builder.tree("prompt, every row", 1, builder.line(min(23, length - 2)))
+    k, length = manifest.max_mask_slots, limits.length
+    builder.tree("prompt, every row", 1, builder.chain(min(23, length - 2)))
     builder.text("prompt in chunks", [length // 4 + 1], _PLAIN, 1, chunk=max(1, length // 16))
     builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
     chains = Drafting(k, "chain")
@@ -113,8 +113,10 @@ def record(engine: Engine, manifest: Manifest, room: Room, seed: int = 0) -> Rec
         builder.text(f"draft trees, k = {k}", [min(17, length // 2)], Drafting(k, "tree"), 4)
     for number in range(3):
         builder.tree(f"random tree {number + 1}", min(9, length // 2), builder.random_tree(12))
-    builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4, certain=True)
-    builder.text("an idle request between two", [min(5, length // 2), 0, min(19, length // 2)], chains, 4, leaves=2)
+    builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4, accept_all=True)
+    builder.text(
+        "an idle request between two", [min(5, length // 2), 0, min(19, length // 2)], chains, 4, cancel_after=2
+    )
     builder.text(
         "forked threads beside a request", [min(9, length // 2), min(20, length // 2)], chains, 6, forks=(1, 3)
     )
@@ -124,20 +126,22 @@ def record(engine: Engine, manifest: Manifest, room: Room, seed: int = 0) -> Rec
     builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=PREFILL_ROWS)
     window = manifest.signature.window
     if window is not None and length - 8 <= window < manifest.max_positions:
-        builder.left_out.append(f"texts beyond the window of {window} positions: raise --long to see them")
-    return Recording(recorder.feeds, builder.left_out)
+        builder.skipped.append(
+            f"contexts longer than the attention window of {window} positions: raise --long to include them"
+        )
+    return Recording(recorder.calls, builder.skipped)
 
 
 @dataclass(frozen=True)
 class _ForksAt:
-    """What a greedy choice says but for some places of a spine, at which it forks."""
+    """A greedy selector that selects [Fork] at given positions of the root thread."""
 
     greedy: Greedy
     fork: int
-    places: frozenset[int]
+    positions: frozenset[int]
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        forks = not thread.path and len(thread.tokens) + len(ahead) in self.places
+        forks = not thread.path and len(thread.tokens) + len(ahead) in self.positions
         return self.fork if forks else self.greedy.token(logits, thread, ahead)
 
     def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
@@ -145,13 +149,13 @@ class _ForksAt:
 
 
 @dataclass(frozen=True)
-class _Certain:
-    """A choice whose drafts all come true: every place has its token, whatever the logits say.
+class _AcceptAll:
+    """A selector that accepts every draft: the token at each position is fixed, whatever the logits are.
 
-    So rows are kept behind rows that are not, and an append engine has to move them.
+    So rows are accepted after rejected ones, and an append engine has to move their KV slots.
     """
 
-    words: Array
+    tokens: Array
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         return self._at(len(thread.tokens) + len(ahead))
@@ -159,35 +163,37 @@ class _Certain:
     def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
         return tuple(Guess((self._at(place + number),), (1.0,)) for number in range(len(logits)))
 
-    def _at(self, place: int) -> int:
-        return int(self.words[place % self.words.size])
+    def _at(self, position: int) -> int:
+        return int(self.tokens[position % self.tokens.size])
 
 
 @dataclass
 class _Scripted:
-    """A drafter whose drafts are given, one for each step."""
+    """A drafter with one fixed draft per step."""
 
-    left: list[Draft]
+    remaining_drafts: list[Draft]
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
-        return self.left.pop(0)
+        return self.remaining_drafts.pop(0)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
-        """The drafts are given."""
+        """Learn nothing: the drafts are fixed."""
 
 
 class _Builder:
     def __init__(self, recorder: Recorder, manifest: Manifest, random: np.random.Generator) -> None:
         self._recorder = recorder
         self._random = random
-        self.left_out: list[str] = []
-        told = manifest.tokens
-        special = {*told.forbidden, *told.fork_ids}
-        self._words = np.array([i for i in range(manifest.signature.vocab_size) if i not in special], np.int64)
-        # A model that does not fork has no tokens for it: to an engine they are tokens as any others.
-        fork, child = (int(word) for word in self._words[:2])
-        forking = (fork, child) if told.fork is None else (told.fork, told.child)
-        self._tokens = TokenIds(told.mask, *forking)
+        self.skipped: list[str] = []
+        tokens = manifest.tokens
+        special = {*tokens.forbidden, *tokens.fork_ids}
+        self._ordinary_tokens = np.array(
+            [i for i in range(manifest.signature.vocab_size) if i not in special], np.int64
+        )
+        # A model without [Fork] and [Child] gets two ordinary tokens for them: an engine treats all tokens alike.
+        fork, child = (int(token) for token in self._ordinary_tokens[:2])
+        forking = (fork, child) if tokens.fork is None else (tokens.fork, tokens.child)
+        self._tokens = TokenIds(tokens.mask, *forking)
 
     def text(
         self,
@@ -197,66 +203,66 @@ class _Builder:
         steps: int,
         chunk: int = PREFILL_ROWS,
         forks: Sequence[int] = (),
-        certain: bool = False,
-        leaves: int | None = None,
+        accept_all: bool = False,
+        cancel_after: int | None = None,
     ) -> None:
-        """Prompts of these lengths fed and continued by so many steps, all in the same calls; 0 leaves one out.
+        """Record requests with prompts of these lengths over a number of decode steps, batched; length 0 skips a request.
 
-        The first one forks at these places behind its prompt, and is cancelled after so many steps. All drafts come true
-        where that is certain.
+        The first request forks at these positions after its prompt, and is cancelled after `cancel_after` steps. With
+        `accept_all` every draft is accepted.
         """
         if len(lengths) > self._recorder.requests:
-            self.left_out.append(f"{case}: an engine takes fewer requests in a call")
+            self.skipped.append(f"{case}: an engine takes fewer requests per call")
             return
         self._recorder.case = case
-        forking = self._forks_at(lengths[0] + place for place in forks)
+        forking = self._forks_at(lengths[0] + offset for offset in forks)
         requests = {
             index: self._request(
                 length,
                 drafting,
-                forking if forks and not index else _Certain(self._words) if certain else self._greedy(),
+                forking if forks and not index else _AcceptAll(self._ordinary_tokens) if accept_all else self._greedy(),
             )
             for index, length in enumerate(lengths)
             if length
         }
         rows, first = min(chunk, self._recorder.rows), requests[0]
-        written = dict.fromkeys(requests, 0)  # steps of each in which it wrote
-        while any(request.live and written[index] < steps for index, request in requests.items()):
-            if written[0] == leaves and first.live:
+        decoded = dict.fromkeys(requests, 0)  # decode steps of each request
+        while any(request.live and decoded[index] < steps for index, request in requests.items()):
+            if decoded[0] == cancel_after and first.live:
                 first.finish("cancelled")
             live = [StepInput(request, index, rows) for index, request in requests.items() if request.live]
             step(self._recorder, live)
             for request, index, _ in live:
-                written[index] += not request.prefilling
+                decoded[index] += not request.prefilling
 
     def tree(self, case: str, length: int, draft: Draft) -> None:
-        """A prompt, then one step over a draft of any shape."""
+        """Record a prompt, then one step that verifies this draft."""
         self._recorder.case = case
         tokens = self._tokens if self._tokens.mask else replace(self._tokens, mask=(0,))
-        assert length <= self._recorder.rows, "a prompt in chunks would use up the drafts"
+        assert length <= self._recorder.rows, "a prompt in several chunks would use up the drafts"
         drafts = _Scripted([PLAIN, draft] if length > 1 else [draft])
         request = self._request(length, _PLAIN, self._greedy(), tokens, drafts)
-        for _ in range(len(drafts.left)):
+        for _ in range(len(drafts.remaining_drafts)):
             step(self._recorder, [StepInput(request, 0, min(PREFILL_ROWS, self._recorder.rows))])
 
-    def line(self, count: int) -> Draft:
-        """A chain of candidates: the logits of each are asked for."""
-        return chain(self._some(count).tolist(), 0, count + 2)
+    def chain(self, count: int) -> Draft:
+        """A chain of random candidates, each with logits."""
+        return chain(self._random_tokens(count).tolist(), 0, count + 2)
 
     def random_tree(self, nodes: int) -> Draft:
-        """Candidates that hang from any before them, with up to two mask slots behind each."""
+        """Random candidates, each a child of any earlier one, with up to two mask slots after each."""
         parents = tuple(int(self._random.integers(0, node + 1)) for node in range(nodes))
         most = 3 if self._tokens.mask else 1
         masks = tuple(int(count) for count in self._random.integers(0, most, nodes + 1))
-        return Draft(tuple(self._some(nodes).tolist()), parents, masks)
+        return Draft(tuple(self._random_tokens(nodes).tolist()), parents, masks)
 
-    def _some(self, count: int) -> NDArray[np.int64]:
-        chosen: NDArray[np.int64] = self._random.choice(self._words, count)
+    def _random_tokens(self, count: int) -> NDArray[np.int64]:
+        chosen: NDArray[np.int64] = self._random.choice(self._ordinary_tokens, count)
         return chosen
 
-    def _forks_at(self, places: Iterable[int]) -> _ForksAt:
+    def _forks_at(self, positions: Iterable[int]) -> _ForksAt:
         assert self._tokens.fork is not None
-        return _ForksAt(self._greedy(), self._tokens.fork, frozenset(places))
+        return _ForksAt(self._greedy(), self._tokens.fork, frozenset(positions))
 
     def _greedy(self) -> Greedy:
         return greedy((*self._tokens.forbidden, *self._tokens.fork_ids))
@@ -276,9 +282,9 @@ class _Builder:
             max_length=length + 64,
             max_total=capacity,
             drafting=drafting,
-            planner=DraftPlanner(fixed_costs(0.0)),  # drafts as wide as they may be
+            planner=DraftPlanner(fixed_costs(0.0)),  # rows count as free, so drafts are as wide as allowed
             max_rows=self._recorder.rows,
             max_threads=3,
         )
-        prompt = self._some(length).tolist()
+        prompt = self._random_tokens(length).tolist()
         return Request(prompt, config, capacity, self._recorder.signature.lowering, drafter=drafter)

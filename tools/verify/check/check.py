@@ -1,4 +1,4 @@
-"""Check: every engine of a bundle on the runtime's own calls, compared pair by pair."""
+"""Check: every engine of a bundle on the calls that the runtime makes, compared pair by pair."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.reference import open_reference
-from spaceport.tools.verify.accuracy import ComparedPair, LogitDifference, compare, recorded
+from spaceport.tools.verify.accuracy import ComparedPair, LogitDifference, compare, recorded_engine
 from spaceport.tools.verify.check.cases import Recording, record
-from spaceport.tools.verify.check.inside import GraphInside, ModelInside
-from spaceport.tools.verify.check.layers import Layers, compare_layers, parts_of
-from spaceport.tools.verify.check.lineup import CheckOptions, Lineup, line_up
+from spaceport.tools.verify.check.engines import CheckOptions, EngineSelection, select_engines
+from spaceport.tools.verify.check.layer_runners import GraphLayers, ModelLayers
+from spaceport.tools.verify.check.layers import LayerComparison, compare_layers, layer_values
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check found."""
+    """The result of a check."""
 
-    graph: tuple[str, ...]  # sha256 of its files
-    backends: tuple[str, ...]  # that were compared
-    calls: int
+    graph: tuple[str, ...]  # sha256 of the graph's files
+    backends: tuple[str, ...]  # backends that were compared
+    calls: int  # recorded engine calls
     pairs: tuple[ComparedPair, ...]
-    absent: Mapping[str, str]  # by backend: why it was not compared
-    left_out: tuple[str, ...]  # what no case shows, and why
-    layers: Layers | None  # if it was asked for
+    not_compared: Mapping[str, str]  # reason by backend
+    skipped: tuple[str, ...]  # cases that were skipped, each with the reason
+    layers: LayerComparison | None  # None unless requested
 
     @property
     def passed(self) -> bool:
@@ -35,14 +35,14 @@ class CheckReport:
 
     @property
     def suspect(self) -> str | None:
-        """The one side that takes part in every pair that failed."""
+        """The engine that takes part in every failed pair; None if there is no single one."""
         failed = [{pair.first, pair.second} for pair in self.pairs if not pair.passed]
         shared = set.intersection(*failed) if failed else set()
         return shared.pop() if len(shared) == 1 else None
 
     @property
     def differences(self) -> tuple[LogitDifference, ...]:
-        """For each case the worst that was found of the first side and any other."""
+        """The worst difference between the first engine and any other, by case."""
         own = [pair.differences for pair in self.pairs if pair.first == self.pairs[0].first]
         return tuple(
             max(differences, key=lambda difference: difference.excess) for differences in zip(*own, strict=True)
@@ -57,61 +57,69 @@ class CheckReport:
             "calls": self.calls,
             "cases": [difference.as_dict() for difference in self.differences],
             "pairs": [pair.as_dict() for pair in self.pairs],
-            "not_compared": dict(self.absent),
-            "left_out": list(self.left_out),
+            "not_compared": dict(self.not_compared),
+            "skipped": list(self.skipped),
             "suspect": self.suspect,
             "layers": None if self.layers is None else self.layers.as_dict(),
         }
 
 
-def check(bundle: Bundle, options: CheckOptions, stage: Callable[[str], None] = lambda name: None) -> CheckReport:
-    """All engines that can run a bundle here, one after the other on the same calls, and each pair compared."""
-    lineup = line_up(bundle, options)
-    recording = recorded_on_first(bundle, lineup, options.seed, stage)
-    first, *others = lineup.contenders
-    sides = [
-        recorded(first.name, first.dtype, recording.feeds, first.activations),
-        *(other.side(stage) for other in others),
+def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], None] = lambda _: None) -> CheckReport:
+    """The comparison of all engines that can run a bundle here; they run one after the other on the same calls."""
+    selection = select_engines(bundle, options)
+    recording = record_on_first(bundle, selection, options.seed, on_progress)
+    first, *others = selection.engines
+    engines = [
+        recorded_engine(first.name, first.dtype, recording.calls, first.activations),
+        *(other.compared(on_progress) for other in others),
     ]
-    pairs = compare(sides, recording.feeds)
-    layers = layers_of(bundle, options, lineup, recording, pairs, stage) if options.layers else None
-    graph, calls, left_out = bundle.manifest.graph, len(recording.feeds), tuple(recording.left_out)
-    return CheckReport(graph, lineup.backends, calls, tuple(pairs), lineup.absent, left_out, layers)
+    pairs = compare(engines, recording.calls)
+    layers = find_layer(bundle, options, selection, recording, pairs, on_progress) if options.layers else None
+    graph, calls, skipped = bundle.manifest.graph, len(recording.calls), tuple(recording.skipped)
+    return CheckReport(graph, selection.backends, calls, tuple(pairs), selection.not_compared, skipped, layers)
 
 
-def recorded_on_first(bundle: Bundle, lineup: Lineup, seed: int, stage: Callable[[str], None]) -> Recording:
-    """The calls of all cases, and what the first of the lineup made of them."""
-    first = lineup.contenders[0]
-    stage(f"recording the cases on {first.name}")
+def record_on_first(
+    bundle: Bundle, selection: EngineSelection, seed: int, on_progress: Callable[[str], None]
+) -> Recording:
+    """The calls of all cases, with the logits of the first engine."""
+    first = selection.engines[0]
+    on_progress(f"recording the cases on {first.name}")
     engine = first.open()
     try:
-        return record(engine, bundle.manifest, lineup.room, seed)
+        return record(engine, bundle.manifest, selection.limits, seed)
     finally:
         engine.close()
 
 
-def layers_of(
+def find_layer(
     bundle: Bundle,
     options: CheckOptions,
-    lineup: Lineup,
+    selection: EngineSelection,
     recording: Recording,
     pairs: Sequence[ComparedPair],
-    stage: Callable[[str], None],
-) -> Layers:
-    """The graph's values against the model's, both in the bundle's type: in the first case that failed, or in all.
+    on_progress: Callable[[str], None],
+) -> LayerComparison:
+    """The graph's layers compared with the PyTorch model's, in the first failed case or, if none failed, in all cases.
 
-    Of engines nothing is seen but their logits, so onnxruntime runs the graph that they were built from.
+    Engines show only their logits, so ONNX Runtime runs the graph that they were built from. Both run in the bundle's type.
     """
     assert options.checkpoint is not None
-    signature, room = bundle.manifest.signature, lineup.room
+    signature, limits = bundle.manifest.signature, selection.limits
     failed = next((difference.case for pair in pairs for difference in pair.differences if not difference.passed), None)
-    feeds = [feed for feed in recording.feeds if failed in (None, feed.case)]
+    calls = [call for call in recording.calls if failed in (None, call.case)]
     engine = open_reference(
-        bundle, options.checkpoint, room.capacity, room.requests, signature.dtype, options.remote_code, options.threads
+        bundle,
+        options.checkpoint,
+        limits.capacity,
+        limits.requests,
+        signature.dtype,
+        options.remote_code,
+        options.threads,
     )
-    graph = GraphInside(bundle, room, options.threads, any(BACKENDS[name].gpu for name in lineup.backends))
-    through = f"PyTorch {signature.dtype} and the graph on onnxruntime {graph.device}"
-    stage(f"comparing the layers of {through}")
-    parts = parts_of(signature, graph.marks)
+    graph = GraphLayers(bundle, limits, options.threads, any(BACKENDS[name].gpu for name in selection.backends))
+    compared = f"PyTorch {signature.dtype} and the graph on onnxruntime {graph.device}"
+    on_progress(f"comparing the layers of {compared}")
+    values = layer_values(signature, graph.marks)
     tolerance = tolerance_of(signature.dtype, bundle.manifest.activations)
-    return compare_layers(ModelInside(engine, room), graph, parts, feeds, tolerance, through)
+    return compare_layers(ModelLayers(engine, limits), graph, values, calls, tolerance, compared)

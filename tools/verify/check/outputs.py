@@ -1,4 +1,4 @@
-"""Outputs: what the PyTorch model gives on the loader's inputs, in a file that stock Polygraphy compares with."""
+"""Outputs: the PyTorch model's outputs for the loader's inputs, as a file for `polygraphy run --load-outputs`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from spaceport.tools.verify.check import polygraphy_loader
 
 
 def save_outputs(engine: TorchEngine, manifest: Manifest, file: Path) -> int:
-    """Write the outputs of the contract for each of the inputs, in the types of the bundle's graph; how many there were."""
+    """Write the graph outputs of every loader call, in the types of the bundle's graph; returns the number of calls."""
     dtype = manifest.signature.dtype
-    kind: torch.dtype = getattr(torch, dtype)
-    own: torch.dtype = getattr(torch, engine.signature.dtype)
+    stored_type: torch.dtype = getattr(torch, dtype)
+    model_type: torch.dtype = getattr(torch, engine.signature.dtype)
     iterations = []
-    for given in polygraphy_loader.calls(manifest):
-        tensors = [_tensor(value, own) for value in given.values()]
+    for inputs in polygraphy_loader.calls(manifest):
+        tensors = [_tensor(value, model_type) for value in inputs.values()]
         with torch.inference_mode():
             outputs = engine.module(*tensors)
         named: OrderedDict[str, Any] = OrderedDict()
         for tensor, output in zip(engine.signature.outputs, outputs, strict=True):
-            stored = output if tensor.name == "logits" else output.to(kind)
+            stored = output if tensor.name == "logits" else output.to(stored_type)
             named[tensor.name] = stored if dtype == "bfloat16" else stored.numpy()
         iterations.append(IterationResult(outputs=named, runtime=0.0, runner_name=f"PyTorch {engine.signature.dtype}"))
     results = RunResults()
@@ -38,6 +38,6 @@ def save_outputs(engine: TorchEngine, manifest: Manifest, file: Path) -> int:
     return len(iterations)
 
 
-def _tensor(value: Any, own: torch.dtype) -> torch.Tensor:
+def _tensor(value: Any, model_type: torch.dtype) -> torch.Tensor:
     tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    return tensor.to(own) if tensor.is_floating_point() else tensor
+    return tensor.to(model_type) if tensor.is_floating_point() else tensor

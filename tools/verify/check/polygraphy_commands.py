@@ -1,4 +1,4 @@
-"""Polygraphy commands: the comparisons of a check as stock command lines, ready to paste into a shell in any folder."""
+"""Polygraphy commands: the comparisons of a check as stock Polygraphy command lines, to paste into a shell."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from spaceport.runtime.bundle import Bundle
 
 LOADER = Path(__file__).with_name("polygraphy_loader.py")
 
-# Room of an engine that a bundle does not hold yet: what `spaceport build` makes it with, a short text apart.
+# Sizes of an engine that Polygraphy builds: the defaults of `spaceport build`, with a shorter context.
 _STEP_ROWS, _PROMPT_ROWS, _REQUESTS, _CAPACITY = 64, 512, 4, 1024
 
 
 @dataclass(frozen=True)
 class PolygraphyCommand:
-    """A command and what it does."""
+    """A command line and its description."""
 
-    does: str
+    description: str
     command: str
 
     def __str__(self) -> str:
-        return f"# {self.does}\n{self.command}"
+        return f"# {self.description}\n{self.command}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class EngineSizes:
 
 
 def commands_for(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[PolygraphyCommand]:
-    """What to paste: the outputs to compare with first, then a line for everything that could run the bundle."""
+    """The command lines: the reference outputs first, then one comparison per engine that could run the bundle."""
     signature = bundle.manifest.signature
     engines = {
         name: record for name, record in bundle.manifest.engines.items() if record.graph == bundle.manifest.graph
@@ -49,13 +49,15 @@ def commands_for(bundle: Bundle, checkpoint: Path | None, largest_logit: float) 
     for name, record in engines.items():
         path = (bundle.path / ENGINES_FOLDER / name).resolve()
         lines += _on_engine(bundle, checkpoint, largest_logit, path, record)
-    if signature.lowering == "append" and signature.dtype != "float32":  # there TensorRT has no attention of its own
+    if (
+        signature.lowering == "append" and signature.dtype != "float32"
+    ):  # TensorRT needs half precision for its attention
         lines += _built(bundle, checkpoint, largest_logit)
     return list(dict.fromkeys(lines))  # engines of one size are compared with the same outputs
 
 
 def tolerances(manifest: Manifest, largest_logit: float) -> list[str]:
-    """As a check has them: the largest error of a logit, as a share of the largest one. Buffers are held by their mean."""
+    """The tolerances of a check as flags: the maximum error for logits, the mean error for KV buffers."""
     share = tolerance_of(manifest.signature.dtype, manifest.activations)
     allowed = share * max(1.0, largest_logit)
     return ["--atol", f"{share:g}", f"logits:{allowed:.3g}", "--rtol", "0", "--check-error-stat", "mean", "logits:max"]
@@ -68,19 +70,17 @@ def _on_onnxruntime(bundle: Bundle, checkpoint: Path | None, largest_logit: floa
     def on(provider: str, *flags: str) -> str:
         return _run(bundle, {}, model, "--onnxrt", "--providers", provider, *flags)
 
-    cuda = "ONNX Runtime on a GPU against "
+    cuda = "compare ONNX Runtime on a GPU with "
     if checkpoint is None:
         file = "onnxruntime.json"
         return [
-            PolygraphyCommand("what ONNX Runtime gives on the processor", on("cpu", "--save-outputs", file)),
-            PolygraphyCommand(f"{cuda}that", on("cuda", "--load-outputs", file, *compared)),
+            PolygraphyCommand("save the outputs of ONNX Runtime on the CPU", on("cpu", "--save-outputs", file)),
+            PolygraphyCommand(f"{cuda}them", on("cuda", "--load-outputs", file, *compared)),
         ]
     file = "pytorch.json"
     return [
-        PolygraphyCommand("what PyTorch gives", _saved(bundle, {}, checkpoint, file)),
-        PolygraphyCommand(
-            "ONNX Runtime on the processor against PyTorch", on("cpu", "--load-outputs", file, *compared)
-        ),
+        PolygraphyCommand("save the outputs of PyTorch", _saved(bundle, {}, checkpoint, file)),
+        PolygraphyCommand("compare ONNX Runtime on the CPU with PyTorch", on("cpu", "--load-outputs", file, *compared)),
         PolygraphyCommand(f"{cuda}PyTorch", on("cuda", "--load-outputs", file, *compared)),
     ]
 
@@ -88,73 +88,76 @@ def _on_onnxruntime(bundle: Bundle, checkpoint: Path | None, largest_logit: floa
 def _on_engine(
     bundle: Bundle, checkpoint: Path | None, largest_logit: float, path: Path, record: EngineRecord
 ) -> list[PolygraphyCommand]:
-    room = EngineSizes(record.capacity, record.requests, record.step_rows, record.prompt_rows)
+    sizes = EngineSizes(record.capacity, record.requests, record.step_rows, record.prompt_rows)
     library = _library(record.flavour)
-    return _against(bundle, checkpoint, largest_logit, room, library, str(path), f"{record.flavour} ({record.target})")
+    name = f"{record.flavour} ({record.target})"
+    return _comparison(bundle, checkpoint, largest_logit, sizes, library, str(path), name)
 
 
 def _built(bundle: Bundle, checkpoint: Path | None, largest_logit: float) -> list[PolygraphyCommand]:
-    """An engine that stock Polygraphy builds itself: the buffers of the graph get their size, then two profiles."""
+    """An engine that stock Polygraphy builds: the graph gets fixed KV buffers, then two optimization profiles."""
     signature = bundle.manifest.signature
-    room = EngineSizes(_CAPACITY, _REQUESTS, _STEP_ROWS, _PROMPT_ROWS)
-    fixed, engine = f"fixed-{room.capacity}.onnx", f"polygraphy-{room.capacity}.engine"
+    sizes = EngineSizes(_CAPACITY, _REQUESTS, _STEP_ROWS, _PROMPT_ROWS)
+    fixed, engine = f"fixed-{sizes.capacity}.onnx", f"polygraphy-{sizes.capacity}.engine"
     dims = [str(size) if isinstance(size, int) else f'"{size}"' for size in signature.past[0].shape]
-    dims[2] = str(room.capacity)
+    dims[2] = str(sizes.capacity)
     shapes = [f"{tensor.name}:[{','.join(dims)}]" for tensor in signature.past]
     model = str((bundle.path / MODEL_FILE).resolve())
     sanitize = ["polygraphy", "surgeon", "sanitize", model, "--override-input-shapes", *shapes, "-o", fixed]
     sanitize += ["--save-external-data", f"{fixed}.data"]
-    convert = ["polygraphy", "convert", fixed, "--convert-to", "trt", "-o", engine, *_profiles(signature, room)]
+    convert = ["polygraphy", "convert", fixed, "--convert-to", "trt", "-o", engine, *_profiles(signature, sizes)]
     library = _library("tensorrt-rtx")
     return [
-        PolygraphyCommand(f"the graph with buffers of {room.capacity} slots", shlex.join(sanitize)),
-        PolygraphyCommand("an engine of it, with a profile for steps and one for prompts", _command(library, convert)),
-        *_against(bundle, checkpoint, largest_logit, room, library, engine, "that engine"),
+        PolygraphyCommand(f"give the graph KV buffers of {sizes.capacity} slots", shlex.join(sanitize)),
+        PolygraphyCommand(
+            "build an engine with a profile for decode steps and one for prefill", _command(library, convert)
+        ),
+        *_comparison(bundle, checkpoint, largest_logit, sizes, library, engine, "this engine"),
     ]
 
 
-def _against(
+def _comparison(
     bundle: Bundle,
     checkpoint: Path | None,
     largest_logit: float,
-    room: EngineSizes,
+    sizes: EngineSizes,
     library: Mapping[str, str],
     engine: str,
-    told: str,
+    name: str,
 ) -> list[PolygraphyCommand]:
-    """An engine's line, behind the one that gives what it is compared with, in buffers of the engine's size."""
-    sizes = {"SPACEPORT_SLOTS": str(room.capacity), "SPACEPORT_REQUESTS": str(room.requests)}
+    """Two command lines: save the reference outputs with KV buffers of the engine's size, then compare the engine."""
+    variables = {"SPACEPORT_SLOTS": str(sizes.capacity), "SPACEPORT_REQUESTS": str(sizes.requests)}
     flags = ["--trt", "--model-type", "engine"]
     if checkpoint is None:
         model = str((bundle.path / MODEL_FILE).resolve())
-        file = f"onnxruntime-{room.capacity}.json"
+        file = f"onnxruntime-{sizes.capacity}.json"
         source = "ONNX Runtime"
-        saved = _run(bundle, sizes, model, "--onnxrt", "--providers", "cpu", "--save-outputs", file)
+        saved = _run(bundle, variables, model, "--onnxrt", "--providers", "cpu", "--save-outputs", file)
     else:
-        file, source = f"pytorch-{room.capacity}.json", "PyTorch"
-        saved = _saved(bundle, sizes, checkpoint, file)
+        file, source = f"pytorch-{sizes.capacity}.json", "PyTorch"
+        saved = _saved(bundle, variables, checkpoint, file)
     compared = tolerances(bundle.manifest, largest_logit)
     return [
-        PolygraphyCommand(f"what {source} gives with {room.capacity} slots", saved),
+        PolygraphyCommand(f"save the outputs of {source} with {sizes.capacity} KV slots", saved),
         PolygraphyCommand(
-            f"{told} against {source}",
-            _run(bundle, {**library, **sizes}, engine, *flags, "--load-outputs", file, *compared),
+            f"compare {name} with {source}",
+            _run(bundle, {**library, **variables}, engine, *flags, "--load-outputs", file, *compared),
         ),
     ]
 
 
-def _profiles(signature: Signature, room: EngineSizes) -> list[str]:
-    """A profile for steps and one for prompts: the least, the likeliest and the largest shapes."""
-    wanted = logit_rows(room.prompt_rows, signature.vocab_size)
+def _profiles(signature: Signature, engine: EngineSizes) -> list[str]:
+    """The flags of two optimization profiles, for decode steps and for prefill: minimum, optimum and maximum shapes."""
+    wanted = logit_rows(engine.prompt_rows, signature.vocab_size)
     flags: list[str] = []
-    for rows, logits in ((room.step_rows, room.step_rows), (room.prompt_rows, wanted)):
+    for rows, logits in ((engine.step_rows, engine.step_rows), (engine.prompt_rows, wanted)):
         for which, share in (("min", 0), ("opt", 1), ("max", 1)):
             sizes = {
-                "B": room.requests if which == "max" else 1,
+                "B": engine.requests if which == "max" else 1,
                 "T": rows if share else 1,
                 "R": logits if share else 1,
-                "A": room.capacity if share else VISIBLE_STEP,
-                "S": room.capacity,
+                "A": engine.capacity if share else VISIBLE_STEP,
+                "S": engine.capacity,
             }
             flags.append(f"--trt-{which}-shapes")
             for tensor in signature.inputs:
@@ -173,8 +176,8 @@ def _saved(bundle: Bundle, variables: Mapping[str, str], checkpoint: Path, file:
 
 
 def _run(bundle: Bundle, variables: Mapping[str, str], model: str, *flags: str) -> str:
-    told = {**variables, "SPACEPORT_BUNDLE": str(bundle.path.resolve())}
-    return _command(told, ["polygraphy", "run", model, "--data-loader-script", str(LOADER.resolve()), *flags])
+    named = {**variables, "SPACEPORT_BUNDLE": str(bundle.path.resolve())}
+    return _command(named, ["polygraphy", "run", model, "--data-loader-script", str(LOADER.resolve()), *flags])
 
 
 def _command(variables: Mapping[str, str], words: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
-"""Loader: inputs for a stock Polygraphy command line, as the contract has them.
+"""Loader: model inputs for stock Polygraphy, as a `--data-loader-script`.
 
 polygraphy run BUNDLE/model.onnx --onnxrt --data-loader-script polygraphy_loader.py --validate
 
-SPACEPORT_BUNDLE names the bundle where the command line does not; SPACEPORT_SLOTS the size of the buffers, where a graph
-or an engine has a fixed one; SPACEPORT_REQUESTS the most requests that it takes.
+SPACEPORT_BUNDLE: the bundle, if the command line does not name its model.onnx. SPACEPORT_SLOTS: KV slots, if the graph or
+engine has a fixed number. SPACEPORT_REQUESTS: maximum requests per call of the engine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from spaceport.runtime.bundle import read_manifest
 
 
 def load_data() -> Iterator[dict[str, Any]]:
-    """What Polygraphy calls: the inputs for the bundle that it was called with."""
+    """The inputs for the bundle that Polygraphy was started with; Polygraphy calls this function."""
     return calls(read_manifest(_bundle()))
 
 
 def calls(manifest: Manifest) -> Iterator[dict[str, Any]]:
-    """Prompts, steps and trees over KV buffers of random content, for one request and for two."""
+    """Inputs of a prompt, decode steps and a batch of two requests, over KV buffers with random content."""
     random = np.random.default_rng(0)
     slots, most = _number("SPACEPORT_SLOTS"), _number("SPACEPORT_REQUESTS")
     for requests, rows, context in ((1, 16, 0), (1, 1, 40), (1, 9, 64), (2, 5, 100)):
@@ -41,7 +41,7 @@ def calls(manifest: Manifest) -> Iterator[dict[str, Any]]:
 def inputs(
     manifest: Manifest, random: np.random.Generator, requests: int, rows: int, context: int, slots: int | None
 ) -> dict[str, Any]:
-    """One call: rows in a chain behind `context` slots that hold text already."""
+    """The inputs of one call: a chain of rows after `context` cached tokens."""
     signature = manifest.signature
     visible = visible_length(context + rows)
     sizes = {"B": requests, "T": rows, "A": visible, "R": rows, "S": slots or visible + 64}
@@ -51,7 +51,7 @@ def inputs(
     mask = np.zeros((requests, 1, rows, visible), np.bool_)
     mask[:] = np.arange(visible) <= positions[:, None]
     near = mask & (positions[:, None] - np.arange(visible) < (signature.window or visible))
-    given: dict[str, NDArray[Any]] = {
+    arrays: dict[str, NDArray[Any]] = {
         "input_ids": random.integers(0, signature.vocab_size, (requests, rows)),
         "position_ids": np.tile(positions, (requests, 1)),
         "slot_ids": np.tile(positions, (requests, 1)),
@@ -61,29 +61,29 @@ def inputs(
     }
     for tensor in signature.past:
         shape = [sizes[size] if isinstance(size, str) else size for size in tensor.shape]
-        given[tensor.name] = random.standard_normal(shape)
-    return {tensor.name: _typed(given[tensor.name], tensor.dtype) for tensor in signature.inputs}
+        arrays[tensor.name] = random.standard_normal(shape)
+    return {tensor.name: _typed(arrays[tensor.name], tensor.dtype) for tensor in signature.inputs}
 
 
 def _typed(array: NDArray[Any], dtype: str) -> Any:
-    """An input in its type; numpy has no bfloat16, so those are torch's, which Polygraphy takes as well."""
+    """An input in its type; bfloat16 inputs are torch tensors, as numpy has no such type and Polygraphy accepts both."""
     if dtype == "bfloat16":
         return torch.from_numpy(array).to(torch.bfloat16)
     return array.astype(NUMPY[dtype])
 
 
 def _number(name: str) -> int | None:
-    told = os.environ.get(name)
-    if told is not None and not told.isdecimal():
-        raise SystemExit(f"{name} is {told!r}: expected a whole number")
-    return None if told is None else int(told)
+    value = os.environ.get(name)
+    if value is not None and not value.isdecimal():
+        raise SystemExit(f"{name} is {value!r}: expected a whole number")
+    return None if value is None else int(value)
 
 
 def _bundle() -> Path:
-    """The folder of the model that Polygraphy was called with, or the one named by SPACEPORT_BUNDLE."""
-    named = os.environ.get("SPACEPORT_BUNDLE")
-    if named:
-        return Path(named)
+    """The bundle named by SPACEPORT_BUNDLE, or the folder of the model on the command line."""
+    bundle = os.environ.get("SPACEPORT_BUNDLE")
+    if bundle:
+        return Path(bundle)
     models = [Path(argument) for argument in sys.argv if argument.endswith(".onnx")]
     if not models:
         raise SystemExit(

@@ -1,4 +1,4 @@
-"""Check: passes on a sound bundle, fails on every planted fault and names the case."""
+"""Check: passes on a correct bundle, fails on every injected fault and names the case."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.tools.cli import run
-from spaceport.tools.verify.accuracy import compare_logits, together
-from spaceport.tools.verify.check.cases import REQUESTS, Room, record
+from spaceport.tools.verify.accuracy import compare_logits, merged
+from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, record
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language
 from support.paths import ROOT
 from support.planted import (
@@ -42,7 +42,7 @@ def check(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tupl
 
 
 @pytest.mark.parametrize("lowering", ["scatter", "append"])
-def test_a_sound_bundle_passes_in_every_case(
+def test_a_correct_bundle_passes_in_every_case(
     lowering: str, tiny_bundle: Path, tiny_append_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = tmp_path / "bundle"
@@ -52,7 +52,7 @@ def test_a_sound_bundle_passes_in_every_case(
     assert code == 0
     assert report == json.loads((bundle / "accuracy.json").read_text("utf-8"))
     names = " ".join(case["case"] for case in report["cases"])
-    for kind in (
+    for part in (
         "prompt",
         "chunks",
         "cached rows",
@@ -65,14 +65,14 @@ def test_a_sound_bundle_passes_in_every_case(
         "slot 64",
         "long context",
     ):
-        assert kind in names
+        assert part in names
     assert all(case["passed"] and case["disagreements"] == 0 for case in report["cases"])
     assert max(case["max_error"] for case in report["cases"]) < 1e-4
     assert run(["inspect", str(bundle)]) == 0
     assert "Accuracy: passed" in capsys.readouterr().out
 
 
-def test_what_a_check_found_is_told_where_it_cannot_be_kept(
+def test_the_result_is_printed_even_if_the_report_cannot_be_written(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = tmp_path / "bundle"
@@ -86,7 +86,7 @@ def test_what_a_check_found_is_told_where_it_cannot_be_kept(
 
 
 class PlainEngine(HashEngine):
-    """A fake engine to which no token is a mask."""
+    """A fake engine without mask tokens."""
 
     def _answer(self, before: list[Cell], token: int, cell: Cell | None) -> NDArray[np.float32]:
         assert cell is not None
@@ -96,24 +96,24 @@ class PlainEngine(HashEngine):
 @pytest.mark.parametrize("tokens", [TokenIds(MASKS, FORK, CHILD, (END,)), TokenIds(MASKS), TokenIds()])
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_every_kind_of_call_is_among_the_cases(tokens: TokenIds, lowering: Lowering, tmp_path: Path) -> None:
-    """On an engine that refuses rows that see what they may not; [Fork] is fed in the step that feeds its [Child]."""
-    kind = HashEngine if tokens.mask else PlainEngine
-    room = Room(64, visible_length(64 + STEP_ROWS + 1), REQUESTS, 512)
-    engine = kind(Language(1, 70), room.capacity, room.requests, lowering)
+    """On an engine that refuses wrong attention masks; [Fork] and its [Child] are fed in the same step."""
+    engine_class = HashEngine if tokens.mask else PlainEngine
+    limits = EngineLimits(64, visible_length(64 + STEP_ROWS + 1), REQUESTS, 512)
+    engine = engine_class(Language(1, 70), limits.capacity, limits.requests, lowering)
     manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(tokens.mask))
-    feeds, left_out = record(engine, manifest, room)
-    assert len(feeds) == engine.calls
-    assert not left_out
+    calls, skipped = record(engine, manifest, limits)
+    assert len(calls) == engine.calls
+    assert not skipped
     fork, child = (FORK, CHILD) if tokens.fork is not None else (0, 1)
-    beside = [rows_beside(feed.arrays, fork, child) for feed in feeds if feed.case.startswith("forked threads")]
-    assert sum(map(bool, beside)) >= 2
-    trees = [feed.arrays for feed in feeds if feed.case.startswith("draft trees")]
+    shared = [same_call_forks(call.arrays, fork, child) for call in calls if call.case.startswith("forked threads")]
+    assert sum(map(bool, shared)) >= 2
+    trees = [call.arrays for call in calls if call.case.startswith("draft trees")]
     assert bool(trees) == bool(tokens.mask)
     assert not trees or any(siblings(arrays) for arrays in trees)
 
 
-def rows_beside(arrays: dict[str, NDArray[Any]], fork: int, child: int) -> int:
-    """How many [Child] rows see the [Fork] of the same call that they hang from."""
+def same_call_forks(arrays: dict[str, NDArray[Any]], fork: int, child: int) -> int:
+    """Number of [Child] rows that see their [Fork] row in the same call."""
     ids, positions, mask = arrays["input_ids"][0], arrays["position_ids"][0], arrays["attention_mask"][0, 0]
     slots = arrays["slot_ids"][0]
     return sum(
@@ -124,7 +124,7 @@ def rows_beside(arrays: dict[str, NDArray[Any]], fork: int, child: int) -> int:
 
 
 def siblings(arrays: dict[str, NDArray[Any]]) -> bool:
-    """Whether two candidates stand in one place behind the same tokens."""
+    """Whether two candidates have the same position and the same preceding tokens."""
     mask, words = arrays["attention_mask"][0, 0].copy(), np.flatnonzero(~np.isin(arrays["input_ids"][0], MASKS))
     mask[np.arange(len(mask)), arrays["slot_ids"][0]] = False
     return any(np.array_equal(mask[row], mask[other]) for row in words for other in words if row < other)
@@ -133,7 +133,7 @@ def siblings(arrays: dict[str, NDArray[Any]]) -> bool:
 @pytest.mark.parametrize(
     "change", [perturb_one_weight, swap_key_and_value, read_stale_keys, ignore_the_mask, take_positions_for_granted]
 )
-def test_a_planted_fault_fails_and_is_named(
+def test_an_injected_fault_fails(
     change: Callable[[onnx.ModelProto], None], tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = planted(tiny_bundle, tmp_path / "bundle", change)
@@ -144,7 +144,7 @@ def test_a_planted_fault_fails_and_is_named(
     assert "Accuracy: FAILED" in capsys.readouterr().out
 
 
-def test_positions_taken_from_slots_fail_only_where_they_differ(
+def test_positions_taken_from_slots_fail_only_in_cases_where_the_two_differ(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = planted(tiny_bundle, tmp_path / "bundle", take_positions_for_granted)
@@ -171,7 +171,7 @@ def logits(*rows: list[float]) -> NDArray[np.float32]:
     return np.array([rows], np.float32)
 
 
-def test_a_finding_counts_disagreements_and_the_smallest_margin() -> None:
+def test_a_difference_counts_disagreements_and_has_the_smallest_margin() -> None:
     expected = logits([1.0, 3.0, 2.5], [0.0, 4.0, 1.0], [2.0, 2.25, 0.0])
     got = logits([1.0, 2.0, 2.5], [0.0, 4.0, 1.0], [2.5, 2.25, 0.0])
     found = compare_logits("case", expected, got, 0.1)
@@ -180,16 +180,16 @@ def test_a_finding_counts_disagreements_and_the_smallest_margin() -> None:
     assert compare_logits("case", expected, expected, 0.1).margin is None
 
 
-def test_logits_that_are_not_numbers_fail_alone_and_together() -> None:
-    sound = compare_logits("case", logits([1.0, 2.0]), logits([1.0, 2.0]), 0.1)
+def test_nan_logits_fail_alone_and_merged() -> None:
+    correct = compare_logits("case", logits([1.0, 2.0]), logits([1.0, 2.0]), 0.1)
     broken = compare_logits("case", logits([1.0, 2.0]), logits([1.0, float("nan")]), 0.1)
-    assert sound.passed
+    assert correct.passed
     assert not broken.passed
-    assert not together([sound, broken]).passed
-    assert not together([broken, sound]).passed
+    assert not merged([correct, broken]).passed
+    assert not merged([broken, correct]).passed
 
 
-def test_the_tolerance_grows_with_the_logits_and_not_below_one() -> None:
+def test_the_tolerance_scales_with_logits_above_one() -> None:
     large = logits([0.0, 500.0])
     assert compare_logits("case", large, large + np.float32(0.04), 1e-4).passed
     small = logits([0.0, 0.01])
@@ -197,10 +197,10 @@ def test_the_tolerance_grows_with_the_logits_and_not_below_one() -> None:
 
 
 def test_stock_polygraphy_runs_the_graph_on_the_shipped_loader(tiny_bundle: Path) -> None:
-    command = [
-        str(Path(sys.executable).with_name("polygraphy")), "run", str(tiny_bundle / "model.onnx"), "--onnxrt",
-        "--data-loader-script", str(ROOT / "tools" / "verify" / "check" / "polygraphy_loader.py"), "--validate",
-    ]  # fmt: skip
+    polygraphy = Path(sys.executable).with_name("polygraphy")
+    loader = ROOT / "tools" / "verify" / "check" / "polygraphy_loader.py"
+    flags = ("--onnxrt", "--data-loader-script", str(loader), "--validate")
+    command = [str(polygraphy), "run", str(tiny_bundle / "model.onnx"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout

@@ -1,4 +1,4 @@
-"""Layers: a check names the layer, the value and the case in which a planted fault first shows."""
+"""Layers: a check names the layer, the value and the case in which an injected fault first shows."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from spaceport.graphs.decoder import Decoder
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
 from spaceport.tools.reference import open_reference
-from spaceport.tools.verify.accuracy import Array, Feed
+from spaceport.tools.verify.accuracy import Array, RecordedCall
 from spaceport.tools.verify.check.check import CheckReport, check
+from spaceport.tools.verify.check.engines import CheckOptions
 from spaceport.tools.verify.check.layers import LayerValue, compare_layers
-from spaceport.tools.verify.check.lineup import CheckOptions
 from support.families import FAMILIES, build
 from support.paths import TINY
 from support.planted import (
@@ -41,18 +41,18 @@ from support.planted import (
 )
 
 
-def found(bundle: Path, checkpoint: Path = TINY, length: int = 40) -> CheckReport:
+def checked(bundle: Path, checkpoint: Path = TINY, length: int = 40) -> CheckReport:
     return check(open_bundle(bundle), CheckOptions(checkpoint, length=length, threads=1, layers=True))
 
 
 def first_of(report: CheckReport) -> tuple[str, str]:
-    """The value and the case that a check names, which is the first that failed."""
+    """The value and the case that a check with --layers names; the case is the first failed one."""
     assert report.layers is not None
-    assert report.layers.parted is not None
+    assert report.layers.first_mismatch is not None
     assert not report.passed
     failed = [difference.case for difference in report.differences if not difference.passed]
-    assert report.layers.parted.case == failed[0]
-    return str(report.layers.parted.part), failed[0]
+    assert report.layers.first_mismatch.case == failed[0]
+    return str(report.layers.first_mismatch.value), failed[0]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def first_of(report: CheckReport) -> tuple[str, str]:
         pytest.param(perturb_last_norm, "logits", "prompt, every row", id="last norm"),
     ],
 )
-def test_a_planted_fault_is_found_in_its_layer(
+def test_an_injected_fault_is_found_in_its_layer(
     change: Callable[[onnx.ModelProto], None], value: str, case: str, tiny_bundle: Path, tmp_path: Path
 ) -> None:
-    assert first_of(found(planted(tiny_bundle, tmp_path / "bundle", change))) == (value, case)
+    assert first_of(checked(planted(tiny_bundle, tmp_path / "bundle", change))) == (value, case)
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +89,22 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "checkpoint", folder / "bundle"
 
 
-def test_a_window_that_is_ignored_is_found_where_texts_are_longer(windowed: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_ignored_attention_window_is_found_in_cases_longer_than_the_window(
+    windowed: tuple[Path, Path], tmp_path: Path
+) -> None:
     checkpoint, bundle = windowed
-    sound = found(bundle, checkpoint)
-    assert sound.passed
-    assert [(pair.first, pair.second, pair.dtype) for pair in sound.pairs] == [
+    correct = checked(bundle, checkpoint)
+    assert correct.passed
+    assert [(pair.first, pair.second, pair.dtype) for pair in correct.pairs] == [
         ("PyTorch float32", "PyTorch float16", "float16"),
         ("PyTorch float32", "onnxruntime float16", "float16"),
         ("PyTorch float16", "onnxruntime float16", "float16"),
     ]
-    report = found(planted(bundle, tmp_path / "bundle", ignore_the_window), checkpoint)
+    report = checked(planted(bundle, tmp_path / "bundle", ignore_the_window), checkpoint)
     assert first_of(report) == ("layer 1, attention", "prompt, every row")
     assert [pair.passed for pair in report.pairs] == [True, False, False]
     assert report.suspect == "onnxruntime float16"
-    assert sound.suspect is None
+    assert correct.suspect is None
     assert str(report.layers).endswith("; layer 0 agrees")
 
 
@@ -114,24 +116,24 @@ def test_the_model_in_half_precision_keeps_its_rotary_frequencies(windowed: tupl
     assert set(kinds.values()) == {torch.float32}
 
 
-class Shown:
-    """What shows the same values in every call."""
+class FixedValues:
+    """A layer runner with the same values in every call."""
 
     def __init__(self, values: list[float]) -> None:
         self._values = values
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return {part.name: np.full((1, 2, 64, 4), value) for part, value in zip(PARTS, self._values, strict=True)}
+        return {each.name: np.full((1, 2, 64, 4), value) for each, value in zip(VALUES, self._values, strict=True)}
 
 
-PARTS = (
+VALUES = (
     *(LayerValue(f"present.{layer}.key", layer, "keys") for layer in range(3)),
     LayerValue("logits", None, "logits"),
 )
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ([100, 10.0009, 1, 1], None),
         ([100, 10.0011, 1, 1], "layer 1, keys (max error 0.0011, 0.001 allowed), case 'a'; layer 0 agrees"),
@@ -140,43 +142,46 @@ PARTS = (
         ([100, 10, 1, 1.1], "logits (max error 0.1, 0.0001 allowed), case 'a'; all layers agree"),
     ],
 )
-def test_a_value_may_be_off_by_a_share_of_its_own_largest(values: list[float], told: str | None) -> None:
-    feed = Feed("a", {"attention_mask": np.ones((1, 1, 2, 64), np.bool_)}, np.zeros((1, 1, 4), np.float32))
-    found = compare_layers(Shown([100, 10, 1, 1]), Shown(values), PARTS, [feed], 1e-4, "both")
-    assert (found.parted and str(found.parted)) == (told and f"first out of tolerance: {told}")
+def test_the_tolerance_of_a_value_is_relative_to_its_own_magnitude(values: list[float], expected: str | None) -> None:
+    call = RecordedCall("a", {"attention_mask": np.ones((1, 1, 2, 64), np.bool_)}, np.zeros((1, 1, 4), np.float32))
+    found = compare_layers(FixedValues([100, 10, 1, 1]), FixedValues(values), VALUES, [call], 1e-4, "both")
+    first = found.first_mismatch
+    assert (first and str(first)) == (expected and f"first out of tolerance: {expected}")
     assert json.dumps(found.as_dict(), allow_nan=False)
 
 
-def test_a_sound_bundle_agrees_in_every_value_of_every_layer(
+def test_a_correct_bundle_agrees_in_every_value_of_every_layer(
     tiny_append_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--long", "40", "--threads", "1", "--layers")
     assert run(["check", str(tiny_append_bundle), str(TINY), *flags, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["layers"]
+    layers = json.loads(capsys.readouterr().out)["layers"]
     kinds = ("present.{}.key", "present.{}.value", "layers.{}.attention", "layers.{}.output")
-    assert told["values"] == [*(kind.format(layer) for layer in range(3) for kind in kinds), "logits"]
-    assert told["first"] is None
-    assert re.match(r"all 3 layers agree in keys, values, attention and output \(at most 0\.0\d+ of", told["told"])
+    assert layers["values"] == [*(kind.format(layer) for layer in range(3) for kind in kinds), "logits"]
+    assert layers["first_mismatch"] is None
+    assert re.match(r"all 3 layers agree in keys, values, attention and output \(at most 0\.0\d+ of", layers["summary"])
 
 
-def test_a_sound_int8_bundle_agrees_in_every_value_and_a_fault_is_found(tiny_int8_bundle: Path, tmp_path: Path) -> None:
-    sound = found(tiny_int8_bundle)
-    assert sound.passed
-    assert str(sound.layers).startswith("all 3 layers agree in keys, values, attention and output")
+def test_a_correct_int8_bundle_agrees_in_every_value_and_an_injected_fault_is_found(
+    tiny_int8_bundle: Path, tmp_path: Path
+) -> None:
+    correct = checked(tiny_int8_bundle)
+    assert correct.passed
+    assert str(correct.layers).startswith("all 3 layers agree in keys, values, attention and output")
     changed = planted(tiny_int8_bundle, tmp_path / "bundle", partial(swap_key_and_value, layer=1))
-    assert first_of(found(changed))[0] == "layer 1, keys"
+    assert first_of(checked(changed))[0] == "layer 1, keys"
 
 
-def test_a_graph_without_marks_is_compared_by_its_buffers(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_graph_without_marked_values_is_compared_by_keys_and_values(tiny_bundle: Path, tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         perturb_layer(model, 1)
         forget_marks(model)
 
-    report = found(planted(tiny_bundle, tmp_path / "bundle", change))
+    report = checked(planted(tiny_bundle, tmp_path / "bundle", change))
     assert first_of(report)[0] == "layer 2, keys"
     assert re.search("layers 0 to 1 agree; the graph has no marks.*: export it again$", str(report.layers))
 
 
-def test_layers_are_not_told_without_the_model(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_are_refused_without_a_checkpoint(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(tiny_bundle), "--layers"]) == 2
     assert "--layers compares with the PyTorch model: expected a CHECKPOINT" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Polygraphy commands: they run as they are printed, pass on a sound bundle and fail on a planted fault."""
+"""Polygraphy commands: they run as printed, pass on a correct bundle and fail on an injected fault."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from support.small_bundle import RECORD
 
 
 def paste(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A line in a shell that finds the programs of this environment."""
+    """Run a command line in a shell that finds the programs of this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    surroundings = {**os.environ, "PATH": path}
+    environment = {**os.environ, "PATH": path}
     return subprocess.run(
-        command, shell=True, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=300, check=False
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
 def printed(bundle: Path, capsys: pytest.CaptureFixture[str], *checkpoint: str) -> dict[str, str]:
-    """The lines that a check prints, by what they do."""
+    """The command lines that a check prints, by description."""
     assert run(["check", str(bundle), *checkpoint, "--print-polygraphy"]) == 0
     lines = capsys.readouterr().out.splitlines()
     starts = [
@@ -42,18 +42,18 @@ def printed(bundle: Path, capsys: pytest.CaptureFixture[str], *checkpoint: str) 
     return {lines[number].removeprefix("# "): lines[number + 1] for number in starts}
 
 
-def test_the_lines_of_onnxruntime_pass_and_fail_on_a_planted_fault(
+def test_the_commands_for_onnxruntime_pass_and_fail_on_an_injected_fault(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder in ("sound here", "faulty", "elsewhere"):
+    for folder in ("correct here", "faulty", "elsewhere"):
         (tmp_path / folder).mkdir()
-    sound = tmp_path / "sound here" / "bundle"
-    shutil.copytree(tiny_bundle, sound)
-    lines = printed(sound, capsys, str(TINY))
+    correct = tmp_path / "correct here" / "bundle"
+    shutil.copytree(tiny_bundle, correct)
+    lines = printed(correct, capsys, str(TINY))
     assert [*lines] == [
-        "what PyTorch gives",
-        "ONNX Runtime on the processor against PyTorch",
-        "ONNX Runtime on a GPU against PyTorch",
+        "save the outputs of PyTorch",
+        "compare ONNX Runtime on the CPU with PyTorch",
+        "compare ONNX Runtime on a GPU with PyTorch",
     ]
     save, compare, _ = lines.values()
     saved = paste(save, tmp_path / "elsewhere")
@@ -63,28 +63,29 @@ def test_the_lines_of_onnxruntime_pass_and_fail_on_a_planted_fault(
     assert "Passed: 4/4 iterations" in done.stdout
     faulty = planted(tiny_bundle, tmp_path / "faulty" / "bundle", lambda model: perturb_layer(model, 1))
     failed = paste(
-        compare.replace(shlex.quote(str(sound)), str(faulty)).replace(str(sound), str(faulty)), tmp_path / "elsewhere"
+        compare.replace(shlex.quote(str(correct)), str(faulty)).replace(str(correct), str(faulty)),
+        tmp_path / "elsewhere",
     )
     assert failed.returncode == 1
     assert "Passed: 0/4 iterations" in failed.stdout
 
 
 def append_lines(bundle: Path, *engines: str) -> dict[str, str]:
-    """The lines for a half-precision bundle with these engines; the graph itself is the float32 one, which reads the same."""
+    """The command lines for a half-precision bundle with these engines; its graph is the float32 one, with the same inputs."""
     opened = open_bundle(bundle)
     signature = replace(opened.manifest.signature, dtype="float16")
     record = replace(RECORD, graph=opened.manifest.graph)
     manifest = replace(opened.manifest, signature=signature, engines=dict.fromkeys(engines, record))
     lines = commands_for(replace(opened, manifest=manifest), TINY, 20.0)
-    assert len(lines) == len(set(lines)), "a line is pasted once"
-    return {line.does: line.command for line in lines}
+    assert len(lines) == len(set(lines)), "no command is repeated"
+    return {line.description: line.command for line in lines}
 
 
-def test_the_lines_of_tensorrt_parse_and_name_what_an_engine_has_room_for(
+def test_the_commands_for_tensorrt_parse_and_have_the_sizes_of_the_engine(
     tiny_append_bundle: Path, tmp_path: Path
 ) -> None:
     lines = append_lines(tiny_append_bundle, "sm89-0123456789ab.engine")
-    built = lines["tensorrt-rtx (sm89) against PyTorch"]
+    built = lines["compare tensorrt-rtx (sm89) with PyTorch"]
     assert built.startswith("POLYGRAPHY_USE_TENSORRT_RTX=1 SPACEPORT_SLOTS=1024 SPACEPORT_REQUESTS=4 SPACEPORT_BUNDLE=")
     assert f"{tiny_append_bundle}/engines/sm89-0123456789ab.engine" in built
     assert paste(f"{built} --gen-script run.py", tmp_path).returncode == 0
@@ -92,7 +93,7 @@ def test_the_lines_of_tensorrt_parse_and_name_what_an_engine_has_room_for(
     assert "TrtRunner(" in script
     assert "atol={'': 0.03, 'logits': 0.6}, check_error_stat={'': 'mean', 'logits': 'max'}" in script
 
-    convert = lines["an engine of it, with a profile for steps and one for prompts"]
+    convert = lines["build an engine with a profile for decode steps and one for prefill"]
     flags = convert[convert.index("--trt-min-shapes") :]
     assert paste(f"polygraphy run fixed-1024.onnx --trt {flags} --gen-script build.py", tmp_path).returncode == 0
     profiles = (tmp_path / "build.py").read_text("utf-8")
@@ -104,13 +105,13 @@ def test_the_lines_of_tensorrt_parse_and_name_what_an_engine_has_room_for(
     )
 
 
-def test_the_graph_gets_buffers_of_the_size_that_an_engine_has_and_the_loader_fills_them(
+def test_the_graph_gets_kv_buffers_of_the_engines_size_and_the_loader_fills_them(
     tiny_append_bundle: Path, tmp_path: Path
 ) -> None:
     lines = append_lines(tiny_append_bundle)
-    done = paste(lines["the graph with buffers of 1024 slots"], tmp_path)
+    done = paste(lines["give the graph KV buffers of 1024 slots"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    engine = lines["that engine against PyTorch"]
+    engine = lines["compare this engine with PyTorch"]
     variables = engine[: engine.index("polygraphy run")].replace("POLYGRAPHY_USE_TENSORRT_RTX=1 ", "")
     loader = shlex.split(engine)[shlex.split(engine).index("--data-loader-script") + 1]
     command = f"{variables} polygraphy run fixed-1024.onnx --onnxrt --data-loader-script {loader} --validate"
@@ -119,7 +120,7 @@ def test_the_graph_gets_buffers_of_the_size_that_an_engine_has_and_the_loader_fi
     assert done.stdout.count("Output: logits is valid") == 4
 
 
-def test_the_loader_keeps_to_the_room_that_it_is_told_of(
+def test_the_loader_respects_the_sizes_of_the_environment_variables(
     tiny_append_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = open_bundle(tiny_append_bundle).manifest
@@ -138,23 +139,21 @@ def test_the_loader_keeps_to_the_room_that_it_is_told_of(
         list(calls(manifest))
 
 
-def test_the_tolerance_is_that_of_the_check_before(
+def test_the_tolerance_follows_the_report_of_the_last_check(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle, ignore=shutil.ignore_patterns("accuracy.json"))
-    assert "--atol 0.0001 logits:0.0001" in printed(bundle, capsys)["ONNX Runtime on a GPU against that"]
+    assert "--atol 0.0001 logits:0.0001" in printed(bundle, capsys)["compare ONNX Runtime on a GPU with them"]
     graph = list(open_bundle(bundle).manifest.graph)
     report = {"passed": True, "graph": graph, "cases": [{"largest_logit": 2.0}, {"largest_logit": 21.5}]}
     (bundle / "accuracy.json").write_text(json.dumps(report), "utf-8")
-    assert "--atol 0.0001 logits:0.00215 --rtol 0" in printed(bundle, capsys)["ONNX Runtime on a GPU against that"]
-    for spoilt in ([{"largest_logit": "2"}, 5, {}], {"largest_logit": 2.0}, None):
-        (bundle / "accuracy.json").write_text(json.dumps({**report, "cases": spoilt}), "utf-8")
-        assert "--atol 0.0001 logits:0.0001" in printed(bundle, capsys)["ONNX Runtime on a GPU against that"]
+    assert "--atol 0.0001 logits:0.00215 --rtol 0" in printed(bundle, capsys)["compare ONNX Runtime on a GPU with them"]
+    for damaged in ([{"largest_logit": "2"}, 5, {}], {"largest_logit": 2.0}, None):
+        (bundle / "accuracy.json").write_text(json.dumps({**report, "cases": damaged}), "utf-8")
+        assert "--atol 0.0001 logits:0.0001" in printed(bundle, capsys)["compare ONNX Runtime on a GPU with them"]
 
 
-def test_what_pytorch_gives_is_not_written_without_a_checkpoint(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_save_outputs_is_refused_without_a_checkpoint(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(tiny_bundle), "--save-outputs", "x.json"]) == 2
     assert "--save-outputs writes what PyTorch gives: expected a CHECKPOINT" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Inside: what a model and a graph reckon in each layer, call by call."""
+"""Layer runners: the intermediate values of each layer, from the PyTorch model and from the graph."""
 
 from __future__ import annotations
 
@@ -20,93 +20,95 @@ from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs, attention_ou
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.verify.accuracy import Array
-from spaceport.tools.verify.check.cases import Room, replay
+from spaceport.tools.verify.check.cases import EngineLimits, replay
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
-class Inside(Protocol):
-    """Something that runs recorded calls and shows what it reckons with."""
+class LayerRunner(Protocol):
+    """Runs recorded calls and returns the intermediate values."""
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The outputs of the contract and the marks of one call, by name; half types as float32."""
+        """The graph outputs and marked values of one call, by name; half-precision values as float32."""
 
 
-class ModelInside:
+class ModelLayers:
     """The PyTorch model of a bundle."""
 
-    def __init__(self, engine: TorchEngine, room: Room) -> None:
+    def __init__(self, engine: TorchEngine, limits: EngineLimits) -> None:
         assert isinstance(engine.module, Decoder)
         self._marked = DecoderWithLayerOutputs(engine.module)
         self._names = [tensor.name for tensor in engine.signature.outputs]
         self._outputs: tuple[torch.Tensor, ...] = ()
-        self._call = replay(TorchEngine(self._watched, engine.signature, room.capacity, room.requests, engine.device))
+        self._call = replay(
+            TorchEngine(self._forward, engine.signature, limits.capacity, limits.requests, engine.device)
+        )
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         self._call(arrays)
         names = (*self._names, *self._marked.names)
         return {name: output.float().cpu().numpy() for name, output in zip(names, self._outputs, strict=True)}
 
-    def _watched(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._outputs = self._marked(*inputs)
         return self._outputs
 
 
-class GraphInside:
-    """The graph of a bundle in an onnxruntime session whose outputs are also the marks."""
+class GraphLayers:
+    """The graph of a bundle in an ONNX Runtime session that also outputs the marked values."""
 
-    def __init__(self, bundle: Bundle, room: Room, threads: int, cuda: bool) -> None:
+    def __init__(self, bundle: Bundle, limits: EngineLimits, threads: int, cuda: bool) -> None:
         self.signature = bundle.manifest.signature
         model = onnx.load(str(bundle.path / MODEL_FILE), load_external_data=False)
         self.marks = show_marks(model, self.signature)
         float32_at_the_edges(model, self.signature)
         self._session = _session(model, bundle, threads, cuda)
         self.device = "cuda" if _CUDA in self._session.get_providers() else "cpu"
-        shape = (room.requests, self.signature.kv_heads, room.capacity, self.signature.head_dim)
+        shape = (limits.requests, self.signature.kv_heads, limits.capacity, self.signature.head_dim)
         self._kv = {tensor.name: np.zeros(shape, np.float32) for tensor in self.signature.past}
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         first = int(arrays["first"][0])
-        own = slice(first, first + len(arrays["input_ids"]))
+        requests = slice(first, first + len(arrays["input_ids"]))
         for buffer in self._kv.values():
-            for request, source, target in _together(arrays["moves"]):
+            for request, source, target in _by_request(arrays["moves"]):
                 buffer[request, :, target] = buffer[request, :, source]
         rows = {tensor.name: arrays[tensor.name] for tensor in self.signature.rows}
-        past = {name: buffer[own] for name, buffer in self._kv.items()}
+        past = {name: buffer[requests] for name, buffer in self._kv.items()}
         names = [output.name for output in self._session.get_outputs()]
         outputs = dict(zip(names, self._session.run(names, rows | past), strict=True))
         for before, after in zip(self.signature.past, self.signature.present, strict=True):
-            self._kv[before.name][own] = outputs[after.name]
+            self._kv[before.name][requests] = outputs[after.name]
         return outputs
 
 
 def show_marks(model: onnx.ModelProto, signature: Signature) -> tuple[str, ...]:
-    """Make the marks outputs of a graph; those that it has."""
-    made = {name for node in model.graph.node for name in node.output}
-    there = tuple(mark for mark in _marks(signature) if mark in made)
+    """Add the marked values of a graph to its outputs, and return their names."""
+    produced = {name for node in model.graph.node for name in node.output}
+    marks = tuple(mark for mark in _marks(signature) if mark in produced)
     kind = DTYPES[signature.dtype].onnx
-    model.graph.output.extend(helper.make_tensor_value_info(mark, kind, None) for mark in there)
-    return there
+    model.graph.output.extend(helper.make_tensor_value_info(mark, kind, None) for mark in marks)
+    return marks
 
 
 def float32_at_the_edges(model: onnx.ModelProto, signature: Signature) -> None:
-    """Let a graph of a half type take and give float32, which holds the same numbers: numpy has no bfloat16."""
+    """Give a half-precision graph float32 inputs and outputs, which lose nothing: numpy has no bfloat16."""
     graph, half = model.graph, DTYPES[signature.dtype].onnx
     if half == TensorProto.FLOAT:
         return
-    taken = [value for value in graph.input if value.type.tensor_type.elem_type == half]
-    given = [value for value in graph.output if value.type.tensor_type.elem_type == half]
-    inner = {value.name: f"{value.name}/{signature.dtype}" for value in (*taken, *given)}
+    inputs = [value for value in graph.input if value.type.tensor_type.elem_type == half]
+    outputs = [value for value in graph.output if value.type.tensor_type.elem_type == half]
+    inner = {value.name: f"{value.name}/{signature.dtype}" for value in (*inputs, *outputs)}
     for node in graph.node:
         for names in (node.input, node.output):
             names[:] = [inner.get(name, name) for name in names]
-    into = [helper.make_node("Cast", [value.name], [inner[value.name]], to=half) for value in taken]
-    out = [helper.make_node("Cast", [inner[value.name]], [value.name], to=TensorProto.FLOAT) for value in given]
+    into = [helper.make_node("Cast", [value.name], [inner[value.name]], to=half) for value in inputs]
+    out = [helper.make_node("Cast", [inner[value.name]], [value.name], to=TensorProto.FLOAT) for value in outputs]
     nodes = [*into, *graph.node, *out]
     del graph.node[:]
     graph.node.extend(nodes)
-    del graph.value_info[:]  # of other names now
-    for value in (*taken, *given):
+    del graph.value_info[:]  # it refers to the old names
+    for value in (*inputs, *outputs):
         value.type.tensor_type.elem_type = TensorProto.FLOAT
 
 
@@ -116,13 +118,13 @@ def _marks(signature: Signature) -> tuple[str, ...]:
     )
 
 
-def _together(moves: Array) -> list[tuple[int, Any, Any]]:
-    """The moves of a call by request: all slots of one are read before any is written."""
+def _by_request(moves: Array) -> list[tuple[int, Any, Any]]:
+    """The moves of a call by request, so that all slots of a request are read before any is written."""
     return [(int(request), *moves[moves[:, 0] == request, 1:].T) for request in np.unique(moves[:, 0])]
 
 
 def _session(model: onnx.ModelProto, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
-    """The changed graph over the weights of the bundle, which stay where they are."""
+    """A session of the changed graph, with the weights of the bundle."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
@@ -133,6 +135,6 @@ def _session(model: onnx.ModelProto, bundle: Bundle, threads: int, cuda: bool) -
         return ort.InferenceSession(model.SerializeToString(), options, providers=providers, enable_fallback=0)
     except ort.capi.onnxruntime_pybind11_state.NotImplemented as error:
         raise MissingDependency(
-            f"{bundle.path}: onnxruntime here does not run its graph ({error}), by which layers are compared: leave "
-            "--layers out, or run it on a machine with onnxruntime-gpu and a GPU"
+            f"{bundle.path}: onnxruntime here does not run its graph ({error}), which --layers needs: leave --layers out, or run "
+            "the check on a machine with onnxruntime-gpu and a GPU"
         ) from error

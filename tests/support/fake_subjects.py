@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from spaceport.tools.bench.compare.measures import Workload, measures_of
+from spaceport.tools.bench.compare.metrics import Workload, metrics_of
 from spaceport.tools.bench.compare.subjects import Subject
-from spaceport.tools.bench.compare.turns import RunOptions
+from spaceport.tools.bench.compare.worker_pool import RunOptions
 from support.paths import TESTS
 
 FAKE = TESTS / "support" / "fake_runtime.py"
@@ -16,13 +16,13 @@ WORKLOAD = Workload(context=8, tokens=3, rows=(1, 4), prefill=10, requests=2, re
 
 
 def fake_subject(name: str, folder: Path, *, is_bundle: bool = False, step: float = 0.01, **options: Any) -> Subject:
-    """A subject whose steps take the given time."""
+    """A subject with the given step time."""
     model = folder / name
     model.mkdir(exist_ok=True)
     (model / "weights").write_bytes(b"12345")
     return Subject(name, Path(sys.executable), FAKE, model, "fake", {"step": step, **options}, is_bundle)
 
 
-def fake_run_options(folder: Path, rounds: int = 2, patience: float = 20.0) -> RunOptions:
-    """Options of a few short measurements."""
-    return RunOptions(WORKLOAD, measures_of(WORKLOAD), rounds, 1, folder / "logs", patience, idle_limit=1.0)
+def fake_run_options(folder: Path, rounds: int = 2, timeout: float = 20.0) -> RunOptions:
+    """Options with a few small metrics."""
+    return RunOptions(WORKLOAD, metrics_of(WORKLOAD), rounds, 1, folder / "logs", timeout, idle_limit=1.0)

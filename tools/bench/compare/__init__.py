@@ -1,1 +1,1 @@
-"""Compare: the same checkpoint in Spaceport and in other runtimes, each in its own environment and process."""
+"""Compare: one checkpoint in Spaceport and in other runtimes, each in its own environment and process."""

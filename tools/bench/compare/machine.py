@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-# Extensions that decide which kernels of 8-bit products run.
+# CPU extensions that decide which int8 kernels run.
 _FLAGS = (
     "avx2",
     "avx_vnni",
@@ -29,8 +29,8 @@ class Machine:
 
     cpu: str
     model: str  # family, model and stepping: virtual machines often hide the name
-    cores: int  # that this process may use
-    flags: tuple[str, ...]  # those of _FLAGS that it has
+    cores: int  # cores that this process may use
+    flags: tuple[str, ...]  # the extensions of _FLAGS that the CPU has
     system: str
 
 

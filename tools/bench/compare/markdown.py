@@ -1,4 +1,4 @@
-"""Markdown: a comparison as tables for a page."""
+"""Markdown: a comparison as tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MB = 1e6
 
 
 def markdown_of(comparison: Comparison) -> str:
-    """The whole comparison; what is absent is listed with its reason."""
+    """The whole comparison; skipped runtimes are listed with the reason."""
     return "\n".join(_lines(comparison)) + "\n"
 
 
@@ -22,7 +22,7 @@ def _lines(comparison: Comparison) -> Iterator[str]:
         f"{comparison.rounds} rounds; prompts from seed {workload.seed}."
     )
     yield (
-        f"Steps behind {workload.context} tokens (decode: {workload.tokens} tokens, greedy, no drafts), "
+        f"Steps after {workload.context} cached tokens (decode: {workload.tokens} tokens, greedy, no drafts), "
         f"prefill of {workload.prefill} tokens, {workload.requests} requests of {workload.request_context} + "
         f"{workload.request_tokens} tokens."
     )
@@ -40,65 +40,73 @@ def _lines(comparison: Comparison) -> Iterator[str]:
 
 
 def figures(comparison: Comparison) -> Iterator[str]:
-    """Medians: a row for each subject, a column for each measure."""
-    columns = [f"{measure.name}, {measure.unit}" for measure in comparison.measures]
+    """The table of medians: a row per subject, a column per metric."""
+    columns = [f"{metric.name}, {metric.unit}" for metric in comparison.metrics]
     yield from header(["runtime", *columns])
     for subject in comparison.subjects:
-        found = [subject.results.get(measure.name) for measure in comparison.measures]
+        found = [subject.results.get(metric.name) for metric in comparison.metrics]
         yield row([subject.name, *("-" if one is None else number(one.spread.median) for one in found)])
 
 
 def ratios(comparison: Comparison, reference: str) -> Iterator[str]:
-    """Paired ratios to one bundle."""
-    yield from header(["runtime", *(measure.name for measure in comparison.measures)])
+    """The table of time ratios to one bundle in the same round."""
+    yield from header(["runtime", *(metric.name for metric in comparison.metrics)])
     for subject in comparison.subjects:
         if subject.name != reference:
-            found = [subject.results.get(measure.name) for measure in comparison.measures]
+            found = [subject.results.get(metric.name) for metric in comparison.metrics]
             yield row([subject.name, *(_ratio(one.ratios.get(reference)) if one else "-" for one in found)])
 
 
 def resources(comparison: Comparison) -> Iterator[str]:
-    """Memory, files, time to open and versions."""
+    """The table of memory, file sizes, opening times and versions."""
     yield from header(
-        ["runtime", "resident, MB", "in use, MB", "files, MB", "import, s", "open, s", "versions; settings"]
+        [
+            "runtime",
+            "RSS after open, MB",
+            "RSS after decode, MB",
+            "files, MB",
+            "import, s",
+            "open, s",
+            "versions; settings",
+        ]
     )
     for subject in comparison.subjects:
-        sizes = (subject.opened_bytes, subject.used_bytes, subject.file_bytes)
+        sizes = (subject.resident_bytes_open, subject.resident_bytes_decode, subject.file_bytes)
         versions = ", ".join(f"{name} {version}" for name, version in subject.versions.items() if name != "numpy")
         seconds = (f"{subject.import_seconds:.2f}", f"{subject.open_seconds:.2f}")
         yield row([subject.name, *(f"{size / _MB:.0f}" for size in sizes), *seconds, f"{versions}; {subject.settings}"])
 
 
 def notes(comparison: Comparison) -> Iterator[str]:
-    """What is missing and why, and how quiet the machine was."""
-    for absent in comparison.absent:
-        yield f"- {absent.name}: not measured: {absent.reason}"
+    """Skipped runtimes and metrics with their reasons, and the load of other processes."""
+    for skipped in comparison.skipped:
+        yield f"- {skipped.name}: not measured: {skipped.reason}"
     for subject in comparison.subjects:
-        for reason in dict.fromkeys(subject.absent.values()):
-            names = ", ".join(name for name, why in subject.absent.items() if why == reason)
+        for reason in dict.fromkeys(subject.skipped.values()):
+            names = ", ".join(name for name, why in subject.skipped.items() if why == reason)
             yield f"- {subject.name}, {names}: {reason}"
-    yield f"- Other processes of the machine used {_elsewhere(comparison.subjects):.2f} cores in the median turn."
+    yield f"- Other processes of the machine used {_other_cores(comparison.subjects):.2f} cores in the median measurement."
     for subject in comparison.subjects:
         most = max((result.cores for result in subject.results.values()), default=0.0)
         if most > comparison.threads + 0.1:
             yield f"- {subject.name} used {most:.1f} cores with {comparison.threads} thread(s)."
-    if comparison.repeated_turns:
-        yield f"- {comparison.repeated_turns} turns were taken again, as another process had worked meanwhile."
+    if comparison.repeated_measurements:
+        yield f"- {comparison.repeated_measurements} measurements were repeated because another worker was computing meanwhile."
 
 
 def header(columns: Sequence[str]) -> Iterator[str]:
-    """Two lines that begin a table; numbers stand to the right."""
+    """The two header lines of a table; all columns but the first are right-aligned."""
     yield row(columns)
     yield "|---|" + "---:|" * (len(columns) - 1)
 
 
 def row(cells: Sequence[str]) -> str:
-    """One line of a table."""
+    """One row of a table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def number(value: float) -> str:
-    """Three significant digits, whole numbers from 100 on."""
+    """A number with three significant digits, or as a whole number from 100 on."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -106,6 +114,6 @@ def _ratio(found: Spread | None) -> str:
     return "-" if found is None else f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"
 
 
-def _elsewhere(subjects: Sequence[SubjectSummary]) -> float:
-    shares = sorted(result.elsewhere for subject in subjects for result in subject.results.values())
+def _other_cores(subjects: Sequence[SubjectSummary]) -> float:
+    shares = sorted(result.other_cores for subject in subjects for result in subject.results.values())
     return shares[len(shares) // 2] if shares else 0.0

@@ -1,4 +1,4 @@
-"""Pins: the versions of every package that is compared or that converts a checkpoint, in one place."""
+"""Pins: the versions of all packages that are compared or that convert checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ GENAI = ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1")
 CTRANSLATE2 = "ctranslate2==4.8.5"
 OPENVINO_TOKENIZERS = "openvino-tokenizers==2026.4.1.0"
 
-# Environment -> requirements. The first five run a model, `convert` writes models for them.
+# Environment -> requirements. `convert` converts checkpoints for the other five.
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "onnxruntime-genai": GENAI,
     "openvino-genai": ("openvino-genai==2026.4.1.0", "openvino==2026.4.1", OPENVINO_TOKENIZERS),
@@ -21,10 +21,10 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         CTRANSLATE2,
     ),
 }
-# Removed again once installed: no text model needs it, and one that was built for another torch breaks transformers.
+# Uninstalled afterwards: no text model needs it, and a build for another torch version breaks transformers.
 UNWANTED: dict[str, tuple[str, ...]] = {"convert": ("torchvision",)}
 # Environment variables of an installation. The AMX kernels of this llama.cpp crash (segmentation fault in llama_decode, on
-# an Emerald Rapids CPU, Q4_1); everything else that the CPU has is used.
+# an Emerald Rapids CPU, Q4_1); all other extensions of the CPU are used.
 _NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 BUILD: dict[str, dict[str, str]] = {
     "llama.cpp": {"CMAKE_ARGS": f"-DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"},

@@ -1,4 +1,4 @@
-"""Plot: a comparison as one SVG picture: bars for each measure, lines for the time of a step by its rows."""
+"""Plot: a comparison as an SVG picture: bars for each metric, lines for step time by number of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from spaceport.tools.bench.compare.markdown import number
-from spaceport.tools.bench.compare.measures import Measure
+from spaceport.tools.bench.compare.metrics import Metric
 from spaceport.tools.bench.compare.summary import Comparison, Spread
 from spaceport.tools.report.drawing import Element, add, path, picture
 
@@ -23,16 +23,16 @@ COLOURS = (
     "#1b1b1b",
     "#bcbd22",
 )
-WIDTH, _LABELS, _FIGURES, MARGIN = 720.0, 190.0, 70.0, 16.0  # pixels
+WIDTH, _LABELS, _VALUES, MARGIN = 720.0, 190.0, 70.0, 16.0  # pixels
 _BAR, _GAP, TITLE, _LINES = 14.0, 6.0, 26.0, 220.0
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars of one figure, one for each subject that has it."""
+    """The bars of one metric, one per subject."""
 
     title: str
-    bars: tuple[tuple[str, str, Spread], ...]  # subject, colour, figure
+    bars: tuple[tuple[str, str, Spread], ...]  # subject, colour, value
 
     @property
     def height(self) -> float:
@@ -40,10 +40,10 @@ class Panel:
 
 
 def plot_of(comparison: Comparison) -> str:
-    """The picture as the text of an SVG file."""
+    """The picture as SVG text."""
     colours = {subject.name: COLOURS[i % len(COLOURS)] for i, subject in enumerate(comparison.subjects)}
     panels = _panels(comparison, colours)
-    steps = [measure for measure in comparison.measures if measure.ask == "rows"]
+    steps = [metric for metric in comparison.metrics if metric.call == "rows"]
     lines = _LINES + TITLE + MARGIN * 3 if len(steps) > 1 else 0.0
     height = TITLE + sum(panel.height for panel in panels) + lines
     title = f"{comparison.checkpoint}, {comparison.threads} thread(s), {comparison.machine.cpu}"
@@ -59,20 +59,20 @@ def plot_of(comparison: Comparison) -> str:
 
 def _panels(comparison: Comparison, colours: dict[str, str]) -> list[Panel]:
     found = []
-    for measure in comparison.measures:
-        if measure.ask != "rows":
-            better = "lower" if measure.unit == "ms" else "higher"
+    for metric in comparison.metrics:
+        if metric.call != "rows":
+            better = "lower" if metric.unit == "ms" else "higher"
             bars = tuple(
-                (subject.name, colours[subject.name], subject.results[measure.name].spread)
+                (subject.name, colours[subject.name], subject.results[metric.name].spread)
                 for subject in comparison.subjects
-                if measure.name in subject.results
+                if metric.name in subject.results
             )
-            found.append(Panel(f"{measure.name}, {measure.unit} ({better} is better)", bars))
+            found.append(Panel(f"{metric.name}, {metric.unit} ({better} is better)", bars))
     memory = tuple(
-        (subject.name, colours[subject.name], Spread(*[subject.used_bytes / 1e6] * 3))
+        (subject.name, colours[subject.name], Spread(*[subject.resident_bytes_decode / 1e6] * 3))
         for subject in comparison.subjects
     )
-    return [*found, Panel("resident memory in use, MB (lower is better)", memory)]
+    return [*found, Panel("resident memory after decode, MB (lower is better)", memory)]
 
 
 def blank(height: float, label: str, title: str) -> Element:
@@ -86,10 +86,10 @@ def blank(height: float, label: str, title: str) -> Element:
 
 
 def draw_bars(drawing: Element, panel: Panel, top: float) -> None:
-    """The bars of a panel, with the range of each."""
+    """Draw the bars of a panel, each with its range."""
     add(drawing, "text", {"x": MARGIN, "y": top + 16, "class": "title"}, panel.title)
     most = max((spread.high for _, _, spread in panel.bars), default=0.0) or 1.0
-    scale = (WIDTH - _LABELS - _FIGURES - MARGIN) / most
+    scale = (WIDTH - _LABELS - _VALUES - MARGIN) / most
     for index, (name, colour, spread) in enumerate(panel.bars):
         y = top + TITLE + index * (_BAR + _GAP)
         add(drawing, "text", {"x": _LABELS - 8, "y": y + 11, "class": "last"}, name)
@@ -101,13 +101,18 @@ def draw_bars(drawing: Element, panel: Panel, top: float) -> None:
 
 
 def _draw_lines(
-    drawing: Element, comparison: Comparison, steps: Sequence[Measure], colours: dict[str, str], top: float
+    drawing: Element, comparison: Comparison, steps: Sequence[Metric], colours: dict[str, str], top: float
 ) -> None:
-    add(drawing, "text", {"x": MARGIN, "y": top + 16, "class": "title"}, "Step by its rows, ms (lower is better)")
-    drawn = [s for s in comparison.subjects if any(measure.name in s.results for measure in steps)]
+    add(
+        drawing,
+        "text",
+        {"x": MARGIN, "y": top + 16, "class": "title"},
+        "Time per step by number of rows, ms (lower is better)",
+    )
+    drawn = [s for s in comparison.subjects if any(metric.name in s.results for metric in steps)]
     most = max((s.results[m.name].spread.median for s in drawn for m in steps if m.name in s.results), default=1.0)
     left, right, base = 60.0, WIDTH - 200.0, top + TITLE + _LINES
-    across, up = (right - left) / max(measure.size for measure in steps), _LINES / most
+    across, up = (right - left) / max(metric.size for metric in steps), _LINES / most
     add(
         drawing,
         "path",
@@ -115,14 +120,14 @@ def _draw_lines(
     )
     for share in (0.5, 1.0):
         add(drawing, "text", {"x": left - 6, "y": base - share * _LINES + 4, "class": "last"}, number(most * share))
-    for measure in steps:
-        x = left + measure.size * across
-        add(drawing, "text", {"x": x, "y": base + 16, "text-anchor": "middle"}, str(measure.size))
+    for metric in steps:
+        x = left + metric.size * across
+        add(drawing, "text", {"x": x, "y": base + 16, "text-anchor": "middle"}, str(metric.size))
     for index, subject in enumerate(drawn):
         points = [
-            (left + measure.size * across, base - subject.results[measure.name].spread.median * up)
-            for measure in steps
-            if measure.name in subject.results
+            (left + metric.size * across, base - subject.results[metric.name].spread.median * up)
+            for metric in steps
+            if metric.name in subject.results
         ]
         colour = colours[subject.name]
         add(drawing, "path", {"d": path(points), "stroke": colour, "stroke-width": 2, "fill": "none"})

@@ -1,4 +1,4 @@
-"""Setup: creates the environments and converts the checkpoint for each peer; the only part that fetches packages."""
+"""Setup: the environments and converted models of each peer; the only part that downloads packages."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from spaceport.tools.bench.compare.pins import BUILD, ENVIRONMENTS, UNWANTED
-from spaceport.tools.bench.compare.subjects import Absent, Peer
+from spaceport.tools.bench.compare.subjects import Peer, Skipped
 from spaceport.tools.bench.compare.work_folder import WorkFolder
 
-Say = Callable[[str], None]
+OnProgress = Callable[[str], None]
 BUNDLES = ("float32", "int8", "int4")
 _SPACEPORT = "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"
 _TAIL = 300  # characters of a failed command's output
 
 
 class CommandFailed(RuntimeError):
-    """A command of the set-up failed; the message is the end of its output and where the rest is."""
+    """A command of the setup failed; the message has the end of its output and the path of the log."""
 
 
-def set_up(work: WorkFolder, peers: Sequence[Peer], say: Say) -> list[Absent]:
-    """Create and convert what is missing; those that fail are returned, and the others go on."""
+def set_up(work: WorkFolder, peers: Sequence[Peer], on_progress: OnProgress) -> list[Skipped]:
+    """Create missing environments and models, and return the peers whose setup failed."""
     failed = []
     for peer in peers:
         try:
-            create(work, peer.environment, say)
+            create(work, peer.environment, on_progress)
             for model in peer.models:
                 if not work.model(model).exists():
-                    create(work, "convert", say)
-                    say(f"convert {work.checkpoint.name} to {model}")
+                    create(work, "convert", on_progress)
+                    on_progress(f"convert {work.checkpoint.name} to {model}")
                     convert(work, model)
         except CommandFailed as failure:
-            failed.append(Absent(peer.name, f"set-up failed: {failure}"))
+            failed.append(Skipped(peer.name, f"setup failed: {failure}"))
     return failed
 
 
-def create(work: WorkFolder, name: str, say: Say) -> None:
-    """An environment with the pinned versions, from the package index that pip is configured for."""
+def create(work: WorkFolder, name: str, on_progress: OnProgress) -> None:
+    """Create an environment with the pinned versions, from the package index that pip is configured for."""
     if work.installed(name):
         return
-    say(f"create the environment {name}")
+    on_progress(f"create the environment {name}")
     folder, python = work.environment(name), str(work.python(name))
     venv.create(folder, with_pip=True, clear=True)
     log = work.logs / f"install-{name}.log"
-    fresh = ["--no-cache-dir"] if name in BUILD else []  # a cached wheel was built with other variables
+    fresh = ["--no-cache-dir"] if name in BUILD else []  # a cached wheel may have been built with other variables
     run([python, "-m", "pip", "install", *fresh, *ENVIRONMENTS[name]], log, BUILD.get(name))
     for package in UNWANTED.get(name, ()):
         run([python, "-m", "pip", "uninstall", "--yes", package], log)
@@ -57,7 +57,7 @@ def create(work: WorkFolder, name: str, say: Say) -> None:
 
 
 def convert(work: WorkFolder, model: str) -> None:
-    """One converted model, whole or not there."""
+    """Convert one model; a failed conversion leaves nothing behind."""
     target, part = work.model(model), work.model(f"{model}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -68,12 +68,12 @@ def convert(work: WorkFolder, model: str) -> None:
 
 
 def conversion(model: str, python: Path, checkpoint: Path, target: Path) -> list[str]:
-    """The command that converts a checkpoint, as the peer's documentation has it."""
+    """The command that converts a checkpoint, as documented by the peer."""
     runtime, format, *variant = model.split("-")
     source, output = str(checkpoint), str(target)
     if runtime == "genai":
         builder = [str(python), "-m", "onnxruntime_genai.models.builder", "-m", source, "-i", source, "-o", output]
-        pruned = ["--extra_options", "prune_lm_head=true"] if variant else []  # computes the last row's logits only
+        pruned = ["--extra_options", "prune_lm_head=true"] if variant else []  # computes logits of the last row only
         return [*builder, "-p", format, "-e", "cpu", *pruned]
     if runtime == "openvino":
         export = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", source]
@@ -84,40 +84,40 @@ def conversion(model: str, python: Path, checkpoint: Path, target: Path) -> list
 
 
 def group_size(checkpoint: Path) -> int:
-    """Weights that share a scale: optimum's default of 128, or less where the checkpoint's widths are no multiple of it."""
+    """Weights per quantization scale: optimum's default of 128, or less if it does not divide the checkpoint's widths."""
     config = json.loads((checkpoint / "config.json").read_text("utf-8"))
     widths = [config[name] for name in ("hidden_size", "intermediate_size") if name in config]
     return next((size for size in (128, 64, 32) if all(width % size == 0 for width in widths)), 16)
 
 
 def give_begin_token(folder: Path) -> None:
-    """Write the end token as begin token where there is none: the converter writes null, which the loader refuses."""
+    """Write the end token as the missing begin token: the converter writes null, which the loader refuses."""
     path = folder / "config.json"
     config = json.loads(path.read_text("utf-8"))
     if config.get("bos_token") is None:
         path.write_text(json.dumps({**config, "bos_token": config["eos_token"]}, indent=2) + "\n", "utf-8")
 
 
-def export_bundles(work: WorkFolder, say: Say) -> list[Absent]:
-    """Export the checkpoint in each format of the weights where it is missing; those that fail are returned."""
+def export_bundles(work: WorkFolder, on_progress: OnProgress) -> list[Skipped]:
+    """Export missing bundles of the checkpoint in each weight format, and return those that failed."""
     failed = []
     for name in BUNDLES:
         target = work.model(f"spaceport-{name}")
         if target.exists():
             continue
-        say(f"export {work.checkpoint.name} as {name}")
+        on_progress(f"export {work.checkpoint.name} as {name}")
         weights = "same" if name == "float32" else name
         command = [sys.executable, "-c", _SPACEPORT, "export", str(work.checkpoint), str(target), "--weights", weights]
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             run(command, work.logs / f"export-{name}.log")
         except CommandFailed as failure:
-            failed.append(Absent(f"spaceport {name}", f"set-up failed: {failure}"))
+            failed.append(Skipped(f"spaceport {name}", f"setup failed: {failure}"))
     return failed
 
 
 def run(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> None:
-    """Run a command with its output in a file; raises with the end of it."""
+    """Run a command with its output in a log file; raises CommandFailed with the end of the output."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **(variables or {})}
     if command[0] != sys.executable:

@@ -1,4 +1,4 @@
-"""Subjects: what is compared, as a runtime, a format of the weights, and where its model and its interpreter are."""
+"""Subjects: the runtimes under test, each with one weight format, its model files and its Python interpreter."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SPACEPORT = "spaceport"
 
 @dataclass(frozen=True)
 class Peer:
-    """Another runtime with one format of the weights."""
+    """Another runtime with one weight format."""
 
-    name: str  # as in --peers and in the tables
-    environment: str  # its row in pins.py
-    adapter: str  # file under adapters/
-    models: tuple[str, ...]  # folders among the converted models; none: the checkpoint itself, or --gguf
-    settings: str  # what it runs with, for the tables
-    options: dict[str, Any] = field(default_factory=dict)  # more for its adapter
+    name: str  # name in --peers and in the tables
+    environment: str  # key in pins.ENVIRONMENTS
+    adapter: str  # file below adapters/
+    models: tuple[str, ...]  # folders of converted models; empty: the checkpoint itself, or --gguf
+    settings: str  # settings, for the tables
+    options: dict[str, Any] = field(default_factory=dict)  # further options of the adapter
 
 
 PEERS = (
@@ -55,20 +55,20 @@ PEERS = (
         "ctranslate2",
         "on_ctranslate2.py",
         ("ctranslate2-int8",),
-        "converter's int8, prompts fed at once",
+        "converter's int8, whole prompt in one call",
         {"compute_type": "int8"},
     ),
     Peer("transformers float32", "transformers", "on_transformers.py", (), "sdpa attention, DynamicCache"),
-    Peer("llama.cpp", "llama.cpp", "on_llama_cpp.py", (), "the file of --gguf, all logits of a step"),
+    Peer("llama.cpp", "llama.cpp", "on_llama_cpp.py", (), "the file of --gguf, logits of all rows"),
 )
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One column of the comparison, ready to be started."""
+    """One row of the tables: a runtime with a model, ready to start."""
 
     name: str
-    python: Path  # interpreter of its environment
+    python: Path  # Python interpreter of its environment
     adapter: Path
     model: Path
     settings: str
@@ -77,15 +77,15 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A subject that is not measured, and why."""
+class Skipped:
+    """A subject that is not measured."""
 
     name: str
-    reason: str  # with what to do
+    reason: str  # why, and what to do about it
 
 
 def bundle_subjects(bundles: Sequence[Path]) -> list[Subject]:
-    """A subject for each bundle, named after its weights."""
+    """One subject per bundle, named after its weight format."""
     subjects: list[Subject] = []
     for path in bundles:
         manifest = open_bundle(path).manifest
@@ -94,7 +94,7 @@ def bundle_subjects(bundles: Sequence[Path]) -> list[Subject]:
         if any(subject.name == name for subject in subjects):
             name = f"{name} ({path.name})"
         if any(subject.name == name for subject in subjects):
-            raise OptionFault(f"--bundle {path}: given twice, or of the same name and weights as another: rename one")
+            raise OptionFault(f"--bundle {path}: given twice, or with the same name and weights as another: rename one")
         settings = f"{path.name}, plain decoding"
         subjects.append(
             Subject(name, Path(sys.executable), ADAPTERS / "on_spaceport.py", path, settings, is_bundle=True)
@@ -103,7 +103,7 @@ def bundle_subjects(bundles: Sequence[Path]) -> list[Subject]:
 
 
 def chosen(names: str) -> tuple[Peer, ...]:
-    """The peers of a list such as `openvino-genai int8,ctranslate2`; a runtime's name stands for all its formats."""
+    """The peers in a list such as `openvino-genai int8,ctranslate2`; a runtime's name selects all its formats."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = {peer.name for peer in PEERS} | {peer.environment for peer in PEERS}
     if unknown := [name for name in wanted if name not in known]:
@@ -111,17 +111,17 @@ def chosen(names: str) -> tuple[Peer, ...]:
     return tuple(peer for peer in PEERS if peer.name in wanted or peer.environment in wanted)
 
 
-def peer_subject(peer: Peer, work: WorkFolder, gguf: Path | None) -> Subject | Absent:
-    """The peer with its models and interpreter, or what is missing."""
+def peer_subject(peer: Peer, work: WorkFolder, gguf: Path | None) -> Subject | Skipped:
+    """The subject of a peer, or the reason why it cannot be measured."""
     reads_gguf = peer.environment == "llama.cpp"
     if reads_gguf and gguf is None:
-        return Absent(peer.name, "no GGUF file: add --gguf FILE of the same model")
+        return Skipped(peer.name, "no GGUF file: add --gguf FILE of the same model")
     python = work.python(peer.environment)
     if not work.installed(peer.environment):
-        return Absent(peer.name, f"no environment with the versions of pins.py at {python.parent.parent}: add --setup")
+        return Skipped(peer.name, f"no environment with the versions of pins.py at {python.parent.parent}: add --setup")
     models = [work.model(name) for name in peer.models] or [gguf if reads_gguf and gguf else work.checkpoint]
     if missing := [model for model in models if not model.exists()]:
-        return Absent(peer.name, f"no converted model at {missing[0]}: add --setup")
+        return Skipped(peer.name, f"no converted model at {missing[0]}: add --setup")
     name = f"{peer.name} {models[0].stem.rpartition('.')[2]}" if reads_gguf else peer.name
     options = {**peer.options, **({"rows_model": str(models[1])} if len(models) > 1 else {})}
     return Subject(name, python, ADAPTERS / peer.adapter, models[0], peer.settings, options)

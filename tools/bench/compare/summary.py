@@ -1,4 +1,4 @@
-"""Summary: medians, ranges and paired ratios of what was recorded, as data for JSON, tables and the plot."""
+"""Summary: medians, ranges and paired ratios of all measurements, as data for JSON, tables and the plot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spaceport.tools.bench.compare.machine import Machine
-from spaceport.tools.bench.compare.measures import Measure, Unit, Workload
-from spaceport.tools.bench.compare.subjects import Absent
-from spaceport.tools.bench.compare.turns import Record, Turn
+from spaceport.tools.bench.compare.metrics import Metric, Unit, Workload
+from spaceport.tools.bench.compare.subjects import Skipped
+from spaceport.tools.bench.compare.worker_pool import Measurement, Record
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,19 @@ class Spread:
 
 @dataclass(frozen=True)
 class Result:
-    """One measure of one subject."""
+    """One metric of one subject."""
 
     unit: Unit
-    values: tuple[float, ...]  # one for each round
+    values: tuple[float, ...]  # by round
     spread: Spread
-    # By bundle: how many times the bundle's time this subject takes, in the same round; above 1 the bundle is faster.
-    ratios: dict[str, Spread]
-    cores: float  # CPU time of the process by wall time, in the median
-    elsewhere: float  # the same of everything else on the machine
+    ratios: dict[str, Spread]  # by bundle: time relative to the bundle's in the same round; above 1: slower than it
+    cores: float  # median CPU time of the process per second
+    other_cores: float  # median CPU time of all other processes per second
 
 
 @dataclass(frozen=True)
 class SubjectSummary:
-    """Everything there is to tell of one subject."""
+    """All results of one subject."""
 
     name: str
     is_bundle: bool
@@ -46,10 +45,10 @@ class SubjectSummary:
     import_seconds: float
     open_seconds: float
     file_bytes: int
-    opened_bytes: int  # resident memory once open
-    used_bytes: int  # resident memory after decode steps
+    resident_bytes_open: int  # resident memory after opening the model
+    resident_bytes_decode: int  # resident memory after decode steps
     results: dict[str, Result]
-    absent: dict[str, str]  # measure -> why it is not measured
+    skipped: dict[str, str]  # metric -> why it is not measured
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,21 @@ class Comparison:
     threads: int
     rounds: int
     workload: Workload
-    measures: tuple[Measure, ...]
+    metrics: tuple[Metric, ...]
     subjects: tuple[SubjectSummary, ...]
-    absent: tuple[Absent, ...]
-    repeated_turns: int  # taken again because another process of the comparison worked
+    skipped: tuple[Skipped, ...]
+    repeated_measurements: int  # measurements repeated because another worker was computing
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The bundles, which the others' ratios are to."""
+        """The names of the bundles, which ratios refer to."""
         return tuple(subject.name for subject in self.subjects if subject.is_bundle)
 
 
-def summarized(records: Mapping[str, Record], measures: Sequence[Measure]) -> tuple[SubjectSummary, ...]:
-    """The summaries of all subjects, with their ratios to each bundle."""
+def summarized(records: Mapping[str, Record], metrics: Sequence[Metric]) -> tuple[SubjectSummary, ...]:
+    """The summaries of all subjects, with ratios to each bundle."""
     bundles = [record for record in records.values() if record.subject.is_bundle]
-    return tuple(_subject(record, measures, bundles) for record in records.values())
+    return tuple(_subject(record, metrics, bundles) for record in records.values())
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -83,35 +82,35 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def paired(unit: Unit, turns: Mapping[int, Turn], reference: Mapping[int, Turn]) -> Spread | None:
-    """Times of the subject by times of the reference in the rounds that both have."""
-    shared = sorted(turns.keys() & reference.keys())
+def paired(unit: Unit, measurements: Mapping[int, Measurement], reference: Mapping[int, Measurement]) -> Spread | None:
+    """Time ratios of a subject to a reference, over the rounds that both have; None without a common round."""
+    shared = sorted(measurements.keys() & reference.keys())
     if not shared:
         return None
-    ratios = [turns[number].value / reference[number].value for number in shared]
+    ratios = [measurements[number].value / reference[number].value for number in shared]
     return spread([1 / ratio for ratio in ratios] if unit == "tokens/s" else ratios)
 
 
 def file_bytes(path: Path) -> int:
-    """Size of a model's files."""
+    """Total size of a model's files."""
     files = [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]
     return sum(file.stat().st_size for file in files)
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
-    """The comparison as data; an absent figure is null beside its reason."""
+    """The comparison as JSON data; a metric that was not measured is null."""
     data = asdict(comparison)
     for subject in data["subjects"]:
-        subject["results"] = {measure.name: subject["results"].get(measure.name) for measure in comparison.measures}
-    data["measures"] = [measure.name for measure in comparison.measures]
+        subject["results"] = {metric.name: subject["results"].get(metric.name) for metric in comparison.metrics}
+    data["metrics"] = [metric.name for metric in comparison.metrics]
     return data
 
 
-def _subject(record: Record, measures: Sequence[Measure], bundles: Sequence[Record]) -> SubjectSummary:
+def _subject(record: Record, metrics: Sequence[Metric], bundles: Sequence[Record]) -> SubjectSummary:
     results = {
-        measure.name: _result(measure, record.turns[measure.name], bundles)
-        for measure in measures
-        if measure.name in record.turns
+        metric.name: _result(metric, record.measurements[metric.name], bundles)
+        for metric in metrics
+        if metric.name in record.measurements
     }
     subject, opened = record.subject, record.opened
     return SubjectSummary(
@@ -122,24 +121,24 @@ def _subject(record: Record, measures: Sequence[Measure], bundles: Sequence[Reco
         opened["import_seconds"],
         opened["open_seconds"],
         file_bytes(subject.model),
-        record.opened_bytes,
-        record.used_bytes,
+        record.resident_bytes_open,
+        record.resident_bytes_decode,
         results,
-        dict(record.absent),
+        dict(record.skipped),
     )
 
 
-def _result(measure: Measure, turns: Mapping[int, Turn], bundles: Sequence[Record]) -> Result:
+def _result(metric: Metric, measurements: Mapping[int, Measurement], bundles: Sequence[Record]) -> Result:
     ratios = {}
     for bundle in bundles:
-        if found := paired(measure.unit, turns, bundle.turns.get(measure.name, {})):
+        if found := paired(metric.unit, measurements, bundle.measurements.get(metric.name, {})):
             ratios[bundle.subject.name] = found
-    values = tuple(turn.value for turn in turns.values())
+    values = tuple(measurement.value for measurement in measurements.values())
     return Result(
-        measure.unit,
+        metric.unit,
         values,
         spread(values),
         ratios,
-        statistics.median(turn.cores for turn in turns.values()),
-        statistics.median(turn.elsewhere for turn in turns.values()),
+        statistics.median(measurement.cores for measurement in measurements.values()),
+        statistics.median(measurement.other_cores for measurement in measurements.values()),
     )

@@ -1,4 +1,4 @@
-"""Work folder: where the environments and the converted models of a comparison are kept between runs."""
+"""Work folder: the environments and converted models of a comparison, reused by later runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.bench.compare.pins import ENVIRONMENTS
 
-_SAMPLES = 64  # blocks of a weight file that its fingerprint covers
+_SAMPLES = 64  # blocks per weight file that are hashed
 _BLOCK = 1 << 16
 _RECORD = "spaceport-pins.json"
 
@@ -28,21 +28,21 @@ class WorkFolder:
         return self.folder / "environments" / name
 
     def python(self, name: str) -> Path:
-        """Interpreter of a virtual environment."""
+        """Python interpreter of a virtual environment."""
         return self.environment(name) / "bin" / "python"
 
     def installed(self, name: str) -> bool:
-        """Whether the environment is there with all of its pinned versions."""
+        """Whether the environment exists with the pinned versions."""
         record = self.environment(name) / _RECORD
         return record.is_file() and json.loads(record.read_text("utf-8")) == list(ENVIRONMENTS[name])
 
     def record_installed(self, name: str) -> None:
-        """Note that an environment is complete."""
+        """Record that an environment is complete."""
         (self.environment(name) / _RECORD).write_text(json.dumps(ENVIRONMENTS[name]) + "\n", "utf-8")
 
     @cached_property
     def models(self) -> Path:
-        """Folder of what this checkpoint was converted to."""
+        """Folder of the models converted from this checkpoint."""
         return self.folder / "models" / f"{self.checkpoint.name}-{fingerprint(self.checkpoint)[:12]}"
 
     def model(self, name: str) -> Path:
@@ -51,12 +51,12 @@ class WorkFolder:
 
     @property
     def logs(self) -> Path:
-        """Folder of what installs, conversions and workers print."""
+        """Folder of the output of installations, conversions and workers."""
         return self.folder / "logs"
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """SHA-256 of the config and of samples from each weight file: another for every checkpoint, found in a moment."""
+    """SHA-256 of the config and of samples of each weight file: fast, and different for every checkpoint."""
     digest = hashlib.sha256((checkpoint / "config.json").read_bytes())
     for path in sorted(checkpoint.glob("*.safetensors")):
         size = path.stat().st_size

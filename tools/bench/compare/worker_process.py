@@ -1,4 +1,4 @@
-"""Worker process: one runtime in its own environment, asked for one measurement at a time."""
+"""Worker process: one runtime in its own environment, measured by calls over stdin and stdout."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from typing import Any
 
 from spaceport.tools.bench.compare.subjects import ADAPTERS, Subject
 
-_TICKS = os.sysconf("SC_CLK_TCK")  # CPU time in /proc is counted in these, a second
-_PAUSE = 0.05  # seconds in which an idle process uses no CPU time
+_TICKS = os.sysconf("SC_CLK_TCK")  # units per second of CPU times in /proc
+_PAUSE = 0.05  # seconds; a process that uses no CPU time meanwhile is idle
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TAIL = 4096  # bytes of a log that hold the last error
 
 
 class WorkerFailed(RuntimeError):
-    """A process ended, hung or went on computing; the message says which and what it printed."""
+    """A worker ended, did not answer or did not become idle; the message has its last output."""
 
 
 @dataclass(frozen=True)
-class NoSuchCall:
-    """What a runtime's API cannot do, and why."""
+class UnsupportedCall:
+    """A call that the API of a runtime does not support."""
 
     reason: str
 
 
 @dataclass
 class Worker:
-    """A running process."""
+    """A running worker process."""
 
     subject: Subject
     process: subprocess.Popen[str]
     log: Path
-    patience: float  # seconds to wait for an answer
+    timeout: float  # seconds to wait for an answer
     opened: dict[str, Any] = field(default_factory=dict)
 
-    def ask(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any] | NoSuchCall:
-        """The answer to one request; the process works only until it has given it."""
+    def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any] | UnsupportedCall:
+        """The answer to one call; the process computes only until then."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps({"ask": name, **arguments}) + "\n")
+            self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
             self.process.stdin.flush()
         except OSError:
             raise self._ended() from None
-        ready, _, _ = select.select([self.process.stdout], [], [], self.patience)
+        ready, _, _ = select.select([self.process.stdout], [], [], self.timeout)
         if not ready:
-            raise WorkerFailed(f"no answer within {self.patience:g} s: expected one; look at {self.log}")
+            raise WorkerFailed(f"no answer within {self.timeout:g} s: look at {self.log}")
         line = self.process.stdout.readline()
         if not line:
             raise self._ended()
         answer = json.loads(line)
-        return NoSuchCall(answer["absent"]) if "absent" in answer else dict(answer["result"])
+        return UnsupportedCall(answer["unsupported"]) if "unsupported" in answer else dict(answer["result"])
 
     def cpu_seconds(self) -> float:
-        """CPU time of all threads so far, to 10 ms."""
+        """CPU time of all threads so far, with a resolution of 10 ms."""
         fields = self._proc("stat").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
 
@@ -70,7 +70,7 @@ class Worker:
         return int(line.split()[1]) * 1024
 
     def wait_until_idle(self, limit: float) -> None:
-        """Return once no thread of the process computes: some libraries' threads spin for a while after a call."""
+        """Wait until no thread of the process uses CPU time: threads of some libraries spin for a while after a call."""
         end, before = monotonic() + limit, self.cpu_seconds()
         while True:
             sleep(_PAUSE)
@@ -78,7 +78,7 @@ class Worker:
             if now == before:
                 return
             if monotonic() > end:
-                raise WorkerFailed(f"still computes {limit:g} s after its turn: expected an idle process")
+                raise WorkerFailed(f"still busy {limit:g} s after its measurement: expected an idle process")
             before = now
 
     def close(self) -> None:
@@ -97,12 +97,12 @@ class Worker:
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _TAIL))
             lines = file.read().decode("utf-8", "replace").strip().splitlines()
-        said = lines[-1].strip() if lines else "nothing"
-        return WorkerFailed(f"its process ended with exit code {code} and printed last: {said} (log: {self.log})")
+        last = lines[-1].strip() if lines else "nothing"
+        return WorkerFailed(f"its process ended with exit code {code} and printed last: {last} (log: {self.log})")
 
 
-def start(subject: Subject, threads: int, logs: Path, patience: float) -> Worker:
-    """The process of a subject, which has opened nothing yet."""
+def start(subject: Subject, threads: int, logs: Path, timeout: float) -> Worker:
+    """The worker process of a subject, before it opens a model."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"worker-{subject.name.replace(' ', '-').replace('/', '-')}.log"
     environment = {**os.environ, **{name: str(threads) for name in _THREADS}, "PYTHONUNBUFFERED": "1"}
@@ -117,11 +117,11 @@ def start(subject: Subject, threads: int, logs: Path, patience: float) -> Worker
             )
         except OSError as error:
             raise WorkerFailed(f"{subject.python}: {error.strerror}: expected an interpreter; add --setup") from error
-    return Worker(subject, process, log, patience)
+    return Worker(subject, process, log, timeout)
 
 
 def busy_seconds() -> float:
-    """CPU time that all processes of the machine have used so far."""
+    """CPU time of all processes on the machine so far."""
     fields = [int(part) for part in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, *_ = fields
     return (user + nice + system + irq + softirq) / _TICKS

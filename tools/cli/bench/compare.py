@@ -1,4 +1,4 @@
-"""`spaceport bench compare`: the same checkpoint in Spaceport and in other runtimes."""
+"""`spaceport bench compare`: one checkpoint in Spaceport and in other runtimes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.compare.comparing import CompareOptions, compare
 from spaceport.tools.bench.compare.markdown import markdown_of
-from spaceport.tools.bench.compare.measures import Workload
+from spaceport.tools.bench.compare.metrics import Workload
 from spaceport.tools.bench.compare.plot import plot_of
 from spaceport.tools.bench.compare.subjects import PEERS, chosen
 from spaceport.tools.bench.compare.summary import as_json as data_of
@@ -30,26 +30,45 @@ class Compare(Sectioned):
 
 @click.command("compare", cls=Compare)
 @click.argument("checkpoint", type=PATH)
-@click.option("--work", type=PATH, required=True, help="Folder of the peers' environments and converted models.")
-@click.option("--setup", is_flag=True, help="Create what is missing there first; pip fetches the peers' packages.")
+@click.option("--work", type=PATH, required=True, help="Folder for environments and converted models.")
 @click.option(
-    "--bundle", "bundles", type=PATH, multiple=True, help="Bundle of CHECKPOINT, once for each; default: --work's."
+    "--setup", is_flag=True, help="Create missing environments and models first; downloads packages with pip."
 )
-@click.option("--peers", default=",".join(dict.fromkeys(p.environment for p in PEERS)), help="Runtimes, with commas.")
+@click.option(
+    "--bundle",
+    "bundles",
+    type=PATH,
+    multiple=True,
+    help="Bundle of CHECKPOINT; repeatable. Default: those that --setup exported.",
+)
+@click.option(
+    "--peers",
+    default=",".join(dict.fromkeys(p.environment for p in PEERS)),
+    help="Runtimes to compare, comma-separated.",
+)
 @click.option("--gguf", type=PATH, help="The same model as a GGUF file, for llama.cpp.")
 @click.option("--threads", default=1, show_default=True, metavar="N", help="CPU threads of each runtime.")
-@click.option("--rounds", default=5, show_default=True, help="Rounds behind the warm-up; medians count.")
-@click.option("--context", default=_DEFAULTS.context, show_default=True, help="Tokens behind which steps are taken.")
-@click.option("--tokens", default=_DEFAULTS.tokens, show_default=True, help="Decode steps of a round.")
-@click.option("--rows", default=_ROWS, show_default=True, metavar="N,N,…", help="Numbers of rows of a step.")
-@click.option("--prefill", default=_DEFAULTS.prefill, show_default=True, help="Tokens of the prefill.")
+@click.option("--rounds", default=5, show_default=True, help="Measured rounds after a warm-up; medians are reported.")
+@click.option(
+    "--context", default=_DEFAULTS.context, show_default=True, help="Cached tokens before each measured step."
+)
+@click.option("--tokens", default=_DEFAULTS.tokens, show_default=True, help="Decode steps per round.")
+@click.option("--rows", default=_ROWS, show_default=True, metavar="N,N,…", help="Rows per step to measure.")
+@click.option("--prefill", default=_DEFAULTS.prefill, show_default=True, help="Prompt tokens of the prefill.")
 @click.option("--requests", default=_DEFAULTS.requests, show_default=True, help="Concurrent requests.")
-@click.option("--request-context", default=_DEFAULTS.request_context, show_default=True, help="Prompt tokens of each.")
-@click.option("--request-tokens", default=_DEFAULTS.request_tokens, show_default=True, help="New tokens of each.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the prompts.")
-@click.option("--plot", type=PATH, help="Write an SVG picture there.")
-@click.option("--markdown", type=PATH, help="Write the tables there as well.")
-@json_option("everything")
+@click.option(
+    "--request-context",
+    default=_DEFAULTS.request_context,
+    show_default=True,
+    help="Prompt tokens per concurrent request.",
+)
+@click.option(
+    "--request-tokens", default=_DEFAULTS.request_tokens, show_default=True, help="New tokens per concurrent request."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the random prompts.")
+@click.option("--plot", type=PATH, metavar="FILE", help="Write an SVG plot to FILE.")
+@click.option("--markdown", type=PATH, metavar="FILE", help="Also write the tables to FILE.")
+@json_option("the report")
 def command(
     checkpoint: Path,
     work: Path,
@@ -71,7 +90,7 @@ def command(
     markdown: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure CHECKPOINT in Spaceport and in other runtimes, one process at a time.
+    """Metric CHECKPOINT in Spaceport and in other runtimes, one process at a time.
 
     Each runtime runs in an environment of its own, in a process of its own. Nothing is fetched without --setup: a runtime
     that is not in the work folder is listed as absent, with what to do.
@@ -86,8 +105,8 @@ def command(
         if target is not None:
             check_target(target)
     options = CompareOptions(checkpoint, work, bundles, chosen(peers), gguf, workload, threads, rounds, setup)
-    with stages() as say:
-        found = compare(options, say)
+    with stages() as on_progress:
+        found = compare(options, on_progress)
     if plot is not None:
         write_text(plot, plot_of(found))
     if markdown is not None:

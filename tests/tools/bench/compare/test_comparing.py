@@ -1,4 +1,4 @@
-"""Comparing: a tiny bundle beside a fake runtime, from the command line to tables, JSON and picture."""
+"""Comparing: a tiny bundle and a fake runtime, from the command line to tables, JSON and plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.bench.compare.comparing import CompareOptions, compare
 from spaceport.tools.bench.compare.markdown import markdown_of
-from spaceport.tools.bench.compare.measures import Workload
+from spaceport.tools.bench.compare.metrics import Workload
 from spaceport.tools.bench.compare.subjects import Peer
 from spaceport.tools.bench.compare.work_folder import WorkFolder
 from spaceport.tools.cli import run
@@ -28,7 +28,7 @@ def quiet(_: str) -> None:
     pass
 
 
-def test_the_command_measures_a_bundle_and_says_who_is_absent(
+def test_the_command_measures_a_bundle_and_reports_skipped_runtimes(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["bench", "compare", str(TINY), "--work", str(tmp_path), "--bundle", str(tiny_bundle), *SMALL]
@@ -37,21 +37,21 @@ def test_the_command_measures_a_bundle_and_says_who_is_absent(
     data = json.loads(capsys.readouterr().out)
     (ours,) = data["subjects"]
     assert ours["name"] == "spaceport float32"
-    assert ours["absent"] == {}
+    assert ours["skipped"] == {}
     assert set(ours["versions"]) == {"spaceport", "onnxruntime", "numpy"}
     for name in ("decode", "1 row", "4 rows", "prefill", "2 requests"):
         result = ours["results"][name]
         assert len(result["values"]) == 2
         assert 0 < result["spread"]["low"] <= result["spread"]["median"] <= result["spread"]["high"]
         assert result["ratios"] == {"spaceport float32": {"median": 1, "low": 1, "high": 1}}
-    assert ours["opened_bytes"] > 10_000_000
-    assert len(data["absent"]) == 6
-    assert all("add --" in absent["reason"] for absent in data["absent"])
+    assert ours["resident_bytes_open"] > 10_000_000
+    assert len(data["skipped"]) == 6
+    assert all("add --" in skipped["reason"] for skipped in data["skipped"])
     assert (tmp_path / "plot.svg").read_text("utf-8").startswith("<svg")
     assert "| spaceport float32 |" in (tmp_path / "page.md").read_text("utf-8")
 
 
-def test_a_peer_is_measured_beside_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_peer_is_measured_together_with_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
     work = WorkFolder(tmp_path, TINY)
     work.python("ctranslate2").parent.mkdir(parents=True)
     work.python("ctranslate2").symlink_to(Path(sys.executable))
@@ -63,14 +63,14 @@ def test_a_peer_is_measured_beside_the_bundle(tiny_bundle: Path, tmp_path: Path)
     assert found.references == ("spaceport float32",)
     assert fake.results["decode"].ratios["spaceport float32"].median > 100
     assert fake.results["prefill"].ratios["spaceport float32"].median > 100
-    assert fake.absent == {"1 row": "it cannot", "4 rows": "it cannot"}
+    assert fake.skipped == {"1 row": "it cannot", "4 rows": "it cannot"}
     assert "Time relative to spaceport float32" in markdown_of(found)
 
 
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ([], INPUT, "holds no bundle of tiny: give --bundle, or add --setup"),
+        ([], INPUT, "has no bundle of tiny: give --bundle, or add --setup"),
         (["--rounds", "0"], USAGE, "expected at least 1 of each"),
         (["--rows", "1,x"], USAGE, "expected numbers"),
         (["--peers", "nobody"], USAGE, "--peers names 'nobody'"),
@@ -85,7 +85,7 @@ def test_mistakes_are_reported_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
-def test_lengths_beyond_a_bundle_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_lengths_beyond_the_positions_of_a_bundle_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     workload = Workload(prefill=10**6)
     with pytest.raises(InputFault, match="1000001 are needed: lower --prefill"):
         compare(CompareOptions(TINY, tmp_path, (tiny_bundle,), (), None, workload, 1, 1, setup=False), quiet)

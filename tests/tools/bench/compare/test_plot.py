@@ -1,4 +1,4 @@
-"""Plot: a picture of its own, with a bar for each figure that there is and a line for each runtime with rows."""
+"""Plot: a bar for each measured value, and a line for each runtime with steps of several rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from spaceport.tools.bench.compare.machine import Machine
-from spaceport.tools.bench.compare.measures import measures_of
+from spaceport.tools.bench.compare.metrics import metrics_of
 from spaceport.tools.bench.compare.plot import plot_of
 from spaceport.tools.bench.compare.summary import Comparison, summarized
-from spaceport.tools.bench.compare.turns import Record, Turn
+from spaceport.tools.bench.compare.worker_pool import Measurement, Record
 from support.fake_subjects import WORKLOAD, fake_subject
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -17,23 +17,23 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def comparison(folder: Path, *names: str) -> Comparison:
     records = {}
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         record = Record(
-            fake_subject(name, folder, is_bundle=not place),
+            fake_subject(name, folder, is_bundle=not index),
             {"versions": {}, "import_seconds": 0, "open_seconds": 0},
             5_000_000,
             5_000_000,
         )
-        record.turns = {"decode": {0: Turn(10.0 + place, 1, 0)}, "1 row": {0: Turn(10, 1, 0)}}
-        if not place:
-            record.turns["4 rows"] = {0: Turn(20, 1, 0)}
+        record.measurements = {"decode": {0: Measurement(10.0 + index, 1, 0)}, "1 row": {0: Measurement(10, 1, 0)}}
+        if not index:
+            record.measurements["4 rows"] = {0: Measurement(20, 1, 0)}
         records[name] = record
-    measures = measures_of(WORKLOAD)
+    metrics = metrics_of(WORKLOAD)
     machine = Machine("A & B", "model 1", 2, (), "Linux")
-    return Comparison("c<1>", machine, 1, 1, WORKLOAD, measures, summarized(records, measures), (), 0)
+    return Comparison("c<1>", machine, 1, 1, WORKLOAD, metrics, summarized(records, metrics), (), 0)
 
 
-def test_the_picture_is_well_formed_and_has_a_bar_for_each_figure(tmp_path: Path) -> None:
+def test_the_picture_is_well_formed_and_has_a_bar_for_each_value(tmp_path: Path) -> None:
     root = ElementTree.fromstring(plot_of(comparison(tmp_path, "ours", "other")))
     assert root.tag == f"{SVG}svg"
     texts = [element.text or "" for element in root.iter(f"{SVG}text")]
@@ -50,7 +50,7 @@ def test_the_picture_is_well_formed_and_has_a_bar_for_each_figure(tmp_path: Path
     assert [line.attrib["d"].count("L") for line in lines] == [1, 0]
 
 
-def test_everything_is_inside_the_picture(tmp_path: Path) -> None:
+def test_all_text_is_inside_the_picture(tmp_path: Path) -> None:
     root = ElementTree.fromstring(plot_of(comparison(tmp_path, "ours")))
     height, width = float(root.attrib["height"]), float(root.attrib["width"])
     for element in root.iter(f"{SVG}text"):

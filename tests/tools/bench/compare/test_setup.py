@@ -1,4 +1,4 @@
-"""Setup: conversions are the peers' documented commands, whole or not there, and a failure leaves the others alone."""
+"""Setup: conversions are the peers' documented commands, and a failure leaves no model and does not stop the others."""
 
 from __future__ import annotations
 
@@ -73,25 +73,25 @@ def test_conversions_are_the_documented_commands(model: str, command: str, tmp_p
 
 
 @pytest.mark.parametrize(("width", "size"), [(768, 128), (576, 64), (96, 32), (80, 16)])
-def test_scales_are_shared_by_as_many_weights_as_the_widths_allow(width: int, size: int, tmp_path: Path) -> None:
+def test_the_group_size_divides_the_widths_of_the_checkpoint(width: int, size: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": width, "intermediate_size": 4096}), "utf-8")
     assert group_size(tmp_path) == size
 
 
 def test_a_model_is_converted_once(tmp_path: Path) -> None:
-    work, said = installed(tmp_path), []
-    assert set_up(work, chosen("ctranslate2"), said.append) == []
-    assert set_up(work, chosen("ctranslate2"), said.append) == []
-    assert said == [f"convert {TINY.name} to ctranslate2-int8"]
+    work, messages = installed(tmp_path), []
+    assert set_up(work, chosen("ctranslate2"), messages.append) == []
+    assert set_up(work, chosen("ctranslate2"), messages.append) == []
+    assert messages == [f"convert {TINY.name} to ctranslate2-int8"]
     config = json.loads((work.model("ctranslate2-int8") / "config.json").read_text("utf-8"))
     assert config["bos_token"] == "</s>"
     assert "converted" in (work.logs / "convert-ctranslate2-int8.log").read_text("utf-8")
 
 
-def test_a_conversion_that_fails_leaves_no_model_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_conversion_that_fails_leaves_no_model_and_the_others_continue(tmp_path: Path) -> None:
     work = installed(tmp_path, code=3)
     failed = set_up(work, chosen("openvino-genai int8,ctranslate2"), quiet)
-    assert [absent.name for absent in failed] == ["openvino-genai int8", "ctranslate2 int8"]
+    assert [peer.name for peer in failed] == ["openvino-genai int8", "ctranslate2 int8"]
     assert "optimum-cli: No such file or directory" in failed[0].reason
     assert "exit code 3: … " in failed[1].reason
     assert "converted" in failed[1].reason
@@ -100,12 +100,12 @@ def test_a_conversion_that_fails_leaves_no_model_and_the_others_go_on(tmp_path: 
         convert(work, "ctranslate2-int8")
 
 
-def test_a_begin_token_that_is_there_stays(tmp_path: Path) -> None:
+def test_an_existing_begin_token_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}', "utf-8")
     give_begin_token(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text("utf-8"))["bos_token"] == "<s>"
 
 
-def test_a_command_logs_itself_and_what_it_prints(tmp_path: Path) -> None:
+def test_a_command_is_logged_with_its_output(tmp_path: Path) -> None:
     run([sys.executable, "-c", "print(3)"], tmp_path / "logs" / "a.log")
     assert (tmp_path / "logs" / "a.log").read_text("utf-8").splitlines()[1:] == ["3"]

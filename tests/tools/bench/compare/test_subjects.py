@@ -1,4 +1,4 @@
-"""Subjects: bundles are named after their weights, and a peer that is not there says what to do."""
+"""Subjects: bundles are named after their weights, and a missing peer is skipped with advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spaceport.tools.bench.compare.pins import ENVIRONMENTS, UNWANTED
 from spaceport.tools.bench.compare.subjects import (
     ADAPTERS,
     PEERS,
-    Absent,
+    Skipped,
     Subject,
     bundle_subjects,
     chosen,
@@ -27,12 +27,12 @@ BY_NAME = {peer.name: peer for peer in PEERS}
 
 
 def ready(work: WorkFolder, environment: str) -> None:
-    """An environment and every converted model, made of nothing."""
+    """Create an empty environment that counts as installed."""
     work.python(environment).parent.mkdir(parents=True)
     work.record_installed(environment)
 
 
-def test_every_peer_has_an_adapter_pins_and_a_name_of_its_own() -> None:
+def test_every_peer_has_an_adapter_pins_and_a_unique_name() -> None:
     assert len(BY_NAME) == len(PEERS)
     for peer in PEERS:
         assert (ADAPTERS / peer.adapter).is_file()
@@ -42,7 +42,7 @@ def test_every_peer_has_an_adapter_pins_and_a_name_of_its_own() -> None:
     assert set(UNWANTED) <= set(ENVIRONMENTS)
 
 
-def test_a_runtime_stands_for_all_its_formats() -> None:
+def test_the_name_of_a_runtime_selects_all_its_formats() -> None:
     assert [peer.name for peer in chosen("openvino-genai")] == ["openvino-genai int8", "openvino-genai int4"]
     assert [peer.name for peer in chosen("ctranslate2, openvino-genai int4")] == [
         *("openvino-genai int4", "ctranslate2 int8")
@@ -65,14 +65,14 @@ def test_bundles_are_named_after_their_weights(tiny_bundle: Path, half_bundle: P
         bundle_subjects([tiny_bundle, tmp_path / "again", tmp_path / "again"])
 
 
-def test_a_peer_says_what_is_missing_until_it_is_there(tmp_path: Path) -> None:
+def test_a_peer_is_skipped_until_its_environment_and_model_exist(tmp_path: Path) -> None:
     work, peer = WorkFolder(tmp_path, TINY), BY_NAME["ctranslate2 int8"]
     missing = peer_subject(peer, work, None)
-    assert isinstance(missing, Absent)
+    assert isinstance(missing, Skipped)
     assert f"at {tmp_path}/environments/ctranslate2: add --setup" in missing.reason
     ready(work, peer.environment)
     missing = peer_subject(peer, work, None)
-    assert isinstance(missing, Absent)
+    assert isinstance(missing, Skipped)
     assert f"no converted model at {work.models}/ctranslate2-int8: add --setup" in missing.reason
     work.model("ctranslate2-int8").mkdir(parents=True)
     found = peer_subject(peer, work, None)
@@ -89,12 +89,12 @@ def test_an_environment_with_other_pins_is_not_used(tmp_path: Path) -> None:
     assert not work.installed("ctranslate2")
 
 
-def test_a_second_model_is_for_steps_of_several_rows(tmp_path: Path) -> None:
+def test_onnxruntime_genai_has_a_second_model_for_steps_of_several_rows(tmp_path: Path) -> None:
     work, peer = WorkFolder(tmp_path, TINY), BY_NAME["onnxruntime-genai int4"]
     ready(work, peer.environment)
     work.model("genai-int4-pruned").mkdir(parents=True)
     missing = peer_subject(peer, work, None)
-    assert isinstance(missing, Absent)
+    assert isinstance(missing, Skipped)
     assert missing.reason.endswith("genai-int4: add --setup")
     work.model("genai-int4").mkdir()
     found = peer_subject(peer, work, None)
@@ -102,10 +102,10 @@ def test_a_second_model_is_for_steps_of_several_rows(tmp_path: Path) -> None:
     assert (found.model.name, found.options) == ("genai-int4-pruned", {"rows_model": str(work.model("genai-int4"))})
 
 
-def test_llama_cpp_needs_a_file_and_is_named_after_its_format(tmp_path: Path) -> None:
+def test_llama_cpp_needs_a_gguf_file_and_is_named_after_its_format(tmp_path: Path) -> None:
     work, peer = WorkFolder(tmp_path, TINY), BY_NAME["llama.cpp"]
     missing = peer_subject(peer, work, None)
-    assert isinstance(missing, Absent)
+    assert isinstance(missing, Skipped)
     assert "add --gguf FILE" in missing.reason
     ready(work, "llama.cpp")
     (tmp_path / "Some-Model.Q4_1.gguf").write_bytes(b"GGUF")
@@ -127,7 +127,7 @@ def test_the_work_folder_needs_a_checkpoint(tmp_path: Path) -> None:
         WorkFolder(tmp_path, tmp_path)
 
 
-def test_another_config_or_other_weights_have_another_folder(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_config_and_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", "utf-8")
     (tmp_path / "model.safetensors").write_bytes(bytes(10_000))
     first = fingerprint(tmp_path)

@@ -1,1 +1,1 @@
-"""Adapters: one script for each runtime that is compared, run by the interpreter of that runtime's own environment."""
+"""Adapters: one module per runtime, run by the Python interpreter of that runtime's environment."""

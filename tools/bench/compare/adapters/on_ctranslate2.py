@@ -1,4 +1,4 @@
-"""Ctranslate2: `Generator.generate_batch`, greedy, prompts fed at once as its documentation advises for long inputs."""
+"""CTranslate2: greedy `Generator.generate_batch`, whole prompts in one call as documented for long inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("ctranslate2", "numpy")
 
 
 class Runner:
-    """A model folder of ctranslate2, open."""
+    """An open CTranslate2 model."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import ctranslate2
@@ -39,7 +39,7 @@ class Runner:
 
     def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
         raise NotImplementedError(
-            "no call of its API feeds several tokens behind a cached prompt and returns their logits"
+            "no call of its API feeds several tokens after a cached prompt and returns their logits"
         )
 
     def prefill(self, prompt: list[int]) -> float:
@@ -66,5 +66,5 @@ class Runner:
 
 
 def open_runner(settings: dict[str, Any]) -> Runner:
-    """The folder at `model` on the CPU, computing in `compute_type`."""
+    """The model folder `model` on the CPU, with `compute_type`."""
     return Runner(settings)

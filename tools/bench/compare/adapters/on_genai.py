@@ -1,4 +1,4 @@
-"""Onnxruntime-genai: `Generator`, greedy, one generator for each prompt; several requests as one batch."""
+"""onnxruntime-genai: greedy `Generator`, one per prompt; concurrent requests as one batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = ("onnxruntime-genai", "onnxruntime", "numpy")
 
 
 class Runner:
-    """A model folder of onnxruntime-genai, open; one with the logits of all rows is opened when they are asked for."""
+    """An open onnxruntime-genai model; the variant with logits of all rows is opened when first needed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import onnxruntime_genai as og
@@ -79,5 +79,5 @@ class Runner:
 
 
 def open_runner(settings: dict[str, Any]) -> Runner:
-    """The folder at `model` on the CPU; `rows_model` is the same model with the logits of all rows."""
+    """The model folder `model` on the CPU; `rows_model` is its variant with logits of all rows."""
     return Runner(settings)

@@ -1,4 +1,4 @@
-"""Llama.cpp: its low-level API, with the logits of every row of a step, and several requests as sequences of one batch."""
+"""llama.cpp: its low-level API, with logits of every row of a step; concurrent requests as sequences of one batch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 LIBRARIES = ("numpy", "llama_cpp")
 PACKAGES = ("llama-cpp-python", "numpy")
-BATCH = 2048  # tokens of a call; llama.cpp's own default
+BATCH = 2048  # tokens per call; llama.cpp's default
 
 Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
 
 
 class Context:
-    """KV cache for a number of sequences of an open model."""
+    """A llama.cpp context: the KV cache of a number of sequences."""
 
     def __init__(self, library: Any, model: Any, length: int, sequences: int, threads: int) -> None:
         self.library, self.sequences = library, sequences
@@ -40,19 +40,19 @@ class Context:
                 raise RuntimeError(f"llama_decode returned {code}")
 
     def best(self, row: int) -> int:
-        """Greedy token of a row of the last call."""
+        """The greedy token of a row of the last call."""
         import numpy as np
 
         logits = self.library.llama_get_logits_ith(self.handle, row)
         return int(np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
 
     def forget(self, begin: int = 0) -> None:
-        """Remove what is cached from a position on."""
+        """Remove cached tokens from a position on."""
         self.library.llama_memory_seq_rm(self.memory, -1, begin, -1)
 
 
 class Runner:
-    """A GGUF file, open; a second context for several requests is made when they are asked for."""
+    """An open GGUF model; a second context for concurrent requests is created when first needed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import llama_cpp
@@ -113,5 +113,5 @@ class Runner:
 
 
 def open_runner(settings: dict[str, Any]) -> Runner:
-    """The GGUF file at `model` on the CPU."""
+    """The GGUF file `model` on the CPU."""
     return Runner(settings)

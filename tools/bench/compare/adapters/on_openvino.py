@@ -1,6 +1,6 @@
-"""Openvino: `LLMPipeline` for text, the stateful model in `openvino` itself for steps of several rows.
+"""OpenVINO: `LLMPipeline` for generation, the stateful model in `openvino` itself for steps of several rows.
 
-Precision hints and the attention backend are left as openvino sets them; only the number of threads is given.
+Only the number of threads is set: precision hints and the attention backend stay at their defaults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CACHE_GB = 1  # KV cache of the pipeline for several requests
 
 
 class Runner:
-    """A model folder of openvino, open; two more compiled models are made when they are asked for."""
+    """An open OpenVINO model; two more compiled models are created when first needed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import openvino
@@ -51,9 +51,7 @@ class Runner:
         times = []
         for _ in range(repeats):
             self.stateful.reset_state()
-            warm_up = len(prompt) - len(
-                rows
-            )  # one step of the same shape before the timed one, which is behind the prompt
+            warm_up = len(prompt) - len(rows)  # the last prompt tokens are a step of the same shape as the timed one
             self._feed(prompt[:warm_up], 0)
             self._feed(prompt[warm_up:], warm_up)
             before = perf_counter()
@@ -103,5 +101,5 @@ class Runner:
 
 
 def open_runner(settings: dict[str, Any]) -> Runner:
-    """The folder at `model` on the CPU."""
+    """The model folder `model` on the CPU."""
     return Runner(settings)

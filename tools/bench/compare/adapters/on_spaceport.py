@@ -15,7 +15,7 @@ PACKAGES = ("spaceport", "onnxruntime", "numpy")
 
 
 class Runner:
-    """An open bundle; a second runtime with capacity for several requests is opened when they are asked for."""
+    """An open bundle; a second runtime for concurrent requests is opened when first needed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -73,7 +73,7 @@ class Runner:
 
 
 def open_runner(settings: dict[str, Any]) -> Runner:
-    """The bundle at `model` on the CPU."""
+    """The bundle `model` on the CPU."""
     return Runner(settings)
 
 

@@ -1,4 +1,4 @@
-"""Transformers: the model's own forward with a `DynamicCache`; several requests as one batch of `generate`."""
+"""Transformers: the model's forward with a `DynamicCache`; concurrent requests as one batch of `generate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGES = ("transformers", "torch", "numpy")
 
 
 class Runner:
-    """A checkpoint in torch, open, with scaled dot product attention."""
+    """An open checkpoint in PyTorch, with scaled dot product attention."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import torch
@@ -68,5 +68,5 @@ class Runner:
 
 
 def open_runner(settings: dict[str, Any]) -> Runner:
-    """The checkpoint at `model` on the CPU in float32."""
+    """The checkpoint `model` on the CPU in float32."""
     return Runner(settings)

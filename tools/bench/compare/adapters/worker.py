@@ -1,8 +1,8 @@
-"""Worker: one runtime in a process of its own, which measures what its parent asks for in JSON lines.
+"""Worker: a process that runs one runtime and answers the calls of its parent, as JSON lines.
 
-The interpreter of the runtime's environment runs it as `python worker.py ADAPTER.py`: it imports the standard library only.
-A request is `{"ask": NAME, ...}` on stdin. An answer on stdout is `{"result": {...}}`, or `{"absent": REASON}` where the
-runtime's API has no such call. An error ends the process with a traceback on stderr: the parent starts another one.
+The Python interpreter of the runtime's environment runs `worker.py ADAPTER.py`, so this file imports the standard library
+only. A call is `{"call": NAME, ...}` on stdin. The answer on stdout is `{"result": {...}}`, or `{"unsupported": REASON}` if
+the runtime's API has no such call. An error ends the process with a traceback on stderr, and the parent starts a new one.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from typing import Any, Protocol
 
 
 class Runner(Protocol):
-    """An open model of one runtime. Times are in seconds; NotImplementedError says why something cannot be measured."""
+    """An open model of one runtime. Times are in seconds; NotImplementedError marks an unsupported call."""
 
     def decode(self, prompt: list[int], tokens: int) -> list[float]:
-        """Time of each decode step behind the first, without drafts, of exactly `tokens` tokens."""
+        """Time of each decode step after the first, for exactly `tokens` tokens without drafts."""
         ...
 
     def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
-        """Time of a step that feeds these tokens behind the cached prompt and computes the logits of each."""
+        """Times of `repeats` steps that feed these rows after the cached prompt and compute the logits of each."""
         ...
 
     def prefill(self, prompt: list[int]) -> float:
-        """Time until the first token behind a prompt is known."""
+        """Time to the first token of a prompt."""
         ...
 
     def requests(self, prompts: list[list[int]], tokens: int) -> tuple[int, float]:
-        """Number of tokens generated for all prompts at once, and the time it took."""
+        """Number of tokens generated for all prompts concurrently, and the time."""
         ...
 
 
 class Adapter(Protocol):
-    """What each script of this folder defines."""
+    """The interface of each adapter module in this folder."""
 
-    LIBRARIES: Sequence[str]  # modules to import before the model is opened
+    LIBRARIES: Sequence[str]  # modules to import before opening the model
     PACKAGES: Sequence[str]  # packages whose versions are reported
 
     def open_runner(self, settings: dict[str, Any]) -> Runner: ...
 
 
 def adapter_at(path: str) -> Any:
-    """The adapter in a file."""
+    """The adapter module in a file."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path}: expected a Python file")
@@ -59,7 +59,7 @@ def adapter_at(path: str) -> Any:
 
 
 def opened(adapter: Adapter, settings: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
-    """The open model, with the time that imports and opening took and the versions of its packages."""
+    """The open model, with the times of imports and opening and the package versions."""
     started = perf_counter()
     for name in adapter.LIBRARIES:
         importlib.import_module(name)
@@ -71,7 +71,7 @@ def opened(adapter: Adapter, settings: dict[str, Any]) -> tuple[Runner, dict[str
 
 
 def measured(runner: Runner, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """One measurement, with the time and the CPU time of the whole call."""
+    """The result of one call, with its wall time and CPU time."""
     calls: dict[str, Callable[..., Any]] = {
         "decode": runner.decode,
         "rows": runner.rows,
@@ -79,33 +79,33 @@ def measured(runner: Runner, name: str, arguments: dict[str, Any]) -> dict[str, 
         "requests": runner.requests,
     }
     if name not in calls:
-        raise SystemExit(f"asked for {name!r}: expected open or one of {', '.join(calls)}")
+        raise SystemExit(f"call {name!r}: expected open or one of {', '.join(calls)}")
     before, computed = perf_counter(), process_time()
     value = calls[name](**arguments)
     return {"value": value, "seconds": perf_counter() - before, "cpu_seconds": process_time() - computed}
 
 
 def serve(adapter: Adapter, lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Answer each request until there are no more."""
+    """Answer calls until the input ends."""
     runner: Runner | None = None
     for line in lines:
         request = json.loads(line)
-        name = request.pop("ask")
+        name = request.pop("call")
         try:
             if name == "open":
                 runner, result = opened(adapter, request)
             elif runner is None:
-                raise SystemExit(f"asked for {name!r} before open")
+                raise SystemExit(f"call {name!r} before open: expected open first")
             else:
                 result = measured(runner, name, request)
         except NotImplementedError as reason:
-            answer({"absent": str(reason)})
+            answer({"unsupported": str(reason)})
             continue
         answer({"result": result})
 
 
 def main(path: str) -> None:
-    """Serve the adapter in a file over stdin and stdout; what libraries print goes to stderr."""
+    """Serve the adapter in a file over stdin and stdout; output of libraries goes to stderr."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

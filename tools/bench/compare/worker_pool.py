@@ -1,0 +1,195 @@
+"""Worker pool: the worker processes of a comparison, which measure one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from spaceport.tools.bench.compare.metrics import Metric, Workload, arguments, value_of
+from spaceport.tools.bench.compare.subjects import Skipped, Subject
+from spaceport.tools.bench.compare.worker_process import UnsupportedCall, Worker, WorkerFailed, busy_seconds, start
+
+OnProgress = Callable[[str], None]
+_TRIES = 3  # attempts at a measurement that other workers disturb
+_TICK = 0.011  # seconds; the resolution of CPU times in /proc
+_SHARE = 0.01  # CPU time that other workers may use, relative to the duration of a measurement
+_WARM_UP = -1  # number of the round that is not recorded
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measurement of one subject."""
+
+    value: float  # in the unit of its metric
+    cores: float  # CPU time of the worker per second
+    other_cores: float  # CPU time of all other processes per second
+
+
+@dataclass
+class Record:
+    """All measurements of one subject."""
+
+    subject: Subject
+    opened: dict[str, Any]  # versions, import_seconds, open_seconds
+    resident_bytes_open: int  # resident memory after opening the model
+    resident_bytes_decode: int = 0  # resident memory after the decode steps of the warm-up
+    measurements: dict[str, dict[int, Measurement]] = field(default_factory=dict)  # by metric and round
+    skipped: dict[str, str] = field(default_factory=dict)  # metric -> why it is not measured
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a comparison is run."""
+
+    workload: Workload
+    metrics: tuple[Metric, ...]
+    rounds: int
+    threads: int
+    logs: Path
+    timeout: float = 600.0  # seconds to wait for an answer
+    idle_limit: float = 10.0  # seconds to wait until a worker is idle after a measurement
+
+
+class WorkerPool:
+    """The running workers of a comparison and their records."""
+
+    def __init__(self, options: RunOptions, on_progress: OnProgress) -> None:
+        self.options, self.on_progress = options, on_progress
+        self.workers: dict[str, Worker] = {}
+        self.records: dict[str, Record] = {}
+        self.skipped: list[Skipped] = []
+        self.repeated = 0  # measurements repeated because another worker was computing
+
+    def add(self, subject: Subject) -> None:
+        """Start a subject's worker and open its model; a subject that fails is skipped."""
+        try:
+            worker = self._open(subject)
+        except WorkerFailed as failure:
+            self.skipped.append(Skipped(subject.name, str(failure)))
+            return
+        self.records[subject.name] = Record(subject, worker.opened, worker.resident_bytes())
+
+    def run_round(self, round_: int) -> None:
+        """Take every metric of every subject once; the order of the subjects rotates from round to round."""
+        records = list(self.records.values())
+        for metric in self.options.metrics:
+            for index in range(len(records)):
+                record = records[(index + round_) % len(records)]
+                if metric.name not in record.skipped:
+                    self._take(record, metric, round_)
+
+    def _take(self, record: Record, metric: Metric, round_: int) -> None:
+        name = record.subject.name
+        try:
+            worker = self.workers.get(name) or self._open(record.subject)
+            measurement = self._measure(worker, metric, round_)
+        except WorkerFailed as failure:
+            record.skipped[metric.name] = str(failure)
+            self.on_progress(f"{name}, {metric.name}: {failure}")
+            self._remove(name)
+            return
+        if isinstance(measurement, UnsupportedCall):
+            record.skipped[metric.name] = measurement.reason
+            return
+        if round_ > _WARM_UP:
+            record.measurements.setdefault(metric.name, {})[round_] = measurement
+        elif metric.call == "decode":
+            record.resident_bytes_decode = worker.resident_bytes()
+
+    def _measure(self, worker: Worker, metric: Metric, round_: int) -> Measurement | UnsupportedCall:
+        call_arguments = arguments(metric, self.options.workload, round_)
+        for _ in range(_TRIES):
+            others = {name: other.cpu_seconds() for name, other in self.workers.items() if other is not worker}
+            started, own, machine = perf_counter(), worker.cpu_seconds(), busy_seconds()
+            answer = worker.call(metric.call, call_arguments)
+            if isinstance(answer, UnsupportedCall):
+                return answer
+            worker.wait_until_idle(self.options.idle_limit)
+            busy = self._busy(others, answer["seconds"])
+            if not busy:
+                spent = worker.cpu_seconds() - own
+                other_cores = max(0.0, busy_seconds() - machine - spent) / (perf_counter() - started)
+                return Measurement(
+                    value_of(metric, answer["value"]), answer["cpu_seconds"] / answer["seconds"], other_cores
+                )
+            self.repeated += 1
+            for name in busy:
+                self._wait_until_idle(name)
+        raise WorkerFailed(f"another worker was computing in {_TRIES} attempts at a measurement: expected idle workers")
+
+    def _busy(self, before: Mapping[str, float], seconds: float) -> list[str]:
+        """The other workers that used CPU time since these CPU times were read."""
+        allowed = max(_TICK, _SHARE * seconds)
+        return [name for name, spent in before.items() if self.workers[name].cpu_seconds() - spent > allowed]
+
+    def _wait_until_idle(self, name: str) -> None:
+        """Wait until a worker is idle; one that stays busy is ended, and all its metrics are skipped."""
+        try:
+            self.workers[name].wait_until_idle(self.options.idle_limit)
+        except WorkerFailed as failure:
+            self.on_progress(f"{name}: {failure}")
+            self.records[name].skipped |= {metric.name: str(failure) for metric in self.options.metrics}
+            self._remove(name)
+
+    def _open(self, subject: Subject) -> Worker:
+        worker = start(subject, self.options.threads, self.options.logs, self.options.timeout)
+        read_files(subject.model)
+        settings = {
+            "model": str(subject.model),
+            "threads": self.options.threads,
+            "length": self.options.workload.length,
+        }
+        try:
+            answer = worker.call("open", {**settings, **subject.options})
+            if isinstance(answer, UnsupportedCall):
+                raise WorkerFailed(answer.reason)
+            worker.opened = answer
+            worker.wait_until_idle(self.options.idle_limit)
+        except WorkerFailed:
+            worker.close()
+            raise
+        self.workers[subject.name] = worker
+        return worker
+
+    def _remove(self, name: str) -> None:
+        if worker := self.workers.pop(name, None):
+            worker.close()
+
+    def close(self) -> None:
+        """End all workers."""
+        for name in list(self.workers):
+            self._remove(name)
+
+
+@contextmanager
+def worker_pool(options: RunOptions, on_progress: OnProgress) -> Iterator[WorkerPool]:
+    """An empty pool, whose workers end when the block ends."""
+    pool = WorkerPool(options, on_progress)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def measure_all(options: RunOptions, subjects: Sequence[Subject], on_progress: OnProgress) -> WorkerPool:
+    """A pool with the records of all subjects, after a warm-up and all rounds; its workers have ended."""
+    with worker_pool(options, on_progress) as pool:
+        for subject in subjects:
+            on_progress(f"open {subject.name}")
+            pool.add(subject)
+        for round_ in range(_WARM_UP, options.rounds):
+            on_progress("warm up" if round_ == _WARM_UP else f"round {round_ + 1} of {options.rounds}")
+            pool.run_round(round_)
+        return pool
+
+
+def read_files(path: Path) -> None:
+    """Read the files of a model once, so that it is opened from the page cache."""
+    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
+        with file.open("rb") as opened:
+            while opened.read(1 << 24):
+                pass

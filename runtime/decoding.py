@@ -9,7 +9,7 @@ from types import NoneType
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ExactDrafts
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.decode.draft import Drafting, Shape
+from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 
@@ -114,7 +114,7 @@ class Decoding:
             raise OptionFault(
                 "fork is True with a grammar: a constrained completion cannot fork: leave one of them out"
             )
-        self.drafting(0)
+        self.draft_config(0)
 
     def _stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -139,12 +139,12 @@ class Decoding:
         """Maximum threads that decode at the same time, with a bundle whose drafts are exact in this shape."""
         return self.max_threads or (MAX_THREADS if exact == "tree" else 1)
 
-    def drafting(self, most: int, exact: ExactDrafts = "tree") -> Drafting:
+    def draft_config(self, most: int, exact: ExactDrafts = "tree") -> DraftConfig:
         """Draft limits with a bundle that has `most` mask slots and drafts that are exact in this shape."""
         slots = most if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
-        rows = self.draft_rows or Drafting.rows
-        siblings = self.draft_siblings or (Drafting.siblings if exact == "tree" else 1)
-        return Drafting(slots, self.draft, rows, siblings, lookup)
+        rows = self.draft_rows or DraftConfig.rows
+        siblings = self.draft_siblings or (DraftConfig.siblings if exact == "tree" else 1)
+        return DraftConfig(slots, self.draft, rows, siblings, lookup)

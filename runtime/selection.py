@@ -51,7 +51,7 @@ class SelectedRows:
                 for score, token in zip(line[:count], line[count:], strict=True)
                 if math.isfinite(score - total) and token not in banned
             ]
-            found.append([(token, odds) for token, odds in ranked if odds >= least][:most])
+            found.append([(token, probability) for token, probability in ranked if probability >= least][:most])
         return found
 
 

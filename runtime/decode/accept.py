@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.selector import NotANumber, TokenSelector
 
@@ -18,7 +18,7 @@ class Verdict(NamedTuple):
 
     kept: tuple[int, ...]  # rows of the part whose slots the thread holds from now on
     tokens: tuple[int, ...]  # the accepted candidates, then the network's own next token
-    guesses: tuple[Guess, ...]  # what the mask slots say comes after those
+    candidates: tuple[Candidates, ...]  # what the mask slots say comes after those
 
     @property
     def accepted(self) -> int:
@@ -47,11 +47,11 @@ def accept(part: Part, logits: NDArray[np.float32], selector: TokenSelector, mos
         node = follower
         kept.append(row)
         tokens.append(following)
-    guesses: tuple[Guess, ...] = ()
+    candidates: tuple[Candidates, ...] = ()
     if group := layout.groups[node]:
         lines = logits[group[0] - first : group[-1] + 1 - first]
-        guesses = selector.guesses(lines, thread, len(thread.tokens) + len(tokens), most)
-    return Verdict(tuple(kept), tuple(tokens), guesses)
+        candidates = selector.candidates(lines, thread, len(thread.tokens) + len(tokens), most)
+    return Verdict(tuple(kept), tuple(tokens), candidates)
 
 
 def _child(part: Part, node: int, token: int) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
 
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 
 _FIRST, _LATER = 0.7, 0.85  # of mask slots before anything is known: the first, and each behind one that was right
 _NEW = 0.1  # least weight of a step in an average
@@ -67,52 +67,57 @@ class Acceptance:
             return self.trust(depth - 1) if depth else 1.0
         return min(_MOST_TRUST, max(_LEAST_TRUST, self.kept[depth] / self.promised[depth]))
 
-    def looked_up(self, equal: int, copied: int, count: int) -> list[float]:
+    def lookup_probabilities(self, equal: int, copied: int, count: int) -> list[float]:
         """The probability of each looked-up token behind right ones; `equal` and `copied` as for `learn_lookup`."""
         return [self.lookup[_kind(equal + depth, copied + depth)] for depth in range(count)]
 
-    def learn_lookup(self, looked_up: Sequence[int], written: Sequence[int], equal: int, copied: int) -> int:
+    def learn_lookup(self, lookup_tokens: Sequence[int], written: Sequence[int], equal: int, copied: int) -> int:
         """Learn from the written tokens of a step; the number of looked-up tokens that were right.
 
         `equal` is how many tokens before them were the same in both places, `copied` how many of these had been looked up
         and were right.
         """
-        right = _common(looked_up, written)
-        for depth in range(min(right + 1, len(looked_up), len(written))):
+        right = _common(lookup_tokens, written)
+        for depth in range(min(right + 1, len(lookup_tokens), len(written))):
             kind = _kind(equal + depth, copied + depth)
             self.lookup[kind] += self._weight(_LOOKUP_SEEN + kind) * ((depth < right) - self.lookup[kind])
         return right
 
     def learn_masks(
-        self, guesses: Sequence[Guess], written: Sequence[int], looked_up: int, copying: bool, steps: int = 1
+        self,
+        candidates: Sequence[Candidates],
+        written: Sequence[int],
+        lookup_tokens: int,
+        copying: bool,
+        steps: int = 1,
     ) -> None:
         """Learn from the written tokens of a step; `looked_up` is how many of them prompt lookup had as well.
 
         `steps` counts the step and those before it from which nothing was learned.
         """
-        best = [guess.tokens[0] for guess in takewhile(lambda guess: guess.tokens, guesses)]
+        best = [candidate.tokens[0] for candidate in takewhile(lambda candidate: candidate.tokens, candidates)]
         right = _common(best, written)
-        self._learn_reach(right - looked_up, len(guesses), min(len(guesses), len(written)), copying, steps)
+        self._learn_reach(right - lookup_tokens, len(candidates), min(len(candidates), len(written)), copying, steps)
         if best:
             weight = self._weight(_TRUST_SEEN)
             for depth in range(min(right + 1, len(best), len(written))):
                 if depth == len(self.kept):
                     self.promised.append(_FIRST)
                     self.kept.append(_FIRST * self.trust(depth))
-                self.promised[depth] += weight * (guesses[depth].odds[0] - self.promised[depth])
+                self.promised[depth] += weight * (candidates[depth].probabilities[0] - self.promised[depth])
                 self.kept[depth] += weight * ((depth < right) - self.kept[depth])
 
-    def _learn_reach(self, added: int, guesses: int, known: int, copying: bool, steps: int) -> None:
+    def _learn_reach(self, added: int, candidates: int, known: int, copying: bool, steps: int) -> None:
         """The fate of the first `known` of the `guesses` is known; the others were wrong unless all of these were right."""
         masks = self.masks[copying]
-        known = known if added >= known else guesses
+        known = known if added >= known else candidates
         weight = self._weight(_MASKS_SEEN + copying) if known else 0.0
         for depth in range(max(known, len(masks))):
             if depth == len(masks):
                 masks.append(_first(depth))
             if depth < known:
                 masks[depth] += weight * ((depth < added) - masks[depth])
-            elif depth >= guesses:
+            elif depth >= candidates:
                 masks[depth] += min(1.0, self.retry * steps) * (_first(depth) - masks[depth])
         if known:
             self.retry = _RETRY if added > 0 else max(_LEAST_RETRY, self.retry * 0.9)

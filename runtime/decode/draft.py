@@ -13,15 +13,15 @@ Source = Literal["mask", "lookup", "both"]  # who proposed a candidate
 
 
 @dataclass(frozen=True)
-class Guess:
+class Candidates:
     """What a mask slot says comes at one place: its likeliest tokens, best first, and how likely each of them is."""
 
     tokens: tuple[int, ...]
-    odds: tuple[float, ...]
+    probabilities: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftConfig:
     """How the threads of a request draft; it changes how long a text takes and never what it is."""
 
     mask_slots: int = 0  # most mask slots behind a node
@@ -38,7 +38,7 @@ class Drafting:
             raise OptionFault(f"draft shape is {self.shape!r}: expected chain or tree")
 
     @property
-    def guesses(self) -> int:
+    def candidates(self) -> int:
         """How many tokens of each mask slot are of use."""
         return 1 if self.shape == "chain" else self.siblings
 
@@ -51,7 +51,7 @@ class Draft:
     parents: tuple[int, ...] = ()  # node before each candidate
     masks: tuple[int, ...] = (0,)  # mask slots behind each node
     sources: tuple[Source, ...] = ()  # of each candidate
-    odds: tuple[float, ...] = ()  # that each candidate is accepted, as far as it was thought about
+    probabilities: tuple[float, ...] = ()  # that each candidate is accepted, as far as it was thought about
     worth: tuple[float, ...] = ()  # tokens that 1, 2, ... rows are worth, the best rows first; empty: that is not known
     order: tuple[int, ...] = ()  # of the rows behind the first: the node of a mask slot, or -1 for a candidate
 
@@ -73,7 +73,7 @@ class Draft:
             self.parents[:kept],
             tuple(masks[: kept + 1]),
             self.sources[:kept],
-            self.odds[:kept],
+            self.probabilities[:kept],
             self.worth[:rows],
             self.order[: rows - 1],
         )
@@ -83,16 +83,16 @@ PLAIN = Draft()
 _MASK: Source = "mask"
 
 
-def chain(candidates: Sequence[int], mask_slots: int, room: int, rows: int | None = None) -> Draft:
+def chain(candidates: Sequence[int], mask_slots: int, remaining: int, rows: int | None = None) -> Draft:
     """SPACE's draft: one line of candidates, and the same number of mask slots behind every node.
 
     `room` is how many tokens the text may still grow by: what could only be written beyond it is not drafted. `rows` is
     how many rows there may be, that of the last known token among them.
     """
-    tokens = tuple(candidates[: max(0, room - 1)])
+    tokens = tuple(candidates[: max(0, remaining - 1)])
     if rows is not None:
         tokens = tokens[: rows - 1]
         mask_slots = min(mask_slots, rows // (len(tokens) + 1) - 1)
     parents = tuple(range(len(tokens)))
-    masks = tuple(max(0, min(mask_slots, room - 2 - depth)) for depth in range(len(tokens) + 1))
+    masks = tuple(max(0, min(mask_slots, remaining - 2 - depth)) for depth in range(len(tokens) + 1))
     return Draft(tokens, parents, masks, (_MASK,) * len(tokens))

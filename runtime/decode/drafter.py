@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import is_copying
 from spaceport.runtime.decode.budget import DraftBudget, PlanningPause
-from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, chain
+from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, chain
 from spaceport.runtime.decode.long_run import LongRun
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, Wish
@@ -43,12 +43,12 @@ class Drafter(Protocol):
 class ChainDrafter:
     """SPACE's draft: one chain of candidates, and the same number of mask slots behind each."""
 
-    def __init__(self, drafting: Drafting) -> None:
-        self._mask_slots = drafting.mask_slots
+    def __init__(self, draft_config: DraftConfig) -> None:
+        self._mask_slots = draft_config.mask_slots
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         rows = min(rows, (self._mask_slots + 1) ** 2)
-        return chain([guess.tokens[0] for guess in thread.guesses], self._mask_slots, remaining, rows)
+        return chain([candidate.tokens[0] for candidate in thread.candidates], self._mask_slots, remaining, rows)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
         """A chain has one shape, whatever was accepted."""
@@ -57,8 +57,8 @@ class ChainDrafter:
 class PlainDrafter:
     """No drafts."""
 
-    def __init__(self, drafting: Drafting, planner: DraftPlanner) -> None:
-        self._rows, self._planner = drafting.rows, planner
+    def __init__(self, draft_config: DraftConfig, planner: DraftPlanner) -> None:
+        self._rows, self._planner = draft_config.rows, planner
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         if sharing.call is not None and sharing.fills_up:  # the drafts of other requests make its steps longer
@@ -72,9 +72,9 @@ class PlainDrafter:
 class TreeDrafter:
     """The tree of mask-slot predictions and prompt lookup that writes the most tokens in the same time."""
 
-    def __init__(self, drafting: Drafting, planner: DraftPlanner, kind: Hashable) -> None:
-        self._drafting, self._planner, self._kind = drafting, planner, kind
-        self._resting = replace(drafting, mask_slots=0)
+    def __init__(self, draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable) -> None:
+        self._draft_config, self._planner, self._kind = draft_config, planner, kind
+        self._resting = replace(draft_config, mask_slots=0)
         self._shared = planner.acceptance(kind)
         self._acceptance = self._shared.copy()
         self._budget = DraftBudget()
@@ -90,37 +90,37 @@ class TreeDrafter:
         self._long_runs: dict[tuple[int, int, bool], tuple[LongRun, list[float], Curve]] = {}
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
-        curve = self._planner.curve(self._drafting.rows, sharing)
-        looked_up: Sequence[int] = ()
+        curve = self._planner.curve(self._draft_config.rows, sharing)
+        lookup_tokens: Sequence[int] = ()
         equal, copied = 0, 0
         if thread.lookup is not None:
-            looked_up, equal = thread.lookup.following(thread.tokens, self._drafting.lookup)
+            lookup_tokens, equal = thread.lookup.following(thread.tokens, self._draft_config.lookup)
             copied = self._copied.get(thread.path, 0)
-        paused = self._pauses(looked_up, equal, sharing)
-        planned = _Planned(curve, sharing, looked_up, equal, copied, paused)
+        paused = self._pauses(lookup_tokens, equal, sharing)
+        planned = _Planned(curve, sharing, lookup_tokens, equal, copied, paused)
         self._planned[thread.path] = planned
         if sharing.requests == sharing.threads == 1 and self._planner.costs.take_plain_step():
             return PLAIN
-        drafting = self._drafting if self._budget.allows_masks else self._resting
-        if paused or not (thread.guesses or looked_up or drafting.mask_slots):
+        draft_config = self._draft_config if self._budget.allows_masks else self._resting
+        if paused or not (thread.candidates or lookup_tokens or draft_config.mask_slots):
             self._wish(curve, sharing, PLAIN, self._tokens / self._time)
             return PLAIN
-        return self._plan(thread, drafting, remaining, rows, planned)
+        return self._plan(thread, draft_config, remaining, rows, planned)
 
-    def _plan(self, thread: Thread, drafting: Drafting, remaining: int, rows: int, planned: _Planned) -> Draft:
+    def _plan(self, thread: Thread, draft_config: DraftConfig, remaining: int, rows: int, planned: _Planned) -> Draft:
         """The draft that is worth the most."""
-        curve, sharing, looked_up, equal, copied, _ = planned
+        curve, sharing, lookup_tokens, equal, copied, _ = planned
         acceptance = self._acceptance
         long_run = self._long_run(curve, sharing, is_copying(copied))
         outlook = Outlook(
             curve,
             max(long_run.rate, self._tokens / self._time),
             long_run.gains,
-            [acceptance.trust(depth) for depth in range(len(thread.guesses))],
-            acceptance.looked_up(equal, copied, len(looked_up)),
+            [acceptance.trust(depth) for depth in range(len(thread.candidates))],
+            acceptance.lookup_probabilities(equal, copied, len(lookup_tokens)),
         )
-        affordable = drafting.rows if sharing.fills_up else self._budget.rows(curve.times)
-        draft = tree(thread.guesses, looked_up, drafting, remaining, min(rows, affordable), outlook)
+        affordable = draft_config.rows if sharing.fills_up else self._budget.rows(curve.times)
+        draft = tree(thread.candidates, lookup_tokens, draft_config, remaining, min(rows, affordable), outlook)
         self._wish(curve, sharing, draft, outlook.rate)
         self._least = outlook.rate * (curve.times[min(1, len(curve.times) - 1)] - 1)
         self._skipped = self._pause.skipped
@@ -144,20 +144,22 @@ class TreeDrafter:
         learning = (self._acceptance, self._shared) if self._steps % _SHARE_EVERY == 0 else (self._acceptance,)
         for acceptance in learning:
             if thread.lookup is not None:
-                right = acceptance.learn_lookup(planned.looked_up, written, planned.equal, copied)
-            acceptance.learn_masks(thread.guesses, written, right, is_copying(copied), 1 + self._skipped)
+                right = acceptance.learn_lookup(planned.lookup_tokens, written, planned.equal, copied)
+            acceptance.learn_masks(thread.candidates, written, right, is_copying(copied), 1 + self._skipped)
         if thread.lookup is not None:
-            whole = right == min(len(planned.looked_up), len(written))
+            whole = right == min(len(planned.lookup_tokens), len(written))
             self._copied[thread.path] = copied + right if whole and right else 0
         self._skipped = 0
 
-    def _pauses(self, looked_up: Sequence[int], equal: int, sharing: Sharing) -> bool:
+    def _pauses(self, lookup_tokens: Sequence[int], equal: int, sharing: Sharing) -> bool:
         """Whether this step goes without a plan: the last plans were empty, and no probable token was looked up."""
         if not self._pause.remaining or sharing.threads > 1:
             return False
-        if looked_up:
-            (odds,) = self._acceptance.looked_up(equal, 0, 1)
-            if odds > self._least * (1 - odds):  # of a long chain, all further tokens as probable as the first
+        if lookup_tokens:
+            (probability,) = self._acceptance.lookup_probabilities(equal, 0, 1)
+            if probability > self._least * (
+                1 - probability
+            ):  # of a long chain, all further tokens as probable as the first
                 return False
         self._pause.skip()
         return True
@@ -168,7 +170,7 @@ class TreeDrafter:
 
     def _long_run(self, curve: Curve, sharing: Sharing, copying: bool) -> LongRun:
         """The long run of threads that share a step in this way, improved from time to time."""
-        mask_slots = self._drafting.mask_slots
+        mask_slots = self._draft_config.mask_slots
         key = (sharing.threads, sharing.requests, copying)
         shared_key = (self._kind, mask_slots, *key)
         reach = self._acceptance.reach(mask_slots, copying)
@@ -195,7 +197,7 @@ class _Planned(NamedTuple):
 
     curve: Curve
     sharing: Sharing
-    looked_up: Sequence[int]
+    lookup_tokens: Sequence[int]
     equal: int  # tokens before the looked-up ones that are the same in both places
     copied: int  # looked-up tokens in a row that were right
     paused: bool = False  # there was no plan
@@ -208,8 +210,8 @@ class _Planned(NamedTuple):
         return self.curve.times[min(len(self.curve.times), rows) - 1]
 
 
-def drafter_for(drafting: Drafting, planner: DraftPlanner, kind: Hashable = None) -> Drafter:
+def drafter_for(draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable = None) -> Drafter:
     """The drafter of one request; requests of one kind share what they learn."""
-    if not drafting.mask_slots and not drafting.lookup:
-        return PlainDrafter(drafting, planner)
-    return ChainDrafter(drafting) if drafting.shape == "chain" else TreeDrafter(drafting, planner, kind)
+    if not draft_config.mask_slots and not draft_config.lookup:
+        return PlainDrafter(draft_config, planner)
+    return ChainDrafter(draft_config) if draft_config.shape == "chain" else TreeDrafter(draft_config, planner, kind)

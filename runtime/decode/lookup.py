@@ -27,12 +27,12 @@ class Lookup:
         The text may only have grown since it was last asked about.
         """
         end = len(tokens)
-        for place in range(max(1, self._known), end):
-            for words in range(_SHORTEST, min(_LONGEST, place) + 1):
-                self._places[tuple(tokens[place - words : place])] = place
+        for position in range(max(1, self._known), end):
+            for words in range(_SHORTEST, min(_LONGEST, position) + 1):
+                self._places[tuple(tokens[position - words : position])] = position
         self._known = max(self._known, end)
         for words in range(min(_LONGEST, end), _SHORTEST - 1, -1):
-            place = self._places.get(tuple(tokens[end - words :]), end)
-            if place < end:
-                return tokens[place : place + most], words
+            position = self._places.get(tuple(tokens[end - words :]), end)
+            if position < end:
+                return tokens[position : position + most], words
         return (), 0

@@ -13,7 +13,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import Draft, Drafting
+from spaceport.runtime.decode.draft import Draft, DraftConfig
 from spaceport.runtime.decode.drafter import Drafter, drafter_for
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.plan import Part, Plan, plan_thread
@@ -33,7 +33,7 @@ class RequestConfig:
     selector: TokenSelector
     max_length: int  # tokens of a thread, the prompt and everything before its forks included
     max_total: int  # new tokens of all threads together; 0: the request ends when its prompt is in the KV cache
-    drafting: Drafting = field(default_factory=Drafting)
+    draft_config: DraftConfig = field(default_factory=DraftConfig)
     planner: DraftPlanner = field(default_factory=lambda: DraftPlanner(fixed_costs(CPU_COSTS.row)))
     kind: Hashable = None  # requests of one kind share what they learn about acceptance
     max_rows: int | None = None  # rows of a step that the engine takes; None: any number
@@ -89,7 +89,7 @@ class Request:
         listener: Listener | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        root = new_thread(prompt, capacity, lookup=config.drafting.lookup > 0)
+        root = new_thread(prompt, capacity, lookup=config.draft_config.lookup > 0)
         self.config = config
         self.slots = Slots(capacity, lowering)
         self.threads = [root]  # all that there were
@@ -102,7 +102,7 @@ class Request:
             config.echo is not None or any(getattr(observer, "needs_logits", True) for observer in observers)
         )
         self._listener = listener or NullListener()
-        self._drafter = drafter or drafter_for(config.drafting, config.planner, config.kind)
+        self._drafter = drafter or drafter_for(config.draft_config, config.planner, config.kind)
         self._written = 0  # tokens, of all threads
         self._prefilled = False
 
@@ -207,21 +207,21 @@ class Request:
         """Add tokens one by one, as plain decoding would, so that the text ends where it would; the number added."""
         thread, config = part.thread, self.config
         self._drafter.learn(part, verdict)  # before the guesses that the draft was made of are replaced
-        thread.guesses = verdict.guesses
+        thread.candidates = verdict.candidates
         before = self._written
-        for place, token in enumerate(verdict.tokens):
+        for index, token in enumerate(verdict.tokens):
             if thread.ending is not None or self.added >= config.max_total:
                 break
             if token in config.end:
                 self._end(thread, "end")
                 break
-            accepted = place < verdict.accepted
+            accepted = index < verdict.accepted
             thread.tokens.append(token)
             thread.drafted.append(accepted)
             self._written += 1
             stops = self._listener.on_token(thread, token, accepted)
             if token == config.tokens.fork and not stops and self.added < config.max_total:
-                self._fork(thread, own[part.layout.known + place + 1 :])
+                self._fork(thread, own[part.layout.known + index + 1 :])
             if stops:
                 self._end(thread, "stop")
             elif len(thread.tokens) >= config.max_length:

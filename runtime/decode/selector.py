@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.threads import Thread
 
 
@@ -25,13 +25,15 @@ class TokenSelector(Protocol):
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         """The token after a thread's tokens and those `ahead` of them, which this step has chosen already."""
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
         """Up to `most` candidates for each row of logits; the first row is for index `place` of the thread."""
 
 
-def not_a_number(place: int) -> NotANumber:
+def not_a_number(position: int) -> NotANumber:
     """The error for logits that hold NaN."""
     return NotANumber(
-        f"the logits for the token at place {place} hold NaN: `spaceport check` on the bundle tells whether the "
+        f"the logits for the token at position {position} hold NaN: `spaceport check` on the bundle shows whether the "
         "export or the engine is at fault; a float16 model that overflows needs --dtype float32 at its export"
     )

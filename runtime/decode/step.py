@@ -154,7 +154,7 @@ def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
     # selected rows only come to selectors that take them, and are cut into parts like logits
     logits = split(planned, cast(NDArray[np.float32], ran.logits[index - ran.first]))
     verdicts = [
-        accept(part, own, config.selector, config.drafting.guesses)
+        accept(part, own, config.selector, config.draft_config.candidates)
         for part, own in zip(planned.parts, logits, strict=True)
     ]
     held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds

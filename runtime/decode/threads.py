@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.lookup import Lookup
 
 # What ended a thread: its end token, a stop string, its own limit; or, the whole request's: the limit on all its
@@ -28,7 +28,7 @@ class Thread:
     fed: int = 0  # how many of the tokens are in the KV buffer
     fork: int | None = None  # place of the [Fork] that it hangs from; nothing: it is a spine
     forks: int = 0  # how many threads hang from it
-    guesses: tuple[Guess, ...] = ()  # what the mask slots said comes next
+    candidates: tuple[Candidates, ...] = ()  # what the mask slots said comes next
     ending: Ending | None = None
     drafted: list[bool] = field(default_factory=list)  # for each own token: was it an accepted candidate
     lookup: Lookup | None = None  # where the words of its text stood before

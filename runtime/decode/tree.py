@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
-from spaceport.runtime.decode.draft import Draft, Drafting, Guess, Source
+from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Source
 
 _MOST = 0.97  # no prediction is so sure that nothing needs to be ready for its failure
 
@@ -41,14 +41,19 @@ class Outlook:
 
 
 def tree(
-    guesses: Sequence[Guess], looked_up: Sequence[int], drafting: Drafting, room: int, rows: int, outlook: Outlook
+    candidates: Sequence[Candidates],
+    lookup_tokens: Sequence[int],
+    draft_config: DraftConfig,
+    remaining: int,
+    rows: int,
+    outlook: Outlook,
 ) -> Draft:
     """The rows that are worth more than their time, in the best number of rows.
 
     A candidate is worth the probability that it is accepted. A mask slot is worth a draft token in the next step, if the
     node that it stands behind is the last one that is accepted. `rows` is the maximum, the last known token's included.
     """
-    growth = _Growth(guesses, looked_up, drafting, room, outlook)
+    growth = _Growth(candidates, lookup_tokens, draft_config, remaining, outlook)
     best = growth.grow(min(rows, len(outlook.curve.times)))
     return growth.draft().cut(best)
 
@@ -57,17 +62,22 @@ class _Growth:
     """A tree that grows row by row; the heap holds what could come next: a candidate or a mask slot."""
 
     def __init__(
-        self, guesses: Sequence[Guess], looked_up: Sequence[int], drafting: Drafting, room: int, outlook: Outlook
+        self,
+        candidates: Sequence[Candidates],
+        lookup_tokens: Sequence[int],
+        draft_config: DraftConfig,
+        remaining: int,
+        outlook: Outlook,
     ) -> None:
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._masks: list[int] = [0]
         self._sources: list[Source] = []
-        self._odds: list[float] = []
+        self._probabilities: list[float] = []
         self._order: list[int] = []  # of the rows: the node of a mask slot, or -1 for a candidate
         self._worth = [1.0]
-        self._guesses, self._looked_up, self._outlook = guesses, looked_up, outlook
-        self._mask_slots, self._siblings, self._room = drafting.mask_slots, drafting.siblings, room
+        self._candidates, self._looked_up, self._outlook = candidates, lookup_tokens, outlook
+        self._mask_slots, self._siblings, self._remaining = draft_config.mask_slots, draft_config.siblings, remaining
         self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
         self._followers = [0]  # candidates behind each node
         self._heap: list[tuple[float, int, Source | None, int, int, int, float]] = []
@@ -79,13 +89,13 @@ class _Growth:
         times, slopes, rate = self._outlook.curve.times, self._outlook.curve.slopes, self._outlook.rate
         count, worth = 1, 1.0
         best_count, best = 1, worth - rate * times[0]
-        self._behind(0, 0, 1.0, guessed=True)
+        self._behind(0, 0, 1.0, with_mask=True)
         self._offer("lookup", 0, 0, 0, 1.0)
         while count < rows and self._heap:
-            promise, _, source, node, depth, rank, odds = heappop(self._heap)
+            promise, _, source, node, depth, rank, probability = heappop(self._heap)
             if -promise < rate * slopes[count - 1]:
                 break
-            if not self._take(source, node, depth, rank, odds, -promise):
+            if not self._take(source, node, depth, rank, probability, -promise):
                 continue
             count += 1
             worth -= promise
@@ -100,25 +110,27 @@ class _Growth:
             tuple(self._parents),
             tuple(self._masks),
             tuple(self._sources),
-            tuple(self._odds),
+            tuple(self._probabilities),
             tuple(self._worth),
             tuple(self._order),
         )
 
-    def _take(self, source: Source | None, node: int, depth: int, rank: int, odds: float, promise: float) -> bool:
+    def _take(
+        self, source: Source | None, node: int, depth: int, rank: int, probability: float, promise: float
+    ) -> bool:
         """Whether what was offered takes a row."""
         if source is None:
             self._order.append(node)
             self._masks[node] += 1
-            self._offer_mask(node, depth, odds)
+            self._offer_mask(node, depth, probability)
             return True
         if source == "mask":
-            self._offer(source, node, depth, rank + 1, odds)
+            self._offer(source, node, depth, rank + 1, probability)
         return self._add(source, node, depth, rank, promise)
 
-    def _add(self, source: Source, parent: int, depth: int, rank: int, odds: float) -> bool:
+    def _add(self, source: Source, parent: int, depth: int, rank: int, probability: float) -> bool:
         """A candidate behind a node: one row, unless the other source has proposed it already or there are enough."""
-        token = self._guesses[depth].tokens[rank] if source == "mask" else self._looked_up[depth]
+        token = self._candidates[depth].tokens[rank] if source == "mask" else self._looked_up[depth]
         node = self._nodes.get((parent, token))
         fresh = node is None
         if node is None:
@@ -132,54 +144,58 @@ class _Growth:
             self._parents.append(parent)
             self._masks.append(0)
             self._sources.append(source)
-            self._odds.append(odds)
+            self._probabilities.append(probability)
         else:
             self._sources[node - 1] = "both"
         if source == "lookup":
-            self._offer(source, node, depth + 1, 0, odds)
+            self._offer(source, node, depth + 1, 0, probability)
             if fresh:
-                self._offer_mask(node, depth + 1, odds * (1 - self._lookup_odds(depth + 1)))
+                self._offer_mask(node, depth + 1, probability * (1 - self._lookup_probability(depth + 1)))
         else:
-            self._behind(node, depth + 1, odds, guessed=fresh)
+            self._behind(node, depth + 1, probability, with_mask=fresh)
         return fresh
 
-    def _behind(self, node: int, depth: int, odds: float, guessed: bool) -> None:
+    def _behind(self, node: int, depth: int, probability: float, with_mask: bool) -> None:
         """Offer what may follow a node that is reached with these odds."""
-        last = odds
-        if depth < len(self._guesses) and self._guesses[depth].tokens:
-            self._offer("mask", node, depth, 0, odds)
-            last *= 1 - self._mask_odds(depth, 0)
+        last = probability
+        if depth < len(self._candidates) and self._candidates[depth].tokens:
+            self._offer("mask", node, depth, 0, probability)
+            last *= 1 - self._mask_probability(depth, 0)
         if node == 0 and self._looked_up:
-            last *= 1 - self._lookup_odds(0)
-        if guessed:
+            last *= 1 - self._lookup_probability(0)
+        if with_mask:
             self._offer_mask(node, depth, last)
 
-    def _offer(self, source: Source, node: int, depth: int, rank: int, odds: float) -> None:
+    def _offer(self, source: Source, node: int, depth: int, rank: int, probability: float) -> None:
         """Offer the candidate of this rank behind a node that is reached with these odds."""
-        if depth + 1 >= self._room:
+        if depth + 1 >= self._remaining:
             return
         if source == "lookup":
             if depth < len(self._looked_up):
-                self._push(odds * self._lookup_odds(depth), source, node, depth, rank, odds)
-        elif rank < min(self._siblings, len(self._guesses[depth].tokens)):
-            self._push(odds * self._mask_odds(depth, rank), source, node, depth, rank, odds)
+                self._push(probability * self._lookup_probability(depth), source, node, depth, rank, probability)
+        elif rank < min(self._siblings, len(self._candidates[depth].tokens)):
+            self._push(probability * self._mask_probability(depth, rank), source, node, depth, rank, probability)
 
-    def _lookup_odds(self, depth: int) -> float:
+    def _lookup_probability(self, depth: int) -> float:
         """Of a looked-up token, behind one that was accepted."""
         return min(_MOST, self._outlook.lookup[depth]) if depth < len(self._looked_up) else 0.0
 
-    def _mask_odds(self, depth: int, rank: int) -> float:
+    def _mask_probability(self, depth: int, rank: int) -> float:
         """Of a mask slot's token, behind one that was accepted."""
         trust = self._outlook.trust
-        return min(_MOST, self._guesses[depth].odds[rank]) * (trust[min(depth, len(trust) - 1)] if trust else 1.0)
+        return min(_MOST, self._candidates[depth].probabilities[rank]) * (
+            trust[min(depth, len(trust) - 1)] if trust else 1.0
+        )
 
-    def _offer_mask(self, node: int, depth: int, odds: float) -> None:
+    def _offer_mask(self, node: int, depth: int, probability: float) -> None:
         """Offer one mask slot more behind a node that is the last accepted one with these odds."""
         index = self._masks[node]
-        if index < min(self._mask_slots, self._room - 2 - depth):
-            self._push(odds * self._outlook.gains[index], None, node, depth, 0, odds)
+        if index < min(self._mask_slots, self._remaining - 2 - depth):
+            self._push(probability * self._outlook.gains[index], None, node, depth, 0, probability)
 
-    def _push(self, promise: float, source: Source | None, node: int, depth: int, rank: int, odds: float) -> None:
+    def _push(
+        self, promise: float, source: Source | None, node: int, depth: int, rank: int, probability: float
+    ) -> None:
         if promise > self._least:
             self._offered += 1  # of equals the first comes first
-            heappush(self._heap, (-promise, self._offered, source, node, depth, rank, odds))
+            heappush(self._heap, (-promise, self._offered, source, node, depth, rank, probability))

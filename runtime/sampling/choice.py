@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import not_a_number
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.selection import SelectedRows
@@ -40,7 +40,7 @@ class Bans:
             return self._no_fork
         return self.never
 
-    def among_guesses(self, thread: Thread) -> frozenset[int]:
+    def among_candidates(self, thread: Thread) -> frozenset[int]:
         """What no mask slot of a thread needs to propose, whatever stands before it."""
         return self._no_fork if self.fork is not None and len(thread.path) >= self.depth else self.never
 
@@ -67,22 +67,22 @@ class Greedy:
             token = int(without(logits, banned).argmax())
         return token
 
-    def guesses(
-        self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, place: int, most: int
-    ) -> tuple[Guess, ...]:
-        banned = self.bans.among_guesses(thread)
+    def candidates(
+        self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        banned = self.bans.among_candidates(thread)
         if isinstance(logits, SelectedRows):
             if most > 1:
-                return tuple([_guess(ranked) for ranked in logits.probable(most, _LEAST_PROBABILITY, banned)])
+                return tuple([_candidates(ranked) for ranked in logits.probable(most, _LEAST_PROBABILITY, banned)])
             if (known := logits.best(banned)) is not None:
-                return tuple([Guess((token,), (1.0,)) for token in known])
-            return self.guesses(logits.logits, thread, place, most)
+                return tuple([Candidates((token,), (1.0,)) for token in known])
+            return self.candidates(logits.logits, thread, position, most)
         if most > 1:
             return likeliest(logits, most, banned)
         best = logits.argmax(axis=-1).tolist()
         if not banned.isdisjoint(best):
             best = without(logits, banned).argmax(axis=-1).tolist()
-        return tuple(Guess((token,), (1.0,)) for token in best)
+        return tuple(Candidates((token,), (1.0,)) for token in best)
 
 
 def greedy(banned: Collection[int] = ()) -> Greedy:
@@ -97,7 +97,7 @@ def without(logits: NDArray[np.float32], banned: Collection[int]) -> NDArray[np.
     return allowed
 
 
-def likeliest(scores: NDArray[np.float32], most: int, banned: Collection[int] = ()) -> tuple[Guess, ...]:
+def likeliest(scores: NDArray[np.float32], most: int, banned: Collection[int] = ()) -> tuple[Candidates, ...]:
     """The best tokens of each line of scores, and about how likely a softmax over the line makes them.
 
     All but a few tokens of a line are too unlikely to be looked at; what they weigh together is taken from a sample. A
@@ -107,7 +107,7 @@ def likeliest(scores: NDArray[np.float32], most: int, banned: Collection[int] = 
         return tuple([_likeliest(line, most, banned) for line in scores])
 
 
-def _likeliest(line: NDArray[np.float32], most: int, banned: Collection[int]) -> Guess:
+def _likeliest(line: NDArray[np.float32], most: int, banned: Collection[int]) -> Candidates:
     highest = line[line.argmax()]
     sampled = line[::_SAMPLE] - highest
     likely = sampled > _LEAST
@@ -123,12 +123,12 @@ def _likeliest(line: NDArray[np.float32], most: int, banned: Collection[int]) ->
     return _best(tokens.tolist(), found, total, most, banned)
 
 
-def _guess(ranked: list[tuple[int, float]]) -> Guess:
-    return Guess(tuple([token for token, _ in ranked]), tuple([odds for _, odds in ranked]))
+def _candidates(ranked: list[tuple[int, float]]) -> Candidates:
+    return Candidates(tuple([token for token, _ in ranked]), tuple([probabilities for _, probabilities in ranked]))
 
 
-def _best(tokens: list[int], weights: list[float], total: float, most: int, banned: Collection[int]) -> Guess:
+def _best(tokens: list[int], weights: list[float], total: float, most: int, banned: Collection[int]) -> Candidates:
     """The guess that the likely tokens of a line make, by what they and all others weigh."""
     order = sorted(range(len(tokens)), key=weights.__getitem__, reverse=True)  # of equals the lowest id comes first
-    allowed = [place for place in order[: most + len(banned)] if tokens[place] not in banned][:most]
-    return Guess(tuple([tokens[place] for place in allowed]), tuple([weights[place] / total for place in allowed]))
+    allowed = [index for index in order[: most + len(banned)] if tokens[index] not in banned][:most]
+    return Candidates(tuple([tokens[index] for index in allowed]), tuple([weights[index] / total for index in allowed]))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.vocabulary import Matcher, Vocabulary
@@ -149,22 +149,24 @@ class Constrained:
             state.chosen = len(state.tokens)
         return token
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
         """The candidates of mask slots; behind the token that was chosen last, only those that the grammar allows."""
-        found: list[Guess] = []
+        found: list[Candidates] = []
         state = self.states.get(thread.path)
-        if state is not None and thread.start + state.chosen == place:
+        if state is not None and thread.start + state.chosen == position:
             text = state.tokens[: state.chosen]
             while len(found) < len(logits) and state.reach(text, state.chosen) and (allowed := state.allowed()).any():
                 scores = self._scores(logits[len(found)], allowed)
-                found += self.inner.guesses(scores[None], thread, place + len(found), most)
+                found += self.inner.candidates(scores[None], thread, position + len(found), most)
                 if not found[-1].tokens or self.vocabulary.ends[found[-1].tokens[0]]:
                     break
                 text.append(found[-1].tokens[0])
             if state.matcher.is_error():
                 del self.states[thread.path]
         if len(found) < len(logits):
-            found += self.inner.guesses(logits[len(found) :], thread, place + len(found), most)
+            found += self.inner.candidates(logits[len(found) :], thread, position + len(found), most)
         return tuple(found)
 
     def _scores(self, logits: NDArray[np.float32], allowed: NDArray[np.bool_]) -> NDArray[np.float32]:

@@ -16,9 +16,9 @@ _LESS_ONE = 1 - 2.0**-53  # leaves that fraction and half a step: never 0, never
 _BLOCK = 16384  # tokens at a time, so that their arrays stay in the cache
 
 
-def noise_key(seed: int, path: tuple[int, ...], place: int) -> int:
+def noise_key(seed: int, path: tuple[int, ...], position: int) -> int:
     """What the noise of one place of one thread is made from."""
-    packed = struct.pack(f"<{len(path) + 3}Q", seed, len(path), *path, place)
+    packed = struct.pack(f"<{len(path) + 3}Q", seed, len(path), *path, position)
     return int.from_bytes(hashlib.blake2b(packed).digest()[:8], "little")
 
 

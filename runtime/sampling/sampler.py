@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import TokenSelector, not_a_number
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.choice import Bans, Greedy
@@ -155,34 +155,36 @@ class Sampled:
     _counts: dict[tuple[int, ...], _Counts] = field(default_factory=dict, repr=False)  # of the live threads
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        place = len(thread.tokens) + len(ahead)
+        position = len(thread.tokens) + len(ahead)
         if np.isnan(logits.max()):
-            raise not_a_number(place)
+            raise not_a_number(position)
         scores = self._scores(logits, self.bans.at(thread, ahead), thread, ahead)
         if scores.max() == -np.inf:
             raise OptionFault(
-                f"each token is banned or impossible at place {place}: expected one at least that may be written; ban less"
+                f"all tokens are banned or impossible at position {position}: expected at least one allowed token: ban fewer"
             )
         sampling = self.sampling
         if sampling.temperature == 0:
             return int(scores.argmax())
         tokens, noised = survivors(self._tempered(scores), sampling.top_k, sampling.top_p, sampling.min_p)
-        noised = noised + gumbels(noise_key(self.seed, thread.path, place), tokens)
+        noised = noised + gumbels(noise_key(self.seed, thread.path, position), tokens)
         return int(tokens[noised.argmax()])
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
         """What the mask slots would write, drawn with the noise of the places: then the network likely draws the same."""
-        banned = self.bans.among_guesses(thread)
+        banned = self.bans.among_candidates(thread)
         found = []
-        for at, line in enumerate(logits, place):
+        for at, line in enumerate(logits, position):
             scores = self._scores(line, banned, thread, ())
             if np.isfinite(scores.max()):
-                found.append(self._guess(scores, thread.path, at, most))
+                found.append(self._candidates(scores, thread.path, at, most))
             else:  # a draft must not end a text that goes on without it
-                found.append(Guess((int(scores.argmax()),), (0.0,)))
+                found.append(Candidates((int(scores.argmax()),), (0.0,)))
         return tuple(found)
 
-    def _guess(self, scores: NDArray[np.float64], path: tuple[int, ...], place: int, most: int) -> Guess:
+    def _candidates(self, scores: NDArray[np.float64], path: tuple[int, ...], position: int, most: int) -> Candidates:
         """The tokens that pass the filters, best first; how likely the network draws them says a softmax over all.
 
         How far a mask slot is off depends neither on the filters nor on the temperature, so the softmax is over logits
@@ -200,14 +202,14 @@ class Sampled:
         (tokens,) = np.nonzero(scores >= _FAINT)
         drawn = scores[tokens]
         if temperature > 0:
-            drawn += gumbels(noise_key(self.seed, path, place), tokens)
+            drawn += gumbels(noise_key(self.seed, path, position), tokens)
             drawn *= temperature
         weights = np.exp(drawn - drawn.max())
-        odds = weights / weights.sum()
+        probabilities = weights / weights.sum()
         (allowed,) = np.nonzero(passing[tokens])
         order = allowed[best(drawn[allowed], most)]
-        order = order[: max(1, np.count_nonzero(odds[order] > _UNLIKELY))]
-        return Guess(tuple(tokens[order].tolist()), tuple(odds[order].tolist()))
+        order = order[: max(1, np.count_nonzero(probabilities[order] > _UNLIKELY))]
+        return Candidates(tuple(tokens[order].tolist()), tuple(probabilities[order].tolist()))
 
     def _scores(
         self, logits: NDArray[np.float32], banned: frozenset[int], thread: Thread, ahead: Sequence[int]

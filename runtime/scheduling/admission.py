@@ -59,8 +59,8 @@ class Admission:
         manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
-        drafting = decoding.drafting(manifest.max_mask_slots, manifest.exact_drafts)
-        self._check_mask_slots(drafting.mask_slots)
+        draft_config = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts)
+        self._check_mask_slots(draft_config.mask_slots)
         decoding.sampling.check(manifest.signature.vocab_size)
         sampling = seeded(decoding.sampling)
         logprobs = self._logprobs(decoding.logprobs)
@@ -69,7 +69,7 @@ class Admission:
             selector=self._selector(decoding, sampling, fork, len(ids)),
             max_length=max_length,
             max_total=self._max_total(ids, decoding.max_total_tokens),
-            drafting=drafting,
+            draft_config=draft_config,
             planner=self.planner,
             kind=(round(sampling.temperature, 1), decoding.grammar is not None),
             max_rows=self.engine.rows,

@@ -109,10 +109,10 @@ def test_all_that_such_a_bundle_promises_is_lossless_without_noise(bundle: Path)
 def test_its_drafts_are_one_line_unless_trees_are_asked_for(bundle: Path) -> None:
     exact = open_bundle(bundle).manifest.exact_drafts
     assert exact == "chain"
-    assert (Decoding().drafting(5, exact=exact).siblings, Decoding().threads(exact)) == (1, 1)
+    assert (Decoding().draft_config(5, exact=exact).siblings, Decoding().threads(exact)) == (1, 1)
     wide = Decoding(draft_siblings=3, max_threads=2)
-    assert (wide.drafting(5, exact=exact).siblings, wide.threads(exact)) == (3, 2)
-    assert (Decoding().drafting(5).siblings, Decoding().threads()) == (3, 16)
+    assert (wide.draft_config(5, exact=exact).siblings, wide.threads(exact)) == (3, 2)
+    assert (Decoding().draft_config(5).siblings, Decoding().threads()) == (3, 16)
     with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
         (text, *_) = PROMPTS.values()
         drafted = runtime.generate(text, Decoding(max_tokens=48, trace=True))

@@ -160,14 +160,14 @@ def test_drafted_text_is_plain_text_with_small_weights(
 
 def hold_drafts_to_plain_text(runtime: Runtime) -> None:
     prompts = ["def scan(text):", *json.loads((TINY / "prompts.json").read_text("utf-8")).values()]
-    for drafting in (
+    for draft_config in (
         Decoding(mask_slots=5, max_tokens=64),
         Decoding(mask_slots=2, draft="chain", max_tokens=64),
     ):
         saved = 0
         for prompt in prompts:
             plain = runtime.generate(prompt, Decoding(mask_slots=0, max_tokens=64))
-            drafted = runtime.generate(prompt, drafting)
+            drafted = runtime.generate(prompt, draft_config)
             assert drafted.tokens == plain.tokens
             saved += plain.statistics.steps - drafted.statistics.steps
         assert saved > 64  # steps: else nothing was drafted that could have been wrong

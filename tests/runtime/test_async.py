@@ -209,17 +209,17 @@ def test_two_loops_and_an_os_thread_share_a_runtime() -> None:
 
         def loop(number: int) -> list[tuple[int, ...]]:
             async def several() -> list[Completion]:
-                return await asyncio.gather(*(runtime.agenerate([number, place], PLAIN) for place in range(5)))
+                return await asyncio.gather(*(runtime.agenerate([number, position], PLAIN) for position in range(5)))
 
             return [one.tokens for one in within_a_minute(several())]
 
         def thread(number: int) -> list[tuple[int, ...]]:
-            return [runtime.generate([number, place], PLAIN).tokens for place in range(5)]
+            return [runtime.generate([number, position], PLAIN).tokens for position in range(5)]
 
         with ThreadPoolExecutor(3) as pool:
             texts = [pool.submit(way, number) for number, way in enumerate((loop, loop, thread))]
             for number, text in enumerate(texts):
-                assert text.result(60) == [tuple(ENDLESS.write([number, place], 62)) for place in range(5)]
+                assert text.result(60) == [tuple(ENDLESS.write([number, position], 62)) for position in range(5)]
 
 
 def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> None:

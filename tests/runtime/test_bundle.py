@@ -125,18 +125,18 @@ def test_a_linked_file_is_refused(bundle: Path, name: str) -> None:
     open_bundle(bundle)  # the only link left
 
 
-@pytest.mark.parametrize("place", ["weights.bin", "engines/weights.bin"])
-def test_a_linked_file_that_no_manifest_lists_is_refused_as_well(bundle: Path, place: str) -> None:
+@pytest.mark.parametrize("name", ["weights.bin", "engines/weights.bin"])
+def test_a_linked_file_that_no_manifest_lists_is_refused_as_well(bundle: Path, name: str) -> None:
     add_engine(bundle)
     outside = bundle.parent / "outside"
     outside.write_bytes(b"secret")
-    (bundle / place).hardlink_to(outside)
-    refused(bundle, f"{place}: has 2 hard links")
-    (bundle / place).unlink()
-    (bundle / place).symlink_to(outside)
-    refused(bundle, f"{place}: not a regular file")
-    (bundle / place).unlink()
-    (bundle / place).write_bytes(b"one of its own")
+    (bundle / name).hardlink_to(outside)
+    refused(bundle, f"{name}: has 2 hard links")
+    (bundle / name).unlink()
+    (bundle / name).symlink_to(outside)
+    refused(bundle, f"{name}: not a regular file")
+    (bundle / name).unlink()
+    (bundle / name).write_bytes(b"one of its own")
     open_bundle(bundle)
 
 

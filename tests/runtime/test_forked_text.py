@@ -69,7 +69,9 @@ def test_a_text_is_a_tree_of_threads_that_are_read_where_they_fork(runtime: Runt
         ((1,), "end"),
         ((2,), "end"),
     ]
-    assert [thread.fork for thread in children] == [place for place, token in enumerate(spine.tokens) if token == fork]
+    assert [thread.fork for thread in children] == [
+        position for position, token in enumerate(spine.tokens) if token == fork
+    ]
     assert spine.fork is None
     assert [child.text.strip().split(",")[0] for child in children] == ["It is optional"] * 3
     read, rest = "", spine.text

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
-from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.step import PREFILL_ROWS
@@ -32,8 +32,8 @@ from support.table_engine import Table
 UNFORKED = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, 0)
 LIKELY = 5  # tokens that the table writes
 
-DRAFTINGS = st.builds(
-    Drafting,
+DRAFT_CONFIGS = st.builds(
+    DraftConfig,
     mask_slots=st.integers(0, 5),
     shape=st.sampled_from(("chain", "tree")),
     rows=st.integers(1, 30),
@@ -96,7 +96,7 @@ def run(engine: HashEngine, request: Request, chunk: int = PREFILL_ROWS) -> Requ
     prompt=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     max_tokens=st.integers(1, 16),
     sampling=SAMPLINGS,
-    drafting=DRAFTINGS,
+    draft_config=DRAFT_CONFIGS,
     chunk=st.integers(1, 10),
     max_threads=st.integers(1, 3),
     max_depth=st.integers(0, 2),
@@ -107,7 +107,7 @@ def test_a_seed_writes_the_same_with_any_drafts_or_none(
     prompt: list[int],
     max_tokens: int,
     sampling: Sampling,
-    drafting: Drafting,
+    draft_config: DraftConfig,
     chunk: int,
     max_threads: int,
     max_depth: int,
@@ -119,7 +119,7 @@ def test_a_seed_writes_the_same_with_any_drafts_or_none(
     engine = HashEngine(language, most + STEP_ROWS + 1, 1, lowering)
     # the same selector: what it counted for other threads on the same paths does not matter
     request = request_for(
-        engine, prompt, max_tokens, drafting, MASKS[:1], max_threads, max_depth, 10**6, selector=choose
+        engine, prompt, max_tokens, draft_config, MASKS[:1], max_threads, max_depth, 10**6, selector=choose
     )
     assert {thread.path: thread.written for thread in run(engine, request, chunk).threads} == expected
 
@@ -128,16 +128,18 @@ def test_a_seed_writes_the_same_with_any_drafts_or_none(
 class Resampled(Sampled):
     """The wrong rule: where the candidate is not the token that was drawn, another token is drawn."""
 
-    candidates: dict[int, int] = field(default_factory=dict)
+    proposed: dict[int, int] = field(default_factory=dict)
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         token = super().token(logits, thread, ahead)
-        candidate = self.candidates.get(len(thread.tokens) + len(ahead), token)
+        candidate = self.proposed.get(len(thread.tokens) + len(ahead), token)
         return token if token == candidate else again(self).token(logits, thread, ahead)
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        found = again(again(self)).guesses(logits, thread, place, most)
-        self.candidates |= {place + depth: guess.tokens[0] for depth, guess in enumerate(found)}
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        found = again(again(self)).candidates(logits, thread, position, most)
+        self.proposed |= {position + depth: candidate.tokens[0] for depth, candidate in enumerate(found)}
         return found
 
 
@@ -145,8 +147,10 @@ class Resampled(Sampled):
 class Uncoupled(Sampled):
     """Mask slots whose tokens are drawn with other noise than the network's."""
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        return again(self).guesses(logits, thread, place, most)
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        return again(self).candidates(logits, thread, position, most)
 
 
 def again(choose: Sampled) -> Sampled:
@@ -161,7 +165,7 @@ def texts(kind: type[Sampled], table: Table, sampling: Sampling, count: int) -> 
     bans = replace(UNFORKED, never=UNFORKED.never | frozenset(sampling.banned))
     for seed in range(count):
         selector = kind(sampling, seed, bans, 1)
-        request = request_for(engine, [0], 12, Drafting(2, "chain"), selector=selector)
+        request = request_for(engine, [0], 12, DraftConfig(2, "chain"), selector=selector)
         found.append(run(engine, request).threads[0].tokens)
         steps += request.statistics.steps
     return found, sum(len(text) - 1 for text in found) / steps

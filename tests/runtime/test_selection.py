@@ -82,7 +82,7 @@ def test_greedy_tokens_are_those_of_the_logits(
     rows = rows_of(packed, logits)
     for index in range(4):
         assert told(selector, rows, index) == told(selector, logits[0], index)
-    plain, selected = (selector.guesses(found, thread(), 3, 1) for found in (logits[0, 1:], rows[1:]))
+    plain, selected = (selector.candidates(found, thread(), 3, 1) for found in (logits[0, 1:], rows[1:]))
     assert selected == plain
 
 
@@ -110,9 +110,11 @@ def test_candidates_have_their_probability(session: Callable[[int], ort.Inferenc
     logits = np.zeros((1, 1, 300), np.float32)
     logits[0, 0, [9, 4, 6]] = 12, 10, 8
     exact = np.exp(logits[0, 0].astype(np.float64)) / np.exp(logits[0, 0].astype(np.float64)).sum()
-    (guess,) = greedy([4]).guesses(rows_of(session(300).run(None, {"logits": logits})[0], logits), thread(), 3, 3)
-    assert guess.tokens == (9, 6)
-    assert guess.odds == pytest.approx([exact[9], exact[6]], rel=1e-5)
+    (candidate,) = greedy([4]).candidates(
+        rows_of(session(300).run(None, {"logits": logits})[0], logits), thread(), 3, 3
+    )
+    assert candidate.tokens == (9, 6)
+    assert candidate.probabilities == pytest.approx([exact[9], exact[6]], rel=1e-5)
 
 
 def test_rows_that_only_fill_up_a_call_are_left_out() -> None:

@@ -135,11 +135,13 @@ def test_pieces_make_up_the_text_and_tell_which_tokens_were_drafted(runtime: Run
     assert not any(piece.drafted for piece in runtime.stream(DECODER, Decoding(max_tokens=20, mask_slots=0)))
 
 
-@pytest.mark.parametrize("drafting", [{}, {"draft": "chain"}, {"draft_rows": 4}, {"draft_siblings": 1}, {"lookup": 8}])
-def test_no_way_of_drafting_changes_a_text(runtime: Runtime, drafting: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "draft_config", [{}, {"draft": "chain"}, {"draft_rows": 4}, {"draft_siblings": 1}, {"lookup": 8}]
+)
+def test_no_way_of_drafting_changes_a_text(runtime: Runtime, draft_config: dict[str, Any]) -> None:
     for prompt in PROMPTS.values():
         plain = runtime.generate(prompt, Decoding(max_tokens=60, mask_slots=0))
-        drafted = runtime.generate(prompt, Decoding(max_tokens=60, **drafting))
+        drafted = runtime.generate(prompt, Decoding(max_tokens=60, **draft_config))
         assert (drafted.text, drafted.tokens, drafted.ending) == (plain.text, plain.tokens, plain.ending)
 
 

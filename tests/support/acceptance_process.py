@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.drafter import TreeDrafter
 from spaceport.runtime.decode.plan import Part, plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing
@@ -34,14 +34,14 @@ class Spent:
 
 def decode(
     planner: DraftPlanner,
-    drafting: Drafting,
+    draft_config: DraftConfig,
     fate: Fate,
     length: int,
     kind: str = "",
     on_step: Callable[[int], None] | None = None,
 ) -> Spent:
     """Decode at least `length` tokens; drafts are chains, since each mask slot proposes one token."""
-    drafter = TreeDrafter(drafting, planner, kind)
+    drafter = TreeDrafter(draft_config, planner, kind)
     thread, spent = new_thread([1, 2, 3], 8), Spent()
     thread.fed = 2
     plain = planner.costs.seconds(1)
@@ -57,9 +57,9 @@ def decode(
     return spent
 
 
-def decode_together(planner: DraftPlanner, drafting: Drafting, fates: Sequence[Fate], steps: int) -> Spent:
+def decode_together(planner: DraftPlanner, draft_config: DraftConfig, fates: Sequence[Fate], steps: int) -> Spent:
     """Completions that share every call; the time is that of the calls, in plain steps."""
-    drafters = [TreeDrafter(drafting, planner, "") for _ in fates]
+    drafters = [TreeDrafter(draft_config, planner, "") for _ in fates]
     threads = [new_thread([1, 2, 3], 8) for _ in fates]
     spent, plain = Spent(), planner.costs.seconds(1, len(fates), 64)
     for thread in threads:
@@ -86,7 +86,7 @@ def _write(drafter: TreeDrafter, part: Part, fate: Fate) -> int:
     drafter.learn(part, verdict)
     thread.tokens += verdict.tokens
     thread.fed = len(thread.tokens) - 1
-    thread.guesses = verdict.guesses
+    thread.candidates = verdict.candidates
     return len(verdict.tokens)
 
 
@@ -103,13 +103,13 @@ def _verdict(part: Part, fate: Fate) -> Verdict:
             tokens.append(part.draft.tokens[index])
     tokens.append(_right(at + len(tokens)))
     following = at + len(tokens)
-    guesses = tuple(_guess(thread, following, depth, fate) for depth in range(len(layout.groups[node])))
-    return Verdict(tuple(kept), tuple(tokens), guesses)
+    candidates = tuple(_candidates(thread, following, depth, fate) for depth in range(len(layout.groups[node])))
+    return Verdict(tuple(kept), tuple(tokens), candidates)
 
 
-def _guess(thread: Thread, following: int, depth: int, fate: Fate) -> Guess:
+def _candidates(thread: Thread, following: int, depth: int, fate: Fate) -> Candidates:
     index = following + depth
-    return Guess((_right(index) if fate(index, depth) else 900,), (CLAIMED,))
+    return Candidates((_right(index) if fate(index, depth) else 900,), (CLAIMED,))
 
 
 def _right(index: int) -> int:

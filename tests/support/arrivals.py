@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
 from spaceport.runtime.decode.selector import TokenSelector
@@ -34,7 +34,7 @@ class Arrival:
     prompt: Sequence[int]
     at: int = 0  # round before which it is submitted
     max_tokens: int = 20
-    drafting: Drafting = field(default_factory=Drafting)
+    draft_config: DraftConfig = field(default_factory=DraftConfig)
     max_threads: int = 1
     max_depth: int = 0
     cancelled: int | None = None  # rounds after which it is cancelled
@@ -87,8 +87,10 @@ class RaisingChoice:
         self.fuse.touch()
         return self.inner.token(logits, thread, ahead)
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        return self.inner.guesses(logits, thread, place, most)
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        return self.inner.candidates(logits, thread, position, most)
 
 
 @dataclass
@@ -212,7 +214,7 @@ class Scene:
             self.engine,
             arrival.prompt,
             arrival.max_tokens,
-            arrival.drafting,
+            arrival.draft_config,
             max_threads=arrival.max_threads,
             max_depth=arrival.max_depth,
             total=self._total(self.alone[number]),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.costs import fixed_costs
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.events import Listener
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Observer, Request, RequestConfig
@@ -204,7 +204,7 @@ def request_for(
     engine: HashEngine,
     prompt: Sequence[int],
     max_tokens: int,
-    drafting: Drafting | int,
+    draft_config: DraftConfig | int,
     masks: tuple[int, ...] = MASKS[:1],
     max_threads: int = 1,
     max_depth: int = 0,
@@ -214,7 +214,7 @@ def request_for(
     observers: Sequence[Observer] = (),
 ) -> Request:
     """A request as the session creates it; a number of mask slots means chains of that length."""
-    drafting = drafting if isinstance(drafting, Drafting) else Drafting(drafting, "chain")
+    draft_config = draft_config if isinstance(draft_config, DraftConfig) else DraftConfig(draft_config, "chain")
     tokens = TokenIds(mask=masks, fork=FORK, child=CHILD, end=(END,))
     bans = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, max_depth)
     config = RequestConfig(
@@ -222,7 +222,7 @@ def request_for(
         selector=selector or Greedy(bans),
         max_length=len(prompt) + max_tokens,
         max_total=max_tokens if total is None else total,
-        drafting=drafting,
+        draft_config=draft_config,
         planner=DraftPlanner(
             fixed_costs(0.0)
         ),  # drafts as wide as their limits: a draft that is not fed shows no fault

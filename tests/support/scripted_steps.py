@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.events import NullListener
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.threads import Ending, Thread
@@ -46,8 +46,10 @@ class Scripted:
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         return self._at(thread, len(thread.tokens) + len(ahead))
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        return tuple(Guess((self._at(thread, place + slot),), (1.0,)) for slot in range(len(logits)))
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        return tuple(Candidates((self._at(thread, position + slot),), (1.0,)) for slot in range(len(logits)))
 
     def _at(self, thread: Thread, position: int) -> int:
         text = self.texts[thread.path]

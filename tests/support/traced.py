@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.events import Listener
 from spaceport.runtime.decode.request import Observer, Request
 from spaceport.runtime.text.transcript import Transcript
@@ -60,7 +60,7 @@ class Case:
     fork_every: int = 8
     max_tokens: int = 40
     total: int = 10**6
-    drafting: Drafting = field(default_factory=lambda: Drafting(3, "tree", 16, 2, 4))
+    draft_config: DraftConfig = field(default_factory=lambda: DraftConfig(3, "tree", 16, 2, 4))
     chunk: int = 512
     max_threads: int = 4
     max_depth: int = 2
@@ -75,8 +75,8 @@ CASES = st.builds(
     fork_every=st.sampled_from((4, 8, 10**9)),
     max_tokens=st.integers(1, 25),
     total=st.integers(1, 80) | st.just(10**6),
-    drafting=st.builds(
-        Drafting,
+    draft_config=st.builds(
+        DraftConfig,
         mask_slots=st.integers(0, 4),
         shape=st.sampled_from(("chain", "tree")),
         rows=st.integers(1, 24),
@@ -101,7 +101,7 @@ def request_of(
         engine,
         case.prompt,
         case.max_tokens,
-        case.drafting,
+        case.draft_config,
         max_threads=case.max_threads,
         max_depth=case.max_depth,
         total=case.total,

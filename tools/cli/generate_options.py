@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.decode.draft import Drafting, Shape
+from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.decoding import MAX_THREADS, Decoding
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
@@ -66,8 +66,8 @@ lengths = options(
 drafts = options(
     click.option("--mask-slots", type=int, metavar="K", help="Most tokens that mask slots draft for a thread in a step, 0 for none; by default the bundle's limit."),
     click.option("--draft", type=click.Choice(get_args(Shape)), help="Draft trees of likely tokens, which is the default, or one chain of the likeliest."),
-    click.option("--draft-rows", type=int, metavar="N", help=f"Most rows of a tree; {Drafting.rows} by default."),
-    click.option("--draft-siblings", type=int, metavar="N", help=f"Most tokens that a tree tries for one place; {Drafting.siblings} by default, one where a bundle's drafts are exact in one line only."),
+    click.option("--draft-rows", type=int, metavar="N", help=f"Most rows of a tree; {DraftConfig.rows} by default."),
+    click.option("--draft-siblings", type=int, metavar="N", help=f"Most tokens that a tree tries for one place; {DraftConfig.siblings} by default, one where a bundle's drafts are exact in one line only."),
     click.option("--lookup", type=int, metavar="N", help="Most tokens that trees draft because they followed the last words before; some by default, 0 for none."),
 )  # fmt: skip
 
@@ -159,8 +159,8 @@ def check_before(context: click.Context) -> None:
 
 def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
     """Raise for options that would do nothing with a bundle."""
-    drafting = decoding.drafting(manifest.max_mask_slots, exact=manifest.exact_drafts)
-    no_masks = drafting.mask_slots == 0
+    draft_config = decoding.draft_config(manifest.max_mask_slots, exact=manifest.exact_drafts)
+    no_masks = draft_config.mask_slots == 0
     without = "with --mask-slots 0" if manifest.max_mask_slots else "with a bundle without mask slots"
     forks = manifest.tokens.fork is not None
     refuse_unused(
@@ -173,7 +173,7 @@ def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -
                 "turn mask slots on" if manifest.max_mask_slots else "export the bundle with mask tokens",
             ),
             Unused(
-                no_masks and not drafting.lookup, ("draft", "draft_rows"), without, "turn mask slots or --lookup on"
+                no_masks and not draft_config.lookup, ("draft", "draft_rows"), without, "turn mask slots or --lookup on"
             ),
             Unused(
                 not forks,

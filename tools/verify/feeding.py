@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.request import Observer, Request, RequestConfig, VerifiedStep
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decode.threads import Thread
@@ -60,7 +60,7 @@ class KnownTokens:
     def token(self, logits: Logits, thread: Thread, ahead: Sequence[int]) -> int:
         return 0
 
-    def guesses(self, logits: Logits, thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
+    def candidates(self, logits: Logits, thread: Thread, position: int, most: int) -> tuple[Candidates, ...]:
         return ()
 
 
@@ -94,7 +94,7 @@ def known_request(
         selector=KnownTokens(),
         max_length=len(tokens) + (2 if stays else 0),
         max_total=2 if stays else 0,
-        drafting=Drafting(0, "chain"),
+        draft_config=DraftConfig(0, "chain"),
         echo=start - 1,
     )
     return Request(tokens, config, engine.capacity, engine.signature.lowering, observers=(observer,))

@@ -7,24 +7,26 @@ from collections.abc import Iterator
 import pytest
 
 from spaceport.runtime.decode.acceptance import Acceptance, is_copying
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 
 
-def guesses_of(*tokens: int, odds: float = 0.5) -> tuple[Guess, ...]:
+def guesses_of(*tokens: int, odds: float = 0.5) -> tuple[Candidates, ...]:
     """What mask slots predict, one token each."""
-    return tuple(Guess((token,), (odds,)) for token in tokens)
+    return tuple(Candidates((token,), (odds,)) for token in tokens)
 
 
-def learned(guesses: tuple[Guess, ...], written: tuple[int, ...], looked_up: int = 0, times: int = 300) -> Acceptance:
+def learned(
+    candidates: tuple[Candidates, ...], written: tuple[int, ...], lookup_tokens: int = 0, times: int = 300
+) -> Acceptance:
     """What is known after mask slots had the same fate over and over."""
     found = Acceptance()
     for _ in range(times):
-        found.learn_masks(guesses, written, looked_up, copying=False)
+        found.learn_masks(candidates, written, lookup_tokens, copying=False)
     return found
 
 
 @pytest.mark.parametrize(
-    ("written", "looked_up", "reach"),
+    ("written", "lookup_tokens", "reach"),
     [
         ((7, 8, 9, 1), 0, [1, 1, 1]),
         ((7, 8, 1), 0, [1, 1, 0]),
@@ -35,9 +37,9 @@ def learned(guesses: tuple[Guess, ...], written: tuple[int, ...], looked_up: int
     ],
 )
 def test_the_reach_is_how_many_tokens_mask_slots_add(
-    written: tuple[int, ...], looked_up: int, reach: list[float]
+    written: tuple[int, ...], lookup_tokens: int, reach: list[float]
 ) -> None:
-    found = learned(guesses_of(7, 8, 9), written, looked_up)
+    found = learned(guesses_of(7, 8, 9), written, lookup_tokens)
     assert found.reach(3, copying=False) == pytest.approx(reach, abs=1e-3)
 
 
@@ -49,11 +51,11 @@ def test_what_a_plain_step_does_not_show_stays_unknown() -> None:
 
 def test_a_mask_slot_that_predicts_nothing_ends_the_prediction() -> None:
     """Its tokens may all be banned or too unlikely, while the mask slot behind it is sure of one."""
-    guesses = (*guesses_of(7), Guess((), ()), *guesses_of(8, odds=0.9))
-    found = learned(guesses, (7, 8, 1))
+    candidates = (*guesses_of(7), Candidates((), ()), *guesses_of(8, odds=0.9))
+    found = learned(candidates, (7, 8, 1))
     assert found.reach(3, copying=False) == pytest.approx([1, 0, 0], abs=1e-3)
     assert (len(found.kept), len(found.promised)) == (1, 1)
-    nothing = learned(guesses[1:], (8, 1))
+    nothing = learned(candidates[1:], (8, 1))
     assert nothing.reach(2, copying=False) == pytest.approx([0, 0], abs=1e-3)
 
 
@@ -95,7 +97,7 @@ def test_mask_slots_that_fail_again_and_again_are_tried_less_and_less_often() ->
 )
 def test_each_looked_up_token_has_the_rate_of_its_match(equal: int, copied: int, kinds: list[int]) -> None:
     found = Acceptance()
-    assert found.looked_up(equal, copied, 4) == [found.lookup[kind] for kind in kinds]
+    assert found.lookup_probabilities(equal, copied, 4) == [found.lookup[kind] for kind in kinds]
 
 
 def test_prompt_lookup_is_learned_token_by_token_until_it_is_wrong() -> None:

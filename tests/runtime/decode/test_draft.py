@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.draft import Drafting, chain
+from spaceport.runtime.decode.draft import DraftConfig, chain
 
-WIDE = 99  # more room than anything needs
+WIDE = 99  # more tokens than anything needs
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_a_chain_keeps_to_its_rows_with_fewer_mask_slots_first(rows: int | None,
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 30), st.integers(1, 99))
-def test_no_chain_has_more_rows_than_it_may(count: int, mask_slots: int, room: int, rows: int) -> None:
-    draft = chain(range(count), mask_slots, room, rows)
+def test_no_chain_has_more_rows_than_it_may(count: int, mask_slots: int, remaining: int, rows: int) -> None:
+    draft = chain(range(count), mask_slots, remaining, rows)
     assert 1 + len(draft.tokens) + sum(draft.masks) <= rows
     assert draft.sources == ("mask",) * len(draft.tokens)
 
@@ -50,4 +50,4 @@ def test_no_chain_has_more_rows_than_it_may(count: int, mask_slots: int, room: i
 )
 def test_a_drafting_that_cannot_be_is_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(OptionFault, match=message):
-        Drafting(**options)  # type: ignore[arg-type]
+        DraftConfig(**options)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from spaceport.runtime.costs import CostTable, StepCosts
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.budget import CREDIT, SHARE
-from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting
+from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig
 from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
 from spaceport.runtime.decode.plan import plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing
@@ -75,13 +75,13 @@ def fates(draw: st.DrawFn) -> Fate:
 @given(TABLES, fates(), st.integers(1, 8), st.integers(30, 300))
 @settings(max_examples=60)
 def test_no_fate_of_drafts_costs_more_than_the_bound(table: CostTable, fate: Fate, slots: int, length: int) -> None:
-    told = decode(planner(table), Drafting(slots), fate, length)
+    told = decode(planner(table), DraftConfig(slots), fate, length)
     assert told.time <= (1 + SHARE) * told.tokens + CREDIT + 1e-9
 
 
 @pytest.mark.parametrize("table", [FLOAT32, INT8, INT4, FLAT, JUMPS])
 def test_drafts_that_are_never_right_stop(table: CostTable) -> None:
-    assert decode(planner(table), Drafting(5), lambda index, depth: False, 1000).speedup >= 0.97
+    assert decode(planner(table), DraftConfig(5), lambda index, depth: False, 1000).speedup >= 0.97
 
 
 @pytest.mark.parametrize(
@@ -89,25 +89,25 @@ def test_drafts_that_are_never_right_stop(table: CostTable) -> None:
     [(FLOAT32, 0.79, 1.75), (INT8, 0.79, 1.75), (INT4, 0.79, 1.0), (FLAT, 0.79, 3.0), (FLOAT32, 0.46, 1.15)],
 )
 def test_drafts_that_are_right_pay(table: CostTable, accepted: float, least: float) -> None:
-    told = decode(planner(table), Drafting(5, siblings=1), coin(accepted), 3000)
+    told = decode(planner(table), DraftConfig(5, siblings=1), coin(accepted), 3000)
     assert told.speedup >= least
 
 
 def test_what_one_request_learned_the_next_one_knows() -> None:
     """Where all drafts are right, the next text is written faster from its first tokens on."""
     shared = planner(FLOAT32)
-    first = decode(shared, Drafting(8), lambda index, depth: True, 30)
+    first = decode(shared, DraftConfig(8), lambda index, depth: True, 30)
     for _ in range(5):
-        decode(shared, Drafting(8), lambda index, depth: True, 200)
-    assert decode(shared, Drafting(8), lambda index, depth: True, 30).speedup > 1.1 * first.speedup
+        decode(shared, DraftConfig(8), lambda index, depth: True, 200)
+    assert decode(shared, DraftConfig(8), lambda index, depth: True, 30).speedup > 1.1 * first.speedup
 
 
 def test_kinds_of_requests_learn_apart() -> None:
     shared = planner(INT8)
     for _ in range(8):
-        decode(shared, Drafting(5), lambda index, depth: False, 60, "sampled")
-    again = decode(shared, Drafting(5), coin(0.9), 200, "greedy")
-    assert again.time == decode(planner(INT8), Drafting(5), coin(0.9), 200, "greedy").time
+        decode(shared, DraftConfig(5), lambda index, depth: False, 60, "sampled")
+    again = decode(shared, DraftConfig(5), coin(0.9), 200, "greedy")
+    assert again.time == decode(planner(INT8), DraftConfig(5), coin(0.9), 200, "greedy").time
 
 
 @pytest.mark.parametrize("accepted", [0.3, 0.5, 0.7])
@@ -126,7 +126,7 @@ def test_a_table_that_is_badly_wrong_is_put_right_by_the_steps_that_run(accepted
     speeds = []
     for _ in range(6):
         spent.clear()
-        told = decode(wrong, Drafting(5), lambda index, depth: draws.random() < accepted, 500, on_step=run)
+        told = decode(wrong, DraftConfig(5), lambda index, depth: draws.random() < accepted, 500, on_step=run)
         speeds.append(told.tokens * 0.02 / sum(spent))
     assert speeds[-1] >= 0.95
 
@@ -147,7 +147,7 @@ def plans_of(planner: DraftPlanner, fate: Fate, length: int, monkeypatch: pytest
         return tree(*given)
 
     monkeypatch.setattr("spaceport.runtime.decode.drafter.tree", counting)
-    decode(planner, Drafting(5, lookup=0), fate, length)
+    decode(planner, DraftConfig(5, lookup=0), fate, length)
     return plans
 
 
@@ -161,7 +161,7 @@ def test_short_steps_skip_planning_where_drafts_are_never_right(
 
 def test_planning_goes_on_where_drafts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many steps as tokens / 6, and hardly any without a plan."""
-    told = decode(small_model(5e-4), Drafting(5, lookup=0), lambda index, depth: True, 1000)
+    told = decode(small_model(5e-4), DraftConfig(5, lookup=0), lambda index, depth: True, 1000)
     assert plans_of(small_model(5e-4), lambda index, depth: True, 1000, monkeypatch) >= 0.95 * told.steps
 
 
@@ -169,7 +169,7 @@ class LookupText:
     """A text of one thread whose mask slots are never right, so that it drafts by prompt lookup; tokens are given."""
 
     def __init__(self, prompt: Sequence[int], planner: DraftPlanner) -> None:
-        self.drafter = TreeDrafter(Drafting(5, lookup=16), planner, "")
+        self.drafter = TreeDrafter(DraftConfig(5, lookup=16), planner, "")
         self.drafter._acceptance.masks = ([0.0] * 5, [0.0] * 5)
         self.drafter._acceptance.retry = 0.0
         self.thread = new_thread(prompt, 8, lookup=True)
@@ -219,7 +219,7 @@ def test_a_wrong_looked_up_token_ends_what_counts_as_copied(monkeypatch: pytest.
 @pytest.mark.parametrize(("left", "fed"), [(1.0, True), (0.2, False)])  # plain steps
 def test_mask_slots_are_fed_only_while_the_budget_allows_them(left: float, fed: bool) -> None:
     """Rows cost next to nothing here, so even little of the budget could pay for many."""
-    drafter = TreeDrafter(Drafting(5, lookup=0), planner(FLAT), "")
+    drafter = TreeDrafter(DraftConfig(5, lookup=0), planner(FLAT), "")
     drafter._budget.left = left
     draft = drafter.draft(new_thread([1, 2, 3], 8), 100, 64, Sharing(1, 64))
     assert (sum(draft.masks) > 0) == fed
@@ -235,14 +235,14 @@ def test_steps_without_a_plan_count_when_acceptance_is_learned(monkeypatch: pyte
 
     monkeypatch.setattr(Acceptance, "learn_masks", counting)
     monkeypatch.setattr("spaceport.runtime.decode.drafter._SHARE_EVERY", 10**9)  # the request's own alone
-    told = decode(small_model(5e-4), Drafting(5, lookup=0), lambda index, depth: False, 1000)
+    told = decode(small_model(5e-4), DraftConfig(5, lookup=0), lambda index, depth: False, 1000)
     assert max(counted) > 10
     assert told.steps - 20 <= sum(counted) <= told.steps
 
 
 def test_a_request_without_drafts_counts_when_others_choose_the_width_of_a_call() -> None:
     shared = SharedCall(2)
-    drafter = drafter_for(Drafting(0, lookup=0), planner(FLOAT32))
+    drafter = drafter_for(DraftConfig(0, lookup=0), planner(FLOAT32))
     thread = new_thread([1, 2, 3], 8)
     assert drafter.draft(thread, 100, 64, Sharing(1, 64, shared)) == PLAIN
     (wish,) = shared.wishes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.engine import EngineFault, Moves
 from support.arrivals import Arrival, Scene, Trap, steps_of
@@ -12,9 +12,9 @@ from support.hash_engine import Language
 
 
 def test_of_a_failed_call_only_those_fail_who_took_part() -> None:
-    wide = Drafting(mask_slots=5, shape="chain")
+    wide = DraftConfig(mask_slots=5, shape="chain")
     arrivals = [
-        Arrival([1], max_tokens=60, drafting=wide),
+        Arrival([1], max_tokens=60, draft_config=wide),
         Arrival([2], max_tokens=12),
         Arrival([3], at=1, max_tokens=9),
     ]
@@ -78,8 +78,8 @@ def test_who_raises_when_it_is_told_of_a_step_takes_no_other() -> None:
 
 
 def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
-    drafting = Drafting(mask_slots=3)
-    arrivals = [Arrival([1], max_tokens=1), Arrival([2] * 30, drafting=drafting)]
+    draft_config = DraftConfig(mask_slots=3)
+    arrivals = [Arrival([1], max_tokens=1), Arrival([2] * 30, draft_config=draft_config)]
     scene = Scene(Language(8, quality=50, end_every=10**9), arrivals, 2, "append")
 
     def broken(first: int, moves: Sequence[Moves]) -> None:

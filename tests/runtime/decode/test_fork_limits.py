@@ -40,7 +40,7 @@ def test_threads_that_wait_take_their_turns_in_the_order_of_their_forks() -> Non
 
 def test_what_a_waiting_thread_sees_is_held_and_nothing_else() -> None:
     scene = Scene(TEXTS, mask_slots=2, max_threads=1).run(until=())
-    last = max(place for place, token in enumerate(TEXTS[()]) if token == FORK) + len(PROMPT)
+    last = max(position for position, token in enumerate(TEXTS[()]) if token == FORK) + len(PROMPT)
     assert scene.held == {((), position) for position in range(last + 1)}
     scene.run(until=(0,))
     assert scene.held == {((), position) for position in range(last + 1)}
@@ -130,9 +130,9 @@ def test_mask_slots_propose_no_fork_to_a_thread_that_is_too_deep() -> None:
     logits = np.zeros((2, 16), np.float32)
     logits[:, [CHILD, FORK, B]] = 9, 8, 7
     for most in (1, 2):
-        spine, child = (greedy.guesses(logits, thread_at(path, A), 3, most) for path in ((), (0,)))
-        assert [guess.tokens[0] for guess in spine] == [FORK, FORK]
-        assert [guess.tokens[0] for guess in child] == [B, B]
+        spine, child = (greedy.candidates(logits, thread_at(path, A), 3, most) for path in ((), (0,)))
+        assert [candidate.tokens[0] for candidate in spine] == [FORK, FORK]
+        assert [candidate.tokens[0] for candidate in child] == [B, B]
 
 
 def test_a_text_that_may_not_fork_has_bans_everywhere() -> None:

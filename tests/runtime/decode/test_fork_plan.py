@@ -37,11 +37,13 @@ def test_the_worked_example_is_fed_row_by_row() -> None:
     """The runtime feeds no end token; the order of slots is its own."""
     scene = Scene(EXAMPLE).run()
     found = {(row.path, row.position): row for row in scene.rows}
-    written = [(place, name, sees) for place, (_, name, *_, sees) in zip(PLACES, CELLS, strict=True) if name != "eos"]
+    written = [
+        (position, name, sees) for position, (_, name, *_, sees) in zip(PLACES, CELLS, strict=True) if name != "eos"
+    ]
     assert len(scene.rows) == len(found) == len(written)
-    for place, name, sees in written:
-        assert found[place].token == NAMES[name]
-        assert [(row.path, row.position) for row in found[place].seen] == [
+    for position, name, sees in written:
+        assert found[position].token == NAMES[name]
+        assert [(row.path, row.position) for row in found[position].seen] == [
             other for other, bit in zip(PLACES[: len(sees) - 1], sees[:-1], strict=True) if int(bit)
         ]
     scene.check_rows()
@@ -106,8 +108,8 @@ def test_a_fork_in_any_place_of_a_draft_begets_its_child_one_step_later(
     scene = Scene(texts, mask_slots=4).run()
     assert scene.said == texts
     scene.check_rows()
-    forks = [place for place, token in enumerate(spine) if token == FORK]
-    assert [scene.written.in_step[()][place] for place in forks] == steps
+    forks = [position for position, token in enumerate(spine) if token == FORK]
+    assert [scene.written.in_step[()][position] for position in forks] == steps
     for child, written in enumerate(steps):
         first = next(row for row in scene.rows if row.path == (child,))
         assert first.token == CHILD

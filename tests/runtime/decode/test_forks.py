@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.step import PREFILL_ROWS
 from support.hash_engine import END, FORK, HashEngine, Language, Tree, advance, request_for
 
-DRAFTINGS = st.builds(
-    Drafting,
+DRAFT_CONFIGS = st.builds(
+    DraftConfig,
     mask_slots=st.integers(0, 5),
     shape=st.sampled_from(("chain", "tree")),
     rows=st.integers(1, 40),
@@ -63,7 +63,7 @@ def test_every_thread_writes_what_it_would_alone(examples: int) -> None:
         language=LANGUAGES,
         prompt=PROMPTS,
         max_tokens=st.integers(1, 30),
-        drafting=DRAFTINGS,
+        draft_config=DRAFT_CONFIGS,
         chunk=st.integers(1, 20),
         max_threads=st.sampled_from((1, 2, 3, 8, 64)),
         max_depth=st.integers(0, 3),
@@ -73,7 +73,7 @@ def test_every_thread_writes_what_it_would_alone(examples: int) -> None:
         language: Language,
         prompt: list[int],
         max_tokens: int,
-        drafting: Drafting,
+        draft_config: DraftConfig,
         chunk: int,
         max_threads: int,
         max_depth: int,
@@ -88,7 +88,7 @@ def test_every_thread_writes_what_it_would_alone(examples: int) -> None:
                 engine,
                 prompt,
                 max_tokens,
-                drafting,
+                draft_config,
                 max_threads=max_threads,
                 max_depth=max_depth,
                 total=total,
@@ -111,19 +111,19 @@ def test_every_thread_writes_what_it_would_alone(examples: int) -> None:
 @given(
     language=LANGUAGES,
     prompt=PROMPTS,
-    drafting=DRAFTINGS,
+    draft_config=DRAFT_CONFIGS,
     total=st.integers(1, 60),
     max_threads=st.integers(1, 8),
     lowering=st.sampled_from(LOWERINGS),
 )
 def test_the_limit_on_all_threads_ends_them_where_they_are(
-    language: Language, prompt: list[int], drafting: Drafting, total: int, max_threads: int, lowering: Lowering
+    language: Language, prompt: list[int], draft_config: DraftConfig, total: int, max_threads: int, lowering: Lowering
 ) -> None:
     expected = language.tree(prompt, len(prompt) + 30, 2)
     engine = engine_for(language, len(prompt) + total, lowering)
     request = run(
         engine,
-        request_for(engine, prompt, 30, drafting, max_threads=max_threads, max_depth=2, total=total),
+        request_for(engine, prompt, 30, draft_config, max_threads=max_threads, max_depth=2, total=total),
         len(prompt) + total,
     )
     assert request.added == min(total, size(expected))
@@ -137,17 +137,17 @@ def test_the_limit_on_all_threads_ends_them_where_they_are(
 @given(
     language=LANGUAGES,
     prompt=PROMPTS,
-    drafting=DRAFTINGS,
+    draft_config=DRAFT_CONFIGS,
     steps=st.integers(0, 12),
     max_threads=st.integers(1, 8),
     lowering=st.sampled_from(LOWERINGS),
 )
 def test_a_request_that_is_ended_from_outside_holds_nothing(
-    language: Language, prompt: list[int], drafting: Drafting, steps: int, max_threads: int, lowering: Lowering
+    language: Language, prompt: list[int], draft_config: DraftConfig, steps: int, max_threads: int, lowering: Lowering
 ) -> None:
     expected = language.tree(prompt, len(prompt) + 30, 2)
     engine = engine_for(language, len(prompt) + size(expected) + 1, lowering)
-    request = request_for(engine, prompt, 30, drafting, max_threads=max_threads, max_depth=2, total=10**6)
+    request = request_for(engine, prompt, 30, draft_config, max_threads=max_threads, max_depth=2, total=10**6)
     while request.live and steps:
         advance(engine, request)
         steps -= 1
@@ -171,7 +171,7 @@ def test_threads_share_steps_and_hold_fewer_slots_than_one_line() -> None:
         alone = run(engine, request_for(engine, [1, 2, 3], 57, 0, max_threads=1, max_depth=1, total=10**6))
         assert text_of(together) == text_of(alone) == expected
         ends = {path: len(text) + 1 for path, text in expected.items()}  # steps of a thread, its end token's included
-        forks = [place for place, token in enumerate(expected[()]) if token == FORK]
+        forks = [position for position, token in enumerate(expected[()]) if token == FORK]
         longest = max(ends[()], *(fork + 1 + ends[(i,)] for i, fork in enumerate(forks)))
         assert together.statistics.steps <= longest
         assert alone.statistics.steps > together.statistics.steps

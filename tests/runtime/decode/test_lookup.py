@@ -20,9 +20,9 @@ def read_through(tokens: Sequence[int], most: int) -> list[int]:
     """The same, with no memory."""
     end = len(tokens)
     for words in range(LONGEST, SHORTEST - 1, -1):
-        for place in range(end - 1, words - 1, -1):
-            if words <= end and tokens[place - words : place] == tokens[end - words :]:
-                return list(tokens[place : place + most])
+        for position in range(end - 1, words - 1, -1):
+            if words <= end and tokens[position - words : position] == tokens[end - words :]:
+                return list(tokens[position : position + most])
     return []
 
 

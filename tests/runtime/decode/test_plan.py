@@ -7,7 +7,7 @@ import pytest
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.accept import Verdict, accept
-from spaceport.runtime.decode.draft import PLAIN, Draft, Guess, chain
+from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread
@@ -26,7 +26,7 @@ def thread_with(tokens: list[int], fed: int, held: list[int], slots: int = 32) -
 def test_a_space_step_is_the_worked_table_of_the_method() -> None:
     """x at position 3, k = 2: nine rows; older slots of the line are 4, 7 and 1."""
     thread = thread_with([10, 11, 12, 20], fed=3, held=[4, 7, 1])
-    part = plan_thread(thread, chain([31, 32], 2, room=100), IDS, chunk=512)
+    part = plan_thread(thread, chain([31, 32], 2, remaining=100), IDS, chunk=512)
     slots = np.array([0, 2, 3, 5, 6, 8, 9, 10, 11])
     table = """
         x     1  0   0   0  0   0   0  0   0    p
@@ -93,12 +93,12 @@ def test_the_first_paths_of_all_threads_get_the_lowest_slots() -> None:
 
 def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> None:
     thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
-    first = plan_thread(thread, chain([], 2, room=100), IDS, chunk=3)
+    first = plan_thread(thread, chain([], 2, remaining=100), IDS, chunk=3)
     assert first.tokens.tolist() == [10, 11, 12]
     assert not first.complete
     assert first.wanted == 0
     thread.fed = 3
-    last = plan_thread(thread, chain([], 2, room=100), IDS, chunk=3)
+    last = plan_thread(thread, chain([], 2, remaining=100), IDS, chunk=3)
     assert last.tokens.tolist() == [13, 14, M, M]
     assert last.positions.tolist() == [3, 4, 5, 6]
     assert last.layout.wanted.tolist() == [1, 2, 3]
@@ -106,7 +106,7 @@ def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> No
 
 
 @pytest.mark.parametrize(
-    ("room", "tokens", "masks"),
+    ("remaining", "tokens", "masks"),
     [
         (1, (), (0,)),  # one token left: x alone writes it
         (2, (7,), (0, 0)),
@@ -116,8 +116,10 @@ def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> No
         (50, (7, 8, 9), (3, 3, 3, 3)),
     ],
 )
-def test_nothing_is_drafted_beyond_the_room_left(room: int, tokens: tuple[int, ...], masks: tuple[int, ...]) -> None:
-    found = chain([7, 8, 9], 3, room)
+def test_nothing_is_drafted_beyond_the_token_limit(
+    remaining: int, tokens: tuple[int, ...], masks: tuple[int, ...]
+) -> None:
+    found = chain([7, 8, 9], 3, remaining)
     assert (found.tokens, found.parents, found.masks) == (tokens, tuple(range(len(tokens))), masks)
     assert found.sources == ("mask",) * len(tokens)
 
@@ -128,15 +130,18 @@ def test_a_window_counts_positions_and_not_slots(window: int) -> None:
     mask = np.array([[True, True, False, True, True]])
     near = within(window, mask, np.array([3]), slot_positions)
     seen = sorted(slot_positions[near[0]].tolist())
-    assert seen == [place for place in range(4) if 3 - place < window]
+    assert seen == [position for position in range(4) if 3 - position < window]
 
 
 def test_an_echo_wants_the_rows_of_a_prompt_from_a_place_on() -> None:
     thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
-    wanted = [plan_thread(thread, PLAIN, IDS, 3, echo=place).rows_wanted.tolist() for place in range(5)]
+    wanted = [plan_thread(thread, PLAIN, IDS, 3, echo=position).rows_wanted.tolist() for position in range(5)]
     assert wanted == [[0, 1, 2], [1, 2], [2], [], []]
     thread.fed = 3
-    wanted = [plan_thread(thread, chain([], 2, room=9), IDS, 3, echo=place).rows_wanted.tolist() for place in range(6)]
+    wanted = [
+        plan_thread(thread, chain([], 2, remaining=9), IDS, 3, echo=position).rows_wanted.tolist()
+        for position in range(6)
+    ]
     assert wanted == [[0, 1, 2, 3]] * 4 + [[1, 2, 3]] * 2  # the last known token's row is always wanted
 
 
@@ -151,8 +156,8 @@ def lines(*tokens: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     return logits
 
 
-def guessed(*tokens: int) -> tuple[Guess, ...]:
-    return tuple(Guess((token,), (1.0,)) for token in tokens)
+def with_mask(*tokens: int) -> tuple[Candidates, ...]:
+    return tuple(Candidates((token,), (1.0,)) for token in tokens)
 
 
 K2 = Draft((31, 32), (0, 1), (2, 2, 2))
@@ -163,17 +168,17 @@ TREE = Draft((31, 41, 32), (0, 0, 2), (1, 0, 0, 2))  # 31 and 41 side by side, 3
     ("draft", "logits", "verdict"),
     [
         # rows: x m01 m02 c1 m11 m12 c2 m21 m22
-        (K2, lines(5, 6, 7, 0, 0, 0, 0, 0, 0), Verdict((0,), (5,), guessed(6, 7))),
-        (K2, lines(31, 6, 7, 5, 8, 9, 0, 0, 0), Verdict((0, 3), (31, 5), guessed(8, 9))),
-        (K2, lines(31, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0, 3, 6), (31, 32, 5), guessed(3, 4))),
+        (K2, lines(5, 6, 7, 0, 0, 0, 0, 0, 0), Verdict((0,), (5,), with_mask(6, 7))),
+        (K2, lines(31, 6, 7, 5, 8, 9, 0, 0, 0), Verdict((0, 3), (31, 5), with_mask(8, 9))),
+        (K2, lines(31, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0, 3, 6), (31, 32, 5), with_mask(3, 4))),
         (
             K2,
             lines(32, 6, 7, 32, 8, 9, 5, 3, 4),
-            Verdict((0,), (32,), guessed(6, 7)),
+            Verdict((0,), (32,), with_mask(6, 7)),
         ),  # the right token, one place too early
         # rows: x m01 c31 c41 c32 m m
         (TREE, lines(31, 6, 32, 0, 0, 0, 0), Verdict((0, 2), (31, 32), ())),  # 32 hangs from 41, not from 31
-        (TREE, lines(41, 6, 0, 32, 5, 3, 4), Verdict((0, 3, 4), (41, 32, 5), guessed(3, 4))),
+        (TREE, lines(41, 6, 0, 32, 5, 3, 4), Verdict((0, 3, 4), (41, 32, 5), with_mask(3, 4))),
         (TREE, lines(41, 6, 0, 9, 5, 3, 4), Verdict((0, 3), (41, 9), ())),  # no masks behind 41: nothing drafted
         (PLAIN, lines(5), Verdict((0,), (5,), ())),
     ],
@@ -191,18 +196,18 @@ def test_a_prompt_chunk_is_kept_and_writes_nothing() -> None:
 
 def test_a_prompts_last_chunk_keeps_its_known_rows_and_what_is_accepted() -> None:
     part = part_for(Draft((31,), (0,), (1, 1)), known=3)  # rows: 10 11 12 m c1 m
-    assert accept(part, lines(31, 6, 5, 7), greedy()) == Verdict((0, 1, 2, 4), (31, 5), guessed(7))
+    assert accept(part, lines(31, 6, 5, 7), greedy()) == Verdict((0, 1, 2, 4), (31, 5), with_mask(7))
 
 
 def test_siblings_are_guessed_from_the_best_on_with_their_odds() -> None:
     logits = lines(5, 6, 7)
     logits[1, [6, 8]] = (9, 8)
     logits[2, 7] = 99
-    first, second = accept(part_for(Draft((), (), (2,))), logits, greedy((8,)), most=3).guesses
+    first, second = accept(part_for(Draft((), (), (2,))), logits, greedy((8,)), most=3).candidates
     assert first.tokens[0] == 6
     assert 8 not in first.tokens
-    assert first.odds[0] == pytest.approx(np.exp(9) / (np.exp(9) + np.exp(8) + 98), rel=0.05)
-    assert (second.tokens, second.odds) == ((7,), (1.0,))
+    assert first.probabilities[0] == pytest.approx(np.exp(9) / (np.exp(9) + np.exp(8) + 98), rel=0.05)
+    assert (second.tokens, second.probabilities) == ((7,), (1.0,))
 
 
 BEFORE = thread_with([10, 11], fed=0, held=[])
@@ -215,10 +220,10 @@ def test_of_equal_logits_the_lowest_id_is_taken() -> None:
 def test_a_banned_token_is_passed_over() -> None:
     logits = np.array([0, 5, 4, 3, 3], np.float32)
     assert greedy((1, 2)).token(logits, BEFORE, ()) == 3
-    assert greedy((1, 2)).guesses(logits[None], BEFORE, 2, 1) == guessed(3)
+    assert greedy((1, 2)).candidates(logits[None], BEFORE, 2, 1) == with_mask(3)
     assert logits.tolist() == [0, 5, 4, 3, 3]  # what the engine owns stays as it is
 
 
 def test_logits_that_are_not_numbers_are_an_error_that_says_where() -> None:
-    with pytest.raises(NotANumber, match="place 5 hold NaN"):
+    with pytest.raises(NotANumber, match="position 5 hold NaN"):
         greedy().token(np.array([0, np.nan, 2], np.float32), BEFORE, (7, 8, 9))

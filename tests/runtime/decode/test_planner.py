@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spaceport.runtime.costs import CostTable, StepCosts
 from spaceport.runtime.decode.budget import CREDIT, SHARE
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing, Wish
 from support.acceptance_process import Fate, decode_together
 
@@ -74,13 +74,13 @@ def test_requests_together_never_lose_more_than_their_budgets(
 ) -> None:
     planner = DraftPlanner(StepCosts(table, fixed=True))
     fates = [coin(rate, seed + index) for index, rate in enumerate(accepted)]
-    told = decode_together(planner, Drafting(5, siblings=1), fates, steps)
+    told = decode_together(planner, DraftConfig(5, siblings=1), fates, steps)
     assert told.time * len(fates) <= (1 + SHARE) * told.tokens + CREDIT * len(fates) + 1e-6
 
 
 def test_drafts_pay_under_load_where_rows_are_cheap() -> None:
     planner = DraftPlanner(StepCosts(FLAT, fixed=True))
-    told = decode_together(planner, Drafting(5, siblings=1), [coin(0.8, seed) for seed in range(8)], 200)
+    told = decode_together(planner, DraftConfig(5, siblings=1), [coin(0.8, seed) for seed in range(8)], 200)
     assert told.tokens / 8 / told.time > 2
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.pack import pack_many, pack_one
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
@@ -65,8 +65,8 @@ def test_drafted_text_is_plain_text(
 @settings(max_examples=150)
 @given(
     prompt=PROMPTS,
-    drafting=st.sampled_from(
-        (Drafting(3, "chain"), Drafting(4, siblings=1, lookup=5), Drafting(0, siblings=1, lookup=3))
+    draft_config=st.sampled_from(
+        (DraftConfig(3, "chain"), DraftConfig(4, siblings=1, lookup=5), DraftConfig(0, siblings=1, lookup=3))
     ),
     quality=st.sampled_from((0, 60, 100)),
     chunk=st.integers(1, 40),
@@ -74,10 +74,10 @@ def test_drafted_text_is_plain_text(
     lowering=st.sampled_from(LOWERINGS),
 )
 def test_drafts_in_one_line_leave_every_token_in_the_slot_that_plain_decoding_gives_it(
-    prompt: list[int], drafting: Drafting, quality: int, chunk: int, seed: int, lowering: Lowering
+    prompt: list[int], draft_config: DraftConfig, quality: int, chunk: int, seed: int, lowering: Lowering
 ) -> None:
     engine = engine_for(Language(seed, quality), len(prompt) + 40, 4, lowering)
-    request = request_for(engine, prompt, 40, drafting)
+    request = request_for(engine, prompt, 40, draft_config)
     (thread,) = request.threads
     while request.live:
         advance(engine, request, chunk=chunk)

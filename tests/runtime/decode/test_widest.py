@@ -37,7 +37,7 @@ def test_the_end_of_a_prompt_and_its_draft_fit_into_a_call(
 ) -> None:
     language = Language(seed, fork_every=4)
     decoding = Decoding(max_tokens=12, mask_slots=mask_slots, draft=draft)
-    prompts = [[place % 7 for place in range(length)] for length in lengths]
+    prompts = [[position % 7 for position in range(length)] for length in lengths]
     wide = hash_runtime(language, LENGTH, lowering=lowering)
     with wide, narrow(language, lowering, len(lengths)) as runtime:
         streams = [runtime.stream(prompt, decoding) for prompt in prompts]

@@ -20,7 +20,7 @@ from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.request import Request, RequestConfig
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread, new_thread
@@ -35,7 +35,7 @@ from support.small_tokenizers import BYTES, FALLBACK, full
 def with_words(*words: str) -> Tokenizer:
     """The tokenizer with byte fallback, and more words."""
     told = json.loads(FALLBACK.to_str())
-    told["model"]["vocab"] |= {word: FALLBACK.get_vocab_size() + place for place, word in enumerate(words)}
+    told["model"]["vocab"] |= {word: FALLBACK.get_vocab_size() + position for position, word in enumerate(words)}
     return Tokenizer.from_str(json.dumps(told))
 
 
@@ -195,8 +195,10 @@ class Seeing:
         self.allowed = np.isfinite(logits)
         return int(logits.argmax())
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        return greedy().guesses(logits, thread, place, most)
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        return greedy().candidates(logits, thread, position, most)
 
 
 def allowed_by(grammar: Grammar, tokenizer: Tokenizer, written: Sequence[int]) -> NDArray[np.bool_]:
@@ -210,7 +212,7 @@ def raw_tokens(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes of every token that is text, read without the library."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     moved = [byte for byte in range(256) if byte not in kept]
-    letters = {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+    letters = {chr(byte): byte for byte in kept} | {chr(256 + position): byte for position, byte in enumerate(moved)}
     special = tokenizer.get_added_tokens_decoder()
     found = {}
     for name, token in tokenizer.get_vocab().items():
@@ -248,10 +250,10 @@ def test_a_token_may_follow_exactly_if_some_text_that_is_asked_for_goes_on_with_
     grammar = Grammar(regex="|".join(f"(?:{re.escape(text)})" for text in texts))
     tokens, written = list[int](), b""
     raw, ends = RAW[id(tokenizer)], vocabulary_of(tokenizer).ends
-    for place in range(30):
+    for position in range(30):
         allowed = allowed_by(grammar, tokenizer, tokens)
         # The decoder of this tokenizer takes the first space of a text away.
-        cut = int(tokenizer is WORDS and place == 0)
+        cut = int(tokenizer is WORDS and position == 0)
         then = {token: written + (more.removeprefix(b" ") if cut else more) for token, more in raw.items()}
         expected = [token for token in then if any(text.startswith(then[token]) for text in asked)]
         assert np.flatnonzero(allowed & ~ends).tolist() == sorted(expected)
@@ -284,8 +286,8 @@ def test_the_same_place_has_the_same_answer_in_whatever_order_it_is_asked_for(
         found = choose.token(logits, thread_of(text[:known]), text[known:end])
         assert found == choose_for(tokenizer, grammar).token(logits, thread_of(text[:end]), ())
         if data.draw(st.booleans()):
-            place = 2 + end + data.draw(st.integers(0, 2))
-            choose.guesses(np.stack([logits_for(seed, [n]) for n in range(3)]), thread_of(text[:known]), place, 2)
+            position = 2 + end + data.draw(st.integers(0, 2))
+            choose.candidates(np.stack([logits_for(seed, [n]) for n in range(3)]), thread_of(text[:known]), position, 2)
 
 
 def small_vocabulary() -> tuple[Tokenizer, Vocabulary]:
@@ -303,12 +305,14 @@ SMALL, SMALL_VOCABULARY = small_vocabulary()
 SMALL_REGEXES = ["(?:abc|cab| ){1,40}", "a{3,}b*c?", "(?:[ab]{2}c ){1,9}", "(?s).*", "(?:cab ){12}", "(?:ab|abc|bca)*"]
 
 
-def run(language: Language, regex: str, drafting: Drafting, most: int, chunk: int) -> tuple[list[int], str | None, int]:
+def run(
+    language: Language, regex: str, draft_config: DraftConfig, most: int, chunk: int
+) -> tuple[list[int], str | None, int]:
     """What a constrained request writes, how it ends, and its steps."""
     engine = HashEngine(language, visible_length(8 + most + 160), 1)
-    plain = request_for(engine, [1, 2, 3], most, drafting).config.selector
+    plain = request_for(engine, [1, 2, 3], most, draft_config).config.selector
     selector = constrained(plain, Grammar(regex=regex), SMALL_VOCABULARY)
-    request = request_for(engine, [1, 2, 3], most, drafting, selector=selector)
+    request = request_for(engine, [1, 2, 3], most, draft_config, selector=selector)
     while request.live:
         advance(engine, request, chunk=chunk)
     thread = request.threads[0]
@@ -320,8 +324,8 @@ def run(language: Language, regex: str, drafting: Drafting, most: int, chunk: in
     regex=st.sampled_from(SMALL_REGEXES),
     seed=st.integers(0, 10**6),
     quality=st.sampled_from((0, 50, 100)),
-    drafting=st.builds(
-        Drafting,
+    draft_config=st.builds(
+        DraftConfig,
         mask_slots=st.integers(0, 5),
         shape=st.sampled_from(("chain", "tree")),
         rows=st.integers(1, 30),
@@ -332,18 +336,18 @@ def run(language: Language, regex: str, drafting: Drafting, most: int, chunk: in
     chunk=st.integers(1, 9),
 )
 def test_drafted_constrained_text_is_plain_constrained_text(
-    regex: str, seed: int, quality: int, drafting: Drafting, most: int, chunk: int
+    regex: str, seed: int, quality: int, draft_config: DraftConfig, most: int, chunk: int
 ) -> None:
     language = Language(seed, quality, end_every=6)
-    plain = run(language, regex, Drafting(), most, 512)
-    drafted = run(language, regex, drafting, most, chunk)
+    plain = run(language, regex, DraftConfig(), most, 512)
+    drafted = run(language, regex, draft_config, most, chunk)
     assert drafted[:2] == plain[:2]
     if plain[1] == "end":
         assert re.fullmatch(regex, full(SMALL, plain[0]))
 
 
 def test_what_can_be_written_in_one_way_only_is_drafted_without_fail() -> None:
-    tokens, ending, steps = run(Language(3, quality=0), "(?:c ){20}", Drafting(3, "chain"), 60, 512)
+    tokens, ending, steps = run(Language(3, quality=0), "(?:c ){20}", DraftConfig(3, "chain"), 60, 512)
     assert (full(SMALL, tokens), ending) == ("c " * 20, "end")
     assert steps == 1 + 40 // 4  # the first step has no candidates; the last one's bonus is the end
 
@@ -355,10 +359,10 @@ def test_guesses_follow_what_may_stand_before_them() -> None:
     likely[:, ids["©"]] = 5.0  # never allowed here
     likely[:, ids["cab"]] = 1.0
     assert choose.token(likely[0], thread, ()) == ids["a"]
-    found = [guess.tokens[0] for guess in choose.guesses(likely, thread, 3, 1)]
+    found = [candidate.tokens[0] for candidate in choose.candidates(likely, thread, 3, 1)]
     assert found == [ids["b"], ids["cab"], ids["Ġ"], ids["c"], END, ids["©"]]  # behind the end anything is as good
-    assert [guess.tokens[0] for guess in choose.guesses(likely, thread, 3, 1)] == found
-    unknown = [guess.tokens[0] for guess in choose.guesses(likely, thread, 7, 1)]
+    assert [candidate.tokens[0] for candidate in choose.candidates(likely, thread, 3, 1)] == found
+    unknown = [candidate.tokens[0] for candidate in choose.candidates(likely, thread, 7, 1)]
     assert unknown == [ids["©"]] * 6
     assert choose.token(likely[0], thread, ()) == ids["a"]
 
@@ -368,10 +372,10 @@ def test_threads_do_not_hear_each_other() -> None:
     choose = constrained(greedy(), grammar, SMALL_VOCABULARY)
     threads = [thread_of(), thread_of()]
     threads[1].path = (0,)
-    for place in range(20):
+    for position in range(20):
         for seed, thread in enumerate(threads):
             alone = constrained(greedy(), grammar, SMALL_VOCABULARY)
-            logits = logits_for(seed, [place], VOCAB)
+            logits = logits_for(seed, [position], VOCAB)
             logits[END] = -9
             token = choose.token(logits, thread, ())
             assert token == alone.token(logits, thread, ())
@@ -391,12 +395,12 @@ def test_behind_the_end_only_the_end_follows() -> None:
 def test_only_a_copy_of_the_logits_is_changed() -> None:
     choose, logits = choose_for(BYTES, Grammar(regex="a")), np.zeros((2, PADDED), np.float32)
     choose.token(logits[0], thread_of(), ())
-    choose.guesses(logits, thread_of(), 3, 1)
+    choose.candidates(logits, thread_of(), 3, 1)
     assert not logits.any()
 
 
 def test_logits_that_are_not_numbers_are_still_found() -> None:
-    with pytest.raises(NotANumber, match="place 2"):
+    with pytest.raises(NotANumber, match="position 2"):
         choose_for(BYTES, Grammar(regex="a")).token(np.full(PADDED, np.nan, np.float32), thread_of(), ())
 
 
@@ -483,8 +487,8 @@ def test_guesses_may_go_where_no_token_can_go_on() -> None:
     line = np.eye(VOCAB, dtype=np.float32)
     for _ in range(2):
         assert choose.token(line[ids["a"]], thread_of(), ()) == ids["a"]
-        guesses = choose.guesses(line[[ids["b"], ids["c"], ids["a"], ids["b"]]], thread_of(), 3, 1)
-        assert [guess.tokens[0] for guess in guesses] == [ids["b"], ids["c"], ids["a"], ids["b"]]
+        candidates = choose.candidates(line[[ids["b"], ids["c"], ids["a"], ids["b"]]], thread_of(), 3, 1)
+        assert [candidate.tokens[0] for candidate in candidates] == [ids["b"], ids["c"], ids["a"], ids["b"]]
         assert choose.token(line[ids["ca"]], thread_of([ids["a"]]), ()) == ids["ca"]
 
 
@@ -524,9 +528,9 @@ def test_a_tokenizer_with_a_gap_is_refused() -> None:
 def test_only_the_masks_of_the_last_places_are_kept() -> None:
     choose, thread = constrained(greedy(), Grammar(regex="a*"), SMALL_VOCABULARY), thread_of()
     wants_a = np.eye(VOCAB, dtype=np.float32)[[SMALL.get_vocab()["a"]] * 4]
-    for place in range(30):
+    for position in range(30):
         thread.tokens.append(choose.token(wants_a[0], thread, ()))
-        choose.guesses(wants_a, thread, 3 + place, 1)
+        choose.candidates(wants_a, thread, 3 + position, 1)
     assert len(choose.states[()].masks) <= 6
 
 
@@ -548,13 +552,13 @@ def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(
     call = r"def [a-z_]+\((?:[a-z]+, )*[a-z]+\):\n    return [a-z]{2,12}\n"
     for grammar in (Grammar(json_schema=schema), Grammar(regex=call)):
         found, steps = [], []
-        for drafting in (Drafting(), Drafting(5), Drafting(5, "chain"), Drafting(3, lookup=4)):
+        for draft_config in (DraftConfig(), DraftConfig(5), DraftConfig(5, "chain"), DraftConfig(3, lookup=4)):
             config = RequestConfig(
                 tokens=manifest.tokens,
                 selector=constrained(greedy(manifest.tokens.forbidden), grammar, vocabulary),
                 max_length=len(prompt) + 150,
                 max_total=150,
-                drafting=drafting,
+                draft_config=draft_config,
                 end=frozenset(manifest.tokens.end),
             )
             request = Request(prompt, config, engine.capacity, "scatter")

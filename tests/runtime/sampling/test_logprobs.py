@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
@@ -41,8 +41,8 @@ LANGUAGES = st.builds(
     fork_every=st.sampled_from((4, 9)),
     window=st.none() | st.integers(1, 30),
 )
-DRAFTINGS = st.builds(
-    Drafting,
+DRAFT_CONFIGS = st.builds(
+    DraftConfig,
     mask_slots=st.integers(0, 5),
     shape=st.sampled_from(("chain", "tree")),
     rows=st.integers(1, 40),
@@ -67,7 +67,7 @@ def noted(engine: HashEngine, requests: list[Request], chunk: int = PREFILL_ROWS
 @given(
     language=LANGUAGES,
     prompts=st.lists(PROMPTS, min_size=1, max_size=3),
-    drafting=DRAFTINGS,
+    draft_config=DRAFT_CONFIGS,
     chunk=st.integers(1, 20),
     max_threads=st.sampled_from((1, 3, 16)),
     max_depth=st.integers(0, 2),
@@ -78,7 +78,7 @@ def noted(engine: HashEngine, requests: list[Request], chunk: int = PREFILL_ROWS
 def test_each_token_is_as_likely_as_the_network_says(
     language: Language,
     prompts: list[list[int]],
-    drafting: Drafting,
+    draft_config: DraftConfig,
     chunk: int,
     max_threads: int,
     max_depth: int,
@@ -92,7 +92,7 @@ def test_each_token_is_as_likely_as_the_network_says(
             engine,
             prompt,
             25,
-            drafting,
+            draft_config,
             max_threads=max_threads,
             max_depth=max_depth,
             total=total,
@@ -179,7 +179,7 @@ def test_an_infinite_logit_is_reported_at_its_place() -> None:
         engine = BrokenEngine(language, like.engine.capacity, 1, at=7, number=np.inf)
         with Runtime(like.bundle, engine, 64) as runtime:
             assert len(runtime.generate([1, 2, 3], Decoding(max_tokens=9, mask_slots=0)).tokens) == 9
-            with pytest.raises(NotANumber, match="at place 8 "):
+            with pytest.raises(NotANumber, match="at position 8 "):
                 runtime.generate([1, 2, 3], Decoding(max_tokens=9, mask_slots=0, logprobs=0))
 
 

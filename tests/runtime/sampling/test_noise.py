@@ -17,14 +17,14 @@ from support.slow_sampling import noise_slowly
 @given(
     seed=st.integers(0, 2**64 - 1),
     path=st.lists(st.integers(0, 2**63), max_size=3).map(tuple),
-    place=st.integers(0, 2**31),
+    position=st.integers(0, 2**31),
     tokens=st.lists(st.integers(0, 2**31), min_size=1, max_size=20),
 )
 def test_noise_is_what_the_slow_rule_says_whatever_else_is_asked_for(
-    seed: int, path: tuple[int, ...], place: int, tokens: list[int]
+    seed: int, path: tuple[int, ...], position: int, tokens: list[int]
 ) -> None:
-    noise = gumbels(noise_key(seed, path, place), np.array(tokens))
-    assert noise.tolist() == pytest.approx([noise_slowly(seed, path, place, token) for token in tokens], rel=1e-13)
+    noise = gumbels(noise_key(seed, path, position), np.array(tokens))
+    assert noise.tolist() == pytest.approx([noise_slowly(seed, path, position, token) for token in tokens], rel=1e-13)
 
 
 def test_noise_never_changes() -> None:
@@ -47,7 +47,7 @@ def test_noise_of_a_large_vocabulary_is_that_of_its_tokens() -> None:
 
 
 def test_noise_is_spread_as_gumbels_are() -> None:
-    noise = np.concatenate([gumbels(noise_key(3, (), place), np.arange(1000)) for place in range(500)])
+    noise = np.concatenate([gumbels(noise_key(3, (), position), np.arange(1000)) for position in range(500)])
     assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.01)
     assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
     assert noise.min() > -3.61

@@ -103,7 +103,7 @@ def test_the_token_is_the_best_by_slow_rules(
     if max(scores) == -math.inf:
         if not isinstance(choose, Greedy):
             with pytest.raises(
-                OptionFault, match=f"each token is banned or impossible at place {len(prompt + text + ahead)}"
+                OptionFault, match=f"all tokens are banned or impossible at position {len(prompt + text + ahead)}"
             ):
                 choose.token(line(*logits), thread, ahead)
         return
@@ -113,8 +113,8 @@ def test_the_token_is_the_best_by_slow_rules(
         return
     scores = [(score - max(scores)) / sampling.temperature for score in scores]
     assert sampling.seed is not None
-    place = len(prompt + text + ahead)
-    noised = {j: scores[j] + noise_slowly(sampling.seed, path, place, j) for j in survivors_slowly(scores, sampling)}
+    position = len(prompt + text + ahead)
+    noised = {j: scores[j] + noise_slowly(sampling.seed, path, position, j) for j in survivors_slowly(scores, sampling)}
     assert token == max(noised, key=lambda j: noised[j])
 
 
@@ -161,7 +161,9 @@ def test_what_is_counted_once_is_as_if_counted_anew(sampling: Sampling, steps: l
         for line_of_text in (thread, child, other) if token < 3 else (thread,):
             anew = chooser(sampling, NO_BANS, 2)
             assert choose.token(logits, line_of_text, ahead) == anew.token(logits, line_of_text, ahead)
-            assert choose.guesses(logits[None], line_of_text, 99, 3) == anew.guesses(logits[None], line_of_text, 99, 3)
+            assert choose.candidates(logits[None], line_of_text, 99, 3) == anew.candidates(
+                logits[None], line_of_text, 99, 3
+            )
 
 
 def test_threads_that_ended_are_let_go_of() -> None:
@@ -181,37 +183,38 @@ def test_a_mask_slot_that_knows_what_the_network_knows_guesses_its_token(
 ) -> None:
     choose, thread = chooser(sampling, NO_BANS, 1), thread_of([1, 2, 2], (1,))
     token = choose.token(line(*logits), thread, ())
-    (one,) = choose.guesses(line(*logits)[None], thread, 3, 1)
-    (many,) = choose.guesses(line(*logits)[None], thread, 3, 4)
+    (one,) = choose.candidates(line(*logits)[None], thread, 3, 1)
+    (many,) = choose.candidates(line(*logits)[None], thread, 3, 4)
     assert one.tokens == (token,) == many.tokens[:1]
-    assert len(many.tokens) == len(many.odds) == len(set(many.tokens)) <= 4
+    assert len(many.tokens) == len(many.probabilities) == len(set(many.tokens)) <= 4
     assert not set(sampling.banned) & set(many.tokens)
-    assert list(many.odds) == sorted(many.odds, reverse=True)
-    assert all(0 <= odds <= 1 for odds in many.odds)
+    assert list(many.probabilities) == sorted(many.probabilities, reverse=True)
+    assert all(0 <= odds <= 1 for odds in many.probabilities)
     unfiltered = chooser(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), NO_BANS, 1)
-    (every,) = unfiltered.guesses(line(*logits)[None], thread, 3, VOCAB)
-    odds = dict(zip(every.tokens, every.odds, strict=True))
+    (every,) = unfiltered.candidates(line(*logits)[None], thread, 3, VOCAB)
+    odds = dict(zip(every.tokens, every.probabilities, strict=True))
     assert all(
-        odds.get(token, 0) == pytest.approx(sure, abs=1e-3) for token, sure in zip(many.tokens, many.odds, strict=True)
+        odds.get(token, 0) == pytest.approx(sure, abs=1e-3)
+        for token, sure in zip(many.tokens, many.probabilities, strict=True)
     )
 
 
 def test_odds_of_a_guess_are_those_of_logits_with_noise_times_the_temperature() -> None:
     logits = line(0, 2, 1, -1, -30)
     sampling = Sampling(0.5, top_k=3, seed=9)
-    (guess,) = chooser(sampling, NO_BANS, 1).guesses(logits[None], thread_of([1], (4,)), 7, 5)
+    (candidate,) = chooser(sampling, NO_BANS, 1).candidates(logits[None], thread_of([1], (4,)), 7, 5)
     weights = np.exp([logits[token] + 0.5 * noise_slowly(9, (4,), 7, token) for token in range(4)])
     odds = weights / weights.sum()
-    assert set(guess.tokens) == {0, 1, 2}
-    assert guess.odds == pytest.approx(odds[list(guess.tokens)])
+    assert set(candidate.tokens) == {0, 1, 2}
+    assert candidate.probabilities == pytest.approx(odds[list(candidate.tokens)])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_broken_mask_slot_breaks_no_text(temperature: float) -> None:
     choose = chooser(Sampling(temperature, seed=1, logit_bias={0: 1.0}), NO_BANS, 1)
     logits = np.array([[math.nan, 0], [-math.inf, -math.inf], [0, math.inf]], np.float32)
-    guesses = choose.guesses(logits, thread_of([1]), 1, 2)
-    assert [guess.odds for guess in guesses] == [(0.0,)] * 3
+    candidates = choose.candidates(logits, thread_of([1]), 1, 2)
+    assert [candidate.probabilities for candidate in candidates] == [(0.0,)] * 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-320, 0.7])
@@ -220,9 +223,9 @@ def test_extreme_logits_have_their_limits(temperature: float) -> None:
     thread = thread_of([1])
     assert choose.token(line(-3e38, 3e38, -math.inf), thread, ()) == 1
     assert choose.token(line(3e38, -math.inf, math.inf), thread, ()) == 2
-    with pytest.raises(NotANumber, match="place 2 hold NaN"):
+    with pytest.raises(NotANumber, match="position 2 hold NaN"):
         choose.token(line(0, math.nan, 1), thread, [1])
-    with pytest.raises(OptionFault, match="each token is banned or impossible at place 1"):
+    with pytest.raises(OptionFault, match="all tokens are banned or impossible at position 1"):
         choose.token(line(-math.inf, -math.inf), thread, ())
 
 

@@ -216,7 +216,7 @@ def test_what_is_no_number_fails_that_text_and_no_other(at: int, number: float) 
     runtime = hash_runtime(Language(seed=10), prompt_rows=8)
     engine = BrokenEngine(Language(seed=10), runtime.engine.capacity, 1, at=at, number=number)
     with Runtime(runtime.bundle, engine, 64, prompt_rows=8) as broken:
-        with pytest.raises(NotANumber, match=f"at place {at + 1} "):
+        with pytest.raises(NotANumber, match=f"at position {at + 1} "):
             broken.score([1] * 20)
         engine.number = 0.0
         assert same(broken.score([1] * 20).logprobs[at + 1 :], runtime.score([1] * 20).logprobs[at + 1 :])

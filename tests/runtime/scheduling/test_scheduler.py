@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, QueueFull
@@ -22,8 +22,8 @@ ARRIVALS = st.builds(
     prompt=st.lists(st.integers(0, END - 1), min_size=1, max_size=25),
     at=st.integers(0, 12),
     max_tokens=st.integers(1, 20),
-    drafting=st.builds(
-        Drafting,
+    draft_config=st.builds(
+        DraftConfig,
         mask_slots=st.integers(0, 3),
         shape=st.sampled_from(("chain", "tree")),
         rows=st.integers(1, 16),

@@ -76,7 +76,7 @@ def test_texts_that_sixteen_threads_ask_for_at_once_are_what_each_is_alone(
     any_demo_bundle: Path, open_runtime: Callable[..., Runtime]
 ) -> None:
     ways = [Decoding(max_tokens=40), Decoding(max_tokens=40, mask_slots=0), Decoding(max_tokens=40, draft="chain")]
-    wanted = [(number, ways[place % 3]) for place, number in enumerate([0, 1, 2, 3] * 3)]
+    wanted = [(number, ways[position % 3]) for position, number in enumerate([0, 1, 2, 3] * 3)]
     with Runtime.open(any_demo_bundle, threads=1, max_seq_len=256) as runtime:
         alone = [runtime.generate(PROMPTS[number], PLAIN_40).text for number in range(4)]
     shared = open_runtime(any_demo_bundle, threads=1, max_seq_len=256, max_requests=4)

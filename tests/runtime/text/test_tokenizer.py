@@ -124,10 +124,10 @@ def test_streams_do_not_hear_each_other(one: list[int], other: list[int]) -> Non
     alone = [shown_by(TextStream(BYTES, ("a",)), tokens) for tokens in (one, other)]
     streams = TextStream(BYTES, ("a",)), TextStream(BYTES, ("a",))
     pieces: tuple[list[str], list[str]] = ([], [])
-    for place in range(max(len(one), len(other))):
+    for index in range(max(len(one), len(other))):
         for stream, tokens, heard in zip(streams, (one, other), pieces, strict=True):
-            if place < len(tokens) and not stream.stopped:
-                heard.append(stream.push(tokens[place]))
+            if index < len(tokens) and not stream.stopped:
+                heard.append(stream.push(tokens[index]))
     for stream, heard in zip(streams, pieces, strict=True):
         heard.append(stream.finish())
     assert list(pieces) == alone
@@ -136,8 +136,8 @@ def test_streams_do_not_hear_each_other(one: list[int], other: list[int]) -> Non
 @given(text=TEXTS, places=st.lists(st.integers(0, 100), max_size=12))
 def test_special_tokens_are_not_shown_and_do_not_part_a_character(text: str, places: list[int]) -> None:
     tokens = one_byte_each(text)
-    for place in places:
-        tokens.insert(place % (len(tokens) + 1), place % 2)
+    for index in places:
+        tokens.insert(index % (len(tokens) + 1), index % 2)
     assert "".join(shown_by(TextStream(BYTES), tokens)) == text
 
 

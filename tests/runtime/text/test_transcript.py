@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.tokenizer import TextStream, encode
@@ -280,22 +280,22 @@ def test_there_is_no_finished_text_before_all_threads_have_ended() -> None:
 @settings(max_examples=100)
 @given(
     seed=st.integers(0, 10**6),
-    drafting=st.builds(Drafting, mask_slots=st.integers(0, 4), shape=st.sampled_from(("chain", "tree"))),
+    draft_config=st.builds(DraftConfig, mask_slots=st.integers(0, 4), shape=st.sampled_from(("chain", "tree"))),
     max_threads=st.sampled_from((1, 2, 8)),
     stops=st.lists(st.text("abc你 ", min_size=1, max_size=3), max_size=2).map(tuple),
 )
 def test_a_request_has_one_text_however_its_threads_are_drafted_and_take_turns(
-    seed: int, drafting: Drafting, max_threads: int, stops: tuple[str, ...]
+    seed: int, draft_config: DraftConfig, max_threads: int, stops: tuple[str, ...]
 ) -> None:
-    def run(drafting: Drafting, max_threads: int) -> Outcome:
+    def run(draft_config: DraftConfig, max_threads: int) -> Outcome:
         engine = HashEngine(Language(seed, 60, end_every=15, fork_every=6), 2 + 2000 + STEP_ROWS + 1, 1)
         reading = Transcript(TEN_BYTES, stops, HASH_FORK)
         request = request_for(
-            engine, [0, 1], 20, drafting, max_threads=max_threads, max_depth=2, total=2000, listener=reading
+            engine, [0, 1], 20, draft_config, max_threads=max_threads, max_depth=2, total=2000, listener=reading
         )
         while request.live:
             advance(engine, request)
         assert "".join(piece.reading for piece in reading.take()) == reading.text
         return reading.text, reading.tokens(), reading.finished()
 
-    assert run(drafting, max_threads) == run(Drafting(0, "chain"), 1)
+    assert run(draft_config, max_threads) == run(DraftConfig(0, "chain"), 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.runtime.decode.draft import Guess
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.trace.reader import trace_of
@@ -72,9 +72,9 @@ def days_of(record: Record) -> list[Day]:
     days = []
     for step_ in record.steps:
         wrote = [
-            (paths[rows.thread], token, place < rows.accepted)
+            (paths[rows.thread], token, position < rows.accepted)
             for rows in step_.rows
-            for place, token in enumerate(rows.text)
+            for position, token in enumerate(rows.text)
         ]
         days.append(
             Day(
@@ -125,7 +125,7 @@ def test_the_pieces_of_a_trace_are_the_text_that_is_read(case: Case) -> None:
     _, trace, reading = traced(case)
     record = trace.record(TOKENIZER)
     for text in reading.finished():
-        (thread,) = (place for place, line in enumerate(record.threads) if line.path == text.path)
+        (thread,) = (position for position, line in enumerate(record.threads) if line.path == text.path)
         pieces = [
             piece for each in record.steps for rows in each.rows if rows.thread == thread for piece in rows.pieces
         ]
@@ -141,13 +141,15 @@ class Script:
     wrong: int = -1  # place among the spine's own tokens that is proposed wrong
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        says, place = self.says[thread.path], len(thread.written) + len(ahead)
-        return says[place] if place < len(says) else END
+        says, position = self.says[thread.path], len(thread.written) + len(ahead)
+        return says[position] if position < len(says) else END
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        first = place - thread.start
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        first = position - thread.start
         own = [token if at != self.wrong else 9 for at, token in enumerate(self.says[thread.path])]
-        return tuple(Guess((token,), (1.0,)) for token in own[first : first + len(logits)])
+        return tuple(Candidates((token,), (1.0,)) for token in own[first : first + len(logits)])
 
 
 def scripted(script: Script, mask_slots: int = 2, total: int = 20) -> tuple[Request, Record]:
@@ -404,8 +406,8 @@ def places(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         for name, value in data.items():
             yield from places(value, (*way, name))
     elif isinstance(data, list):
-        for place, value in enumerate(data):
-            yield from places(value, (*way, place))
+        for position, value in enumerate(data):
+            yield from places(value, (*way, position))
 
 
 SMALL = json.loads(json.dumps(traced(Case(1, max_tokens=8, total=20))[1].as_dict(TOKENIZER)))

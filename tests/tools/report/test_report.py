@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.trace.record import Record, StepRecord, ThreadRecord, ThreadRows
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
@@ -70,7 +70,7 @@ def test_a_record_counts_what_the_statistics_count(case: Case) -> None:
 @settings(max_examples=60)
 @given(case=CASES)
 def test_plain_decoding_holds_the_slots_of_one_line(case: Case) -> None:
-    plain = replace(case, drafting=Drafting(0), max_depth=0, total=10**6)
+    plain = replace(case, draft_config=DraftConfig(0), max_depth=0, total=10**6)
     record = traced(plain)[1].record()
     assert in_one_line(record) == [step.held for step in record.steps]
 
@@ -298,14 +298,14 @@ def test_a_page_of_nothing_says_so() -> None:
 
 
 def test_a_text_without_drafts_has_a_page() -> None:
-    case = Case(5, drafting=Drafting(0), max_depth=0, end_every=10**9)
+    case = Case(5, draft_config=DraftConfig(0), max_depth=0, end_every=10**9)
     root = parsed(page_of(traced(case)[1].record(), "title"))
     assert len(having(lanes_drawing(root), "own")) == case.max_tokens
     assert "Nothing was drafted." in texts_of(root)
 
 
 def test_a_step_that_took_far_longer_is_cut_and_says_so() -> None:
-    record = traced(Case(5, drafting=Drafting(0), max_depth=0, end_every=10**9))[1].record()
+    record = traced(Case(5, draft_config=DraftConfig(0), max_depth=0, end_every=10**9))[1].record()
     steps = [replace(step, engine_seconds=0.01, outside_seconds=0.001) for step in record.steps]
     steps[2] = replace(steps[2], engine_seconds=2.0)
     root = parsed(page_of(replace(record, steps=tuple(steps)), "title"))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.backends.on_torch import TorchEngine
-from spaceport.runtime.decode.draft import Drafting, Guess
+from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.request import Request, RequestConfig
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decode.threads import Thread
@@ -131,8 +131,8 @@ trees = st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), min_size=2, ma
 def tree_of(draws: Sequence[tuple[int, bool]]) -> Sample:
     """A random token tree in which each token has at most one trained successor."""
     parents, learned, taken = [NO_PARENT], [False], {NO_PARENT}
-    for place, (draw, wants) in enumerate(draws, 1):
-        parent = draw % place
+    for position, (draw, wants) in enumerate(draws, 1):
+        parent = draw % position
         parents.append(parent)
         learned.append(wants and parent not in taken)
         if learned[-1]:
@@ -156,15 +156,15 @@ def test_every_mask_slot_predicts_the_token_after_its_position(
     row = pack(sample, groups, (M,) * mask_slots)
     positions, visible = positions_and_visibility(row.parents[None])
     own, before = sample.ids.size, [*range(sample.ids.size)]
-    for place in range(own, row.ids.size):
-        slot, above = int(row.mask_slots[place]), int(row.parents[place])
+    for position in range(own, row.ids.size):
+        slot, above = int(row.mask_slots[position]), int(row.parents[position])
         before.append(int(following[before[above]]))  # the token that this one stands for
-        assert row.targets[place] == sample.ids[following[before[place]]]
-        assert positions[0, place] == positions[0, before[place]] == positions[0, above] + 1
-        anchor = place - slot + 1
-        masks = visible[0, place, own:].nonzero()[0] + own
-        assert masks.tolist() == list(range(anchor, place + 1))
-        assert np.array_equal(visible[0, place, :own], visible[0, int(row.parents[anchor]), :own])
+        assert row.targets[position] == sample.ids[following[before[position]]]
+        assert positions[0, position] == positions[0, before[position]] == positions[0, above] + 1
+        anchor = position - slot + 1
+        masks = visible[0, position, own:].nonzero()[0] + own
+        assert masks.tolist() == list(range(anchor, position + 1))
+        assert np.array_equal(visible[0, position, :own], visible[0, int(row.parents[anchor]), :own])
 
 
 def test_mask_groups_are_resampled_and_follow_the_seed() -> None:
@@ -225,11 +225,13 @@ class Known:
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         return self._at(len(thread.tokens) + len(ahead))
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        return tuple(Guess((self._at(place + slot),), (1.0,)) for slot in range(len(logits)))
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        return tuple(Candidates((self._at(position + slot),), (1.0,)) for slot in range(len(logits)))
 
-    def _at(self, place: int) -> int:
-        return self.text[place] if place < len(self.text) else 3
+    def _at(self, position: int) -> int:
+        return self.text[position] if position < len(self.text) else 3
 
 
 def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots: int) -> list[Batch]:
@@ -241,7 +243,7 @@ def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots:
         selector=Known(text),
         max_length=len(text),
         max_total=len(text),
-        drafting=Drafting(mask_slots, "chain"),
+        draft_config=DraftConfig(mask_slots, "chain"),
     )
     request = Request(text[:prompt], config, 128, "scatter")
     while request.live:
@@ -268,7 +270,9 @@ def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str) 
             run(packed_model, batch)
             packed = states[-1][0]
     of_group = {
-        (int(row.parents[place - slot + 1]), slot): place for place, slot in enumerate(row.mask_slots.tolist()) if slot
+        (int(row.parents[position - slot + 1]), slot): position
+        for position, slot in enumerate(row.mask_slots.tolist())
+        if slot
     }
     compared = 0
     for call, hidden in zip(batches, stepped, strict=True):
@@ -277,9 +281,9 @@ def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str) 
             slot = slot + 1 if token == M else 0
             if not slot:
                 anchor = int(position)
-            place = of_group.get((anchor, slot)) if slot else anchor
-            if place is not None:
-                assert (hidden[0, line] - packed[place]).abs().max() < 1e-5
+            position = of_group.get((anchor, slot)) if slot else anchor
+            if position is not None:
+                assert (hidden[0, line] - packed[position]).abs().max() < 1e-5
                 compared += slot > 0
     assert compared > 2 * len(groups)
 
@@ -287,8 +291,8 @@ def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str) 
 def unpacked(sample: Sample) -> list[tuple[list[int], list[int]]]:
     """The N+1 unpacked texts of a packed one with their token indices: the root thread, then each child thread."""
 
-    def path(place: int) -> list[int]:
-        return [] if place == NO_PARENT else [*path(int(sample.parents[place])), place]
+    def path(position: int) -> list[int]:
+        return [] if position == NO_PARENT else [*path(int(sample.parents[position])), position]
 
     leaves = sorted(set(range(sample.size)) - set(sample.parents.tolist()), reverse=True)
     return [(sample.ids[path(leaf)].tolist(), path(leaf)) for leaf in leaves]
@@ -312,8 +316,8 @@ def test_a_packed_answer_equals_its_unpacked_rows(name: str) -> None:
             alone = collate([pack(single, (), ())])
             learned = alone.targets != IGNORED
             found = packed_model.logits(alone.ids, alone.positions, alone.visible, learned)
-            for place, line in zip(np.array(places)[learned[0].numpy()].tolist(), found, strict=True):
-                assert (of_place[place] - line).abs().max() < 1e-5
+            for position, line in zip(np.array(places)[learned[0].numpy()].tolist(), found, strict=True):
+                assert (of_place[position] - line).abs().max() < 1e-5
             total += run(packed_model, alone)[LOSS, 0]
             told += int(learned.sum())
     assert told == len(of_place)

@@ -72,7 +72,7 @@ def _mode(name: str, max_tokens: int) -> DecodeMode:
     plain = replace(default, mask_slots=0, lookup=0)
     decoding = {
         PLAIN: plain,
-        "lookup": replace(plain, lookup=default.drafting(0).lookup),
+        "lookup": replace(plain, lookup=default.draft_config(0).lookup),
         "masks": replace(default, lookup=0),
         FORKED: plain,
     }.get(name, default)

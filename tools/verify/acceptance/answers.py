@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.decode.draft import Drafting
+from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.request import Request, RequestConfig, VerifiedStep
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
@@ -97,7 +97,7 @@ def generate_answer(
         selector=greedy_selector(tokens, max_depth),
         max_length=limit,
         max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
-        drafting=Drafting(mask_slots, "chain"),
+        draft_config=DraftConfig(mask_slots, "chain"),
         max_rows=engine.rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),

@@ -76,8 +76,8 @@ class _MaskGroups:
         logits = self.engine.run(pack(self.engine, [ScheduledStep(self.request, 0, plan, slots)]))[0]
         self.request.slots.release(slots)
         for index, part, own in zip(indices, plan.parts, split(plan, logits), strict=True):
-            guesses = self.selector.guesses(own, part.thread, self.start + index + 1, 1)
-            predicted[index, 1 : 1 + len(guesses)] = [guess.tokens[0] for guess in guesses]
+            candidates = self.selector.candidates(own, part.thread, self.start + index + 1, 1)
+            predicted[index, 1 : 1 + len(candidates)] = [candidate.tokens[0] for candidate in candidates]
 
     def _group(self, position: int, depth: int) -> Part:
         """The mask slots from a position on, which see the sequence before it; none past the sequence's end."""

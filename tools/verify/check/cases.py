@@ -13,7 +13,7 @@ from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import PLAIN, Draft, Drafting, Guess, chain
+from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig, chain
 from spaceport.runtime.decode.drafter import Drafter
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing
@@ -26,7 +26,7 @@ from spaceport.runtime.sampling.choice import Greedy, greedy
 from spaceport.tools.verify.accuracy import RecordedCall
 
 REQUESTS = 3
-_PLAIN = Drafting(0, "chain")
+_PLAIN = DraftConfig(0, "chain")
 
 Array = NDArray[Any]
 
@@ -106,11 +106,11 @@ def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int =
     builder.tree("prompt, every row", 1, builder.chain(min(23, length - 2)))
     builder.text("prompt in chunks", [length // 4 + 1], _PLAIN, 1, chunk=max(1, length // 16))
     builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
-    chains = Drafting(k, "chain")
+    chains = DraftConfig(k, "chain")
     if k:
         builder.text(f"SPACE steps, k = {k}", [min(17, length // 2)], chains, 4)
-        builder.text("SPACE steps, k = 1", [min(17, length // 2)], Drafting(1, "chain"), 4)
-        builder.text(f"draft trees, k = {k}", [min(17, length // 2)], Drafting(k, "tree"), 4)
+        builder.text("SPACE steps, k = 1", [min(17, length // 2)], DraftConfig(1, "chain"), 4)
+        builder.text(f"draft trees, k = {k}", [min(17, length // 2)], DraftConfig(k, "tree"), 4)
     for number in range(3):
         builder.tree(f"random tree {number + 1}", min(9, length // 2), builder.random_tree(12))
     builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4, accept_all=True)
@@ -144,8 +144,10 @@ class _ForksAt:
         forks = not thread.path and len(thread.tokens) + len(ahead) in self.positions
         return self.fork if forks else self.greedy.token(logits, thread, ahead)
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        return self.greedy.guesses(logits, thread, place, most)
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        return self.greedy.candidates(logits, thread, position, most)
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,10 @@ class _AcceptAll:
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         return self._at(len(thread.tokens) + len(ahead))
 
-    def guesses(self, logits: NDArray[np.float32], thread: Thread, place: int, most: int) -> tuple[Guess, ...]:
-        return tuple(Guess((self._at(place + number),), (1.0,)) for number in range(len(logits)))
+    def candidates(
+        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+    ) -> tuple[Candidates, ...]:
+        return tuple(Candidates((self._at(position + number),), (1.0,)) for number in range(len(logits)))
 
     def _at(self, position: int) -> int:
         return int(self.tokens[position % self.tokens.size])
@@ -199,7 +203,7 @@ class _Builder:
         self,
         case: str,
         lengths: Sequence[int],
-        drafting: Drafting,
+        draft_config: DraftConfig,
         steps: int,
         chunk: int = PREFILL_ROWS,
         forks: Sequence[int] = (),
@@ -219,7 +223,7 @@ class _Builder:
         requests = {
             index: self._request(
                 length,
-                drafting,
+                draft_config,
                 forking if forks and not index else _AcceptAll(self._ordinary_tokens) if accept_all else self._greedy(),
             )
             for index, length in enumerate(lengths)
@@ -270,7 +274,7 @@ class _Builder:
     def _request(
         self,
         length: int,
-        drafting: Drafting,
+        draft_config: DraftConfig,
         selector: TokenSelector,
         tokens: TokenIds | None = None,
         drafter: Drafter | None = None,
@@ -281,7 +285,7 @@ class _Builder:
             selector=selector,
             max_length=length + 64,
             max_total=capacity,
-            drafting=drafting,
+            draft_config=draft_config,
             planner=DraftPlanner(fixed_costs(0.0)),  # rows count as free, so drafts are as wide as allowed
             max_rows=self._recorder.rows,
             max_threads=3,

@@ -50,7 +50,7 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
     decodings: dict[str, Decoding] = {
         mode.name: mode.decoding for mode in modes_for(read_manifest(demo_bundle), 8, fixed=(2,))
     }
-    drafts = {name: decoding.drafting(5) for name, decoding in decodings.items()}
+    drafts = {name: decoding.draft_config(5) for name, decoding in decodings.items()}
     assert {name: (draft.mask_slots, draft.lookup > 0) for name, draft in drafts.items()} == {
         "plain": (0, False),
         "lookup": (0, True),
@@ -60,7 +60,7 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
         "forked+drafted": (5, True),
         "fixed 2": (2, False),
     }
-    assert drafts["default"] == Decoding().drafting(5)
+    assert drafts["default"] == Decoding().draft_config(5)
     assert drafts["fixed 2"].shape == "chain"
     assert [name for name, decoding in decodings.items() if decoding.fork] == ["forked", "forked+drafted"]
     assert {decoding.max_tokens for decoding in decodings.values()} == {8}

@@ -235,7 +235,7 @@ def test_nan_logits_in_a_step_of_one_row_are_a_fault(tiny_bundle: Path) -> None:
     plain = report.modes[0]
     assert (plain.mode, plain.completions) == ("plain", 2)
     reasons = {graded.mismatch.reason for graded in report.mismatches if graded.mode == "plain"}
-    assert any("the logits for the token at place 64 hold NaN" in reason for reason in reasons)
+    assert any("the logits for the token at position 64 hold NaN" in reason for reason in reasons)
     assert engine.cleared
     assert not report.passed
 

@@ -29,12 +29,12 @@ class Shapes:
             raise OptionFault(f"the capacity is {self.capacity} slots: expected a multiple of {VISIBLE_STEP}")
         if not STEP_ROWS <= self.prompt_rows <= self.capacity:
             raise OptionFault(
-                f"--prompt-rows is {self.prompt_rows}: expected {STEP_ROWS}, the maximum of a decode step, to "
+                f"--prefill-rows is {self.prompt_rows}: expected {STEP_ROWS}, the maximum of a decode step, to "
                 f"{self.capacity}, the KV slots per request; raise --max-seq-len for more"
             )
         if not 1 <= self.step_rows <= self.prompt_rows:
             raise OptionFault(
-                f"--max-step-rows is {self.step_rows}: expected 1 to {self.prompt_rows}, the value of --prompt-rows"
+                f"--max-step-rows is {self.step_rows}: expected 1 to {self.prompt_rows}, the value of --prefill-rows"
             )
 
 

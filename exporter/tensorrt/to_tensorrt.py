@@ -16,6 +16,7 @@ from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, BuildProg
 from spaceport.exporter.tensorrt.decomposed_attention import attention_nodes, decompose_attention, softcap_of
 from spaceport.exporter.tensorrt.profiles import Profile, Shapes, profiles
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, MODEL_FILE, Flavour
 from spaceport.graphs.contract.signature import Signature
 
@@ -89,11 +90,11 @@ def open_library(flavour: Flavour | None = None) -> Library:
         try:
             return Library(name, import_module(LIBRARIES[name]))
         except ImportError as error:
-            missing.append(f"{LIBRARIES[name]} does not import ({error}): pip install 'spaceport[{name}]'")
+            missing.append(f"{LIBRARIES[name]} does not import ({error}): {install_command(name)}")
     raise MissingDependency(f"building engines needs TensorRT; {'; or '.join(missing)}")
 
 
-_OTHER = "; TensorRT itself builds for the GPU that it runs on (--flavour tensorrt)"
+_OTHER = "; TensorRT itself builds for the GPU that it runs on (--backend tensorrt)"
 
 
 def target_of(library: Library, requested: str, here: str | None, why_none: str) -> str:
@@ -287,7 +288,7 @@ def build_fault(library: Library, options: BuildOptions, messages: BuildMessages
 def _workspace(library: Library, options: BuildOptions, text: str) -> OptionFault:
     if options.workspace is None:
         return OptionFault(
-            f"{library.name} has not enough workspace memory: lower --prompt-rows or --max-requests: {text[:300]}"
+            f"{library.name} has not enough workspace memory: lower --prefill-rows or --max-requests: {text[:300]}"
         )
     return OptionFault(
         f"--workspace is {options.workspace / 2**20:.0f} MB: {library.name} needs more; raise it, or leave it "

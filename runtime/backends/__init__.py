@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime.backends.built import engine_for
 from spaceport.runtime.backends.device import gpu, no_gpu
@@ -162,7 +163,7 @@ def require_device(backend: str) -> None:
 def require_module(backend: str) -> None:
     """Raise if a backend's module is not there, or not the one that it needs."""
     module, extra = BACKENDS[backend].module, BACKENDS[backend].extra
-    install = f"pip install 'spaceport[{extra}]'"
+    install = install_command(extra)
     if backend == "onnxruntime-cuda" and (clash := clashing()) is not None:
         raise MissingBackend(f"backend {backend} needs onnxruntime-gpu alone: {clash}, then {install}")
     try:

@@ -79,7 +79,7 @@ def _lacking(
     options: EngineOptions,
 ) -> str:
     """Why none of these engines fits, when `what` is the first thing about them that does not."""
-    build = f"`spaceport build {_quoted(bundle.path)} --flavour {flavour}`"
+    build = f"`spaceport build {_quoted(bundle.path)} --backend {flavour}`"
     got = ", ".join(sorted({str(getattr(named.record, what)) for named in left})) if what != "graph" else ""
     told = {
         "flavour": f"it holds no {flavour} engine: build one with {build}",

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
+from spaceport.graphs.contract.installation import install_command
 
 
 class Matcher(Protocol):
@@ -110,7 +111,7 @@ def _library(
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     except ImportError as error:
         raise MissingDependency(
-            f"a grammar needs the package llguidance, which does not import ({error}): pip install 'spaceport[grammar]'"
+            f"a grammar needs the package llguidance, which does not import ({error}): {install_command('grammar')}"
         ) from error
     size = tokenizer.get_vocab_size()
     ends = [token for token in end_tokens if token < size]

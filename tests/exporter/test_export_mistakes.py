@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, OK, USAGE
-from spaceport.tools.cli.export import listening
+from spaceport.tools.cli.export import interruptible
 from support.paths import TINY
 
 PROGRAM = "from spaceport.tools.cli import main; main()"
@@ -232,7 +232,7 @@ def test_an_interrupt_ends_an_export_and_leaves_nothing(tmp_path: Path, kind: si
 
 def interrupted_in_a_library(kind: signal.Signals) -> None:
     """As torch does: an interrupt in the middle of tracing may come out as an error of tracing."""
-    with listening():
+    with interruptible():
         try:
             signal.raise_signal(kind)
         except KeyboardInterrupt as error:
@@ -248,7 +248,7 @@ def test_an_interrupt_that_a_library_makes_an_error_of_is_still_one(kind: signal
 
 
 def test_an_error_without_an_interrupt_stays_what_it_is() -> None:
-    with pytest.raises(ValueError, match="wrong"), listening():
+    with pytest.raises(ValueError, match="wrong"), interruptible():
         raise ValueError("wrong")
 
 

@@ -188,8 +188,8 @@ def error_of(bundle: Path, engine: Engine, text: NDArray[np.int64]) -> float:
     ("flags", "code", "message"),
     [
         (["--dtype", "float16"], USAGE, "dtype is float16: int8 layers run on CPUs only, expected float32"),
-        (["--calibrate", "{prompts}", "--activations", "float"], USAGE, "expected --weights int8 with it"),
-        (["--calibrate", "{missing}"], INPUT, "expected a prompt file with one prompt per line"),
+        (["--calibration-data", "{prompts}", "--activations", "float"], USAGE, "expected --weights int8 with it"),
+        (["--calibration-data", "{missing}"], INPUT, "expected a prompt file with one prompt per line"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -214,6 +214,6 @@ def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path_factory: pytest.TempPath
 @pytest.mark.slow
 def test_prompts_of_a_file_calibrate(tmp_path: Path, capfd: Capture) -> None:
     (tmp_path / "prompts.txt").write_text("import json\nclass Reader:\n", "utf-8")
-    prompts = ["--calibrate", str(tmp_path / "prompts.txt")]
+    prompts = ["--calibration-data", str(tmp_path / "prompts.txt")]
     assert run(["export", str(DEMO), str(tmp_path / "bundle"), "--weights", "int8", *prompts, "--json"]) == 0
     assert '"activations": "int8x2"' in capfd.readouterr().out

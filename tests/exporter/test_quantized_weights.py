@@ -206,7 +206,7 @@ def test_tensorrt_rtx_builds_an_engine_of_each_precision(
     pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     bundle = shutil.copytree(exported(tmp_path_factory, kind), tmp_path / "bundle")
-    assert run(["build", str(bundle), "--flavour", "tensorrt-rtx", "--target", target, "--max-seq-len", "256"]) == 0
+    assert run(["build", str(bundle), "--backend", "tensorrt-rtx", "--target", target, "--max-seq-len", "256"]) == 0
     assert [record.target for record in open_bundle(bundle).manifest.engines.values()] == [target]
 
 
@@ -226,7 +226,7 @@ def test_a_gpu_without_a_type_is_refused_before_anything_is_built(
 ) -> None:
     pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
     bundle = exported(tmp_path_factory, kind)
-    assert run(["build", str(bundle), "--flavour", "tensorrt-rtx", "--target", f"sm89,{target}"]) == USAGE
+    assert run(["build", str(bundle), "--backend", "tensorrt-rtx", "--target", f"sm89,{target}"]) == USAGE
     (line,) = capfd.readouterr().err.splitlines()
     assert re.search(told, line)
     assert not open_bundle(bundle).manifest.engines

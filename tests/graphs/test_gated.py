@@ -174,7 +174,7 @@ def test_drafts_of_an_adapter_change_no_text(tiny_bundle: Path, gated_bundle: Pa
 @pytest.mark.nightly
 def test_drafts_of_an_adapter_change_no_text_of_an_int8_bundle(tuned: Path, tmp_path: Path) -> None:
     export(tuned, tmp_path / "bundle", ExportOptions(weights="int8"))
-    assert run(["check", str(tmp_path / "bundle"), str(tuned), "--threads", "1", "--long", "40"]) == 0
+    assert run(["check", str(tmp_path / "bundle"), str(tuned), "--threads", "1", "--long-context", "40"]) == 0
     with Runtime.open(tmp_path / "bundle", max_seq_len=256, threads=1) as runtime:
         for prompt in json.loads((TINY / "prompts.json").read_text("utf-8")).values():
             plain = runtime.generate(prompt, Decoding(max_tokens=40, mask_slots=0))
@@ -188,8 +188,8 @@ def test_a_gated_bundle_holds_its_adapter_and_equals_its_checkpoint(
     base, gated = (open_bundle(bundle).manifest.parameters for bundle in (tiny_bundle, gated_bundle))
     assert gated - base == sum(tensor.numel() for tensor in load_file(tuned / ADAPTER_FILE).values())
     bundle = shutil.copytree(gated_bundle, tmp_path / "bundle")
-    assert run(["check", str(bundle), str(tuned), "--long", "100", "--threads", "1"]) == 0
-    assert run(["check", str(bundle), str(TINY), "--long", "100", "--threads", "1"]) != 0
+    assert run(["check", str(bundle), str(tuned), "--long-context", "100", "--threads", "1"]) == 0
+    assert run(["check", str(bundle), str(TINY), "--long-context", "100", "--threads", "1"]) != 0
 
 
 def test_products_of_the_base_are_joined_as_without_an_adapter(tiny_bundle: Path, gated_bundle: Path) -> None:

@@ -87,7 +87,7 @@ def build(options: GpuBenchOptions, bundle: Path, run: RunCommand, say: Callable
         if find_spec(LIBRARIES[flavour]) is None:
             continue
         say(f"building {bundle.name} with {flavour}")
-        asked = ["--flavour", flavour, "--max-requests", str(options.requests), "--max-seq-len", str(options.length)]
+        asked = ["--backend", flavour, "--max-requests", str(options.requests), "--max-seq-len", str(options.length)]
         started = perf_counter()
         result = run(["build", str(bundle), *asked])
         seconds = perf_counter() - started

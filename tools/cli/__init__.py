@@ -1,4 +1,4 @@
-"""Command line: the commands that people run; each in a module of its own that is imported when it is called."""
+"""Command line: the entry point `spaceport`, its commands and exit codes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import click
 
 from spaceport import __version__
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.installation import install_command
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
 from spaceport.tools.cli.lazy import LazyGroup
 
-# What brings a package; all others come with [export].
+# Package -> the extra that installs it; all other packages are in `export`.
 EXTRAS = {
-    "onnxruntime": "[cpu]",
+    "onnxruntime": "cpu",
     "numpy": "",
     "tokenizers": "",
     "jinja2": "",
-    "accelerate": "[tune]",
-    "peft": "[tune]",
-    "matplotlib": "[tune]",
+    "accelerate": "tune",
+    "peft": "tune",
+    "matplotlib": "tune",
 }
 
 
@@ -32,36 +33,36 @@ class Commands(LazyGroup):
 
     package = "spaceport.tools.cli"
     summaries: ClassVar = {
-        "tune": "Teach a checkpoint to draft for itself and to fork.",
-        "acceptance": "Measure what a model's drafts are worth.",
-        "export": "Write a checkpoint as a bundle.",
-        "build": "Build a bundle for a GPU with TensorRT.",
-        "check": "Compare all engines of a bundle, pair by pair.",
-        "audit": "Hold a bundle's drafted texts against its plain ones.",
-        "inspect": "Show what a bundle holds.",
-        "plan": "Show what steps cost here, and the drafts that pay.",
-        "generate": "Write text from a prompt.",
-        "bench": "Measure what steps cost.",
-        "demo": "Export, check and decode a small model.",
-        "doctor": "Show which backends are here and what is missing.",
+        "tune": "Fine-tune a checkpoint for self-speculative decoding and parallel threads.",
+        "acceptance": "Measure draft acceptance rates.",
+        "export": "Export a checkpoint to an ONNX bundle.",
+        "build": "Build TensorRT engines from a bundle.",
+        "check": "Compare the logits of all backends and of PyTorch.",
+        "audit": "Verify that drafted output equals plain output.",
+        "inspect": "Show the contents of a bundle.",
+        "plan": "Show step costs on this machine and the drafts that pay off.",
+        "generate": "Generate text.",
+        "bench": "Run benchmarks.",
+        "demo": "Export, check and benchmark a small model.",
+        "doctor": "Show available backends and how to install missing ones.",
     }
 
 
-@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="spaceport")
 def cli() -> None:
-    """Export language models that draft for themselves, and run them: the same text in fewer steps."""
+    """Export language models to ONNX and TensorRT and run them with self-speculative decoding."""
 
 
 def main() -> None:
-    """Run a command and end the process with the code that its outcome has."""
-    with Path(os.devnull).open("r+") as nowhere:  # for streams that were closed before the program began
-        sys.stdin, sys.stdout, sys.stderr = sys.stdin or nowhere, sys.stdout or nowhere, sys.stderr or nowhere
+    """Run a command and exit with its exit code."""
+    with Path(os.devnull).open("r+") as null:  # stands in for streams that were closed before the program started
+        sys.stdin, sys.stdout, sys.stderr = sys.stdin or null, sys.stdout or null, sys.stderr or null
         sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command; the exit code."""
+    """Run a command; its exit code."""
     try:
         result = cli.main(arguments, prog_name="spaceport", standalone_mode=False)
         sys.stdout.flush()
@@ -75,16 +76,16 @@ def run(arguments: list[str]) -> int:
     except MissingDependency as error:
         return _fail(error, MISSING)
     except ModuleNotFoundError as error:
-        return _lacking(error, arguments)
+        return _missing(error, arguments)
     except (click.Abort, KeyboardInterrupt):
         click.echo("\nspaceport: interrupted", err=True)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe went away: nothing is left to say, not even at exit
+    except BrokenPipeError:  # the reader of the pipe has gone: print nothing more, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAULT
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, FAULT)
-    except Exception:  # noqa: BLE001  (whatever is left is a fault of ours: say so, with all that is known of it)
+    except Exception:  # noqa: BLE001  (everything else is a bug in spaceport: print the traceback)
         return _fault()
     return result if isinstance(result, int) else OK
 
@@ -96,16 +97,16 @@ def _fail(error: object, code: int) -> int:
 
 def _fault() -> int:
     traceback.print_exc()
-    click.echo("\nspaceport: this is a fault in spaceport itself; please report it with the lines above", err=True)
+    click.echo("\nspaceport: this is a bug in spaceport; please report it with the traceback above", err=True)
     return FAULT
 
 
-def _lacking(error: ModuleNotFoundError, arguments: list[str]) -> int:
+def _missing(error: ModuleNotFoundError, arguments: list[str]) -> int:
     package = (error.name or "").partition(".")[0]
     if package in ("", "spaceport"):
         return _fault()
-    extra = EXTRAS.get(package, "[export]")
+    extra = EXTRAS.get(package, "export")
     return _fail(
-        f"`spaceport {arguments[0]}` needs the package {package}, which is not installed: pip install 'spaceport{extra}'",
+        f"`spaceport {arguments[0]}` needs the package {package}, which is not installed: {install_command(extra)}",
         MISSING,
     )

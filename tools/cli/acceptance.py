@@ -1,16 +1,17 @@
-"""`spaceport acceptance`: how many of its own drafts a model would accept."""
+"""`spaceport acceptance`: measure draft acceptance rates of a checkpoint or a bundle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.options import PATH, json_option, remote_code_option, threads_option
+from spaceport.tools.cli.options import PATH, Sectioned, json_option, remote_code_option, threads_option
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
@@ -22,17 +23,35 @@ from spaceport.tools.verify.acceptance.tally import ForkTally
 _PLOTS = (".svg", ".png")
 
 
-@click.command("acceptance")
+class AcceptanceCommand(Sectioned):
+    """The command with its options in groups."""
+
+    headings: ClassVar = {"limit": "Samples", "backend": "Backend", "plot": "Output"}
+
+
+@click.command("acceptance", cls=AcceptanceCommand)
 @click.argument("model", metavar="CHECKPOINT|BUNDLE", type=PATH)
 @click.argument("data", type=PATH)
-@click.option("--limit", type=int, metavar="N", help="Read only the first N conversations of DATA.")
-@click.option("--max-tokens", default=256, show_default=True, metavar="N", help="Most tokens of an own answer.")
-@click.option("--max-mask-slots", type=int, metavar="K", help="Mask slots to measure; by default all that it has.")
-@click.option("--max-seq-len", type=int, metavar="N", help="Longest prompt and answer; longer ones are cut.")
-@click.option("--backend", type=click.Choice(("auto", "onnxruntime")), default="auto", show_default=True)
+@click.option("--limit", type=int, metavar="N", help="Use the first N conversations of DATA only.")
+@click.option(
+    "--max-tokens", default=256, show_default=True, metavar="N", help="Maximum number of tokens of a generated answer."
+)
+@click.option(
+    "--max-mask-slots", type=int, metavar="K", help="Maximum number of mask slots to measure; default: the model's."
+)
+@click.option(
+    "--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens; longer answers are truncated."
+)
+@click.option(
+    "--backend",
+    type=click.Choice(("auto", "onnxruntime")),
+    default="auto",
+    show_default=True,
+    help="Backend of a bundle.",
+)
 @threads_option
-@click.option("--plot", type=PATH, metavar="FILE", help="Draw it, as .svg or .png.")
 @remote_code_option
+@click.option("--plot", type=PATH, metavar="FILE", help="Write a plot as .svg or .png.")
 @json_option("the numbers")
 def command(
     model: Path,
@@ -47,22 +66,22 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Measure how often each mask slot is right, and how many tokens a step writes.
+    """Measure the accuracy of each mask slot and the tokens per step that follow from it.
 
-    Along the answers in DATA (JSONL, as `spaceport tune` reads it), and along those that the model writes itself on the
-    same prompts. A checkpoint runs in PyTorch, a bundle on its backend; the numbers mean the same.
+    Measures along the answers in DATA (JSONL, in the format of `spaceport tune`) and along answers that the model
+    generates for the same prompts. A checkpoint runs in PyTorch, a bundle on its backend.
     """
     check_options(limit, max_tokens, plot)
     plotting = (
         import_module("spaceport.tools.verify.acceptance.plot") if plot is not None else None
-    )  # lacking: told at once
+    )  # raises at once if matplotlib is missing
     with stages() as stage:
         stage("reading the conversations")
         conversations = read_conversations(data)[:limit]
         stage("opening the model")
         with open_source(model, backend, max_seq_len, threads, trust_remote_code) as runtime:
             slots = slots_of(runtime, max_mask_slots)
-            check_room(runtime, max_tokens)
+            check_lengths(runtime, max_tokens)
             samples, counts = samples_of(runtime, conversations, data)
             found = measure(runtime, announced(samples, stage), max_tokens, slots)
     if as_json:
@@ -74,7 +93,7 @@ def command(
 
 
 def check_options(limit: int | None, max_tokens: int, plot: Path | None) -> None:
-    """Raise for what can be told wrong before any file is opened."""
+    """Raise for invalid options before any file is opened."""
     if limit is not None and limit < 1:
         raise OptionFault(f"--limit is {limit}: expected at least 1")
     if max_tokens < 1:
@@ -82,45 +101,45 @@ def check_options(limit: int | None, max_tokens: int, plot: Path | None) -> None
     if plot is None:
         return
     if plot.suffix.lower() not in _PLOTS:
-        raise OptionFault(f"--plot is {plot}: expected a name that ends in {' or '.join(_PLOTS)}")
+        raise OptionFault(f"--plot is {plot}: expected a file name that ends in {' or '.join(_PLOTS)}")
     if not plot.absolute().parent.is_dir() or plot.is_dir():
-        raise OptionFault(f"--plot is {plot}: expected the name of a file in a folder that is there")
+        raise OptionFault(f"--plot is {plot}: expected a file name in an existing folder")
 
 
 def slots_of(runtime: Runtime, asked: int | None) -> int:
-    """How many mask slots are measured."""
+    """The number of mask slots to measure."""
     most = runtime.bundle.manifest.max_mask_slots
     if asked is not None and not 1 <= asked <= most:
-        raise OptionFault(f"--max-mask-slots is {asked}: expected 1 to {most}, those that the model has")
+        raise OptionFault(f"--max-mask-slots is {asked}: expected 1 to {most}, the mask slots of the model")
     return asked or most
 
 
-def check_room(runtime: Runtime, max_tokens: int) -> None:
-    """Raise for answers that no prompt leaves room for."""
+def check_lengths(runtime: Runtime, max_tokens: int) -> None:
+    """Raise if an answer of --max-tokens fills the whole context."""
     if max_tokens >= runtime.max_seq_len:
         raise OptionFault(
-            f"--max-tokens is {max_tokens}, the longest text is {runtime.max_seq_len}: lower it to leave room for prompts, or "
-            f"raise --max-seq-len (the model goes up to {runtime.bundle.manifest.max_positions})"
+            f"--max-tokens is {max_tokens}, which leaves no tokens for the prompt in a context of {runtime.max_seq_len}: lower "
+            f"it, or raise --max-seq-len (at most {runtime.bundle.manifest.max_positions})"
         )
 
 
 def samples_of(
     runtime: Runtime, conversations: Sequence[Conversation], data: Path
 ) -> tuple[list[ReferenceAnswer], dict[str, int]]:
-    """The given answers that fit, and what was counted on the way."""
+    """The reference answers that fit into the context, and how many were used, truncated and dropped."""
     prepared = prepare(conversations, conversation_encoder_for(runtime), runtime.max_seq_len)
     counts = {name: count for name, count in prepared.counts.items() if count}
     samples = reference_answers(prepared, conversations, runtime.bundle.manifest.tokens)
     if not samples:
         raise InputFault(
-            f"{data}: no answer of its {len(conversations)} conversations can be measured ({told(counts)}): expected "
-            f"answers that begin before {runtime.max_seq_len} tokens"
+            f"{data}: no answer of its {len(conversations)} conversations can be measured ({described(counts)}): "
+            f"expected answers that begin before token {runtime.max_seq_len}"
         )
     return samples, counts
 
 
 def announced(samples: Sequence[ReferenceAnswer], stage: Callable[[str], None]) -> Iterator[ReferenceAnswer]:
-    """The samples; on stderr how many are done, about ten times."""
+    """The samples, with about ten progress lines on stderr."""
     every = max(1, -(-len(samples) // 10))
     for number, sample in enumerate(samples):
         if number % every == 0:
@@ -129,39 +148,52 @@ def announced(samples: Sequence[ReferenceAnswer], stage: Callable[[str], None]) 
 
 
 def show(found: Acceptance, samples: Sequence[ReferenceAnswer], counts: dict[str, int]) -> None:
-    """One table for people: what each mask slot is right in, and what as many of them bring."""
-    own, given = found.generated, found.reference
+    """Print the accuracy of each mask slot and the tokens per step with that many mask slots."""
+    generated, reference = found.generated, found.reference
     rows: list[Sequence[object]] = [
         (
             f"mask slot {slot}" if slot else "next token",
-            share(own.accuracy[slot]),
-            share(given.accuracy[slot]),
-            own.tokens_per_step[slot],
-            given.tokens_per_step[slot],
+            share(generated.accuracy[slot]),
+            share(reference.accuracy[slot]),
+            generated.tokens_per_step[slot],
+            reference.tokens_per_step[slot],
         )
-        for slot in range(1 + given.mask_slots)
+        for slot in range(1 + reference.mask_slots)
     ]
-    columns = ("", "right, own", "right, given", "tokens a step, own", "tokens a step, given")
-    title = f"samples: {len(samples)} ({told(counts)}); tokens: {own.tokens} own, {given.tokens} given"
+    columns = (
+        "predicted by",
+        "accuracy, generated",
+        "accuracy, reference",
+        "tokens per step, generated",
+        "tokens per step, reference",
+    )
+    title = (
+        f"{len(samples)} samples ({described(counts)}), {generated.tokens} generated tokens, "
+        f"{reference.tokens} reference tokens"
+    )
     show_table(title, columns, rows)
-    click.echo("Tokens a step: decoding with as many mask slots as the row says; what ends a text counts as none.")
+    click.echo(
+        "accuracy: predictions that equal the token at their position. tokens per step: with a chain of this many mask slots\n"
+        "(end tokens not counted). generated: along greedy answers of the model. reference: along the answers in DATA."
+    )
     if found.forks is not None:
         show_forks(found.forks)
 
 
 def show_forks(forks: ForkTally) -> None:
-    """What became of the forks, in one line."""
+    """Print precision and recall of fork predictions."""
     click.echo(
-        f"[Fork] at {forks.positions} places of given spines: {forks.expected} in the trees, {forks.predicted} predicted, "
-        f"{forks.correct} of them right (precision {share(forks.precision)}, recall {share(forks.recall)})"
+        f"fork tokens at {forks.positions} positions of reference root threads: {forks.expected} expected, "
+        f"{forks.predicted} predicted, {forks.correct} correct (precision {share(forks.precision)}, "
+        f"recall {share(forks.recall)})"
     )
 
 
 def share(value: float | None) -> str:
-    """A part of a whole as people read it."""
+    """A fraction as a percentage."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def told(counts: dict[str, int]) -> str:
-    """Counts in words."""
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing counted"
+def described(counts: dict[str, int]) -> str:
+    """Counts with their names."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

@@ -1,14 +1,16 @@
-"""`spaceport audit`: whether a bundle's drafted texts are its plain texts."""
+"""`spaceport audit`: verify that drafted output equals plain output."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
+    Sectioned,
     backend_option,
     bundle_argument,
     json_option,
@@ -22,21 +24,31 @@ from spaceport.tools.verify.audit.bundle_audit import DEFAULT_REQUESTS, AuditOpt
 _SHOWN = 10  # mismatches; --json has all
 
 
-@click.command("audit")
+class Audit(Sectioned):
+    """The command with its options in groups."""
+
+    headings: ClassVar = {"max_tokens": "Requests", "backend": "Backend", "as_json": "Output"}
+
+
+@click.command("audit", cls=Audit)
 @bundle_argument
 @click.argument("prompts", type=PATH)
-@backend_option
 @click.option(
-    "--max-tokens", default=AuditOptions.max_tokens, show_default=True, metavar="N", help="Tokens of each text."
+    "--max-tokens",
+    default=AuditOptions.max_tokens,
+    show_default=True,
+    metavar="N",
+    help="Maximum number of generated tokens per prompt.",
 )
-@click.option("--limit", type=int, metavar="N", help="Read only the first N prompts.")
-@click.option("--max-seq-len", type=int, metavar="N", help="Longest prompt and text together.")
+@click.option("--limit", type=int, metavar="N", help="Use the first N prompts only.")
+@click.option("--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens (prompt and output).")
 @click.option(
     "--max-requests",
     type=int,
     metavar="N",
-    help=f"Texts at a time, beside one alone; by default {DEFAULT_REQUESTS}, or as many as the bundle's engines take.",
+    help=f"Concurrent requests of the batched runs; default: {DEFAULT_REQUESTS}, or the maximum of the bundle's engines.",
 )
+@backend_option
 @threads_option
 @trust_engines_option
 @json_option("the report")
@@ -52,10 +64,10 @@ def command(
     trust_engines: bool,
     as_json: bool,
 ) -> int:
-    """Hold every kind of draft against plain decoding over the file PROMPTS, on one engine.
+    """Verify that the output of every draft mode equals plain decoding for the prompts in PROMPTS, on one backend.
 
-    A prompt on each line: plain text, or JSON with "messages", "prompt" or "text". Exit code 4 if a token differs by more
-    than the engine's own rounding explains.
+    PROMPTS has one prompt per line: plain text, or JSON with "messages", "prompt" or "text". The exit code is 4 if a
+    token differs by more than the rounding noise of the engine.
     """
     options = AuditOptions(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines)
     with stages() as stage:

@@ -1,11 +1,11 @@
-"""`spaceport build`: a bundle's graph becomes a TensorRT engine in the bundle."""
+"""`spaceport build`: build TensorRT engines into a bundle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -20,39 +20,65 @@ from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
-from spaceport.tools.cli.options import bundle_argument, json_option, options
+from spaceport.tools.cli.options import Renamed, Sectioned, bundle_argument, json_option, options
 from spaceport.tools.terminal.build_screen import building
 from spaceport.tools.terminal.screen import show_json, size
 
 _SHAPES = options(
-    click.option("--max-requests", default=4, show_default=True, metavar="N", help="Most requests in a call."),
+    click.option(
+        "--max-requests",
+        default=4,
+        show_default=True,
+        metavar="N",
+        help="Maximum number of requests per engine call (batch size).",
+    ),
     click.option(
         "--max-seq-len",
         type=int,
         metavar="N",
-        help="Longest prompt and text; by default what `generate` makes room for.",
+        help="Maximum context length in tokens (prompt and output); default: as for `generate`.",
     ),
     click.option(
         "--max-slots",
         type=int,
         metavar="N",
-        help="Most tokens of a prompt and all its threads; by default those of the longest text.",
+        help="KV cache slots per request for the prompt and all threads; default: --max-seq-len.",
     ),
     click.option(
-        "--max-step-rows", default=64, show_default=True, metavar="N", help="Most rows of a request in a fast step."
+        "--max-step-rows", default=64, show_default=True, metavar="N", help="Maximum rows per request in a decode step."
     ),
     click.option(
-        "--prompt-rows", default=512, show_default=True, metavar="N", help="Most rows of a prompt in a call (from 128)."
+        "--prefill-rows",
+        "prompt_rows",
+        cls=Renamed,
+        former=["--prompt-rows"],
+        default=512,
+        show_default=True,
+        metavar="N",
+        help="Maximum rows of a prefill chunk, at least 128.",
     ),
 )
 
 
-_LEAST = {"float8": 89, "bfloat16": 80}  # the first GPUs that have a type
+_LEAST = {"float8": 89, "bfloat16": 80}  # data type -> lowest SM version that supports it
 
 
-@click.command("build")
+class Build(Sectioned):
+    """The command with its options in groups."""
+
+    headings: ClassVar = {"max_requests": "Shapes", "dtype": "Builder", "rebuild": "Output"}
+
+
+@click.command("build", cls=Build)
 @bundle_argument
-@click.option("--flavour", type=click.Choice(FLAVOURS), help="What to build with; by default what is installed.")
+@click.option(
+    "--backend",
+    "flavour",
+    cls=Renamed,
+    former=["--flavour"],
+    type=click.Choice(FLAVOURS),
+    help="Library to build with; default: the one that is installed.",
+)
 @click.option(
     "--target",
     "asked",
@@ -60,19 +86,21 @@ _LEAST = {"float8": 89, "bfloat16": 80}  # the first GPUs that have a type
     default=("current",),
     show_default=True,
     metavar="SM[,SM...]",
-    help="GPUs to build for, such as sm80,sm89; current is this machine's. May be said again.",
+    help="GPU architectures such as sm80,sm89; current = the GPU of this machine; repeatable.",
 )
 @_SHAPES
-@click.option("--dtype", type=click.Choice(PRECISIONS), help="Refuse a bundle of any other type.")
-@click.option("--workspace", type=click.IntRange(min=1), metavar="MB", help="Most memory that a kernel may scratch in.")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="Fail if the bundle has another data type.")
+@click.option("--workspace", type=click.IntRange(min=1), metavar="MB", help="Maximum workspace memory of a kernel.")
 @click.option(
     "--timing-cache",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Timings of kernels to read and add to (tensorrt only).",
+    help="Timing cache to load and update (tensorrt only).",
 )
-@click.option("--refittable", is_flag=True, help="Let weights be exchanged later; needs a GPU to build.")
-@click.option("--rebuild", is_flag=True, help="Build also what is there already.")
+@click.option(
+    "--refittable", is_flag=True, help="Build refittable engines, whose weights can be replaced; needs a GPU."
+)
+@click.option("--rebuild", is_flag=True, help="Build engines again that exist already.")
 @json_option("the engines")
 def command(
     bundle: Path,
@@ -90,9 +118,9 @@ def command(
     rebuild: bool,
     as_json: bool,
 ) -> None:
-    """Build BUNDLE's graph for a GPU and keep the engine in the bundle.
+    """Build TensorRT engines from the graph of BUNDLE and store them in the bundle.
 
-    The bundle has to be exported with --lowering append, and with the --dtype that the engine is to reckon in.
+    Export the bundle with --lowering append, and with the --dtype that the engine shall compute in.
     """
     library = open_library(flavour)
     manifest = read_manifest(bundle)
@@ -103,58 +131,60 @@ def command(
     _refuse_targets(manifest, targets)
     capacity = capacity_for(manifest, slots_for(seq_len(manifest, max_seq_len), max_slots))
     shapes = Shapes(capacity, max_requests, max_step_rows, prompt_rows)
-    manifest = open_bundle(bundle).manifest  # all else is known to fit: now the pass over the weights
+    manifest = open_bundle(bundle).manifest  # last, because it hashes the weights
     scratch = None if workspace is None else workspace << 20
     memory, outcomes = _memory(manifest, shapes), []
     for name in targets:
-        recipe = BuildOptions(name, shapes, scratch, refittable, manifest.max_mask_slots, timing_cache)
+        build_options = BuildOptions(name, shapes, scratch, refittable, manifest.max_mask_slots, timing_cache)
         with building(f"{library.name} for {name}", memory) as progress:
             outcome = build_engine(
                 bundle,
                 manifest,
                 library,
-                recipe,
-                lambda record: not rebuild and _from_here(record),
+                build_options,
+                lambda record: not rebuild and _reusable(record),
                 progress.begin,
-                progress.hear,
+                progress.update,
             )
-        noted = trust.remember(outcome.record.sha256)
+        recorded = trust.remember(outcome.record.sha256)
         outcomes.append(outcome)
-        click.echo(_told(bundle, outcome), err=as_json)
-        if not noted:
-            click.echo("it could not be noted that this machine built it: run it with --trust-engines", err=True)
+        click.echo(_described(bundle, outcome), err=as_json)
+        if not recorded:
+            click.echo("could not record that this machine built the engine: run it with --trust-engines", err=True)
     if as_json:
         show_json({"bundle": str(bundle), "engines": [_as_dict(outcome) for outcome in outcomes]})
 
 
 def _targets(library: Library, asked: Sequence[str], refittable: bool, timing_cache: Path | None) -> Sequence[str]:
-    """The targets to build for, each once; raise for what this machine cannot build."""
+    """The targets of --target, without duplicates; raise for one that cannot be built on this machine."""
     try:
         here, why_none = gpu().target, ""
     except NoGpu as error:
         here, why_none = None, str(error)
     if refittable and here is None:
-        raise OptionFault(f"--refittable: {why_none}, and {library.flavour} needs one for it; leave it out")
+        raise OptionFault(
+            f"--refittable: {library.flavour} needs a GPU for refittable engines, and {why_none}: leave it out"
+        )
     if timing_cache is not None and library.flavour != "tensorrt":
-        raise OptionFault(f"--timing-cache with {library.flavour}: it times nothing when it builds; leave it out")
+        raise OptionFault(
+            f"--timing-cache has no effect with {library.flavour}, which does not time kernels: leave it out"
+        )
     names = [name.strip().lower() for name in ",".join(asked).split(",")]
     if "" in names:
-        raise OptionFault(
-            f"--target is {','.join(asked)!r}: expected names with commas between them, such as sm80,sm89"
-        )
+        raise OptionFault(f"--target is {','.join(asked)!r}: expected names separated by commas, such as sm80,sm89")
     return list(dict.fromkeys(target_of(library, name, here, why_none) for name in names))
 
 
-def _from_here(record: EngineRecord) -> bool:
-    """Whether an engine that is there already may stand for the one that is asked for."""
+def _reusable(record: EngineRecord) -> bool:
+    """Whether an existing engine with the same options can be used instead of a new one."""
     if trust.built_here(record.sha256):
         return True
-    click.echo("the bundle's engine of this kind was not built on this machine: it is built again", err=True)
+    click.echo("the existing engine was not built on this machine: building it again", err=True)
     return False
 
 
 def _refuse_targets(manifest: Manifest, targets: Sequence[str]) -> None:
-    """Raise for a GPU that lacks a type of the graph: the builder would find out only after a while."""
+    """Raise for a GPU that does not support a data type of the graph, before minutes of building."""
     for kind, least, option in (
         (manifest.weights, _LEAST.get(manifest.weights), f"--weights {manifest.weights}"),
         (manifest.signature.dtype, _LEAST.get(manifest.signature.dtype), f"--dtype {manifest.signature.dtype}"),
@@ -162,7 +192,7 @@ def _refuse_targets(manifest: Manifest, targets: Sequence[str]) -> None:
         for name in targets:
             if least is not None and int(name.removeprefix("sm")) < least:
                 raise OptionFault(
-                    f"--target is {name}: GPUs have {kind} from sm{least} on; expected such a target, or a bundle that was "
+                    f"--target is {name}: {kind} needs sm{least} or newer; expected such a target, or a bundle that was "
                     f"exported without {option}"
                 )
 
@@ -178,32 +208,32 @@ def _refuse_integers(bundle: Path, manifest: Manifest) -> None:
 def _refuse_dtype(manifest: Manifest, dtype: str | None) -> None:
     if dtype not in (None, manifest.signature.dtype):
         raise OptionFault(
-            f"--dtype is {dtype}, the bundle's graph is {manifest.signature.dtype}: an engine reckons as its graph does; "
-            f"export the checkpoint again with --dtype {dtype}"
+            f"--dtype is {dtype}, the bundle's graph is {manifest.signature.dtype}: an engine computes in the data type of its "
+            f"graph; export the checkpoint again with --dtype {dtype}"
         )
 
 
 def _memory(manifest: Manifest, shapes: Shapes) -> str:
-    """What running the engine will take, as far as it is known before."""
+    """The memory that running and building the engine take, as far as it is known before the build."""
     signature = manifest.signature
     kv = signature.kv_bytes(shapes.requests, shapes.capacity)
     rows = logit_rows(shapes.prompt_rows, signature.vocab_size)
     logits = shapes.requests * rows * signature.vocab_size * 4  # float32
     requests = f"{shapes.requests} request{'s' if shapes.requests > 1 else ''}"
     return (
-        f"{size(manifest.graph_bytes)} of weights, {size(kv)} of KV buffers for {requests} of "
-        f"{shapes.capacity} slots, up to {size(logits)} of logits; building takes about {size(host_memory(manifest))} of memory here"
+        f"{size(manifest.graph_bytes)} of weights, {size(kv)} of KV cache for {requests} of "
+        f"{shapes.capacity} slots, up to {size(logits)} of logits; the build takes about {size(host_memory(manifest))} of host memory"
     )
 
 
-def _told(bundle: Path, outcome: BuildResult) -> str:
+def _described(bundle: Path, outcome: BuildResult) -> str:
     record = outcome.record
     lines = []
     if record.decomposed:
         layers = f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''}"
-        lines.append(f"attention of {layers} runs as matrix products: {outcome.decomposed}")
-    activation = "" if outcome.activation is None else f", {size(outcome.activation)} to run in"
-    state = "" if outcome.built else ", was there already"
+        lines.append(f"attention of {layers} is decomposed into MatMul and Softmax: {outcome.decomposed}")
+    activation = "" if outcome.activation is None else f", {size(outcome.activation)} of activation memory"
+    state = "" if outcome.built else ", exists already"
     lines.append(
         f"{bundle / 'engines' / outcome.name}: {record.flavour} {record.version}, {size(record.size)}{activation}{state}"
     )
@@ -211,5 +241,5 @@ def _told(bundle: Path, outcome: BuildResult) -> str:
 
 
 def _as_dict(outcome: BuildResult) -> dict[str, Any]:
-    told = {"built": outcome.built, "activation": outcome.activation, "decomposed_why": outcome.decomposed or None}
-    return {"name": outcome.name, **asdict(outcome.record), **told}
+    result = {"built": outcome.built, "activation": outcome.activation, "decomposed_why": outcome.decomposed or None}
+    return {"name": outcome.name, **asdict(outcome.record), **result}

@@ -1,9 +1,10 @@
-"""`spaceport check`: everything that can run a bundle here, compared pair by pair."""
+"""`spaceport check`: compare the logits of all backends and of PyTorch, pair by pair."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
@@ -15,6 +16,8 @@ from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import (
     PATH,
+    Renamed,
+    Sectioned,
     Unused,
     bundle_argument,
     json_option,
@@ -38,7 +41,18 @@ from spaceport.tools.verify.check.quantization import measure_quantization
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
 
 
-@click.command("check")
+class Check(Sectioned):
+    """The command with its options in groups."""
+
+    headings: ClassVar = {
+        "backends": "What is compared",
+        "print_polygraphy": "Polygraphy (instead of a check)",
+        "threads": "Backend",
+        "as_json": "Output",
+    }
+
+
+@click.command("check", cls=Check)
 @bundle_argument
 @click.argument("checkpoint", type=PATH, required=False)
 @click.option(
@@ -46,34 +60,43 @@ _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines
     "backends",
     type=click.Choice(tuple(BACKENDS)),
     multiple=True,
-    help="Compare this one; may be said again. By default all that can run here.",
+    help="Backend to compare; repeatable; default: all that can run on this machine.",
 )
 @click.option(
-    "--long",
+    "--long-context",
     "length",
+    cls=Renamed,
+    former=["--long"],
     type=int,
     metavar="N",
-    help=f"Tokens of the long-context case; by default {DEFAULT_LONG}, or what the model and all engines have room for.",
+    help=f"Tokens of the long-context case; default: {DEFAULT_LONG}, or the maximum of the model and all engines.",
 )
-@click.option("--layers", is_flag=True, help="Find the first value of a layer that is out of tolerance.")
+@click.option("--layers", is_flag=True, help="Find the first layer whose output is out of tolerance.")
 @click.option(
     "--audit",
     "prompts",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="PROMPTS",
-    help="Then hold drafted texts to plain ones over this file of prompts, on each engine, as `spaceport audit` does.",
+    help="Also run `spaceport audit` with this prompt file on every backend.",
 )
-@click.option("--print-polygraphy", is_flag=True, help="Print stock Polygraphy command lines for this, and do no more.")
+@click.option(
+    "--print-polygraphy", is_flag=True, help="Print the commands that compare this bundle with stock Polygraphy."
+)
 @click.option(
     "--save-outputs",
     "outputs",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write what CHECKPOINT gives on the inputs of those lines, for `polygraphy run --load-outputs`, and do no more.",
+    help="Save the outputs of CHECKPOINT on the inputs of these commands, for `polygraphy run --load-outputs`.",
 )
 @threads_option
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random prompts and trees."
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Random seed of prompts and draft trees.",
 )
 @trust_engines_option
 @remote_code_option
@@ -95,18 +118,20 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> int:
-    """Compare the engines of BUNDLE, and the PyTorch model in CHECKPOINT, on every kind of call that the runtime makes.
+    """Compare the logits of all backends for BUNDLE, and of PyTorch with CHECKPOINT, on all kinds of runtime calls.
 
-    Each pair may differ by what rounding explains in the coarser of its two types. The report stays in the bundle. Exit
-    code 4 if a difference is larger.
+    The tolerance of a pair follows from the coarser of its two data types. The report is saved in the bundle. The exit
+    code is 4 if a difference is larger.
     """
     if length is not None and length < SHORTEST:
-        raise OptionFault(f"--long is {length}: expected at least {SHORTEST}")
+        raise OptionFault(f"--long-context is {length}: expected at least {SHORTEST}")
     _refuse_unused(context, print_polygraphy, outputs)
     options = CheckOptions(checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers)
     opened = open_bundle(bundle)
     if length is not None and length > opened.manifest.max_positions:
-        raise OptionFault(f"--long is {length}: expected at most {opened.manifest.max_positions}, what the model knows")
+        raise OptionFault(
+            f"--long-context is {length}: expected at most {opened.manifest.max_positions}, the maximum of the model"
+        )
     if print_polygraphy:
         show_lines(opened, checkpoint)
         return OK
@@ -115,7 +140,7 @@ def command(
         return OK
     with stages() as stage:
         if prompts is not None:
-            read_prompts(prompts)  # a mistake in them is told before minutes of work
+            read_prompts(prompts)  # raises for a mistake in the file before minutes of work
         report = check(opened, options, stage)
         quantization = None if checkpoint is None else measure_quantization(opened, checkpoint, trust_remote_code, seed)
         audits = {} if prompts is None else audits_of(opened, report, options, prompts, stage)
@@ -131,12 +156,14 @@ def command(
         for one in audits.values():
             click.echo()
             show_audit(one)
-    write_report(opened.path, report.as_dict())  # last: what was found is told also where it cannot be kept
+    write_report(
+        opened.path, report.as_dict()
+    )  # last, so that the result is shown even if the bundle cannot be written
     return OK if report.passed and all(one.passed for one in audits.values()) else ACCURACY
 
 
 def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path | None) -> None:
-    """Raise for what a check would heed, where none is made."""
+    """Raise for options of a check that have no effect with the Polygraphy options."""
     never = (*_OF_A_CHECK, "outputs", "threads", "trust_remote_code")
     refuse_unused(
         context,

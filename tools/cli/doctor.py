@@ -1,12 +1,15 @@
-"""`spaceport doctor`: which backends, devices and extras are here, and what is missing."""
+"""`spaceport doctor`: backends, devices and packages of this machine, and how to install missing ones."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,35 +17,36 @@ import click
 
 from spaceport import __version__
 from spaceport.graphs.contract.faults import MissingDependency
+from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.tools.cli.options import json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
-# package -> the extra that brings it, and what it is for
+# package -> the extra that installs it, and what it is used for
 PACKAGES = {
     "numpy": ("", "runtime"),
     "tokenizers": ("", "runtime"),
     "jinja2": ("", "chat templates"),
-    "llguidance": ("grammar", "texts that fit a form"),
-    "onnxruntime": ("cpu", "runs bundles on the CPU"),
-    "onnxruntime-gpu": ("gpu", "runs bundles on NVIDIA GPUs"),
-    "tensorrt-cu13": ("tensorrt", "builds and runs TensorRT engines"),
-    "tensorrt-rtx": ("tensorrt-rtx", "builds and runs TensorRT-RTX engines"),
-    "torch": ("export", "export and reference"),
-    "transformers": ("export", "opens checkpoints"),
-    "onnx": ("export", "writes graphs"),
-    "onnxscript": ("export", "writes graphs"),
-    "safetensors": ("export", "opens weights"),
-    "polygraphy": ("export", "compares engines"),
-    "accelerate": ("tune", "trains on one processor or many"),
+    "llguidance": ("grammar", "constrained decoding"),
+    "onnxruntime": ("cpu", "backend onnxruntime (CPU)"),
+    "onnxruntime-gpu": ("gpu", "backend onnxruntime-cuda (NVIDIA GPU)"),
+    "tensorrt-cu13": ("tensorrt", "backend tensorrt (NVIDIA GPU)"),
+    "tensorrt-rtx": ("tensorrt-rtx", "backend tensorrt-rtx (NVIDIA GPU)"),
+    "torch": ("export", "export, PyTorch reference"),
+    "transformers": ("export", "checkpoints"),
+    "onnx": ("export", "ONNX graphs"),
+    "onnxscript": ("export", "ONNX graphs"),
+    "safetensors": ("export", "weights"),
+    "polygraphy": ("export", "comparison of engines"),
+    "accelerate": ("tune", "training"),
     "peft": ("tune", "low-rank adapters"),
     "matplotlib": ("tune", "plots"),
 }
 
 
-# argv: a backend. Prints what it runs with, or ends with why it cannot.
+# argv: a backend. Prints its library and version, or fails with the reason why it is not ready.
 PROBE = """
 import sys
 from spaceport.graphs.contract.faults import MissingDependency
@@ -55,12 +59,12 @@ except MissingDependency as error:
 module = sys.modules[BACKENDS[name].module]
 if name == "onnxruntime-cuda":
     from spaceport.runtime.backends.on_cuda import preload, without_cuda
-    if lacking := preload():
-        sys.exit(without_cuda(lacking))
+    if missing := preload():
+        sys.exit(without_cuda(missing))
 providers = f", {', '.join(module.get_available_providers())}" if name.startswith("onnxruntime") else ""
 print(f"{BACKENDS[name].module} {module.__version__}{providers}")
 """
-# argv: a flavour. Prints the version of the library and, a line each, the GPUs that it builds for anywhere.
+# argv: a TensorRT library. Prints its version and the GPU architectures that it builds for without a GPU, one per line.
 BUILDER = """
 import sys
 from spaceport.exporter.tensorrt.to_tensorrt import open_library
@@ -74,29 +78,61 @@ print(library.version, *library.targets, sep="\\n")
 
 
 @click.command("doctor")
-@json_option("it")
+@json_option("the result")
 def command(as_json: bool) -> None:
-    """Show which backends, devices and packages are here, and the command that installs what is missing."""
+    """Show the backends, devices and packages of this machine and the commands that install missing packages."""
     found = survey()
     if as_json:
         show_json(found)
         return
-    show_table("", ("what", "value"), list(found["system"].items()))
-    rows = [(p["package"], p["version"] or "-", p["for"], p["install"] or "") for p in found["packages"]]
-    show_table("\nPackages", ("package", "version", "for", "to install it"), rows)
-    show_table(
-        "\nBackends",
-        ("backend", "ready", "why"),
-        [(b["backend"], "yes" if b["ready"] else "no", b["why"]) for b in found["backends"]],
-    )
-    builders = [(b["flavour"], b["version"] or "-", ", ".join(b["targets"]) or b["why"]) for b in found["builders"]]
-    show_table("\nEngines that can be built here", ("flavour", "version", "for"), builders)
+    show(found)
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print what was found, at most 80 columns wide except for commands, each of which has its own line."""
+    show_table("", ("property", "value"), list(found["system"].items()))
+    rows = [(p["package"], p["version"] or "-", p["for"]) for p in found["packages"]]
+    show_table("\nPackages", ("package", "version", "used for"), rows)
+    missing: dict[str, list[str]] = {p["install"]: [] for p in found["packages"] if p["install"]}  # command -> packages
+    for package in found["packages"]:
+        if package["install"]:
+            missing[package["install"]].append(f"{package['package']}: {package['for']}")
+    if missing:
+        click.echo("\nCommands that install missing packages")
+    for command, packages in missing.items():
+        _show_entry("; ".join(packages), "", [command])
+    click.echo("\nBackends")
+    for backend in found["backends"]:
+        reason, commands = split_commands(backend["why"].removeprefix(f"backend {backend['backend']} "))
+        _show_entry(f"{backend['backend']}: {'ready' if backend['ready'] else 'not ready'}", reason, commands)
+    click.echo("\nTensorRT builders")
+    for builder in found["builders"]:
+        reason, commands = split_commands(builder["why"])
+        targets = ", ".join(builder["targets"])
+        state = f"builds for {targets}" if targets else "not ready"
+        version = f" {builder['version']}" if builder["version"] else ""
+        _show_entry(f"{builder['flavour']}{version}: {state}", "" if targets else reason, commands)
     for problem in found["problems"]:
-        click.echo(f"\nproblem: {problem}")
+        click.echo("\nProblem")
+        _show_entry(problem["problem"], "", problem["commands"])
+
+
+def split_commands(reason: str) -> tuple[str, list[str]]:
+    """A reason without the commands that solve it, and these commands."""
+    sentence, _, commands = reason.partition(": pip ")
+    return sentence, re.split(r", then ", f"pip {commands}") if commands else []
+
+
+def _show_entry(title: str, detail: str, commands: Iterable[str]) -> None:
+    for text, indent in ((title, "  "), (detail, "    ")):
+        if text:
+            click.echo(textwrap.fill(text, 80, initial_indent=indent, subsequent_indent="    ", break_on_hyphens=False))
+    for command in commands:
+        click.echo(f"    $ {command}")
 
 
 def survey() -> dict[str, Any]:
-    """Everything that doctor shows."""
+    """Everything that doctor shows, as JSON data."""
     versions = {package: _version(package) for package in PACKAGES}
     packages = [
         {
@@ -111,28 +147,36 @@ def survey() -> dict[str, Any]:
         "spaceport": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor threads": os.cpu_count() or 1,
+        "CPU threads": os.cpu_count() or 1,
         "NVIDIA GPU": _gpu(),
         "NVIDIA driver": _driver() or "none found",
     }
-    clash = clashing()
     return {
         "system": system,
         "packages": packages,
         "backends": [*map(_backend, BACKENDS), _torch(versions)],
         "builders": [*map(_builder, FLAVOURS)],
-        "problems": [] if clash is None else [f"{clash}, then install one of them"],
+        "problems": _problems(),
     }
 
 
+def _problems() -> list[dict[str, Any]]:
+    """What is installed but cannot work, with the commands that repair it."""
+    clash = clashing()
+    if clash is None:
+        return []
+    reason, commands = split_commands(clash)
+    repair = f"{reason}: uninstall both, then install one of them"
+    return [{"problem": repair, "commands": [*commands, install_command("cpu"), install_command("gpu")]}]
+
+
 def _install(package: str, versions: dict[str, str | None]) -> str | None:
-    """The command that brings a package; nothing if it is here, or what it does is."""
-    extra = PACKAGES[package][0]
-    command = f"pip install 'spaceport[{extra}]'" if extra else "pip install spaceport"
+    """The command that installs a package; nothing if it, or a package that replaces it, is installed."""
+    command = install_command(PACKAGES[package][0])
     if versions[package] or (package == "onnxruntime" and versions["onnxruntime-gpu"]):
         return None
-    if package == "onnxruntime-gpu" and versions["onnxruntime"]:  # side by side they overwrite each other
-        return f"pip uninstall onnxruntime, then {command}"
+    if package == "onnxruntime-gpu" and versions["onnxruntime"]:  # they overwrite each other
+        return f"pip uninstall -y onnxruntime && {command}"
     return command
 
 
@@ -147,7 +191,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 def _torch(versions: dict[str, str | None]) -> dict[str, Any]:
     exports = all(versions[package] for package in ("torch", "transformers", "onnx", "onnxscript", "safetensors"))
-    why = "PyTorch reference, with --checkpoint" if exports else "packages are missing: pip install 'spaceport[export]'"
+    why = "PyTorch reference, with --checkpoint" if exports else f"packages are missing: {install_command('export')}"
     return {"backend": "torch", "ready": exports, "why": why}
 
 
@@ -164,19 +208,19 @@ def _builder(flavour: str) -> dict[str, Any]:
             "flavour": flavour,
             "version": version,
             "targets": targets,
-            "why": f"only where there is a GPU: {error}",
+            "why": f"builds for the GPU of this machine, and there is none: {error}",
         }
     return {"flavour": flavour, "version": version, "targets": targets, "why": ""}
 
 
 def _probe(code: str, argument: str) -> tuple[bool, list[str]]:
-    """What a program of its own prints: a broken build may take its process down with it."""
+    """Run code in a new process, which a broken library may crash; whether it succeeded, and its output."""
     command = [sys.executable, "-c", code, argument]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode == 0:
         return True, done.stdout.strip().splitlines()
     lines = done.stderr.strip().splitlines()
-    return False, [lines[-1] if lines else f"its process ends with exit code {done.returncode}"]
+    return False, [lines[-1] if lines else f"the process crashed with exit code {done.returncode}"]
 
 
 def _version(package: str) -> str | None:

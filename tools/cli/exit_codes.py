@@ -1,7 +1,7 @@
-"""Exit codes: what the exit status of a command says."""
+"""Exit codes: the exit status of every command."""
 
 OK = 0
-FAULT = 1  # a fault of Spaceport itself, or an error of the operating system
+FAULT = 1  # a bug in Spaceport, or an error of the operating system
 USAGE = 2  # invalid options
 INPUT = 3  # invalid files or requests
 ACCURACY = 4  # outputs differ by more than the tolerance

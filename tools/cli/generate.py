@@ -1,4 +1,4 @@
-"""`spaceport generate`: text from a prompt."""
+"""`spaceport generate`: generate text from a prompt."""
 
 from __future__ import annotations
 
@@ -20,77 +20,74 @@ from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.cli.generate_options import (
     Generate,
-    banned,
-    check_before,
-    check_with,
-    choices,
-    decoded,
-    decoding_of,
     drafts,
     engines,
+    grammars,
     lengths,
     outputs,
     prompts,
-    read_text,
+    sampling,
     threads,
 )
+from spaceport.tools.cli.generate_request import banned, check_before, check_with, decoded, decoding_of, read_text
 from spaceport.tools.cli.options import bundle_argument
 from spaceport.tools.terminal.generate_screen import as_dict, show, show_live, show_statistics
 from spaceport.tools.terminal.lanes import Lanes
 from spaceport.tools.terminal.screen import show_json, show_notes
 
 
-@click.command("generate", cls=Generate, context_settings={"max_content_width": 110})
+@click.command("generate", cls=Generate)
 @bundle_argument
 @click.argument("prompt", required=False)
 @prompts
 @lengths
 @drafts
 @threads
-@choices
+@sampling
+@grammars
 @outputs
 @engines
 @click.pass_context
-def command(context: click.Context, /, bundle: Path, prompt: str | None, **told: Any) -> None:
-    """Write the text that BUNDLE continues PROMPT with; PROMPT - reads it from standard input."""
+def command(context: click.Context, /, bundle: Path, prompt: str | None, **given: Any) -> None:
+    """Generate text with BUNDLE from PROMPT; - reads the prompt from standard input."""
     check_before(context)
-    check_files({f"--{name}": told[name] for name in ("trace", "report", "picture")})
-    text = read_prompt(prompt, told["prompt_file"])
-    given: Prompt = [{"role": "user", "content": text}] if told["chat"] else text
-    decoding = decoding_of(told)
-    with open_runtime(bundle, told) as runtime:
+    check_files({f"--{name}": given[name] for name in ("trace", "report", "picture")})
+    text = read_prompt(prompt, given["prompt_file"])
+    prompted: Prompt = [{"role": "user", "content": text}] if given["chat"] else text
+    decoding = decoding_of(given)
+    with open_runtime(bundle, given) as runtime:
         show_notes(runtime.notes)
         check_with(context, runtime.bundle.manifest, decoding)
-        never = banned(told["banned"], runtime.tokenizer)
-        decoding = replace(decoding, sampling=replace(decoding.sampling, banned=never))
+        banned_ids = banned(given["banned"], runtime.tokenizer)
+        decoding = replace(decoding, sampling=replace(decoding.sampling, banned=banned_ids))
         lanes = Lanes(runtime.bundle.manifest.tokens.fork)
-        with runtime.stream(given, decoding) as stream:
-            if told["live"]:
-                show_live(stream, lanes, told["show_drafts"])
-            elif not told["as_json"]:
-                show(stream, lanes, told["show_drafts"])
+        with runtime.stream(prompted, decoding) as stream:
+            if given["live"]:
+                show_live(stream, lanes, given["show_drafts"])
+            elif not given["as_json"]:
+                show(stream, lanes, given["show_drafts"])
             completion = stream.completion()
         if completion.trace is not None:
-            write_files(completion.trace, runtime.tokenizer, told, f"Text of {bundle.name}")
-    if told["as_json"]:
+            write_files(completion.trace, runtime.tokenizer, given, f"Generation of {bundle.name}")
+    if given["as_json"]:
         show_json(as_dict(completion))
-    if told["stats"]:
+    if given["stats"]:
         show_statistics(completion)
 
 
-def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
-    """The bundle on the backend that was asked for."""
-    backend, checkpoint = told["backend"], told["checkpoint"]
-    max_seq_len, max_slots = told["max_seq_len"], told["max_slots"]
+def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
+    """The bundle, opened on the backend of --backend."""
+    backend, checkpoint = given["backend"], given["checkpoint"]
+    max_seq_len, max_slots = given["max_seq_len"], given["max_slots"]
     if backend != "torch":
         return Runtime.open(
             bundle,
             backend=backend,
             max_seq_len=max_seq_len,
             max_slots=max_slots,
-            threads=told["threads"],
-            trust_engines=told["trust_engines"],
-            step_costs=told["step_costs"],
+            threads=given["threads"],
+            trust_engines=given["trust_engines"],
+            step_costs=given["step_costs"],
         )
     from spaceport.tools.reference import open_reference
 
@@ -98,13 +95,14 @@ def open_runtime(bundle: Path, told: dict[str, Any]) -> Runtime:
     length = seq_len(opened.manifest, max_seq_len)
     slots = slots_for(length, max_slots)
     capacity = capacity_for(opened.manifest, slots)
-    return Runtime(opened, open_reference(opened, checkpoint, capacity, 1, threads=told["threads"]), length, slots)
+    return Runtime(opened, open_reference(opened, checkpoint, capacity, 1, threads=given["threads"]), length, slots)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from wherever it was given."""
+    """The prompt from the argument, a file or standard input."""
     if (prompt is None) == (prompt_file is None):
-        raise OptionFault("expected one prompt: as PROMPT, with --prompt-file, or as - from standard input")
+        given = "no prompt" if prompt is None else "PROMPT and --prompt-file are both given"
+        raise OptionFault(f"{given}: expected either PROMPT (- reads standard input) or --prompt-file FILE")
     if prompt_file is not None:
         return read_text(prompt_file)
     if prompt == "-":
@@ -126,15 +124,15 @@ def check_files(files: Mapping[str, Path | None]) -> None:
             raise OptionFault(f"{one} and {other} are both {file}: expected two files")
 
 
-def write_files(trace: Trace, tokenizer: Tokenizer, told: dict[str, Any], title: str) -> None:
+def write_files(trace: Trace, tokenizer: Tokenizer, given: dict[str, Any], title: str) -> None:
     """Write the trace, the report and the picture that the options ask for."""
     from spaceport.tools.report.figure import figure_of
     from spaceport.tools.report.files import write_report, write_text, write_trace
 
     record = trace.record(tokenizer)
-    if told["trace"] is not None:
-        write_trace(told["trace"], record)
-    if told["report"] is not None:
-        write_report(told["report"], record, title)
-    if told["picture"] is not None:
-        write_text(told["picture"], figure_of(record, title))
+    if given["trace"] is not None:
+        write_trace(given["trace"], record)
+    if given["report"] is not None:
+        write_report(given["report"], record, title)
+    if given["picture"] is not None:
+        write_text(given["picture"], figure_of(record, title))

@@ -1,38 +1,16 @@
-"""Generate options: what `spaceport generate` can be told, and which of it makes no sense together."""
+"""Generate options: the options of `spaceport generate`, in groups."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, ClassVar, get_args
 
 import click
-from tokenizers import Tokenizer
 
-from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.decoding import MAX_THREADS, Decoding
-from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.text.tokenizer import encode
-from spaceport.tools.cli.options import (
-    PATH,
-    Sectioned,
-    Unused,
-    json_option,
-    options,
-    refuse_unused,
-    step_costs_option,
-    threads_option,
-)
-
-_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+from spaceport.tools.cli.options import PATH, Sectioned, json_option, options, step_costs_option, threads_option
 
 
 class Generate(Sectioned):
@@ -40,222 +18,134 @@ class Generate(Sectioned):
 
     headings: ClassVar = {
         "prompt_file": "Prompt",
-        "max_tokens": "Length",
-        "mask_slots": "Drafts (they never change the text)",
-        "fork": "Threads",
-        "temperature": "Choice of tokens (the likeliest, unless told otherwise)",
+        "max_tokens": "Limits",
+        "mask_slots": "Speculative decoding (never changes the output)",
+        "fork": "Parallel threads (APAR)",
+        "temperature": "Sampling",
+        "regex": "Constrained decoding (turns parallel threads off)",
         "live": "Output",
-        "backend": "Engine",
+        "backend": "Backend",
     }
 
 
+def _int(flag: str, text: str, metavar: str = "N") -> Callable[[Any], Any]:
+    return click.option(flag, type=int, metavar=metavar, help=text)
+
+
+def _float(flag: str, text: str, metavar: str = "X") -> Callable[[Any], Any]:
+    return click.option(flag, type=float, metavar=metavar, help=text)
+
+
+def _file(flag: str, text: str) -> Callable[[Any], Any]:
+    return click.option(flag, type=PATH, metavar="FILE", help=text)
+
+
+def _flag(flag: str, text: str) -> Callable[[Any], Any]:
+    return click.option(flag, is_flag=True, help=text)
+
+
 prompts = options(
-    click.option("--prompt-file", type=PATH, metavar="FILE", help="Read the prompt from a file."),
-    click.option("--chat", is_flag=True, help="The prompt is what a user says: put it through the model's chat template."),
-)  # fmt: skip
+    _file("--prompt-file", "Read the prompt from a file."),
+    _flag("--chat", "Use the prompt as a user message and apply the model's chat template."),
+)
 
 lengths = options(
-    click.option("--max-tokens", type=int, metavar="N", help="Most tokens from the prompt to the end of any thread."),
-    click.option("--max-total-tokens", type=int, metavar="N", help="Most tokens of all threads together; all of them end there."),
-    click.option("--max-seq-len", type=int, metavar="N", help="Make room for so many tokens of prompt and text; by default what the model knows, at most 4096."),
-    click.option("--max-slots", type=int, metavar="N", help="Make room for so many tokens of a prompt and all its threads; by default --max-seq-len."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be given more than once."),
-    click.option("--timeout", type=float, metavar="SECONDS", help="End the text where it is after so long."),
-)  # fmt: skip
+    _int("--max-tokens", "Maximum number of generated tokens, counted from the prompt to the end of each thread."),
+    _int("--max-total-tokens", "Maximum number of generated tokens of all threads together."),
+    _int("--max-seq-len", "Maximum context length in tokens (prompt and output); default: the model's, at most 4096."),
+    _int("--max-slots", "KV cache slots for the prompt and the output of all threads; default: --max-seq-len."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Stop string, not part of the output; repeatable."),
+    _float("--timeout", "Stop after this time and return the output so far.", metavar="SECONDS"),
+)
 
 drafts = options(
-    click.option("--mask-slots", type=int, metavar="K", help="Most tokens that mask slots draft for a thread in a step, 0 for none; by default the bundle's limit."),
-    click.option("--draft", type=click.Choice(get_args(Shape)), help="Draft trees of likely tokens, which is the default, or one chain of the likeliest."),
-    click.option("--draft-rows", type=int, metavar="N", help=f"Most rows of a tree; {DraftConfig.rows} by default."),
-    click.option("--draft-siblings", type=int, metavar="N", help=f"Most tokens that a tree tries for one place; {DraftConfig.siblings} by default, one where a bundle's drafts are exact in one line only."),
-    click.option("--lookup", type=int, metavar="N", help="Most tokens that trees draft because they followed the last words before; some by default, 0 for none."),
-)  # fmt: skip
+    _int(
+        "--mask-slots",
+        "Maximum number of draft tokens from mask slots per thread and step; 0 = none; default: the bundle's limit.",
+        metavar="K",
+    ),
+    click.option(
+        "--draft",
+        type=click.Choice(get_args(Shape)),
+        help="Draft trees of candidates (default), or a chain with one candidate per position.",
+    ),
+    _int("--draft-rows", f"Maximum rows of a thread in a draft step; default: {DraftConfig.rows}."),
+    _int(
+        "--draft-siblings",
+        f"Maximum candidates per position of a draft tree; default: {DraftConfig.siblings}, "
+        "or 1 for bundles with 8-bit activations.",
+    ),
+    _int(
+        "--lookup",
+        "Maximum number of draft tokens from prompt lookup (n-gram matches in prompt and output); 0 = none; "
+        "default: chosen by cost.",
+    ),
+)
 
 threads = options(
-    click.option("--fork/--no-fork", default=None, help="Whether the text may fork into threads; by default if the model can."),
-    click.option("--max-threads", type=int, metavar="N", help=f"Most threads that write at the same time; {MAX_THREADS} by default, one where a bundle's drafts are exact in one line only. The others wait."),
-    click.option("--max-depth", type=int, metavar="N", help=f"Most forks on the way to a thread; {Decoding.max_depth} by default."),
-)  # fmt: skip
+    click.option(
+        "--fork/--no-fork",
+        default=None,
+        help="Generate parts of the output in parallel threads; default: if the model was trained to.",
+    ),
+    _int(
+        "--max-threads",
+        f"Maximum number of threads at once, others wait; default: {MAX_THREADS}, or 1 for bundles with 8-bit activations.",
+    ),
+    _int("--max-depth", f"Maximum depth of nested forks; default: {Decoding.max_depth}."),
+)
 
-choices = options(
-    click.option("--temperature", type=float, metavar="T", help="Draw tokens by their odds: 1 takes them as they are, less makes likely ones likelier, 0 draws nothing."),
-    click.option("--top-k", type=int, metavar="N", help="Draw from the N likeliest tokens only."),
-    click.option("--top-p", type=float, metavar="P", help="Draw from the likeliest tokens that are together so likely, 0 to 1."),
-    click.option("--min-p", type=float, metavar="P", help="Draw from tokens at least P times as likely as the likeliest."),
-    click.option("--seed", type=int, metavar="N", help="Draw the same text again; without one a seed is drawn too, and told by --stats and --json."),
-    click.option("--repetition-penalty", type=float, metavar="X", help="Make tokens of prompt and text less likely (above 1)."),
-    click.option("--presence-penalty", type=float, metavar="X", help="Take X off the logit of each token of the text."),
-    click.option("--frequency-penalty", type=float, metavar="X", help="Take X off it for each time that it is in the text."),
-    click.option("--logit-bias", multiple=True, metavar="ID=X", help="Add X to the logit of a token; may be given more than once."),
-    click.option("--ban", "banned", multiple=True, metavar="TOKEN", help="Never write a token: its id, or text that is one token; may be given more than once."),
-    click.option("--regex", metavar="REGEX", help="Write a text that matches this as a whole; it does not fork."),
-    click.option("--json-schema", type=PATH, metavar="FILE", help="Write JSON that fits a schema; it does not fork."),
-)  # fmt: skip
+sampling = options(
+    _float("--temperature", "Sampling temperature; 0 = greedy (default).", metavar="T"),
+    _int("--top-k", "Sample from the K most probable tokens; 0 = all (default).", metavar="K"),
+    _float("--top-p", "Sample from the most probable tokens whose probabilities add up to P.", metavar="P"),
+    _float("--min-p", "Drop tokens less probable than P times the most probable one.", metavar="P"),
+    _int("--seed", "Random seed; default: random, shown by --stats and --json."),
+    _float(
+        "--repetition-penalty", "Penalize tokens that are in the prompt or the output; above 1 = fewer repetitions."
+    ),
+    _float("--presence-penalty", "Subtract X from the logits of tokens that are in the output."),
+    _float("--frequency-penalty", "Subtract X from the logit of a token for each time it is in the output."),
+    click.option("--logit-bias", multiple=True, metavar="ID=X", help="Add X to the logit of a token id; repeatable."),
+    click.option(
+        "--ban",
+        "banned",
+        multiple=True,
+        metavar="TOKEN",
+        help="Never generate this token: an id, or text that is a single token; repeatable.",
+    ),
+)
+
+grammars = options(
+    click.option("--regex", metavar="REGEX", help="Generate output that matches a regular expression as a whole."),
+    _file("--json-schema", "Generate JSON that conforms to the JSON schema in a file."),
+)
 
 outputs = options(
-    click.option("--live", is_flag=True, help="Draw the threads side by side as they grow, before the text (on a terminal)."),
-    click.option("--show-drafts", is_flag=True, help="Mark tokens that were drafted and accepted: green, in a pipe in brackets."),
-    click.option("--stats", is_flag=True, help="Say on stderr what the text cost."),
+    _flag("--live", "Show all threads side by side while they are generated (on a terminal)."),
+    _flag("--show-drafts", "Mark accepted draft tokens: green on a terminal, in [brackets] elsewhere."),
+    _flag("--stats", "Print statistics on stderr: speed, acceptance rate, KV slots."),
     json_option("text, tokens, threads and statistics"),
-    click.option("--logprobs", type=int, metavar="N", help="With --json: how likely each token was, and the N likeliest in its place."),
-    click.option("--trace", type=PATH, metavar="FILE", help="Write what every step did as JSON."),
-    click.option("--report", type=PATH, metavar="FILE", help="Write it as an HTML page."),
-    click.option("--picture", type=PATH, metavar="FILE", help="Write its threads and steps as a picture (SVG)."),
-)  # fmt: skip
+    _int(
+        "--logprobs", "With --json: log probabilities of the generated tokens and of the N most probable alternatives."
+    ),
+    _file("--trace", "Write a trace of all steps as JSON."),
+    _file("--report", "Write a trace of all steps as an HTML page."),
+    _file("--picture", "Write a diagram of threads and steps as SVG."),
+)
 
 engines = options(
-    click.option("--backend", type=click.Choice(("auto", *BACKENDS, "torch")), default="auto", metavar="NAME", help=f"What runs the model: {', '.join(BACKENDS)}, torch, or the best that is here (auto)."),
-    click.option("--checkpoint", type=PATH, metavar="FOLDER", help="With --backend torch: the checkpoint that the bundle was made from."),
-    click.option("--trust-engines", is_flag=True, help="Run engines of the bundle that were not built on this machine: they are code of whoever built them."),
+    click.option(
+        "--backend",
+        type=click.Choice(("auto", *BACKENDS, "torch")),
+        default="auto",
+        metavar="NAME",
+        help=f"Backend: {', '.join(BACKENDS)}, torch; auto = the best one available (default).",
+    ),
+    click.option(
+        "--checkpoint", type=PATH, metavar="FOLDER", help="With --backend torch: the checkpoint of this bundle."
+    ),
+    _flag("--trust-engines", "Also load TensorRT engines built on other machines: an engine file is code."),
     threads_option,
     step_costs_option,
-)  # fmt: skip
-
-
-def check_before(context: click.Context) -> None:
-    """Raise for options that contradict each other or would do nothing, whatever the bundle is."""
-    told = context.params
-    if told["live"] and not sys.stdout.isatty():
-        raise OptionFault(
-            "--live draws on a terminal, and standard output is none: leave it out, or take --show-drafts"
-        )
-    if told["checkpoint"] is not None and told["backend"] != "torch":
-        raise OptionFault("--checkpoint is only read with --backend torch: leave it out, or add that")
-    if told["checkpoint"] is None and told["backend"] == "torch":
-        raise OptionFault("--backend torch runs the checkpoint itself: name it with --checkpoint")
-    grammar_flag = (
-        "--regex" if told["regex"] is not None else "--json-schema" if told["json_schema"] is not None else ""
-    )
-    refuse_unused(
-        context,
-        (
-            Unused(
-                not told["temperature"],
-                ("top_k", "top_p", "min_p", "seed"),
-                "without --temperature",
-                "add --temperature 1",
-            ),
-            Unused(
-                bool(grammar_flag),
-                ("max_threads", "max_depth"),
-                f"with {grammar_flag}, which turns threads off",
-                f"leave {grammar_flag} out",
-            ),
-            Unused(not told["as_json"], ("logprobs",), "without --json", "add --json"),
-            Unused(told["as_json"], ("live", "show_drafts"), "with --json", "leave --json out"),
-            Unused(
-                told["draft"] == "chain", ("draft_rows", "draft_siblings"), "with --draft chain", "use --draft tree"
-            ),
-            Unused(
-                told["backend"] == "torch",
-                ("trust_engines", "step_costs"),
-                "with --backend torch",
-                "use another backend",
-            ),
-            Unused(told["fork"] is False, ("max_threads", "max_depth"), "with --no-fork", "leave --no-fork out"),
-        ),
-    )
-
-
-def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
-    """Raise for options that would do nothing with a bundle."""
-    draft_config = decoding.draft_config(manifest.max_mask_slots, exact=manifest.exact_drafts)
-    no_masks = draft_config.mask_slots == 0
-    without = "with --mask-slots 0" if manifest.max_mask_slots else "with a bundle without mask slots"
-    forks = manifest.tokens.fork is not None
-    refuse_unused(
-        context,
-        (
-            Unused(
-                no_masks,
-                ("draft_siblings",),
-                without,
-                "turn mask slots on" if manifest.max_mask_slots else "export the bundle with mask tokens",
-            ),
-            Unused(
-                no_masks and not draft_config.lookup, ("draft", "draft_rows"), without, "turn mask slots or --lookup on"
-            ),
-            Unused(
-                not forks,
-                ("max_threads", "max_depth"),
-                "with a bundle without a fork token",
-                "export the bundle with a fork token",
-            ),
-        ),
-    )
-
-
-def decoding_of(told: dict[str, Any]) -> Decoding:
-    """How a text is to be written, from what was said; what was not said is as it is by default."""
-    said = {name: value for name, value in told.items() if value is not None}
-    return Decoding(
-        max_tokens=told["max_tokens"],
-        max_total_tokens=told["max_total_tokens"],
-        stop=told["stop"],
-        timeout=told["timeout"],
-        mask_slots=told["mask_slots"],
-        draft=said.get("draft", Decoding.draft),
-        draft_rows=said.get("draft_rows", Decoding.draft_rows),
-        draft_siblings=said.get("draft_siblings", Decoding.draft_siblings),
-        lookup=told["lookup"],
-        fork=told["fork"],
-        max_threads=said.get("max_threads", Decoding.max_threads),
-        max_depth=said.get("max_depth", Decoding.max_depth),
-        sampling=Sampling(
-            **{name: said[name] for name in _SAMPLING if name in said}, logit_bias=_biases(told["logit_bias"])
-        ),
-        grammar=_grammar(told["regex"], told["json_schema"]),
-        logprobs=told["logprobs"],
-        trace=any(told[file] is not None for file in ("trace", "report", "picture")),
-    )
-
-
-def banned(given: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """The tokens that --ban names, by their ids or by their text."""
-    found = []
-    for token in given:
-        ids = [int(token)] if token.isascii() and token.isdigit() else encode(tokenizer, token, special=False)
-        if len(ids) != 1:
-            raise OptionFault(f"--ban {token!r}: it is {len(ids)} tokens, {ids}: expected one; name it by its id")
-        found += ids
-    return found
-
-
-def read_text(file: Path) -> str:
-    """A text file."""
-    try:
-        return decoded(file.read_bytes(), str(file))
-    except OSError as error:
-        raise InputFault(f"{file}: {error.strerror}: expected a text file") from error
-
-
-def decoded(data: bytes, source: str) -> str:
-    """Text from a source of bytes."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputFault(
-            f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8: expected text in UTF-8"
-        ) from error
-
-
-def _biases(given: Sequence[str]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for pair in given:
-        token, _, bias = pair.partition("=")
-        try:
-            token_id, value = int(token), float(bias)
-        except ValueError:
-            raise OptionFault(f"--logit-bias is {pair!r}: expected a token id and a number, such as 42=-1.5") from None
-        if token_id in found:
-            raise OptionFault(f"--logit-bias names the token {token_id} twice: expected one number for it")
-        found[token_id] = value
-    return found
-
-
-def _grammar(regex: str | None, schema: Path | None) -> Grammar | None:
-    if regex is not None and schema is not None:
-        raise OptionFault("--regex and --json-schema are both given: expected one of the two")
-    if schema is not None:
-        return Grammar(json_schema=read_text(schema))
-    return None if regex is None else Grammar(regex=regex)
+)

@@ -1,4 +1,4 @@
-"""`spaceport inspect`: what a bundle holds."""
+"""`spaceport inspect`: show the contents of a bundle."""
 
 from __future__ import annotations
 
@@ -20,18 +20,24 @@ from spaceport.tools.terminal.screen import show_json, show_table, size
 
 @click.command("inspect")
 @bundle_argument
-@click.option("--requests", default=1, show_default=True, help="Requests to tell the memory for.")
 @click.option(
-    "--max-seq-len", type=int, help="Longest text to tell the memory for; by default what `generate` makes room for."
+    "--requests", default=1, show_default=True, metavar="N", help="Concurrent requests, for the memory estimate."
+)
+@click.option(
+    "--max-seq-len",
+    type=int,
+    metavar="N",
+    help="Maximum context length in tokens, for the memory estimate; default: as for `generate`.",
 )
 @click.option(
     "--max-slots",
     type=int,
-    help="Most tokens of a prompt and all its threads to tell the memory for; by default those of the longest text.",
+    metavar="N",
+    help="KV cache slots for the prompt and all threads, for the memory estimate; default: --max-seq-len.",
 )
-@json_option("it")
+@json_option("everything")
 def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int | None, as_json: bool) -> None:
-    """Show the model, the graph's contract, token ids, files, engines and memory of BUNDLE, after checking every file."""
+    """Verify the files of BUNDLE and show its model, graph, token ids, files, engines, memory use and check results."""
     if requests < 1:
         raise OptionFault(f"--requests is {requests}: expected at least 1")
     opened = open_bundle(bundle)
@@ -49,7 +55,7 @@ def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int
         )
         return
     manifest = opened.manifest
-    show_table("", ("what", "value"), list(facts(manifest).items()))
+    show_table("", ("property", "value"), list(facts(manifest).items()))
     show_table(
         "\nGraph",
         ("tensor", "type", "shape"),
@@ -58,36 +64,46 @@ def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int
     rows = [(name, size(record.size), record.sha256) for name, record in manifest.files.items()]
     show_table("\nFiles", ("file", "size", "sha256"), rows)
     if manifest.engines:
-        columns = ("engine", "size", "slots", "requests", "rows", "attention", "built with", "state")
+        columns = (
+            "engine",
+            "size",
+            "slots",
+            "requests",
+            "decode rows",
+            "prefill rows",
+            "attention",
+            "built with",
+            "state",
+        )
         show_table("\nEngines", columns, engines(opened))
-    threads = f", {memory['max_slots']} with all threads" if memory["max_slots"] > length else ""
+    threads = f", {memory['max_slots']} slots with all threads" if memory["max_slots"] > length else ""
     label = f"\nMemory for {requests} request{'s' if requests > 1 else ''} of {length} tokens{threads}"
-    show_table(label, ("what", "bytes"), [("weights", size(memory["weights"])), ("KV buffers", size(memory["kv"]))])
+    show_table(label, ("item", "size"), [("weights", size(memory["weights"])), ("KV cache", size(memory["kv"]))])
     click.echo(f"\nAccuracy: {verdict(manifest, accuracy(opened))}")
 
 
 def facts(manifest: Manifest) -> dict[str, object]:
-    """The model in a few lines."""
+    """Properties of the model by name."""
     signature, tokens = manifest.signature, manifest.tokens
     return {
         "family": manifest.family,
         "parameters": f"{manifest.parameters:,}",
         "layers": f"{signature.layers} x {signature.kv_heads} KV heads of {signature.head_dim}",
         "vocabulary": f"{signature.vocab_size}",
-        "positions": f"{manifest.max_positions}",
-        "window": "none" if signature.window is None else f"{signature.window}",
+        "max context length": f"{manifest.max_positions}",
+        "sliding window": "none" if signature.window is None else f"{signature.window}",
         "precision": precision(manifest),
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
-        "mask slots": f"{manifest.max_mask_slots}" if manifest.max_mask_slots else "none: plain decoding",
+        "mask slots": f"{manifest.max_mask_slots}" if manifest.max_mask_slots else "none",
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
         "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
         "end tokens": ", ".join(map(str, tokens.end)) or "none",
-        "written with": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
+        "exported with": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
 
 
 def precision(manifest: Manifest) -> str:
-    """The types of a bundle's activations and weights."""
+    """The data types of a bundle's activations, weights and embeddings."""
     quantized = "" if manifest.weights == "same" else f", weights {manifest.weights}"
     if manifest.activations != "float":
         quantized += f", activations {manifest.activations}"
@@ -107,7 +123,7 @@ def contract(manifest: Manifest) -> dict[str, Any]:
 
 
 def short_contract(manifest: Manifest) -> list[dict[str, str]]:
-    """Inputs and outputs with the buffers of all layers in one line."""
+    """Inputs and outputs, with the KV cache of all layers in one row each."""
     signature = manifest.signature
     chosen = [*signature.rows, signature.past[0], *signature.outputs[:2]]
     names = {signature.past[0].name: "past_key_values.*", signature.present[0].name: "present.*"}
@@ -118,7 +134,7 @@ def short_contract(manifest: Manifest) -> list[dict[str, str]]:
 
 
 def engines(bundle: Bundle) -> list[tuple[object, ...]]:
-    """The engines that were built, with the most rows of steps and of prompts."""
+    """A table row for each engine."""
     found = states(bundle)
     return [
         (
@@ -126,8 +142,9 @@ def engines(bundle: Bundle) -> list[tuple[object, ...]]:
             size(record.size),
             record.capacity,
             record.requests,
-            f"{record.step_rows}, {record.prompt_rows}",
-            f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''} as products"
+            record.step_rows,
+            record.prompt_rows,
+            f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''} decomposed"
             if record.decomposed
             else "fused",
             f"{record.flavour} {record.version}",
@@ -138,14 +155,14 @@ def engines(bundle: Bundle) -> list[tuple[object, ...]]:
 
 
 def states(bundle: Bundle) -> dict[str, str]:
-    """Of each engine, whether it is there, whole and from this machine."""
+    """The state of each engine: built here, built elsewhere, missing, changed or of another graph."""
     return {name: _state(bundle, name, record) for name, record in bundle.manifest.engines.items()}
 
 
 def _state(bundle: Bundle, name: str, record: EngineRecord) -> str:
     file = bundle.path / ENGINES_FOLDER / name
     if not file.is_file():
-        return "gone"
+        return "missing"
     with file.open("rb") as stream:
         if record_of(stream) != record.file:
             return "changed"
@@ -155,7 +172,7 @@ def _state(bundle: Bundle, name: str, record: EngineRecord) -> str:
 
 
 def memory_of(manifest: Manifest, requests: int, length: int, max_slots: int) -> dict[str, int]:
-    """Bytes that weights and KV buffers take."""
+    """Bytes of weights and KV cache."""
     slots = capacity_for(manifest, max_slots)
     kv = manifest.signature.kv_bytes(requests, slots)
     return {
@@ -169,24 +186,24 @@ def memory_of(manifest: Manifest, requests: int, length: int, max_slots: int) ->
 
 
 def accuracy(bundle: Bundle) -> dict[str, Any] | None:
-    """What the last check of this very graph and its weights found."""
+    """The report of the last check; nothing if it was of another graph or other weights."""
     file = bundle.path / ACCURACY_FILE
     if not file.exists():
         return None
     try:
         found = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError):  # ValueError: not UTF-8, not JSON
-        return {"passed": False, "fault": f"{ACCURACY_FILE} is not JSON that can be read"}
+        return {"passed": False, "fault": f"{ACCURACY_FILE} is not valid JSON"}
     return found if isinstance(found, dict) and found.get("graph") == list(bundle.manifest.graph) else None
 
 
 def verdict(manifest: Manifest, found: Mapping[str, Any] | None) -> str:
-    """What a check found in a word, and the kinds of engines that were not compared in it."""
+    """The result of a check, with the engines that it did not compare."""
     if found is None:
         return "not checked yet (spaceport check)"
     if found.get("passed") is not True:
         return "FAILED"
     compared = found.get("backends")
-    told = compared if isinstance(compared, list) else []
-    flavours = sorted({record.flavour for record in manifest.engines.values() if record.flavour not in told})
-    return f"passed, but for {' and '.join(flavours)} engines, which were not compared" if flavours else "passed"
+    checked = compared if isinstance(compared, list) else []
+    flavours = sorted({record.flavour for record in manifest.engines.values() if record.flavour not in checked})
+    return f"passed; {' and '.join(flavours)} engines were not compared" if flavours else "passed"

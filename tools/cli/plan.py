@@ -1,4 +1,4 @@
-"""`spaceport plan`: what steps cost on this machine, and the drafts that pay."""
+"""`spaceport plan`: step costs on this machine and the drafts that pay off."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from spaceport.tools.terminal.screen import show_json, show_notes, show_table
     metavar="P,P,…",
     default=("0.5", "0.7", "0.9"),
     show_default=True,
-    help="Acceptance rate by depth, each behind an accepted token; the last one counts for all deeper. Repeatable.",
+    help="Acceptance rates by depth, each given that the token before is accepted; the last one is used for all further depths; repeatable.",
 )
-@click.option("--requests", default=1, show_default=True, metavar="N", help="Requests that share each step.")
-@click.option("--context", default=256, show_default=True, metavar="N", help="Visible tokens of each request.")
+@click.option("--requests", default=1, show_default=True, metavar="N", help="Concurrent requests per step.")
+@click.option(
+    "--context", default=256, show_default=True, metavar="N", help="Context length of each request in tokens."
+)
 @backend_option
 @threads_option
 @trust_engines_option
@@ -46,13 +48,13 @@ def command(
     trust_engines: bool,
     as_json: bool,
 ) -> None:
-    """Show what the steps of BUNDLE cost on this machine, and the drafts that this implies.
+    """Show the step costs of BUNDLE on this machine and the drafts that pay off at given acceptance rates.
 
-    The costs are those that the runtime plans with: measured once, in about two seconds, and kept in the cache folder.
+    The runtime plans drafts with the same costs. They are measured once, in about two seconds, and cached.
     """
     rates = [_rates(text) for text in acceptance]
     if requests < 1 or context < 1:
-        raise OptionFault(f"--requests is {requests}, --context {context}: expected numbers of at least 1")
+        raise OptionFault(f"--requests is {requests}, --context {context}: expected at least 1 for both")
     options = {"backend": backend, "threads": threads, "trust_engines": trust_engines}
     with Runtime.open(bundle, max_requests=requests, **options) as runtime:  # type: ignore[arg-type]
         costs, most = runtime.costs, runtime.bundle.manifest.max_mask_slots
@@ -63,10 +65,10 @@ def command(
         plans = [asdict(each) | {"steps": [step._asdict() for step in each.steps]} for each in drafts]
         show_json({"requests": requests, "context": context, "rows": [asdict(each) for each in rows], "drafts": plans})
         return
-    title = f"Steps of {requests} request{'s' * (requests > 1)} behind {context} tokens"
-    show_table(title, ("rows", "ms", "ratio"), [(each.rows, each.milliseconds, each.ratio) for each in rows])
+    title = f"Steps of {requests} request{'s' * (requests > 1)} with {context} tokens of context"
+    show_table(title, ("rows", "ms", "relative cost"), [(each.rows, each.milliseconds, each.ratio) for each in rows])
     if not most:
-        click.echo("\nno mask slots: the bundle drafts by prompt lookup only")
+        click.echo("\nThe bundle has no mask slots: it drafts with prompt lookup only.")
     for each in drafts if most else ():
         click.echo()
         _show(each)
@@ -74,9 +76,7 @@ def command(
 
 def _show(drafts: PlannedDrafts) -> None:
     rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(drafts.acceptance))
-    title = (
-        f"Acceptance {rates}: {drafts.speedup:.2f} times plain speed with {drafts.tokens_per_step:.2f} tokens per step"
-    )
+    title = f"Acceptance rate {rates}: {drafts.tokens_per_step:.2f} tokens per step, {drafts.speedup:.2f} times as fast as plain decoding"
     columns = ("draft tokens at hand", "verified", "mask slots behind each", "rows", "tokens", "time")
     show_table(
         title,

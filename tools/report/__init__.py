@@ -1,1 +1,1 @@
-"""Report: a generation as a page, from its trace."""
+"""Report: an HTML page and a picture of a generation, made from its trace."""

@@ -1,4 +1,4 @@
-"""Charts: what each step of a generation wrote, held and took."""
+"""Charts: tokens, KV slots and time of each step of a generation."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 
 from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.drawing import Element, add, path, picture
-from spaceport.tools.report.numbers import in_one_line, statistics_of
+from spaceport.tools.report.numbers import slots_in_one_thread, statistics_of
 from spaceport.tools.report.scale import LABELS, Scale
 from spaceport.tools.report.words import counted, number
 
 _PLOT = 110.0  # pixels
 _TOP, _BOTTOM = 14.0, 22.0
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_OUTLIER = 2.0  # times what 19 of 20 steps stay below: more of it would press the others flat
+_OUTLIER = 2.0  # times the 95th percentile: longer bars are cut, so that the others stay readable
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing with what stands above it."""
+    """A drawing with its title, legend and note."""
 
     title: str
-    legend: tuple[tuple[str, str], ...]  # class and meaning
+    legend: tuple[tuple[str, str], ...]  # CSS class and meaning
     drawing: Element
     note: str = ""
 
 
 @dataclass(frozen=True)
 class _Axes:
-    """Steps to the right, amounts from 0 upward."""
+    """The axes of a chart: steps to the right, amounts from 0 upward."""
 
     scale: Scale
-    every: float  # amount from one grid line to the next
-    lines: int  # above the lowest
+    every: float  # amount between two grid lines
+    lines: int  # grid lines above 0
 
     @property
     def top(self) -> float:
@@ -54,23 +54,27 @@ def charts_of(record: Record, scale: Scale) -> tuple[Chart, ...]:
 
 def _tokens(record: Record, scale: Scale) -> Chart:
     drafted = [sum(rows.accepted for rows in step.rows) for step in record.steps]
-    own = [sum(rows.written - rows.accepted for rows in step.rows) for step in record.steps]
-    both = [a + b for a, b in zip(drafted, own, strict=True)]
+    others = [sum(rows.written - rows.accepted for rows in step.rows) for step in record.steps]
+    both = [a + b for a, b in zip(drafted, others, strict=True)]
     axes = _axes(scale, max(both, default=0), 1)
     drawing = _frame(axes, "Tokens of each step", "")
     for step, (some, all_) in enumerate(zip(drafted, both, strict=True), 1):
-        title = f"step {step}: {counted(all_, 'token')}, {some} drafted"
+        title = f"step {step}: {counted(all_, 'token')}, {some} of them accepted draft tokens"
         _bars(drawing, axes, step, (("drafted", 0, some), ("network", some, all_)), title)
     mean = statistics_of(record).tokens_per_step
     _across(drawing, axes, mean)
-    legend = (("drafted", "accepted drafts"), ("network", "the network's own"), ("mean", f"mean: {mean:.2f} a step"))
+    legend = (
+        ("drafted", "accepted draft tokens"),
+        ("network", "own tokens of the model"),
+        ("mean", f"mean: {mean:.2f} tokens per step"),
+    )
     return Chart("Tokens per step", legend, drawing)
 
 
 def _slots(record: Record, scale: Scale) -> Chart:
-    held, line = [step.held for step in record.steps], in_one_line(record)
+    held, line = [step.held for step in record.steps], slots_in_one_thread(record)
     axes = _axes(scale, max((*held, *line), default=0), 1)
-    drawing = _frame(axes, "Slots held in each step", "")
+    drawing = _frame(axes, "KV slots of each step", "")
     outline = _stairs(axes, held)
     if outline:
         floor = [(outline[-1][0], axes.y(0)), (outline[0][0], axes.y(0))]
@@ -78,12 +82,12 @@ def _slots(record: Record, scale: Scale) -> Chart:
         add(drawing, "path", {"d": path(outline), "class": "held"})
         add(drawing, "path", {"d": path(_stairs(axes, line)), "class": "line"})
     for step, (all_, plain) in enumerate(zip(held, line, strict=True), 1):
-        _hit(drawing, axes, step, f"step {step}: {counted(all_, 'slot')} held, {plain} for as much text in one line")
+        _hit(drawing, axes, step, f"step {step}: {counted(all_, 'KV slot')}, {plain} for the same tokens in one thread")
     legend = (
-        ("held", f"held, with the step's own rows: {max(held, default=0)} at most"),
-        ("line", f"as much text in one line, without drafts: {max(line, default=0)} at most"),
+        ("held", f"in use, including the rows of the step: peak {max(held, default=0)}"),
+        ("line", f"the same number of tokens in one thread, without drafts: peak {max(line, default=0)}"),
     )
-    return Chart("Slots held", legend, drawing)
+    return Chart("KV slots", legend, drawing)
 
 
 def _seconds(record: Record, scale: Scale) -> Chart:
@@ -97,20 +101,20 @@ def _seconds(record: Record, scale: Scale) -> Chart:
     drawing = _frame(axes, "Time of each step", unit)
     beyond = 0
     for step, (inside, all_) in enumerate(zip(engine, both, strict=True), 1):
-        title = f"step {step}: {number(inside / worth)} {unit} in the engine, {number((all_ - inside) / worth)} {unit} outside"
+        title = f"step {step}: {number(inside / worth)} {unit} in the engine, {number((all_ - inside) / worth)} {unit} outside of it"
         _bars(drawing, axes, step, (("engine", 0, inside / worth), ("outside", inside / worth, all_ / worth)), title)
         if all_ / worth > axes.top:
             beyond += 1
             x, half = axes.left(step) + scale.column / 2, min(5.0, scale.column / 2)
             tip = [(x, _TOP - 9), (x - half, _TOP - 2), (x + half, _TOP - 2)]
             add(drawing, "path", {"d": f"{path(tip)}Z", "class": "beyond"})
-    legend = (("engine", "in the engine"), ("outside", "outside of it"))
-    note = f"▲ {beyond} beyond the edge, the longest {number(most / worth)} {unit}" if beyond else ""
+    legend = (("engine", "engine call"), ("outside", "outside of the engine (planning, sampling, text)"))
+    note = f"▲ {beyond} longer than the axis, at most {number(most / worth)} {unit}" if beyond else ""
     return Chart("Time per step", legend, drawing, note)
 
 
 def _frame(axes: _Axes, label: str, unit: str) -> Element:
-    """An empty chart with its amounts and the numbers of its steps."""
+    """An empty chart with grid lines, amounts and step numbers."""
     drawing = picture(LABELS + axes.scale.width, _TOP + _PLOT + _BOTTOM, label)
     right = LABELS + axes.scale.steps * axes.scale.column
     for amount in (axes.every * count for count in range(axes.lines + 1)):
@@ -124,21 +128,21 @@ def _frame(axes: _Axes, label: str, unit: str) -> Element:
 
 
 def _bars(drawing: Element, axes: _Axes, step: int, parts: Sequence[tuple[str, float, float]], title: str) -> None:
-    """A step's column, made of parts from one amount to another."""
+    """Add the stacked bar of a step; each part runs from one amount to another."""
     group, gap = _hit(drawing, axes, step, title), min(5.0, axes.scale.column / 4)
     for kind, begin, end in parts:
         top, bottom = axes.y(end), axes.y(begin)
         if bottom > top:
-            place = {"x": axes.left(step) + gap, "width": axes.scale.column - gap, "y": top, "height": bottom - top}
-            add(group, "rect", {**place, "class": kind})
+            box = {"x": axes.left(step) + gap, "width": axes.scale.column - gap, "y": top, "height": bottom - top}
+            add(group, "rect", {**box, "class": kind})
 
 
 def _hit(drawing: Element, axes: _Axes, step: int, title: str) -> Element:
-    """What tells a step's numbers to a pointer over its column."""
+    """Add the hover area of a step, whose tooltip has its numbers."""
     group = add(drawing, "g", {"class": "column"})
     add(group, "title", text=title)
-    place = {"x": axes.left(step), "width": axes.scale.column, "y": _TOP, "height": _PLOT}
-    add(group, "rect", {**place, "class": "hit"})
+    box = {"x": axes.left(step), "width": axes.scale.column, "y": _TOP, "height": _PLOT}
+    add(group, "rect", {**box, "class": "hit"})
     return group
 
 
@@ -148,7 +152,7 @@ def _across(drawing: Element, axes: _Axes, amount: float) -> None:
 
 
 def _stairs(axes: _Axes, amounts: Sequence[float]) -> list[tuple[float, float]]:
-    """A line that is level within each step."""
+    """The points of a step line."""
     found = []
     for step, amount in enumerate(amounts, 1):
         found += [(axes.left(step), axes.y(amount)), (axes.left(step + 1), axes.y(amount))]
@@ -156,7 +160,7 @@ def _stairs(axes: _Axes, amounts: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _axes(scale: Scale, most: float, least: float) -> _Axes:
-    """Axes that nothing goes beyond, with at most four round amounts of `least` or more above 0."""
+    """Axes up to `most`, with at most four grid lines at round amounts of at least `least`."""
     every = _round_up(max(most / 4, least)) if most else 1.0
     return _Axes(scale, every, max(1, math.ceil(most / every - 1e-9)))
 

@@ -1,4 +1,4 @@
-"""Drawing: elements of a page, every text and number of them escaped and spelled in one way."""
+"""Drawing: HTML and SVG elements with escaped text and rounded numbers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def add(parent: Element, tag: str, attributes: Attributes | None = None, text: s
 
 
 def picture(width: float, height: float, label: str) -> Element:
-    """An empty drawing of this size, in pixels."""
+    """An empty SVG of this size in pixels."""
     size: Attributes = {"width": width, "height": height, "viewBox": f"0 0 {spelled(width)} {spelled(height)}"}
     return new("svg", {**size, "role": "group", "aria-label": label})
 
 
 def path(points: Iterable[tuple[float, float]]) -> str:
-    """Straight lines from point to point."""
+    """An SVG path of straight lines through the points."""
     return "M" + " L".join(f"{spelled(x)} {spelled(y)}" for x, y in points)
 
 
 def markup(element: Element) -> Markup:
-    """The element as a part of a page."""
+    """The element as markup for the page template."""
     return Markup(ElementTree.tostring(element, encoding="unicode", short_empty_elements=False))
 
 
 def spelled(value: str | float) -> str:
-    """A number to a tenth."""
+    """A number rounded to one decimal; text as it is."""
     return value if isinstance(value, str) else f"{value:.1f}".removesuffix(".0")

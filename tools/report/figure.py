@@ -1,4 +1,4 @@
-"""Figure: the threads and steps of a generation as one SVG picture that needs nothing beside it."""
+"""Figure: the threads and steps of a generation as one self-contained SVG."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.drawing import Element, add, markup, new, spelled
-from spaceport.tools.report.keys import LANES, mark
 from spaceport.tools.report.lane_drawing import draw_lanes
 from spaceport.tools.report.lane_style import COLOURS, MARKS
 from spaceport.tools.report.lanes import lanes_of
+from spaceport.tools.report.legend import LANES, mark
 from spaceport.tools.report.numbers import statistics_of
 from spaceport.tools.report.scale import LABELS, scale_for_lanes
 from spaceport.tools.report.words import counted, visible
@@ -19,13 +19,13 @@ _STYLE = COLOURS + MARKS + ".paper { fill: var(--paper); } .title { font-size: 1
 _MARGIN = 12.0
 _HEAD = 52.0  # title and subtitle
 _LINE = 20.0  # a line of the legend
-_CHARACTER = 6.2  # pixels of a legend's character, generously
-_SHORTEST = 560.0  # pixels for the title of a generation of few steps
+_CHARACTER = 6.2  # pixels of a character in the legend, rounded up
+_SHORTEST = 560.0  # pixels, so that the title fits over few steps
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A mark of the legend with its meaning, and where it stands."""
+    """A legend entry with its position."""
 
     kind: str
     meaning: str
@@ -34,7 +34,7 @@ class _Entry:
 
 
 def figure_of(record: Record, title: str) -> str:
-    """The SVG of a generation: a lane for each thread, a column for each step, a mark for each token."""
+    """The SVG of a generation: a lane per thread, a column per step, a mark per token."""
     lanes = lanes_of(record)
     names, drawing = draw_lanes(record, lanes, scale_for_lanes(max(1, len(record.steps))))
     height = float(names.attrib["height"])
@@ -57,7 +57,7 @@ def figure_of(record: Record, title: str) -> str:
 
 
 def _summary(record: Record) -> str:
-    """What the drafts and threads were worth, in one line."""
+    """Tokens, steps, accepted draft tokens and threads in one line."""
     statistics = statistics_of(record)
     drafted, accepted = sum(statistics.drafted_by_depth), sum(statistics.accepted_by_depth)
     return (
@@ -68,7 +68,7 @@ def _summary(record: Record) -> str:
 
 
 def _legend(used: set[str], width: float) -> Iterator[_Entry]:
-    """The marks that occur in a drawing, from left to right in lines of this width."""
+    """Legend entries of the marks that occur, in lines of this width."""
     x, line = _MARGIN, 0
     for kind, meaning in LANES:
         if kind in used:
@@ -87,7 +87,7 @@ def _draw_entry(root: Element, entry: _Entry, y: float) -> None:
 
 
 def _without_links(drawing: Element) -> Element:
-    """The lanes without what only a page can do: links to its text, and areas to point at."""
+    """The lanes without the links and hover areas of the HTML page."""
     for element in drawing.iter():
         element.attrib.pop("href", None)
         if element.tag == "a":

@@ -1,8 +1,9 @@
-"""Files: reports and traces on disk, each whole or not there."""
+"""Files: reports and traces on disk, written atomically."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from spaceport.graphs.contract.atomic_file import replace_text
@@ -15,34 +16,34 @@ _LARGEST_TRACE = 2**30
 
 
 def check_target(path: Path) -> None:
-    """Raise if no file could be written there: to be asked before a generation, which may take minutes."""
+    """Raise if no file can be written at this path; call it before a generation that takes minutes."""
     if not path.absolute().parent.is_dir():
-        raise OptionFault(f"{path}: there is no folder {path.absolute().parent}: expected one, make it first")
+        raise OptionFault(f"{path}: the folder {path.absolute().parent} does not exist: create it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise OptionFault(f"{path}: the folder {path.absolute().parent} is not writable: choose another folder")
     try:
         other = path.exists() and not path.is_file()
     except OSError as error:
         raise OptionFault(f"{path}: {error.strerror}: expected a file that can be written") from error
     if other:
-        raise OptionFault(
-            f"{path}: is no file: expected the name of a file, new or to be replaced; add one to the path"
-        )
+        raise OptionFault(f"{path}: is not a file: expected the name of a new file or of a file to replace")
 
 
 def write_report(path: Path, record: Record, title: str = "Generation") -> None:
-    """Write the page of a generation; what stood there is replaced when the page is whole."""
+    """Write the HTML report of a generation; an existing file is replaced once the report is complete."""
     write_text(path, page_of(record, title))
 
 
 def write_trace(path: Path, record: Record) -> None:
-    """Write a record as JSON, to be read by `read_trace`."""
+    """Write a record as JSON, for `read_trace`."""
     write_text(path, json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def read_trace(path: Path) -> Record:
-    """The record in a file, checked."""
+    """The validated record in a trace file."""
     try:
         if not path.is_file():
-            raise InputFault("no such file: expected a trace")
+            raise InputFault("no such file: expected a trace written by `spaceport generate --trace`")
         if (size := path.stat().st_size) > _LARGEST_TRACE:
             raise InputFault(f"{size} bytes: expected a trace of at most {_LARGEST_TRACE}")
         return trace_of(json.loads(path.read_text("utf-8")))
@@ -51,13 +52,15 @@ def read_trace(path: Path) -> Record:
     except OSError as error:
         raise InputFault(f"{path}: {error.strerror}: expected a file that can be read") from error
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits
-        raise InputFault(f"{path}: {error}: expected the JSON of a trace; write it again") from error
+        raise InputFault(
+            f"{path}: {error}: expected a trace in JSON; write it again with `spaceport generate --trace`"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
+    """Write a file atomically."""
     check_target(path)
     try:
-        replace_text(path.resolve(), text)  # a link stays one
+        replace_text(path.resolve(), text)  # a symbolic link is kept
     except OSError as error:
         raise OptionFault(f"{path}: {error.strerror}: expected a file that can be written") from error

@@ -1,4 +1,4 @@
-"""Lane drawing: the lanes of all threads over the steps, forks going down from one to another."""
+"""Lane drawing: a lane for each thread over the steps, with lines from each fork to its child thread."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 from spaceport.runtime.trace.record import Record
 from spaceport.tools.report.drawing import Attributes, Element, add, path, picture
-from spaceport.tools.report.lanes import Cell, TraceLane, told
+from spaceport.tools.report.lanes import Cell, TraceLane, describe
 from spaceport.tools.report.scale import LABELS, Scale
 from spaceport.tools.report.words import counted
 
-HUES = 6  # colours that the threads take in turn
+HUES = 6  # number of thread colours
 
-_GAP = 5.0  # pixels between two columns, in which forks go down
-_STACK = 54.0  # the highest stack of tokens
-_THICKEST, _THINNEST = 9.0, 3.0  # a token
-_REJECTED = 12.0  # the box that counts rejected candidates
-_LOWEST = 42.0  # a lane with two lines of text beside it
+_GAP = 5.0  # pixels between two columns, for the lines of forks
+_STACK = 54.0  # maximum height of the tokens of a step
+_THICKEST, _THINNEST = 9.0, 3.0  # height of a token
+_REJECTED = 12.0  # height of the box with the number of rejected candidates
+_LOWEST = 42.0  # minimum height of a lane, for two lines of text
 _AXIS = 24.0
 
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Where everything stands."""
+    """The layout of the drawing."""
 
     scale: Scale
-    thick: float  # pixels of a token
-    bases: dict[int, float]  # of each thread: the line that its tokens stand on
-    bottoms: tuple[float, ...]  # of each lane
+    thick: float  # height of a token in pixels
+    bases: dict[int, float]  # thread -> y of the line below its tokens
+    bottoms: tuple[float, ...]  # lower edge of each lane
 
     @property
     def height(self) -> float:
@@ -36,15 +36,15 @@ class _Sheet:
 
 
 def draw_lanes(record: Record, lanes: Sequence[TraceLane], scale: Scale) -> tuple[Element, Element]:
-    """The names of the lanes, and the lanes: two drawings that stand side by side."""
+    """The names of the lanes and the lanes, as two drawings side by side."""
     sheet = _sheet(lanes, scale)
     names = picture(LABELS, sheet.height, "The threads in reading order")
-    drawing = picture(scale.width, sheet.height, "What each thread wrote in each step")
+    drawing = picture(scale.width, sheet.height, "The tokens of each thread in each step")
     _draw_ground(names, drawing, sheet)
     for lane in lanes:
         _draw_name(names, lane, sheet)
     for lane in lanes:
-        _draw_way(drawing, lane, sheet)
+        _draw_line(drawing, lane, sheet)
     for lane in lanes:
         for cell in lane.cells:
             _draw_cell(drawing, record, lane, cell, sheet)
@@ -52,7 +52,7 @@ def draw_lanes(record: Record, lanes: Sequence[TraceLane], scale: Scale) -> tupl
 
 
 def hue(lane: TraceLane) -> str:
-    """The class that gives a thread its colour: neighbours have different ones."""
+    """The CSS class with the colour of a thread; neighbouring lanes differ."""
     return f"t{lane.order % HUES}"
 
 
@@ -72,10 +72,10 @@ def _sheet(lanes: Sequence[TraceLane], scale: Scale) -> _Sheet:
 
 
 def _draw_ground(names: Element, drawing: Element, sheet: _Sheet) -> None:
-    """What lies below the lanes: every other one darker, the steps' numbers, the end of the prompt."""
+    """Draw the background: bands for every other lane, grid lines and step numbers."""
     tops = (_AXIS, *sheet.bottoms)
-    for place in range(0, len(sheet.bottoms), 2):
-        band: Attributes = {"y": tops[place], "height": tops[place + 1] - tops[place], "class": "band"}
+    for index in range(0, len(sheet.bottoms), 2):
+        band: Attributes = {"y": tops[index], "height": tops[index + 1] - tops[index], "class": "band"}
         add(names, "rect", {**band, "x": 0, "width": LABELS})
         add(drawing, "rect", {**band, "x": 0, "width": sheet.scale.width})
     add(names, "text", {"x": LABELS - 8, "y": _AXIS - 8, "class": "axis last"}, "step")
@@ -96,16 +96,16 @@ def _draw_name(names: Element, lane: TraceLane, sheet: _Sheet) -> None:
     add(group, "text", {"x": x + 14, "y": y + 1, "class": "axis first"}, f"{counted(lane.written, 'token')}{ending}")
 
 
-def _draw_way(drawing: Element, lane: TraceLane, sheet: _Sheet) -> None:
-    """The line that a thread's tokens stand on, and how it hangs from its parent's."""
+def _draw_line(drawing: Element, lane: TraceLane, sheet: _Sheet) -> None:
+    """Draw the line below a thread's tokens and the line from its fork."""
     scale, base = sheet.scale, sheet.bases[lane.thread]
     group = add(drawing, "g", {"class": f"way {hue(lane)}"})
-    first = lane.cells[0].step if lane.cells else lane.hangs + lane.waits + 1
+    first = lane.cells[0].step if lane.cells else lane.forked + lane.queued + 1
     if lane.depth:
-        parent, x, tip = sheet.bases[lane.parent], scale.left(lane.hangs + 1) + 1, scale.left(first) + _GAP
+        parent, x, tip = sheet.bases[lane.parent], scale.left(lane.forked + 1) + 1, scale.left(first) + _GAP
         add(group, "path", {"d": path([(x, parent), (x, base)]), "class": "fork"})
         add(group, "circle", {"cx": x, "cy": parent, "r": 2, "class": "root"})
-        if lane.waits:
+        if lane.queued:
             add(group, "path", {"d": path([(x, base), (tip - 5, base)]), "class": "wait"})
         if lane.cells:
             head = [(tip, base), (tip - 5, base - 3.5), (tip - 5, base + 3.5)]
@@ -118,18 +118,18 @@ def _draw_way(drawing: Element, lane: TraceLane, sheet: _Sheet) -> None:
 
 
 def _draw_cell(drawing: Element, record: Record, lane: TraceLane, cell: Cell, sheet: _Sheet) -> None:
-    """What a thread did in a step; where it wrote, a link to what that says."""
+    """Draw the tokens of a thread in a step, linked to their text."""
     rows, base = cell.rows, sheet.bases[lane.thread]
     x, width = sheet.scale.left(cell.step) + _GAP, sheet.scale.column - _GAP
     group = add(drawing, "a" if rows.written else "g", {"class": f"cell {hue(lane)}"})
     if rows.written:
         group.set("href", f"#s{cell.step}-{lane.thread}")
-    add(group, "title", text=told(record, cell))
+    add(group, "title", text=describe(record, cell))
     top, bottom = base - max(2, rows.written) * sheet.thick - 3, base + _REJECTED + 5
     add(group, "rect", {"x": x - 2, "y": top, "width": width + 4, "height": bottom - top, "class": "hit"})
-    for place, token in enumerate(rows.text):
-        y = base - (place + 1) * sheet.thick
-        _draw_token(group, x, y, width, sheet.thick - 1, place < rows.accepted)
+    for index, token in enumerate(rows.text):
+        y = base - (index + 1) * sheet.thick
+        _draw_token(group, x, y, width, sheet.thick - 1, index < rows.accepted)
         if token == record.tokens.fork:
             middle = {"cx": x + width / 2, "cy": y + (sheet.thick - 1) / 2}
             add(group, "circle", {**middle, "r": min(2, sheet.thick / 3), "class": "forks"})
@@ -145,11 +145,11 @@ def _draw_cell(drawing: Element, record: Record, lane: TraceLane, cell: Cell, sh
 
 
 def _draw_token(group: Element, x: float, y: float, width: float, height: float, accepted: bool) -> None:
-    inset = 0.0 if accepted else 0.75  # half its outline
-    place = {"x": x + inset, "y": y + inset, "width": width - 2 * inset, "height": height - 2 * inset, "rx": 1.5}
-    add(group, "rect", {**place, "class": "accepted" if accepted else "own"})
+    inset = 0.0 if accepted else 0.75  # half the width of its outline
+    box = {"x": x + inset, "y": y + inset, "width": width - 2 * inset, "height": height - 2 * inset, "rx": 1.5}
+    add(group, "rect", {**box, "class": "accepted" if accepted else "own"})
 
 
 def _draw_end(group: Element, x: float, base: float, sheet: _Sheet) -> None:
-    """The bar at the end of a thread."""
+    """Draw the bar at the end of a thread."""
     add(group, "path", {"d": path([(x, base + 3), (x, base - max(2 * sheet.thick, 12))]), "class": "end"})

@@ -1,4 +1,4 @@
-"""Lane style: the colours and marks of lane drawings as CSS, for light and dark backgrounds."""
+"""Lane style: CSS of the lane drawings, for light and dark backgrounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lane: a thread of a recorded generation with what it did in each step."""
+"""Lanes: the threads of a recorded generation with their rows in each step."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from spaceport.tools.report.words import counted, name_of, name_of_thread, names
 
 @dataclass(frozen=True)
 class Cell:
-    """What a thread did in a step."""
+    """The rows of a thread in one step."""
 
-    step: int  # from 1, as a reader counts
+    step: int  # counted from 1
     rows: ThreadRows
-    ending: str = ""  # of the thread, if it wrote nothing after this step
+    ending: str = ""  # ending of the thread, if this is its last step
 
     @cached_property
     def rejected(self) -> tuple[int, ...]:
-        """The rows of the candidates that were not accepted."""
+        """Row indices of rejected candidates."""
         return tuple(row for row in self.rows.candidates if not self.rows.kept[row])
 
 
 @dataclass(frozen=True)
 class TraceLane:
-    """A thread with what it did in each step that it took part in."""
+    """A thread with its rows in each step."""
 
-    thread: int  # place of it in the record
+    thread: int  # index in the record
     record: ThreadRecord
     cells: tuple[Cell, ...]
-    parent: int  # thread that it hangs from; its own place: it is the spine
-    hangs: int  # step that wrote its [Fork]; 0: it is the spine
-    waits: int  # steps that it waited for its turn after that
-    order: int  # of reading, from 0
+    parent: int  # index of the parent thread; its own index for the root thread
+    forked: int  # step that generated its [Fork]; 0 for the root thread
+    queued: int  # steps that it was queued after that
+    order: int  # index in reading order
 
     @property
     def name(self) -> str:
@@ -41,59 +41,59 @@ class TraceLane:
 
     @property
     def depth(self) -> int:
-        """How many forks lead to it."""
+        """Number of forks above it; 0 for the root thread."""
         return len(self.record.path)
 
     @cached_property
     def written(self) -> int:
-        """How many tokens it wrote."""
+        """Number of generated tokens."""
         return sum(cell.rows.written for cell in self.cells)
 
     @cached_property
     def accepted(self) -> int:
-        """How many of them were candidates."""
+        """Number of accepted draft tokens."""
         return sum(cell.rows.accepted for cell in self.cells)
 
     @cached_property
     def most(self) -> int:
-        """The most tokens that it wrote in one step."""
+        """Maximum number of tokens in one step."""
         return max((cell.rows.written for cell in self.cells), default=0)
 
 
 def lanes_of(record: Record) -> tuple[TraceLane, ...]:
-    """The threads in reading order: each before those that hang from it."""
+    """The threads in reading order: each one before its child threads."""
     count = len(record.threads)
     cells: list[list[Cell]] = [[] for _ in range(count)]
-    hangs, waits = [0] * count, [0] * count
+    forked, queued = [0] * count, [0] * count
     for number, step in enumerate(record.steps, 1):
         for rows in step.rows:
             ending = record.threads[rows.thread].ending if rows.thread in step.ended else None
             cells[rows.thread].append(Cell(number, rows, ending or ""))
         for thread in step.queued:
-            waits[thread] += 1
+            queued[thread] += 1
         for thread in step.began:
-            hangs[thread] = number if record.threads[thread].path else 0
-    places = {of_thread.path: thread for thread, of_thread in enumerate(record.threads)}
+            forked[thread] = number if record.threads[thread].path else 0
+    indices = {of_thread.path: thread for thread, of_thread in enumerate(record.threads)}
     return tuple(
         TraceLane(
-            place, record.threads[place], tuple(cells[place]), places[path[:-1]], hangs[place], waits[place], order
+            index, record.threads[index], tuple(cells[index]), indices[path[:-1]], forked[index], queued[index], order
         )
-        for order, (path, place) in enumerate(sorted(places.items()))
+        for order, (path, index) in enumerate(sorted(indices.items()))
     )
 
 
-def told(record: Record, cell: Cell) -> str:
-    """All that a thread did in a step, in a few lines of text."""
+def describe(record: Record, cell: Cell) -> str:
+    """The rows of a thread in a step as lines of text, for a tooltip."""
     rows = cell.rows
     lines = [f"step {cell.step}, {name_of_thread(record.threads[rows.thread])}"]
     if (fed := len(record.prompt) - rows.positions[0]) > 0:
-        lines.append(f"feeds {counted(min(fed, rows.known), 'token')} of the prompt")
+        lines.append(f"prefill: {counted(min(fed, rows.known), 'token')} of the prompt")
     if rows.accepted:
         lines.append(f"accepted: {names_of(record, rows.text[: rows.accepted])}")
     if rows.written > rows.accepted:
-        lines.append(f"own: {names_of(record, rows.text[rows.accepted :])}")
-    if behind := rows.chosen[rows.written :]:
-        lines.append(f"behind the end: {names_of(record, behind)}")
+        lines.append(f"own token: {names_of(record, rows.text[rows.accepted :])}")
+    if discarded := rows.chosen[rows.written :]:
+        lines.append(f"discarded after the end: {names_of(record, discarded)}")
     if cell.rejected:
         proposed = (f"{name_of(record, rows.tokens[row])} ({rows.sources[row]})" for row in cell.rejected)
         lines.append(f"rejected: {' '.join(proposed)}")

@@ -1,4 +1,4 @@
-"""Numbers: what a recorded generation cost, counted from its steps."""
+"""Numbers: the statistics of a recorded generation, counted from its steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from spaceport.runtime.trace.record import Record, StepRecord, ThreadRows
 
 
 def statistics_of(record: Record) -> Statistics:
-    """The statistics that the request had in the end."""
+    """The statistics of the request at its end."""
     found = Statistics(prompt_tokens=len(record.prompt), threads=len(record.threads))
     found.waiting_seconds = record.waiting_seconds
     for step in record.steps:
@@ -17,12 +17,12 @@ def statistics_of(record: Record) -> Statistics:
     return found
 
 
-def in_one_line(record: Record) -> list[int]:
-    """The slots that the text would hold at each step if one thread had written as much of it, with no drafts."""
+def slots_in_one_thread(record: Record) -> list[int]:
+    """KV slots after each step if one thread had generated the same tokens without drafts."""
     found, before = [], 0
     for step in record.steps:
-        spine = [rows.positions[rows.known - 1] + 1 for rows in step.rows if rows.thread == 0 and not before]
-        fed = spine[0] if spine and spine[0] < len(record.prompt) else len(record.prompt)
+        root = [rows.positions[rows.known - 1] + 1 for rows in step.rows if rows.thread == 0 and not before]
+        fed = root[0] if root and root[0] < len(record.prompt) else len(record.prompt)
         found.append(fed + before)
         before += sum(token != record.tokens.fork for rows in step.rows for token in rows.text)
     return found

@@ -1,4 +1,4 @@
-"""Words: tokens as a reader of the page sees them."""
+"""Words: readable names of tokens, threads and numbers."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Iterable
 
 from spaceport.runtime.trace.record import Record, ThreadRecord
 
-_JOINERS = "\u200c\u200d"  # part of how words and signs are written
+_JOINERS = "\u200c\u200d"  # needed inside words and emoji
 _NO_CHARACTERS = range(0xFDD0, 0xFDF0)
 
 
 def visible(text: str) -> str:
-    """A text in which each character can be seen, and that every page can hold."""
-    return text if text.isprintable() else "".join(map(_sign, text))
+    """Text with invisible and invalid characters replaced by their codes."""
+    return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def quoted(text: str) -> str:
-    """A text on one line, so that its spaces can be seen."""
+    """Text in quotes on one line, so that its spaces are visible."""
     return f"“{visible(text).replace(chr(10), '⏎').replace(chr(9), '⇥')}”"
 
 
 def counted(count: int, thing: str) -> str:
-    """So many things."""
+    """A count with its noun in singular or plural."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def number(value: float) -> str:
-    """A number to three digits, or to its last whole one."""
+    """A number with three significant digits, or without decimals from 1000 on."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def name_of(record: Record, token: int) -> str:
-    """A token by its text, or by what it is for."""
+    """The text of a token, its role such as [Fork], or its id."""
     if text := record.texts.get(token):
         return quoted(text)
     tokens = record.tokens
@@ -41,21 +41,21 @@ def name_of(record: Record, token: int) -> str:
 
 
 def names_of(record: Record, tokens: Iterable[int]) -> str:
-    """Tokens by their names."""
+    """The names of tokens, separated by spaces."""
     return " ".join(name_of(record, token) for token in tokens)
 
 
 def name_of_thread(thread: ThreadRecord) -> str:
-    """A thread by its path."""
-    return f"thread {'.'.join(map(str, thread.path))}" if thread.path else "spine"
+    """The name of a thread: root, or its path."""
+    return f"thread {'.'.join(map(str, thread.path))}" if thread.path else "root"
 
 
-def _sign(character: str) -> str:
-    """The character itself, or a sign for one that would not be seen, turns the line around or is none."""
+def _shown(character: str) -> str:
+    """The character, or its code if it is invisible, changes the direction of text or is invalid."""
     code = ord(character)
     if character in "\n\t" or character in _JOINERS:
         return character
-    unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs")
-    if unseen or code in _NO_CHARACTERS or code & 0xFFFE == 0xFFFE:
+    invisible = unicodedata.category(character) in ("Cc", "Cf", "Cs")
+    if invisible or code in _NO_CHARACTERS or code & 0xFFFE == 0xFFFE:
         return f"⟨{code:02X}⟩"
     return character

@@ -1,4 +1,4 @@
-"""Build screen: how far a build is, as a bar on a terminal and a few lines in a pipe."""
+"""Build screen: progress of an engine build, as a bar on a terminal and as lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from typing import Protocol
 
 import click
 
-_LINES = 4  # of a build in a pipe
+_LINES = 4  # progress lines per build
 
 
 class Progress(Protocol):
-    """Shows a build from when it begins."""
+    """Shows the progress of a build."""
 
     def begin(self) -> None: ...
 
-    def hear(self, done: float, phase: str) -> None: ...
+    def update(self, done: float, phase: str) -> None: ...
 
 
 @contextmanager
 def building(name: str, memory: str) -> Iterator[Progress]:
-    """What shows a build on stderr; nothing is shown of an engine that is there already."""
+    """Progress on stderr, from the start of the build: nothing is shown for an engine that exists already."""
     if not sys.stderr.isatty():
         yield Lines(name, memory)
         return
     bar = Bar(name, memory)
     try:
         yield bar
-        bar.hear(1.0, "")
+        bar.update(1.0, "")
     finally:
         bar.end()
 
 
 class Lines:
-    """A line when the build begins and at each quarter of it."""
+    """A line at the start of the build and after each quarter of it."""
 
     def __init__(self, name: str, memory: str) -> None:
         self._first = f"building with {name}: {memory}"
         self._started = time.perf_counter()
-        self._told = 0
+        self._printed = 0
 
     def begin(self) -> None:
         click.echo(self._first, err=True)
 
-    def hear(self, done: float, phase: str) -> None:
-        if int(done * _LINES) > self._told:
-            self._told = int(done * _LINES)
+    def update(self, done: float, phase: str) -> None:
+        if int(done * _LINES) > self._printed:
+            self._printed = int(done * _LINES)
             click.echo(f"{time.perf_counter() - self._started:6.1f} s  {done:4.0%}  {phase}", err=True)
 
 
 class Bar:
-    """A bar with the phase that runs."""
+    """A progress bar with the name of the current phase."""
 
     def __init__(self, name: str, memory: str) -> None:
         from rich.console import Console
@@ -61,7 +61,7 @@ class Bar:
 
         self._first = f"building with {name}: {memory}"
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        phase = TextColumn("{task.fields[phase]}", markup=False)  # the builder's own words
+        phase = TextColumn("{task.fields[phase]}", markup=False)  # as TensorRT names it
         self._progress = Progress(*columns, phase, console=Console(stderr=True))
         self._task = self._progress.add_task(name, total=1.0, phase="", start=False)
 
@@ -70,7 +70,7 @@ class Bar:
         self._progress.start()
         self._progress.start_task(self._task)
 
-    def hear(self, done: float, phase: str) -> None:
+    def update(self, done: float, phase: str) -> None:
         self._progress.update(self._task, completed=done, phase=phase)
 
     def end(self) -> None:

@@ -13,12 +13,12 @@ import click
 
 
 def show_json(data: Any) -> None:
-    """JSON for machines: the only thing on stdout."""
+    """Print data as JSON on stdout."""
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A drawn table on a terminal, aligned plain text in a pipe; numbers stand to the right."""
+    """Print a table: with lines on a terminal, as aligned text elsewhere; numbers are right-aligned."""
     cells = [[_cell(value) for value in row] for row in rows]
     right = [all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(columns))]
     if sys.stdout.isatty():
@@ -30,7 +30,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
             table.add_column(column, justify="right" if number else "left", overflow="fold")
         for row in cells:
             table.add_row(*row)
-        Console(markup=False, emoji=False, highlight=False).print(table)  # 'spaceport[cpu]' is no style
+        Console(markup=False, emoji=False, highlight=False).print(table)  # rich would read [cpu] as a style
         return
     widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
     if title:
@@ -43,14 +43,14 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
 
 
 def show_notes(notes: Sequence[str]) -> None:
-    """What there is to know of an engine that was opened, a line each, on stderr."""
+    """Print the notes of a runtime on stderr, one per line."""
     for note in notes:
         click.echo(f"note: {note}", err=True)
 
 
 @contextmanager
 def stages() -> Iterator[Callable[[str], None]]:
-    """Says on stderr which stage runs and, on a terminal, for how long."""
+    """A callback that shows the current stage on stderr, with its duration on a terminal."""
     started = time.perf_counter()
     if sys.stderr.isatty():
         from rich.console import Console
@@ -71,14 +71,14 @@ def stages() -> Iterator[Callable[[str], None]]:
                 progress.update(task, total=1, completed=1)
         return
 
-    def say(name: str) -> None:
+    def show(name: str) -> None:
         click.echo(f"{time.perf_counter() - started:6.1f} s  {name}", err=True)
 
-    yield say
+    yield show
 
 
 def size(count: float) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes with its unit."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

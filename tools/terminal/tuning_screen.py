@@ -1,4 +1,4 @@
-"""Tuning screen: how a training goes, as a progress bar on a terminal or as lines in a pipe, and for TensorBoard."""
+"""Tuning screen: training progress as a bar on a terminal, as lines elsewhere, and as TensorBoard events."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.tools.tune.job import TrainingCallbacks
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 
-_SECONDS = 10.0  # between lines in a pipe
+_SECONDS = 10.0  # between two progress lines
 
 
 @contextmanager
 def shown(events: Path | None) -> Iterator[TrainingCallbacks]:
-    """Callbacks that show a tuning on stderr; an interrupt lets it end a step and keep its state, a second one does not.
+    """Callbacks that show training progress on stderr, in the first of several processes only.
 
-    Of several processes only the first one shows anything.
+    The first interrupt ends the training after the current step and saves its state, the second one ends it at once.
     """
     with ExitStack() as stack:
         first = is_first()
@@ -51,16 +51,16 @@ def shown(events: Path | None) -> Iterator[TrainingCallbacks]:
             if first:
                 view.stepped(training)
 
-        yield TrainingCallbacks(stage, _counted if first else _nothing, begun, measured, stepped, interrupts.came)
+        yield TrainingCallbacks(stage, _counted if first else _nothing, begun, measured, stepped, interrupts.received)
 
 
 def is_first() -> bool:
-    """Whether this is the process that speaks, of those that accelerate or torchrun launched."""
+    """Whether this is the first of the processes that accelerate or torchrun started: only it prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class _Lines:
-    """A line from time to time."""
+    """Progress as lines, at most one every ten seconds."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -76,17 +76,17 @@ class _Lines:
         now = time.perf_counter()
         if kind == "validation" or found.step == found.steps or now - self._last >= _SECONDS:
             self._last = now
-            _say(f"step {found.step}/{found.steps}  {told(found, kind)}  {_left(found)}")
+            _say(f"step {found.step}/{found.steps}  {described(found, kind)}  {_left(found)}")
 
     def stepped(self, training: Training) -> None:
         return
 
 
 class _Terminal:
-    """A spinner for each stage; for the training a bar that grows with each step, the last measurement behind it."""
+    """A spinner for each stage, and a progress bar with the last measurement for the training."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._lives = stack.enter_context(ExitStack())  # of two at once each would draw over the other
+        self._lives = stack.enter_context(ExitStack())  # rich can show one live display at a time
         self._progress: Any = None
         self._task: Any = None
 
@@ -106,16 +106,16 @@ class _Terminal:
 
     def measured(self, found: TrainingMeasurement, kind: str) -> None:
         if kind == "validation":
-            line = f"step {found.step}  {told(found, kind)}"
+            line = f"step {found.step}  {described(found, kind)}"
             self._progress.console.print(line, highlight=False, markup=False)
         else:
-            self._progress.update(self._task, description=told(found, kind))
+            self._progress.update(self._task, description=described(found, kind))
 
     def stepped(self, training: Training) -> None:
         self._progress.update(self._task, completed=training.step)
 
     def _show(self, *columns: Any) -> None:
-        """End what is drawn and begin anew with these columns."""
+        """End the current display and start one with these columns."""
         from rich.console import Console
         from rich.progress import Progress
 
@@ -125,20 +125,22 @@ class _Terminal:
 
     def _finish(self) -> None:
         for task in self._progress.tasks:
-            if task.total is None:  # a stage: its spinner ends
+            if task.total is None:  # a stage: end its spinner
                 self._progress.update(task.id, total=1, completed=1)
 
 
-def told(found: TrainingMeasurement, kind: str) -> str:
+def described(found: TrainingMeasurement, kind: str) -> str:
     """A measurement in one line."""
     masks = " ".join(f"{accuracy:.0%}" for accuracy in found.mask_accuracies)
-    loss = f"loss {found.losses[0]:.3f}  right {found.accuracies[0]:.0%}" + (f"  mask slots {masks}" if masks else "")
+    loss = f"loss {found.losses[0]:.3f}  accuracy {found.accuracies[0]:.0%}" + (
+        f"  mask slots {masks}" if masks else ""
+    )
     return f"{loss}  {found.tokens_per_second:,.0f} tokens/s" if kind == "training" else f"validation {loss}"
 
 
 def _beginning(training: Training) -> str:
     batches = training.batches
-    after = f", {training.step} of them done" if training.step else ""
+    after = f", {training.step} done" if training.step else ""
     return f"{batches.samples} samples, {batches.steps} steps, {batches.steps / batches.epoch_steps:.2f} epochs{after}"
 
 
@@ -152,7 +154,7 @@ def _counted(counts: Counter[str]) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # not by click: what is drawn on a terminal makes room for this only
+    print(text, file=sys.stderr, flush=True)  # not click.echo: rich moves its live display only for print
 
 
 def _nothing(counts: Counter[str]) -> None:
@@ -160,27 +162,27 @@ def _nothing(counts: Counter[str]) -> None:
 
 
 class _Interrupts:
-    """Interrupts that came: while it is patient the first is only noted, to be heard at the end of a step."""
+    """Counts interrupts: while it is patient, the first one only ends the training after the current step."""
 
     def __init__(self) -> None:
         self.patient = False
         self._count = 0
 
-    def came(self) -> bool:
+    def received(self) -> bool:
         return self._count > 0
 
-    def hear(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         self._count += 1
         if not self.patient or self._count > 1:
             raise KeyboardInterrupt
         if is_first():
-            _say("interrupted: this step is finished and the state kept, for --resume; once more to end at once")
+            _say("interrupted: finishing this step and saving the state for --resume; interrupt again to stop at once")
 
 
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
     interrupts = _Interrupts()
-    with interrupts_handled(interrupts.hear):
+    with interrupts_handled(interrupts.handle):
         yield interrupts
 
 

@@ -66,7 +66,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_an_engine_is_in_the_bundle_with_all_that_it_depends_on(bundle: Path, capfd: Capture) -> None:
     before = contents(bundle)
-    options = ["--max-requests", "3", "--max-seq-len", "300", "--max-step-rows", "36", "--prompt-rows", "256"]
+    options = ["--max-requests", "3", "--max-seq-len", "300", "--max-step-rows", "36", "--prefill-rows", "256"]
     assert run(["build", str(bundle), "--target", "sm89", *options]) == OK
     manifest = open_bundle(bundle).manifest
     ((name, record),) = manifest.engines.items()
@@ -83,11 +83,11 @@ def test_an_engine_is_in_the_bundle_with_all_that_it_depends_on(bundle: Path, ca
     assert all(after[file] == content for file, content in before.items() if file != MANIFEST_FILE)
     output, errors = capfd.readouterr()
     assert output.startswith(f"{bundle}/engines/{name}: tensorrt-rtx {record.version}, ")
-    assert "to run in" in output
+    assert "of activation memory" in output
     first, *rest = errors.splitlines()
     assert first.startswith(f"building with tensorrt-rtx {record.version} for sm89: ")
     assert re.search(
-        "KB of KV buffers for 3 requests of 960 slots, up to .* KB of logits; building takes about 34.* MB of memory here",
+        "KB of KV cache for 3 requests of 960 slots, up to .* KB of logits; the build takes about 34.* MB of host memory",
         first,
     )
     assert rest
@@ -103,7 +103,7 @@ def test_an_engine_that_was_built_alike_is_not_built_again(
     capfd.readouterr()
     assert run(["build", str(bundle), "--target", "sm89"]) == OK
     output, errors = capfd.readouterr()
-    assert output.endswith(", was there already\n")
+    assert output.endswith(", exists already\n")
     assert errors == ""
     assert contents(bundle) == once
     assert run(["build", str(bundle), "--target", "sm89", "--rebuild"]) == OK
@@ -117,7 +117,7 @@ def test_an_engine_that_was_built_alike_is_not_built_again(
     assert run(["build", str(bundle), "--target", "sm89"]) == OK
     said = capfd.readouterr().err
     assert "building with" in said, "what was built elsewhere would not be run here"
-    assert "the bundle's engine of this kind was not built on this machine: it is built again" in said
+    assert "the existing engine was not built on this machine: building it again" in said
     assert sorted(record.requests for record in open_bundle(bundle).manifest.engines.values()) == [2, 4]
 
 

@@ -78,10 +78,10 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
     [
         (
             ("--target", "sm90"),
-            f"--target is sm90: tensorrt-rtx .* does not build for it here; expected {KNOWN}, or current; TensorRT itself .*--flavour tensorrt",
+            f"--target is sm90: tensorrt-rtx .* does not build for it here; expected {KNOWN}, or current; TensorRT itself .*--backend tensorrt",
         ),
         (("--target", "hopper"), f"--target is hopper: .*; expected {KNOWN}, or current"),
-        (("--target", "sm89,"), "--target is 'sm89,': expected names with commas between them, such as sm80,sm89"),
+        (("--target", "sm89,"), "--target is 'sm89,': expected names separated by commas, such as sm80,sm89"),
         (("--target", "sm89", "--target", "sm90"), "--target is sm90: "),
         (("--target", "sm90", "--target", "sm89"), "--target is sm90: "),
         (("--target", "sm89", "--max-requests", 0), "--max-requests is 0: expected 1 to 1024"),
@@ -92,12 +92,12 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
             "--max-slots is 200: expected at least --max-seq-len",
         ),
         (
-            ("--target", "sm89", "--prompt-rows", 64),
-            "--prompt-rows is 64: expected 128, the maximum of a decode step, to",
+            ("--target", "sm89", "--prefill-rows", 64),
+            "--prefill-rows is 64: expected 128, the maximum of a decode step, to",
         ),
         (
-            ("--target", "sm89", "--prompt-rows", 9999),
-            r"--prompt-rows is 9999: expected 128, .* to 1728, .*--max-seq-len",
+            ("--target", "sm89", "--prefill-rows", 9999),
+            r"--prefill-rows is 9999: expected 128, .* to 1728, .*--max-seq-len",
         ),
         (("--target", "sm89", "--max-step-rows", 513), "--max-step-rows is 513: expected 1 to 512"),
         (
@@ -106,7 +106,7 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
         ),
         (
             ("--target", "sm89", "--timing-cache", "times"),
-            "--timing-cache with tensorrt-rtx: it times nothing when it builds; leave it out",
+            "--timing-cache has no effect with tensorrt-rtx, which does not time kernels: leave it out",
         ),
         (
             ("--target", "sm89", "--workspace", 1),
@@ -125,7 +125,13 @@ def test_options_that_cannot_be_built_with_are_refused(
 def test_a_machine_without_a_gpu_says_what_it_can_build_for(capfd: Capture, bundle: Path) -> None:
     refused(capfd, USAGE, f"--target current: .*(driver|GPU).*; expected {KNOWN}$", bundle)
     refused(capfd, USAGE, f"--target current: .*(driver|GPU).*; expected {KNOWN}$", bundle, "--target", "sm89,current")
-    refused(capfd, USAGE, "--refittable: .*(driver|GPU).*, .* needs one for it; leave it out", bundle, "--refittable")
+    refused(
+        capfd,
+        USAGE,
+        "--refittable: .* needs a GPU for refittable engines, and .*(driver|GPU).*: leave it out",
+        bundle,
+        "--refittable",
+    )
 
 
 def test_targets_may_be_said_in_capitals_and_one_by_one(capfd: Capture, bundle: Path) -> None:
@@ -148,7 +154,7 @@ def test_targets_may_be_said_in_capitals_and_one_by_one(capfd: Capture, bundle: 
     )
     output, errors = capfd.readouterr()
     assert re.findall(r"engines/(sm\d+)-", output) == ["sm80", "sm89", "sm86"]
-    assert "KV buffers for 1 request of 1728 slots" in errors
+    assert "KV cache for 1 request of 1728 slots" in errors
 
 
 def test_a_target_beyond_those_that_are_known_is_this_machines_or_none(library: Library) -> None:
@@ -156,7 +162,7 @@ def test_a_target_beyond_those_that_are_known_is_this_machines_or_none(library: 
     assert library.targets == tuple(KNOWN.split(", "))
     assert target_of(library, "current", "sm89", "") == "sm89"
     with pytest.raises(
-        OptionFault, match=r"this GPU is sm90, for which tensorrt-rtx .* has no kernels; expected sm75.*--flavour"
+        OptionFault, match=r"this GPU is sm90, for which tensorrt-rtx .* has no kernels; expected sm75.*--backend"
     ):
         target_of(library, "current", "sm90", "")
     assert target_of(library, "sm89", None, "no driver") == "sm89"
@@ -172,9 +178,9 @@ def test_a_machine_without_tensorrt_says_how_to_install_it(
     capfd: Capture, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    refused(capfd, MISSING, r"tensorrt does not import .*'spaceport\[tensorrt\]'$", bundle, "--flavour", "tensorrt")
+    refused(capfd, MISSING, r"tensorrt does not import .*pip install .*\[tensorrt\]'$", bundle, "--backend", "tensorrt")
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    both = r"needs TensorRT; tensorrt does .*'spaceport\[tensorrt\]'; or tensorrt_rtx .*'spaceport\[tensorrt-rtx\]'$"
+    both = r"needs TensorRT; tensorrt does .*pip install .*\[tensorrt\]'; or tensorrt_rtx .*\[tensorrt-rtx\]'$"
     refused(capfd, MISSING, both, bundle, "--target", "sm89")
 
 
@@ -279,5 +285,5 @@ def test_a_timing_cache_that_is_none_is_refused_and_a_new_name_begins_one(librar
 def test_help_tells_every_option(capfd: Capture) -> None:
     assert run(["build", "--help"]) == OK
     output = capfd.readouterr().out
-    for option in ("--flavour", "--target", "--max-requests", "--prompt-rows", "--refittable", "--rebuild", "--json"):
+    for option in ("--backend", "--target", "--max-requests", "--prefill-rows", "--refittable", "--rebuild", "--json"):
         assert option in output

@@ -47,7 +47,7 @@ def built(request: pytest.FixtureRequest, flavour: Flavour, tmp_path_factory: py
     quiet_libraries()
     bundle = tmp_path_factory.mktemp("gpu") / f"demo-{request.param}"
     export(DEMO, bundle, ExportOptions(lowering="append", dtype=request.param))
-    asked = ["--flavour", flavour, "--max-requests", "4", "--max-seq-len", str(LENGTH)]
+    asked = ["--backend", flavour, "--max-requests", "4", "--max-seq-len", str(LENGTH)]
     assert run(["build", str(bundle), *asked]) == 0
     return bundle
 
@@ -140,6 +140,6 @@ def test_an_engine_for_another_gpu_is_refused(
     quiet_libraries()
     export(TINY, tmp_path / "tiny", ExportOptions(lowering="append", dtype="float16"))
     other = "sm80" if device.gpu().target != "sm80" else "sm89"
-    assert run(["build", str(tmp_path / "tiny"), "--flavour", flavour, "--target", other]) == 0
+    assert run(["build", str(tmp_path / "tiny"), "--backend", flavour, "--target", other]) == 0
     assert run(["generate", str(tmp_path / "tiny"), "x", "--backend", flavour]) == 3
     assert f"its tensorrt-rtx engines are for {other}, this GPU is" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
+from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
@@ -501,7 +502,7 @@ def test_a_text_whose_tokens_all_are_banned_says_where() -> None:
 
 def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingDependency, match=re.escape("pip install 'spaceport[grammar]'")):
+    with pytest.raises(MissingDependency, match=re.escape(install_command("grammar"))):
         open_vocabulary(BYTES, PADDED, (1,))
 
 

@@ -1,4 +1,4 @@
-"""The acceptance command: the same numbers for a checkpoint and its bundles, and what it says of mistakes."""
+"""The acceptance command: equal numbers for a checkpoint and its bundles, its table, plots and errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
 
 
 @pytest.mark.torch
-def test_forks_are_counted_along_given_trees_and_answers_without_one(tmp_path: Path) -> None:
+def test_forks_are_counted_in_reference_answers_with_and_without_threads(tmp_path: Path) -> None:
     checkpoint = tmp_path / "forking"
     shutil.copytree(TINY, checkpoint, ignore=shutil.ignore_patterns("__pycache__"))
     told = {"mask_tokens": ["[M]"], "mask_slots": 2, "fork_token": str(FORK), "child_token": str(CHILD)}
@@ -74,7 +74,7 @@ def test_forks_are_counted_along_given_trees_and_answers_without_one(tmp_path: P
     assert found["forks"]["positions"] < found["reference"]["predictions"][0]
     assert found["forks"]["recall"] == 0.0
     shown = call(checkpoint, file, "--max-tokens", 8).stdout
-    assert "3 in the trees, 0 predicted, 0 of them right (precision -, recall 0.0 %)" in shown
+    assert "3 expected, 0 predicted, 0 correct (precision -, recall 0.0 %)" in shown
 
 
 def test_the_table_and_the_plots_show_every_mask_slot(tmp_path: Path, tiny_bundle: Path) -> None:
@@ -83,13 +83,13 @@ def test_the_table_and_the_plots_show_every_mask_slot(tmp_path: Path, tiny_bundl
     plots = [tmp_path / "plot.png", tmp_path / "plot.svg"]
     lines, same = (call(tiny_bundle, file, *options, plot).stdout.splitlines() for plot in plots)
     assert lines == same
-    assert lines[0].startswith("samples: 1 (1 unforked); tokens: 8 own, ")
+    assert lines[0].startswith("1 samples (1 unforked), 8 generated tokens, ")
     assert [line.split("  ")[0] for line in lines[2:6]] == ["next token", "mask slot 1", "mask slot 2", "mask slot 3"]
     assert plots[0].read_bytes().startswith(b"\x89PNG")
     assert xml.etree.ElementTree.parse(plots[1]).getroot().tag.endswith("svg")
 
 
-def test_a_text_beyond_the_longest_is_cut_and_counted(tmp_path: Path, tiny_bundle: Path) -> None:
+def test_an_answer_beyond_the_context_is_truncated_and_counted(tmp_path: Path, tiny_bundle: Path) -> None:
     file = data_file(tmp_path, chat("What?", "one two three " * 60))
     found = numbers(tiny_bundle, file, "--max-tokens", 8, "--max-seq-len", 64)
     assert found["counts"] == {"cut at the cutoff": 1, "unforked": 1}
@@ -100,30 +100,31 @@ def test_a_text_beyond_the_longest_is_cut_and_counted(tmp_path: Path, tiny_bundl
     [
         (["--limit", "0"], "--limit is 0: expected at least 1"),
         (["--max-tokens", "0"], "--max-tokens is 0: expected at least 1"),
-        (["--max-tokens", "1024"], "--max-tokens is 1024, the longest text is 1024: lower it"),
+        (
+            ["--max-tokens", "1024"],
+            "--max-tokens is 1024, which leaves no tokens for the prompt in a context of 1024: lower it",
+        ),
         (["--max-mask-slots", "6"], "--max-mask-slots is 6: expected 1 to 5"),
         (["--max-seq-len", "1"], "max_seq_len is 1: expected 2 to 1024"),
-        (["--plot", "a.pdf"], "--plot is a.pdf: expected a name that ends in .svg or .png"),
-        (["--plot", "no/folder.png"], "--plot is no/folder.png: expected the name of a file in a folder that is there"),
+        (["--plot", "a.pdf"], "--plot is a.pdf: expected a file name that ends in .svg or .png"),
+        (["--plot", "no/folder.png"], "--plot is no/folder.png: expected a file name in an existing folder"),
         (["--threads", "-1"], "threads is -1: expected 0"),
     ],
 )
-def test_an_option_that_cannot_be_meant_is_told(
-    tmp_path: Path, tiny_bundle: Path, options: list[str], message: str
-) -> None:
+def test_an_invalid_option_is_an_error(tmp_path: Path, tiny_bundle: Path, options: list[str], message: str) -> None:
     result = call(tiny_bundle, data_file(tmp_path, *LINES), *options)
     assert isinstance(result.exception, OptionFault)
     assert message in str(result.exception)
 
 
-def test_a_checkpoint_takes_no_backend(tmp_path: Path) -> None:
+def test_a_checkpoint_accepts_no_backend(tmp_path: Path) -> None:
     result = call(TINY, data_file(tmp_path, *LINES), "--backend", "onnxruntime")
     assert isinstance(result.exception, OptionFault)
     assert "is a checkpoint and runs in PyTorch: leave --backend out" in str(result.exception)
 
 
 @pytest.mark.torch
-def test_a_model_without_mask_slots_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_model_without_mask_slots_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     shutil.copytree(TINY, plain, ignore=shutil.ignore_patterns("__pycache__", "sar_config.json"))
     result = call(plain, data_file(tmp_path, *LINES))
@@ -132,7 +133,7 @@ def test_a_model_without_mask_slots_is_refused_with_what_to_do(tmp_path: Path) -
     assert "spaceport tune" in str(result.exception)
 
 
-def test_folders_and_data_that_cannot_be_read_are_told(tmp_path: Path, tiny_bundle: Path) -> None:
+def test_folders_and_data_that_cannot_be_read_are_errors(tmp_path: Path, tiny_bundle: Path) -> None:
     for model, lines, message in (
         (tmp_path, LINES, "expected a checkpoint .* or a bundle"),
         (tmp_path / "none", LINES, "expected a checkpoint .* or a bundle"),

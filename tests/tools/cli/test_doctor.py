@@ -1,9 +1,10 @@
-"""Doctor: what it says of a machine, and what it advises is no mistake."""
+"""Doctor: it reports the backends of a machine and commands that install what is missing."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from spaceport.graphs.contract.installation import install_command
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.device import no_gpu
 from spaceport.tools.cli import run
@@ -51,17 +53,17 @@ def test_every_backend_is_ready_or_says_why_not(capfd: pytest.CaptureFixture[str
     assert {"sm80", "sm89"} <= {*builders["tensorrt-rtx"]["targets"]}
 
 
-def test_what_it_advises_does_not_put_two_packages_of_onnxruntime_side_by_side(
+def test_its_commands_never_install_two_packages_of_onnxruntime(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     packages = {entry["package"]: entry for entry in doctor(capfd)["packages"]}
     cpu, gpu = packages["onnxruntime"], packages["onnxruntime-gpu"]
     assert cpu["install"] is None
     if gpu["version"] is None:
-        assert gpu["install"] == "pip uninstall onnxruntime, then pip install 'spaceport[gpu]'"
+        assert gpu["install"] == f"pip uninstall -y onnxruntime && {install_command('gpu')}"
 
 
-def test_two_packages_of_onnxruntime_are_a_problem_to_talk_about(tmp_path: Path) -> None:
+def test_two_packages_of_onnxruntime_are_a_problem(tmp_path: Path) -> None:
     for package in ("onnxruntime", "onnxruntime_gpu"):
         folder = tmp_path / f"{package}-1.31.1.dist-info"
         folder.mkdir()
@@ -70,13 +72,15 @@ def test_two_packages_of_onnxruntime_are_a_problem_to_talk_about(tmp_path: Path)
     command = [sys.executable, "-c", PROGRAM, "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (OK, "")
-    assert done.stdout.splitlines()[-1] == (
-        "problem: onnxruntime and onnxruntime-gpu are both installed, are one module and overwrite each other: "
-        "pip uninstall onnxruntime onnxruntime-gpu, then install one of them"
-    )
+    *shown, uninstall, cpu, gpu = done.stdout.splitlines()
+    problem = " ".join(line.strip() for line in shown[shown.index("Problem") + 1 :])
+    assert re.fullmatch("onnxruntime and onnxruntime-gpu are both installed.*: uninstall both, then .*", problem)
+    assert uninstall == "    $ pip uninstall onnxruntime onnxruntime-gpu"
+    assert (cpu, gpu) == (f"    $ {install_command('cpu')}", f"    $ {install_command('gpu')}")
+    assert all(len(line) <= 80 for line in shown if "$" not in line)
 
 
-def test_a_library_that_takes_its_process_down_is_not_ready(tmp_path: Path) -> None:
+def test_a_library_that_crashes_its_process_is_not_ready(tmp_path: Path) -> None:
     (tmp_path / "onnxruntime").mkdir()
     (tmp_path / "onnxruntime" / "__init__.py").write_text("import os\nos.abort()\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
@@ -84,4 +88,4 @@ def test_a_library_that_takes_its_process_down_is_not_ready(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == OK
     (entry,) = [entry for entry in json.loads(done.stdout)["backends"] if entry["backend"] == "onnxruntime"]
-    assert entry == {"backend": "onnxruntime", "ready": False, "why": "its process ends with exit code -6"}
+    assert entry == {"backend": "onnxruntime", "ready": False, "why": "the process crashed with exit code -6"}

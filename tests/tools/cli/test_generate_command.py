@@ -1,4 +1,4 @@
-"""`spaceport generate`: every option reaches the text, none is dropped, and what is printed is what was written."""
+"""`spaceport generate`: every option has its effect, and the printed output is the generated one."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ OPTIONS: list[tuple[list[object], Decoding]] = [
 
 
 @pytest.mark.parametrize(("arguments", "decoding"), OPTIONS)
-def test_an_option_does_what_it_does_in_a_program(
+def test_an_option_has_the_effect_of_the_python_option(
     forking: Path, runtime: Runtime, capfd: Capture, arguments: list[object], decoding: Decoding
 ) -> None:
     if decoding.max_tokens is None:
@@ -125,8 +125,8 @@ def test_an_option_does_what_it_does_in_a_program(
     }
 
 
-def test_the_options_above_are_told_apart_by_what_comes_of_them(runtime: Runtime) -> None:
-    """Else a dropped one would go unnoticed: only the deadline and what is the default anyway change nothing."""
+def test_each_option_above_changes_the_output_or_the_steps(runtime: Runtime) -> None:
+    """Otherwise a dropped option would go unnoticed; only the deadline and the defaults change nothing."""
     costs = [cost(runtime, decoding) for _, decoding in OPTIONS]
     same = [arguments for (arguments, _), found in zip(OPTIONS, costs, strict=True) if costs.count(found) > 1]
     assert same == [[], ["--timeout", 600], ["--fork"]]
@@ -139,14 +139,14 @@ def cost(runtime: Runtime, decoding: Decoding) -> object:
     return completion.threads, without_times(asdict(completion.statistics))
 
 
-def test_a_text_that_forks_is_printed_in_reading_order(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+def test_output_that_forks_is_printed_in_reading_order(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     expected = runtime.generate(DECODER, Decoding(max_tokens=60))
     assert len(expected.threads) == 5
     out, err = printed(capfd, forking, "--max-tokens", 60)
     assert (out, err) == (f"{expected.text}\n", "")
 
 
-def test_marked_drafts_are_the_accepted_ones(tiny_bundle: Path, capfd: Capture) -> None:
+def test_marked_tokens_are_the_accepted_draft_tokens(tiny_bundle: Path, capfd: Capture) -> None:
     out, _ = printed(capfd, tiny_bundle, "--max-tokens", 40, "--show-drafts")
     with Runtime.open(tiny_bundle, threads=1, max_seq_len=256, step_costs="standard") as runtime:
         stream = runtime.stream(DECODER, Decoding(max_tokens=40))
@@ -155,7 +155,7 @@ def test_marked_drafts_are_the_accepted_ones(tiny_bundle: Path, capfd: Capture) 
     assert out == "".join(f"[{text}]" if drafted else text for text, drafted in runs) + "\n"
 
 
-def test_marks_change_nothing_else_of_a_text_that_forks(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+def test_marks_change_nothing_else_in_output_that_forks(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     arguments = ("--max-tokens", 60, "--stop", "[", "--stop", "]")  # so that every bracket is a mark
     plain, _ = printed(capfd, forking, *arguments)
     marked, _ = printed(capfd, forking, *arguments, "--show-drafts")
@@ -196,7 +196,7 @@ def test_statistics_of_one_thread_include_the_mean_acceptance_length(
     assert f"mean acceptance length {1 + sum(s.accepted_by_depth) / s.steps:.2f})" in err
 
 
-def test_a_seed_that_was_drawn_draws_the_same_text_again(forking: Path, capfd: Capture) -> None:
+def test_the_seed_of_a_run_reproduces_its_output(forking: Path, capfd: Capture) -> None:
     arguments = ("--temperature", 1, "--max-tokens", 30)
     first = json.loads(printed(capfd, forking, *arguments, "--json")[0])
     assert 0 <= first["seed"] < 2**64
@@ -224,7 +224,7 @@ def test_json_reports_log_probabilities_with_text_and_bytes(forking: Path, runti
     assert json.loads(printed(capfd, forking, "--max-tokens", 9, "--json")[0])["logprobs"] == []
 
 
-def test_everything_at_once_is_one_object(forking: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_all_options_together_print_one_json_object(forking: Path, tmp_path: Path, capfd: Capture) -> None:
     arguments: list[object] = [
         "--json",
         "--stats",
@@ -257,7 +257,7 @@ def test_everything_at_once_is_one_object(forking: Path, tmp_path: Path, capfd: 
     assert "seed 7" in err
 
 
-def test_what_every_step_did_is_written_to_files(forking: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_trace_report_and_picture_are_written(forking: Path, tmp_path: Path, capfd: Capture) -> None:
     trace, report = tmp_path / "t.json", tmp_path / "r.html"
     plain, _ = printed(capfd, forking, "--max-tokens", 60, "--json")
     found, _ = printed(capfd, forking, "--max-tokens", 60, "--json", "--trace", trace, "--report", report)
@@ -267,14 +267,14 @@ def test_what_every_step_did_is_written_to_files(forking: Path, tmp_path: Path, 
     assert len(record.steps) == statistics["steps"] + statistics["prompt_steps"]
     assert [list(line.path) for line in record.threads] == [thread["path"] for thread in told["threads"]]
     assert report.read_text("utf-8").startswith("<!doctype html>")
-    assert "Text of bundle" in report.read_text("utf-8")
+    assert "Generation of bundle" in report.read_text("utf-8")
     report.unlink()
     printed(capfd, forking, "--max-tokens", 5, "--report", report)
     assert report.exists()
     assert read_trace(trace) == record
 
 
-def test_help_lists_every_option_once_under_a_heading(capfd: Capture) -> None:
+def test_help_lists_every_option_once_in_a_group(capfd: Capture) -> None:
     assert run(["generate", "--help"]) == OK
     out, err = capfd.readouterr()
     assert err == ""
@@ -286,7 +286,7 @@ def test_help_lists_every_option_once_under_a_heading(capfd: Capture) -> None:
             assert option.help
 
 
-def test_on_a_terminal_the_threads_are_drawn_before_the_text(forking: Path, runtime: Runtime) -> None:
+def test_on_a_terminal_the_threads_are_shown_before_the_output(forking: Path, runtime: Runtime) -> None:
     expected = runtime.generate(DECODER, Decoding(max_tokens=60))
     out = on_a_terminal(forking, "--max-tokens", 60, "--live")
     assert out.endswith("\r\n" + expected.text.replace("\n", "\r\n") + "\r\n")
@@ -311,7 +311,7 @@ def on_a_terminal(bundle: Path, *arguments: object) -> str:
         try:
             while data := os.read(ours, 65536):
                 found += data
-        except OSError:  # so the end is told
+        except OSError:  # how a terminal reports its end
             pass
         os.close(ours)
         assert process.stderr is not None
@@ -320,7 +320,7 @@ def on_a_terminal(bundle: Path, *arguments: object) -> str:
     return found.decode()
 
 
-def test_inspect_tells_the_memory_that_so_many_slots_take(tiny_bundle: Path, capfd: Capture) -> None:
+def test_inspect_shows_the_memory_of_the_slots(tiny_bundle: Path, capfd: Capture) -> None:
     told = []
     for arguments in (["--max-seq-len", "256"], ["--max-seq-len", "256", "--max-slots", "512"]):
         assert run(["inspect", str(tiny_bundle), "--json", *arguments]) == OK

@@ -81,28 +81,31 @@ WRONG: list[tuple[list[object], str]] = [
     (["--frequency-penalty", "nan"], "--frequency-penalty is nan: expected a number from -2 to 2"),
     (["--logit-bias", "5"], "--logit-bias is '5': expected a token id and a number, such as 42=-1.5"),
     (["--logit-bias", "word=1"], "--logit-bias is 'word=1': expected a token id and a number, such as 42=-1.5"),
-    (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names the token 5 twice: expected one number"),
+    (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names token 5 twice: expected one number per token"),
     (["--logit-bias", "5=nan"], "the --logit-bias of token 5 is nan: expected"),
     (["--logit-bias", "640=1"], "--logit-bias holds the token id 640: expected ids from 0 to 639"),
     (["--logit-bias", "-1=1"], "a token id in --logit-bias is -1: expected"),
     (["--ban", "640"], "--ban holds the token id 640: expected ids from 0 to 639"),
-    (["--ban", "class JSON"], r"--ban 'class JSON': it is \d+ tokens, \[\d+, .*: expected one; name it by its id"),
-    (["--ban", ""], r"--ban '': it is 0 tokens, \[\]: expected one; name it by its id"),
+    (["--ban", "class JSON"], r"--ban 'class JSON' is \d+ tokens, \[\d+, .*: expected one token; give its id"),
+    (["--ban", ""], r"--ban '' is 0 tokens, \[\]: expected one token; give its id"),
     (["--regex", "("], r"the regular expression '\('"),
     (["--regex", ""], "--regex is '': expected a regular expression of at least one character"),
-    (["--regex", "a", "--json-schema", TINY / "config.json"], "--regex and --json-schema are both given: expected one"),
+    (
+        ["--regex", "a", "--json-schema", TINY / "config.json"],
+        "--regex and --json-schema are both given: expected one of them",
+    ),
     (["--json-schema", TINY / "README.md"], "--json-schema is not JSON: .*: expected a schema such as"),
     (["--regex", "a", "--fork"], "--fork is True with a grammar: a constrained completion cannot fork"),
     (["--regex", "a", "--max-threads", 2], "--max-threads has no effect with --regex"),
     (["--json-schema", "s", "--max-depth", 2], "--max-depth has no effect with --json-schema"),
-    (["--trace", "/"], "/: is no file: expected the name of a file"),
-    (["--report", TINY], "tiny: is no file: expected the name of a file"),
-    (["--report", "nowhere/r.html"], "nowhere/r.html: there is no folder .*nowhere: expected one, make it first"),
+    (["--trace", "/"], "/: is not a file: expected the name of a new file"),
+    (["--report", TINY], "tiny: is not a file: expected the name of a new file"),
+    (["--report", "nowhere/r.html"], "nowhere/r.html: the folder .*nowhere does not exist: create it first"),
     (["--trace", "same", "--report", "./same"], "--trace and --report are both same: expected two files"),
     (["--json", "--logprobs", -1], "--logprobs is -1: expected"),
     (["--json", "--logprobs", 641], "--logprobs is 641: expected 0 to 640"),
     (["--logprobs", 2], "--logprobs has no effect without --json"),
-    (["--live"], "--live draws on a terminal, and standard output is none: leave it out, or take --show-drafts"),
+    (["--live"], "--live needs a terminal, and standard output is none: leave it out, or use --show-drafts"),
 ]
 
 
@@ -129,7 +132,7 @@ def test_an_option_that_the_bundle_does_not_support_is_an_error(
 def test_a_missing_schema_file_is_an_input_error(forking: Path, tmp_path: Path, capfd: Capture) -> None:
     file = tmp_path / "schema.json"
     assert run(["generate", str(forking), "a", "--json-schema", str(file)]) == INPUT
-    assert f"{file}: No such file or directory: expected a text file" in capfd.readouterr().err
+    assert f"{file}: No such file or directory: expected a text file that can be read" in capfd.readouterr().err
     file.write_text(json.dumps({"type": "array", "items": {"enum": ["a", 1]}, "minItems": 2, "maxItems": 2}))
     assert run(["generate", str(forking), "a", "--json-schema", str(file)]) == OK
     assert len(json.loads(capfd.readouterr().out)) == 2

@@ -1,4 +1,4 @@
-"""Inspect: it tells of the engines that a manifest names how they are found."""
+"""Inspect: it shows the state of each engine in the manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN = b"an engine"
 
 @pytest.fixture
 def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle with an engine that nobody here built."""
+    """A bundle with an engine that was not built on this machine."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "bundle"
     folder.mkdir()
@@ -34,7 +34,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_an_engine_is_from_here_or_from_elsewhere_changed_or_gone(bundle: Path) -> None:
+def test_an_engine_is_built_here_or_elsewhere_changed_or_missing(bundle: Path) -> None:
     opened, file = open_bundle(bundle), bundle / ENGINES_FOLDER / ENGINE
     assert states(opened) == {ENGINE: "built elsewhere"}
     trust.remember(hashlib.sha256(PLAN).hexdigest())
@@ -47,14 +47,14 @@ def test_an_engine_is_from_here_or_from_elsewhere_changed_or_gone(bundle: Path) 
         file.write_bytes(content)
         assert states(opened) == {ENGINE: "changed"}
     file.unlink()
-    assert states(opened) == {ENGINE: "gone"}
+    assert states(opened) == {ENGINE: "missing"}
 
 
-def test_the_table_and_the_json_tell_it(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_json_show_the_state(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (bundle / ENGINES_FOLDER / ENGINE).write_bytes(b"an Engine")
     assert run(["inspect", str(bundle)]) == OK
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith(ENGINE)]
     assert line.endswith("tensorrt-rtx 1.7.1.116  changed")
     assert run(["inspect", str(bundle), "--json"]) == OK
-    told: dict[str, Any] = json.loads(capfd.readouterr().out)
-    assert told["engine_states"] == {ENGINE: "changed"}
+    shown: dict[str, Any] = json.loads(capfd.readouterr().out)
+    assert shown["engine_states"] == {ENGINE: "changed"}

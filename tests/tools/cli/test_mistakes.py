@@ -1,4 +1,4 @@
-"""Mistakes: what users get wrong with a bundle is told in one line, with the exit code of its kind, never as a traceback."""
+"""Mistakes: a user's mistake is one line on stderr with the exit code of its kind, never a traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, O
 from support.paths import TINY
 from support.small_bundle import edit
 
-LONG = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]  # goes on for 1,000 tokens
+LONG = json.loads((TINY / "prompts.json").read_text("utf-8"))[
+    "begin of json/decoder.py"
+]  # its output goes on for 1,000 tokens
 
 PROGRAM = "from spaceport.tools.cli import main; main()"
 # argv: a package, arguments. The program where that package is not installed.
@@ -32,8 +34,8 @@ WITHOUT = f"import sys; sys.modules[sys.argv.pop(1)] = None; {PROGRAM}"
 Capture = pytest.CaptureFixture[str]
 
 
-def told(capfd: Capture, code: int, message: str, *arguments: object) -> None:
-    """Hold that a mistake ends with this code, says this on stderr and nothing on stdout."""
+def fails(capfd: Capture, code: int, message: str, *arguments: object) -> None:
+    """Assert the exit code, this message on stderr and an empty stdout."""
     assert run([str(argument) for argument in arguments]) == code
     output, errors = capfd.readouterr()
     assert output == ""
@@ -42,19 +44,19 @@ def told(capfd: Capture, code: int, message: str, *arguments: object) -> None:
 
 
 def spaceport(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[bytes]:
-    """The program in a process of its own."""
+    """Run the program in a new process."""
     command = [sys.executable, "-c", code, *(a if isinstance(a, bytes) else str(a) for a in arguments)]
     return subprocess.run(command, capture_output=True, check=False, **options)
 
 
 @pytest.fixture
-def spoilt(tiny_bundle: Path, tmp_path: Path) -> Path:
+def damaged(tiny_bundle: Path, tmp_path: Path) -> Path:
     """A bundle that a test may change."""
     return shutil.copytree(tiny_bundle, tmp_path / "bundle")
 
 
 def put(bundle: Path, name: str, content: bytes) -> None:
-    """Change a file of a bundle as if it had been exported so."""
+    """Replace a file of a bundle and its hash in the manifest."""
     (bundle / name).write_bytes(content)
     record = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     edit(bundle, lambda manifest: manifest["files"].update({name: record}))
@@ -63,8 +65,8 @@ def put(bundle: Path, name: str, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected one prompt: as PROMPT, with --prompt-file, or as - from standard input"),
-        (["a", "--prompt-file", __file__], "expected one prompt: as PROMPT, with --prompt-file, or as -"),
+        ([], "no prompt: expected either PROMPT .- reads standard input. or --prompt-file FILE"),
+        (["a", "--prompt-file", __file__], "PROMPT and --prompt-file are both given: expected either"),
         (["a", "b"], r"unexpected extra argument \(b\)"),
         ([""], "the prompt is empty: expected at least one character"),
         (["x" * 3000], r"prompt has \d+ tokens, --max-seq-len is 1024: shorten the prompt, or raise .*goes up to 1024"),
@@ -88,18 +90,21 @@ def put(bundle: Path, name: str, content: bytes) -> None:
         (["a", "--stop", ""], "expected strings of at least one character"),
         (["a", "--threads", -1], r"--threads is -1: expected 0 \(one for each core\) to 1024"),
         (["a", "--threads", 100_000], r"--threads is 100000: expected 0 \(one for each core\) to 1024"),
-        (["a", "--backend", "torch"], "--backend torch runs the checkpoint itself: name it with --checkpoint"),
+        (["a", "--backend", "torch"], "--backend torch runs the PyTorch checkpoint: name its folder with --checkpoint"),
         (["a", "--backend", "torch", "--checkpoint", TINY, "--threads", -1], "--threads is -1: expected 0"),
-        (["a", "--checkpoint", TINY], "--checkpoint is only read with --backend torch: leave it out, or add that"),
+        (
+            ["a", "--checkpoint", TINY],
+            "--checkpoint has no effect without --backend torch: add --backend torch, or leave it out",
+        ),
         (["a", "--backend", "cuda"], "'cuda' is not one of 'auto', 'tensorrt', .*'onnxruntime', 'torch'"),
         (["a", "--mask-slotz", 3], r"No such option.*--mask-slotz"),
         (["a", "--json", "--max-tokens", 0], "--max-tokens is 0: expected at least 1"),
     ],
 )
-def test_an_option_that_cannot_be_meant_is_a_mistake_of_usage(
+def test_an_invalid_option_is_a_usage_error(
     tiny_bundle: Path, capfd: Capture, arguments: list[object], message: str
 ) -> None:
-    told(capfd, USAGE, message, "generate", tiny_bundle, *arguments)
+    fails(capfd, USAGE, message, "generate", tiny_bundle, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +115,11 @@ def test_an_option_that_cannot_be_meant_is_a_mistake_of_usage(
         (["generate"], "Missing argument 'BUNDLE'"),
         (["inspect", "{bundle}", "--requests", 0], "--requests is 0: expected at least 1"),
         (["inspect", "{bundle}", "--max-seq-len", 0], "--max-seq-len is 0: expected 2 to 1024"),
-        (["check", "{bundle}", TINY, "--long", 3], "--long is 3: expected at least 32"),
-        (["check", "{bundle}", TINY, "--long", 1025], "--long is 1025: expected at most 1024, what the model knows"),
+        (["check", "{bundle}", TINY, "--long-context", 3], "--long-context is 3: expected at least 32"),
+        (
+            ["check", "{bundle}", TINY, "--long-context", 1025],
+            "--long-context is 1025: expected at most 1024, the maximum of the model",
+        ),
         (
             ["check", "{bundle}", TINY, "--print-polygraphy", "--json"],
             "--json has no effect with --print-polygraphy",
@@ -130,11 +138,13 @@ def test_an_option_that_cannot_be_meant_is_a_mistake_of_usage(
         (["bench", "steps", "{bundle}", "--threads", -1], "--threads is -1: expected 0"),
     ],
 )
-def test_so_it_is_in_every_command(tiny_bundle: Path, capfd: Capture, arguments: list[object], message: str) -> None:
-    told(capfd, USAGE, message, *(tiny_bundle if part == "{bundle}" else part for part in arguments))
+def test_every_command_reports_invalid_options(
+    tiny_bundle: Path, capfd: Capture, arguments: list[object], message: str
+) -> None:
+    fails(capfd, USAGE, message, *(tiny_bundle if part == "{bundle}" else part for part in arguments))
 
 
-def test_without_a_command_the_commands_are_told(capfd: Capture) -> None:
+def test_without_a_command_the_commands_are_listed(capfd: Capture) -> None:
     assert run([]) == USAGE
     output, errors = capfd.readouterr()
     assert output == ""
@@ -145,25 +155,25 @@ def without_masks(bundle: Path) -> None:
     edit(bundle, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
 
 
-def test_a_plain_bundle_drafts_nothing_and_says_so(spoilt: Path, capfd: Capture) -> None:
-    without_masks(spoilt)
+def test_mask_slots_without_a_mask_token_are_a_usage_error(damaged: Path, capfd: Capture) -> None:
+    without_masks(damaged)
     message = r"--mask-slots is 1: expected 0 to 0 \(the bundle has no mask token and only decodes plainly\)"
-    told(capfd, USAGE, message, "generate", spoilt, "a", "--mask-slots", 1)
-    assert run(["generate", str(spoilt), "a", "--mask-slots", "0", "--max-tokens", "3"]) == OK
+    fails(capfd, USAGE, message, "generate", damaged, "a", "--mask-slots", 1)
+    assert run(["generate", str(damaged), "a", "--mask-slots", "0", "--max-tokens", "3"]) == OK
 
 
-def test_more_text_than_the_memory_holds_is_a_mistake_of_usage(spoilt: Path, capfd: Capture) -> None:
-    edit(spoilt, lambda manifest: manifest.update(max_positions=10**12))
+def test_a_kv_cache_that_does_not_fit_is_a_usage_error(damaged: Path, capfd: Capture) -> None:
+    edit(damaged, lambda manifest: manifest.update(max_positions=10**12))
     message = r"\d+\.\d GB of KV buffers for \d+ slots do not fit into the memory: lower --max-seq-len"
-    told(capfd, USAGE, message, "generate", spoilt, "a", "--max-seq-len", 10**12)
+    fails(capfd, USAGE, message, "generate", damaged, "a", "--max-seq-len", 10**12)
 
 
-def test_a_chat_with_a_model_without_a_template_is_a_mistake_of_usage(spoilt: Path, capfd: Capture) -> None:
-    edit(spoilt, lambda manifest: manifest["files"].pop(TEMPLATE_FILE))
-    told(capfd, USAGE, "no chat template: give a plain prompt", "generate", spoilt, "a", "--chat")
+def test_a_chat_without_a_chat_template_is_a_usage_error(damaged: Path, capfd: Capture) -> None:
+    edit(damaged, lambda manifest: manifest["files"].pop(TEMPLATE_FILE))
+    fails(capfd, USAGE, "no chat template: give a plain prompt", "generate", damaged, "a", "--chat")
 
 
-SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "no such folder: expected a bundle, the folder that `spaceport export` wrote"),
     "no manifest": (lambda b: (b / MANIFEST_FILE).unlink(), r"no manifest\.json in it: expected a bundle"),
     "no JSON": (lambda b: (b / MANIFEST_FILE).write_text("{"), r"manifest\.json: .*copy the bundle again or export"),
@@ -171,7 +181,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other weights": (lambda b: (b / "model.onnx.data").write_bytes(b""), "0 bytes, the manifest says .*: copy the"),
     "linked weights": (lambda b: (b.parent / "x").hardlink_to(b / MODEL_FILE), r"2 hard links.*copy the bundle \(cp"),
 }
-# Only who writes text finds these.
+# Found only when text is generated.
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda b: put(b, TOKENIZER_FILE, b"{}"), "tokenizer.json: not a tokenizer that can be read"),
     "no graph": (lambda b: put(b, MODEL_FILE, b"junk"), r"does not load .*model\.onnx: .*export it again"),
@@ -194,60 +204,66 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SPOILS)
+@pytest.mark.parametrize("kind", DAMAGES)
 @pytest.mark.parametrize("command", ["inspect", "generate", "check", "bench steps"])
-def test_a_spoilt_bundle_is_a_bad_file_to_every_command(spoilt: Path, capfd: Capture, command: str, kind: str) -> None:
-    spoil, message = SPOILS[kind]
-    spoil(spoilt)
+def test_a_damaged_bundle_is_an_input_error_in_every_command(
+    damaged: Path, capfd: Capture, command: str, kind: str
+) -> None:
+    damage, message = DAMAGES[kind]
+    damage(damaged)
     more: dict[str, list[object]] = {"generate": ["a"], "check": [TINY]}
-    message = f"^spaceport: {re.escape(str(spoilt))}.*{message}"
-    told(capfd, INPUT, message, *command.split(), spoilt, *more.get(command, []))
+    message = f"^spaceport: {re.escape(str(damaged))}.*{message}"
+    fails(capfd, INPUT, message, *command.split(), damaged, *more.get(command, []))
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_files_that_do_not_belong_together_are_refused_before_any_text(spoilt: Path, capfd: Capture, kind: str) -> None:
-    spoil, message = BROKEN[kind]
-    spoil(spoilt)
-    told(capfd, INPUT, f"(?s){message}", "generate", spoilt, "a")
+def test_files_that_do_not_fit_together_are_an_error_before_any_output(
+    damaged: Path, capfd: Capture, kind: str
+) -> None:
+    damage, message = BROKEN[kind]
+    damage(damaged)
+    fails(capfd, INPUT, f"(?s){message}", "generate", damaged, "a")
 
 
-def test_a_checkpoint_in_place_of_a_bundle_is_told_apart(capfd: Capture) -> None:
-    told(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "generate", TINY, "a")
-    told(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "inspect", TINY)
+def test_a_checkpoint_in_place_of_a_bundle_is_recognized(capfd: Capture) -> None:
+    fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "generate", TINY, "a")
+    fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "inspect", TINY)
 
 
-def test_a_report_on_another_graph_says_nothing_of_this_one(spoilt: Path, capfd: Capture) -> None:
+def test_a_check_report_of_another_graph_is_ignored(damaged: Path, capfd: Capture) -> None:
     def shown() -> str:
-        assert run(["inspect", str(spoilt)]) == OK
+        assert run(["inspect", str(damaged)]) == OK
         return capfd.readouterr().out.splitlines()[-1]
 
     assert shown() == "Accuracy: not checked yet (spaceport check)"
-    graph = list(read_manifest(spoilt).graph)
+    graph = list(read_manifest(damaged).graph)
     assert len(graph) == 2
-    (spoilt / ACCURACY_FILE).write_text(json.dumps({"passed": True, "graph": graph}))
+    (damaged / ACCURACY_FILE).write_text(json.dumps({"passed": True, "graph": graph}))
     assert shown() == "Accuracy: passed"
-    (spoilt / ACCURACY_FILE).write_text(json.dumps({"passed": "no", "graph": graph}))
+    (damaged / ACCURACY_FILE).write_text(json.dumps({"passed": "no", "graph": graph}))
     assert shown() == "Accuracy: FAILED"
     for other in (["0" * 64, graph[1]], [graph[0], "0" * 64]):  # the graph or its weights
-        (spoilt / ACCURACY_FILE).write_text(json.dumps({"passed": True, "graph": other}))
+        (damaged / ACCURACY_FILE).write_text(json.dumps({"passed": True, "graph": other}))
         assert shown() == "Accuracy: not checked yet (spaceport check)"
-    (spoilt / ACCURACY_FILE).write_bytes(b"[" * 100_000)
+    (damaged / ACCURACY_FILE).write_bytes(b"[" * 100_000)
     assert shown() == "Accuracy: FAILED"
 
 
-def test_a_prompt_that_cannot_be_read_is_a_bad_file(
+def test_a_prompt_that_cannot_be_read_is_an_input_error(
     tiny_bundle: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "prompt.txt"
-    told(capfd, INPUT, f"{file}: No such file or directory: expected a", "generate", tiny_bundle, "--prompt-file", file)
-    told(capfd, INPUT, "Is a directory: expected a text file", "generate", tiny_bundle, "--prompt-file", tmp_path)
-    wrong = r"byte 2 \(0xff\) is not UTF-8: expected text in UTF-8"
+    fails(
+        capfd, INPUT, f"{file}: No such file or directory: expected a", "generate", tiny_bundle, "--prompt-file", file
+    )
+    fails(capfd, INPUT, "Is a directory: expected a text file", "generate", tiny_bundle, "--prompt-file", tmp_path)
+    wrong = r"byte 2 \(0xff\) is not valid UTF-8: expected UTF-8 text"
     file.write_bytes(b"ab\xffc")
-    told(capfd, INPUT, f"{file}: {wrong}", "generate", tiny_bundle, "--prompt-file", file)
+    fails(capfd, INPUT, f"{file}: {wrong}", "generate", tiny_bundle, "--prompt-file", file)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xffc")))
-    told(capfd, INPUT, f"standard input: {wrong}", "generate", tiny_bundle, "-")
+    fails(capfd, INPUT, f"standard input: {wrong}", "generate", tiny_bundle, "-")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    told(capfd, USAGE, "the prompt is empty", "generate", tiny_bundle, "-")
+    fails(capfd, USAGE, "the prompt is empty", "generate", tiny_bundle, "-")
     done = spaceport(PROGRAM, "generate", tiny_bundle, b"ab\xffc")
     assert (done.returncode, done.stdout) == (INPUT, b"")
     assert re.fullmatch(f"spaceport: the prompt: {wrong}\n", done.stderr.decode())
@@ -259,18 +275,22 @@ def test_a_prompt_that_cannot_be_read_is_a_bad_file(
         (
             "onnxruntime",
             ["generate", "{bundle}", "a"],
-            r"backend onnxruntime needs the package onnxruntime, .*'spaceport\[cpu\]'",
+            r"backend onnxruntime needs the package onnxruntime, .*pip install .*\[cpu\]'",
         ),
         (
             "torch",
             ["generate", "{bundle}", "a", "--backend", "torch", "--checkpoint", TINY],
-            r"package torch, .*'spaceport\[export\]'",
+            r"package torch, .*pip install .*\[export\]'",
         ),
-        ("torch", ["export", TINY, "nowhere"], r"`spaceport export` needs the package torch, .*'spaceport\[export\]'"),
-        ("tokenizers", ["generate", "{bundle}", "a"], "needs the package tokenizers, .*pip install 'spaceport'"),
+        (
+            "torch",
+            ["export", TINY, "nowhere"],
+            r"`spaceport export` needs the package torch, .*pip install .*\[export\]'",
+        ),
+        ("tokenizers", ["generate", "{bundle}", "a"], "needs the package tokenizers, .*pip install .*"),
     ],
 )
-def test_what_is_not_installed_is_named_with_the_command_that_installs_it(
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tiny_bundle: Path, package: str, arguments: list[object], message: str
 ) -> None:
     done = spaceport(WITHOUT, package, *(tiny_bundle if part == "{bundle}" else part for part in arguments))
@@ -291,7 +311,7 @@ def test_with_json_there_is_json_on_stdout_and_nothing_else(
 
 
 @pytest.mark.parametrize("arguments", [["generate", "{bundle}", LONG], ["inspect", "{bundle}", "--json"]])
-def test_a_reader_that_goes_away_is_no_fault_to_talk_about(tiny_bundle: Path, arguments: list[object]) -> None:
+def test_a_closed_pipe_is_no_error_message(tiny_bundle: Path, arguments: list[object]) -> None:
     named = [str(tiny_bundle if part == "{bundle}" else part) for part in arguments]
     command = [sys.executable, "-c", PROGRAM, *named]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import click
@@ -10,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.cli import Commands, cli, run
+from spaceport.tools.cli.exit_codes import USAGE
 from spaceport.tools.cli.options import Renamed, Sectioned, Unused, refuse_unused
 
 
@@ -55,3 +59,29 @@ def test_an_error_about_a_former_name_names_the_present_one() -> None:
 
 def test_a_default_is_no_unused_option() -> None:
     assert CliRunner().invoke(command, []).exit_code == 0
+
+
+def renamed_options() -> Iterator[tuple[str, str, str]]:
+    """Each former name of an option: its command, the name and the present one."""
+    for name in Commands.summaries:
+        chosen = Commands().get_command(click.Context(cli), name)
+        for option in chosen.params if chosen is not None else ():
+            if isinstance(option, Renamed):
+                yield from ((name, former, option.opts[0]) for former in option.former)
+
+
+@pytest.mark.torch
+def test_former_names_of_options_still_work() -> None:
+    renamed = {
+        ("export", "--calibrate", "--calibration-data"),
+        ("build", "--flavour", "--backend"),
+        ("build", "--prompt-rows", "--prefill-rows"),
+        ("check", "--long", "--long-context"),
+    }
+    assert {*renamed_options()} >= renamed
+
+
+@pytest.mark.torch
+def test_a_former_name_sets_the_present_option(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(tmp_path), "--long", "3"]) == USAGE
+    assert "--long-context is 3: expected at least 32" in capfd.readouterr().err

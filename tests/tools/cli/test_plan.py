@@ -1,4 +1,4 @@
-"""`spaceport plan`: its tables and its mistakes."""
+"""`spaceport plan`: its tables and its errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 Capture = pytest.CaptureFixture[str]
 
 
-def test_it_shows_what_steps_cost_and_the_drafts_that_pay(demo_bundle: Path, capsys: Capture) -> None:
+def test_it_shows_step_costs_and_the_drafts_that_pay_off(demo_bundle: Path, capsys: Capture) -> None:
     assert run(["plan", str(demo_bundle), "--threads", "1", "--acceptance", "0.79", "--acceptance", "0.9,0.5"]) == OK
     out = capsys.readouterr().out
-    assert out.startswith("Steps of 1 request behind 256 tokens\n")
+    assert out.startswith("Steps of 1 request with 256 tokens of context\n")
     assert re.search(r"^ +1 +[\d.]+ +1\.00$", out, re.MULTILINE)
-    assert re.search(r"^Acceptance 0.79: [\d.]+ times plain speed with [\d.]+ tokens per step$", out, re.MULTILINE)
-    assert "Acceptance 0.9, 0.5: " in out
+    assert re.search(
+        r"^Acceptance rate 0.79: [\d.]+ tokens per step, [\d.]+ times as fast as plain decoding$", out, re.MULTILINE
+    )
+    assert "Acceptance rate 0.9, 0.5: " in out
 
 
 def test_json_has_both_tables(demo_bundle: Path, capsys: Capture) -> None:
@@ -33,11 +35,11 @@ def test_json_has_both_tables(demo_bundle: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "x", "1.5", "0.5,-1", "nan"])
-def test_a_rate_that_is_no_probability_is_refused(given: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_rate_that_is_no_probability_is_an_error(given: str, tmp_path: Path, capsys: Capture) -> None:
     assert run(["plan", str(tmp_path), "--acceptance", given]) == USAGE
     assert f"--acceptance is {given!r}: expected probabilities from 0 to 1" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_bundle_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_folder_without_a_bundle_is_an_error(tmp_path: Path, capsys: Capture) -> None:
     assert run(["plan", str(tmp_path)]) == INPUT
     assert run(["plan", str(tmp_path), "--requests", "0"]) == USAGE

@@ -1,4 +1,4 @@
-"""Figure: a picture shows each token of its trace once, and needs nothing beside it."""
+"""Figure: a self-contained SVG that shows each token of its trace once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def having(root: Element, kind: str) -> list[Element]:
-    """The elements of a class inside the cells: those of names and of the legend are left out."""
+    """The elements of a class inside the cells, without those of names and of the legend."""
     cells = [element for element in root.iter() if "cell" in element.get("class", "").split()]
     return [part for cell in cells for part in cell.iter() if kind in part.get("class", "").split()]
 

@@ -1,4 +1,4 @@
-"""Report: a page that shows what its trace says, whatever the tokens are, and needs nothing beside it."""
+"""Report: a self-contained page that shows all of its trace, whatever the tokens are."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.trace.record import Record, StepRecord, ThreadRecord, ThreadRows
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
-from spaceport.tools.report.lanes import lanes_of, told
-from spaceport.tools.report.numbers import in_one_line, statistics_of
+from spaceport.tools.report.lanes import describe, lanes_of
+from spaceport.tools.report.numbers import slots_in_one_thread, statistics_of
 from spaceport.tools.report.page import page_of
 from spaceport.tools.report.scale import scale_for_charts, scale_for_lanes
 from spaceport.tools.report.words import quoted, visible
@@ -30,10 +30,11 @@ from support.hash_engine import FORK
 from support.traced import CASES, TOKENIZER, Case, traced
 
 FORKED = Case(44, max_threads=2)
+SOURCES = {"mask": "mask slots", "lookup": "prompt lookup", "both": "both"}
 
 
 def parsed(page: str) -> Element:
-    """The page as a tree: it is well-formed XML, so every drawing and every text in it is."""
+    """The page as an element tree: the page is well-formed XML."""
     doctype, _, rest = page.partition("\n")
     assert doctype == "<!doctype html>"
     return ElementTree.fromstring(rest)
@@ -49,7 +50,7 @@ def having(root: Element, kind: str) -> list[Element]:
 
 
 def lanes_drawing(root: Element) -> Element:
-    (drawing,) = [svg for svg in root.iter("svg") if svg.get("aria-label") == "What each thread wrote in each step"]
+    (drawing,) = [svg for svg in root.iter("svg") if svg.get("aria-label") == "The tokens of each thread in each step"]
     return drawing
 
 
@@ -59,7 +60,7 @@ def texts_of(element: Element) -> str:
 
 @settings(max_examples=100)
 @given(case=CASES)
-def test_a_record_counts_what_the_statistics_count(case: Case) -> None:
+def test_statistics_of_a_record_equal_those_of_the_request(case: Case) -> None:
     request, trace, _ = traced(case)
     found, expected = statistics_of(trace.record()), request.statistics
     seconds = (found.engine_seconds, found.outside_seconds)
@@ -69,10 +70,10 @@ def test_a_record_counts_what_the_statistics_count(case: Case) -> None:
 
 @settings(max_examples=60)
 @given(case=CASES)
-def test_plain_decoding_holds_the_slots_of_one_line(case: Case) -> None:
+def test_plain_decoding_uses_the_slots_of_one_thread(case: Case) -> None:
     plain = replace(case, draft_config=DraftConfig(0), max_depth=0, total=10**6)
     record = traced(plain)[1].record()
-    assert in_one_line(record) == [step.held for step in record.steps]
+    assert slots_in_one_thread(record) == [step.held for step in record.steps]
 
 
 @settings(max_examples=60)
@@ -81,7 +82,7 @@ def test_a_page_marks_every_token_once(case: Case) -> None:
     request, trace, reading = traced(case)
     record, statistics = trace.record(TOKENIZER), request.statistics
     root = parsed(page_of(record, "title"))
-    drawing, (story,) = lanes_drawing(root), having(root, "story")
+    drawing, (text,) = lanes_drawing(root), having(root, "generated")
     cells = having(drawing, "cell")
     accepted = sum(statistics.accepted_by_depth)
     assert len(having(drawing, "accepted")) == accepted
@@ -91,8 +92,8 @@ def test_a_page_marks_every_token_once(case: Case) -> None:
     kept = sum(rows.kept[row] for step in record.steps for rows in step.rows for row in rows.candidates)
     assert sum(int(count.text or "") for count in having(drawing, "count")) == sum(statistics.drafted_by_depth) - kept
     assert len(having(drawing, "forks")) == sum(text.count(FORK) for text in record.written)
-    assert (len(list(story.iter("b"))), len(list(story.iter("i")))) == (accepted, statistics.tokens - accepted)
-    shown = "".join(texts_of(mark) for mark in story.iter() if mark.tag in "bi")
+    assert (len(list(text.iter("b"))), len(list(text.iter("i")))) == (accepted, statistics.tokens - accepted)
+    shown = "".join(texts_of(mark) for mark in text.iter() if mark.tag in "bi")
     assert shown == visible(reading.text)
 
 
@@ -103,7 +104,7 @@ def test_a_page_has_a_lane_for_each_thread_in_reading_order(case: Case) -> None:
     record = trace.record()
     root = parsed(page_of(record, "title"))
     paths = sorted(line.path for line in record.threads)
-    names = [f"thread {'.'.join(map(str, path))}" if path else "spine" for path in paths]
+    names = [f"thread {'.'.join(map(str, path))}" if path else "root" for path in paths]
     assert [name.text for name in having(root, "name")] == names
     assert len(having(lanes_drawing(root), "way")) == len(names)
     assert len(having(lanes_drawing(root), "fork")) == len(names) - 1
@@ -112,7 +113,7 @@ def test_a_page_has_a_lane_for_each_thread_in_reading_order(case: Case) -> None:
     for lane in lanes:
         assert lane.written == len(record.written[lane.thread])
         steps = [cell.step for cell in lane.cells]
-        first = lane.hangs + lane.waits + 1
+        first = lane.forked + lane.queued + 1
         assert steps == list(range(first, first + len(steps)))
 
 
@@ -127,21 +128,22 @@ def test_every_link_of_a_page_has_its_target(case: Case) -> None:
     assert {link[1:] for link in links} <= set(ids)
 
 
-def test_a_page_says_what_its_trace_counts() -> None:
+def test_a_page_shows_the_statistics_of_its_trace() -> None:
     request, trace, _ = traced(FORKED)
     statistics = request.statistics
     root = parsed(page_of(trace.record(), "title"))
     (numbers,) = having(root, "numbers")
     found = {texts_of(pair[0]): (pair[1].text or "").strip() for pair in numbers}
-    assert {name: found[name] for name in ("Tokens", "Steps", "Threads", "Rows", "Most slots held")} == {
-        "Tokens": str(statistics.tokens),
+    assert {name: found[name] for name in ("Generated tokens", "Steps", "Threads", "Rows", "Peak KV slots")} == {
+        "Generated tokens": str(statistics.tokens),
         "Steps": str(statistics.steps),
         "Threads": str(statistics.threads),
         "Rows": str(statistics.rows),
-        "Most slots held": str(statistics.peak_slots),
+        "Peak KV slots": str(statistics.peak_slots),
     }
     assert found["Tokens per step"] == f"{statistics.tokens_per_step:.2f}"
-    assert found["Accepted drafts"] == str(sum(statistics.accepted_by_depth))
+    rate = sum(statistics.accepted_by_depth) / sum(statistics.drafted_by_depth)
+    assert found["Acceptance rate"] == f"{100 * rate:.1f}%"
     by_depth, by_source, by_thread = (
         [[texts_of(cell) for cell in row] for row in table.iter("tr")][1:] for table in root.iter("table")
     )
@@ -149,7 +151,7 @@ def test_a_page_says_what_its_trace_counts() -> None:
     assert [row[:3] for row in by_depth] == [[str(at), str(a), str(b)] for at, (a, b) in enumerate(pairs, 1)]
     sources = sorted(statistics.drafted_by_source)
     assert [row[:3] for row in by_source] == [
-        [name, str(statistics.drafted_by_source[name]), str(statistics.accepted_by_source.get(name, 0))]
+        [SOURCES[name], str(statistics.drafted_by_source[name]), str(statistics.accepted_by_source.get(name, 0))]
         for name in sources
     ]
     assert [int(row[1]) for row in by_thread] == [len(t.written) for t in sorted(request.threads, key=lambda t: t.path)]
@@ -175,7 +177,7 @@ ODD = (
 
 
 def odd(record: Record) -> Record:
-    """The same generation in a language that is hard to show."""
+    """The same generation with tokens that are hard to show."""
     texts = dict(enumerate(ODD))
     steps = tuple(
         replace(
@@ -186,23 +188,25 @@ def odd(record: Record) -> Record:
     return replace(record, texts=texts, prompt_text="".join(ODD), steps=steps)
 
 
-def test_a_page_holds_any_text() -> None:
+def test_a_page_can_show_any_text() -> None:
     record = odd(traced(FORKED)[1].record())
     page = page_of(record, "".join(ODD))
     root = parsed(page)
     page.encode()
     assert not set(page) & set("\x00\x1b\x85\u202e\ufffe")
     assert [element.tag for element in root.iter() if element.tag == "script"] == []
-    (story,) = having(root, "story")
-    own = [token for lane in lanes_of(record) for cell in lane.cells for token in cell.rows.text]
-    assert Counter(texts_of(mark) for mark in story.iter() if mark.tag in "bi") == Counter(visible(ODD[t]) for t in own)
+    (text,) = having(root, "generated")
+    tokens = [token for lane in lanes_of(record) for cell in lane.cells for token in cell.rows.text]
+    assert Counter(texts_of(mark) for mark in text.iter() if mark.tag in "bi") == Counter(
+        visible(ODD[t]) for t in tokens
+    )
     (prompt,) = having(root, "prompt-text")
     assert texts_of(prompt) == visible("".join(ODD)) == texts_of(next(root.iter("h1")))
     assert "“<b>&amp;”" in "".join(title.text or "" for title in lanes_drawing(root).iter("title"))
 
 
 @given(text=st.text() | st.text(st.characters(categories=["Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl"])))
-def test_a_visible_text_is_one_that_every_page_can_hold(text: str) -> None:
+def test_visible_text_is_valid_in_every_page(text: str) -> None:
     shown = visible(text)
     assert ElementTree.fromstring(f"<a>{shown.replace('&', '&amp;').replace('<', '&lt;')}</a>").text or not text
     shown.encode()
@@ -211,15 +215,15 @@ def test_a_visible_text_is_one_that_every_page_can_hold(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "plain text", "tab\tand\nline", "שלום", "👨‍👩‍👧", "e\u0301", "a\u00a0b"])
-def test_a_text_that_can_be_seen_stays_as_it_is(text: str) -> None:
+def test_printable_text_is_unchanged(text: str) -> None:
     assert visible(text) == text
 
 
-def test_a_quoted_text_is_one_line() -> None:
+def test_quoted_text_is_one_line() -> None:
     assert quoted(" a\n\tb\x00") == "“ a⏎⇥b⟨00⟩”"
 
 
-def test_a_page_needs_nothing_beside_it() -> None:
+def test_a_page_loads_no_other_file() -> None:
     page = page_of(traced(FORKED)[1].record(TOKENIZER), "title")
     root = parsed(page)
     assert not {element.tag for element in root.iter()} & {
@@ -242,7 +246,7 @@ def test_a_page_needs_nothing_beside_it() -> None:
     assert not re.search(r"https?:|//|url\(|@import|javascript:", page.replace("</", "<"))
 
 
-def test_a_cell_tells_its_tokens() -> None:
+def test_the_tooltip_of_a_cell_lists_its_tokens() -> None:
     record = Record(
         tokens=TokenIds(mask=(9,), fork=7, child=8, end=(6,)),
         prompt=(1, 2),
@@ -275,36 +279,36 @@ def test_a_cell_tells_its_tokens() -> None:
         texts={3: " x\n"},
     )
     (lane,) = lanes_of(record)
-    assert told(record, lane.cells[0]).splitlines() == [
-        "step 1, spine",
-        "feeds 2 tokens of the prompt",
+    assert describe(record, lane.cells[0]).splitlines() == [
+        "step 1, root",
+        "prefill: 2 tokens of the prompt",
         "accepted: “ x⏎”",
-        "behind the end: [End]",
+        "discarded after the end: [End]",
         "rejected: #4 (lookup)",
         "rows: 2 known, 2 candidate, 1 mask",
         "ends: end",
     ]
     titles = [title.text for title in parsed(page_of(record, "t")).iter("title")]
-    assert "step 1: 1 token, 1 drafted" in titles
-    assert "step 1: 5 slots held, 2 for as much text in one line" in titles
-    assert "step 1: 250 ms in the engine, 500 ms outside" in titles
+    assert "step 1: 1 token, 1 of them accepted draft tokens" in titles
+    assert "step 1: 5 KV slots, 2 for the same tokens in one thread" in titles
+    assert "step 1: 250 ms in the engine, 500 ms outside of it" in titles
 
 
-def test_a_page_of_nothing_says_so() -> None:
+def test_a_page_without_steps_says_so() -> None:
     page = page_of(Trace().record(), "title")
     assert "No step was run." in page
-    assert "Nothing was drafted." in page
+    assert "No draft tokens." in page
     assert parsed(page) is not None
 
 
-def test_a_text_without_drafts_has_a_page() -> None:
+def test_a_generation_without_drafts_has_a_page() -> None:
     case = Case(5, draft_config=DraftConfig(0), max_depth=0, end_every=10**9)
     root = parsed(page_of(traced(case)[1].record(), "title"))
     assert len(having(lanes_drawing(root), "own")) == case.max_tokens
-    assert "Nothing was drafted." in texts_of(root)
+    assert "No draft tokens." in texts_of(root)
 
 
-def test_a_step_that_took_far_longer_is_cut_and_says_so() -> None:
+def test_the_bar_of_a_very_long_step_is_cut_and_marked() -> None:
     record = traced(Case(5, draft_config=DraftConfig(0), max_depth=0, end_every=10**9))[1].record()
     steps = [replace(step, engine_seconds=0.01, outside_seconds=0.001) for step in record.steps]
     steps[2] = replace(steps[2], engine_seconds=2.0)
@@ -314,8 +318,8 @@ def test_a_step_that_took_far_longer_is_cut_and_says_so() -> None:
     assert len(having(chart, "beyond")) == 1
     assert len(bars) == 2 * len(steps) - 1
     assert all(float(bar.get("y", "-1")) >= 0 and float(bar.get("height", "-1")) > 0 for bar in bars)
-    assert "▲ 1 beyond the edge, the longest 2001 ms" in texts_of(root)
-    assert "step 3: 2000 ms in the engine, 1 ms outside" in [title.text for title in chart.iter("title")]
+    assert "▲ 1 longer than the axis, at most 2001 ms" in texts_of(root)
+    assert "step 3: 2000 ms in the engine, 1 ms outside of it" in [title.text for title in chart.iter("title")]
 
 
 @pytest.mark.parametrize("steps", [1, 10, 60, 61, 200, 600, 5000])
@@ -348,7 +352,7 @@ def colours() -> Iterator[dict[str, str]]:
         yield dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]+)", block))
 
 
-def test_texts_and_marks_stand_out_from_the_page_in_both_lights() -> None:
+def test_text_and_marks_have_enough_contrast_in_light_and_dark() -> None:
     both = list(colours())
     assert [set(one) for one in both] == [set(both[0])] * 2
     for found in both:
@@ -376,7 +380,7 @@ def test_a_page_of_a_stored_trace_is_the_same_page(tmp_path: Path) -> None:
     assert page_of(read_trace(tmp_path / "trace.json"), "x") == page_of(record, "x")
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_kept(tmp_path: Path) -> None:
     (tmp_path / "real.html").write_text("old")
     (tmp_path / "page.html").symlink_to("real.html")
     write_report(tmp_path / "page.html", Trace().record(), "title")
@@ -384,11 +388,11 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "real.html").read_text("utf-8").startswith("<!doctype html>")
 
 
-def test_a_page_goes_where_a_file_can_be(tmp_path: Path) -> None:
+def test_a_page_needs_a_path_where_a_file_can_be(tmp_path: Path) -> None:
     record = Trace().record()
     for path, message in (
-        (tmp_path, "is no file: expected the name of a file"),
-        (tmp_path / "none" / "page.html", f"there is no folder {tmp_path / 'none'}: expected one, make it first"),
+        (tmp_path, "is not a file: expected the name of a new file"),
+        (tmp_path / "none" / "page.html", f"the folder {tmp_path / 'none'} does not exist: create it first"),
     ):
         for write in (check_target, lambda path: write_report(path, record), lambda path: write_trace(path, record)):
             with pytest.raises(OptionFault, match=re.escape(message)):
@@ -397,13 +401,21 @@ def test_a_page_goes_where_a_file_can_be(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_an_error_before_the_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # the tests may run as root
+    with pytest.raises(OptionFault, match="is not writable: choose another folder"):
+        check_target(tmp_path / "page.html")
+
+
+def test_an_invalid_file_name_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OptionFault, match="File name too long: expected a file that can be written"):
         write_report(tmp_path / ("x" * 300), Trace().record())
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    page = tmp_path / ("x" * 250)  # its temporary name has to be shorter than it
+def test_a_page_that_cannot_be_written_keeps_the_old_one(tmp_path: Path) -> None:
+    page = tmp_path / ("x" * 250)  # the temporary name must be shorter
     page.write_text("old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
@@ -421,15 +433,15 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "expected the JSON of a trace"),
-        (b"{", "expected the JSON of a trace"),
-        (b"\xff", "expected the JSON of a trace"),
-        (b"[" * 10**6, "expected the JSON of a trace"),
-        (b"1" * 5000, "expected the JSON of a trace"),
+        (b"", "expected a trace in JSON"),
+        (b"{", "expected a trace in JSON"),
+        (b"\xff", "expected a trace in JSON"),
+        (b"[" * 10**6, "expected a trace in JSON"),
+        (b"1" * 5000, "expected a trace in JSON"),
         (b"{}", "trace is {}: expected an object with the entry 'schema'"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused_by_its_name(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_no_trace_is_an_error_with_its_name(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "trace.json"
     file.write_bytes(content)
     with pytest.raises(InputFault, match=re.escape(message)) as fault:
@@ -441,16 +453,16 @@ def test_a_file_that_is_no_trace_is_refused_by_its_name(tmp_path: Path, content:
     ("name", "message"),
     [("trace.json", "no such file: expected a trace"), ("x" * 300, "File name too long: expected a file")],
 )
-def test_a_trace_that_is_not_there_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_a_missing_trace_is_an_error(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(InputFault, match=message):
         read_trace(tmp_path / name)
 
 
-def test_forks_take_no_slots_in_one_line() -> None:
+def test_forks_take_no_slots_slots_in_one_thread() -> None:
     record = traced(FORKED)[1].record()
     forks = sum(text.count(FORK) for text in record.written)
     last = record.steps[-1]
     before = sum(map(len, record.written)) - sum(rows.written for rows in last.rows)
     assert forks == len(record.threads) - 1 > 2
     assert not any(FORK in rows.text for rows in last.rows)
-    assert in_one_line(record)[-1] == len(record.prompt) + before - forks
+    assert slots_in_one_thread(record)[-1] == len(record.prompt) + before - forks

@@ -1,4 +1,4 @@
-"""Screen: a terminal shows what a pipe gets."""
+"""Screen: text in brackets is shown as it is on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ with stages() as stage:
 
 
 def on_a_terminal(program: str) -> str:
-    """What a program shows on a terminal, without colours."""
+    """The output of a program on a terminal, without colours."""
     reader, writer = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     with subprocess.Popen(
@@ -35,7 +35,7 @@ def on_a_terminal(program: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
 
 
-def test_what_stands_in_brackets_is_shown_on_a_terminal() -> None:
+def test_text_in_brackets_is_shown_on_a_terminal() -> None:
     shown = on_a_terminal(PROGRAM)
     assert "To install [bold]" in shown
     assert "what [red]" in shown

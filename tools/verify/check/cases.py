@@ -127,7 +127,7 @@ def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int =
     window = manifest.signature.window
     if window is not None and length - 8 <= window < manifest.max_positions:
         builder.skipped.append(
-            f"contexts longer than the attention window of {window} positions: raise --long to include them"
+            f"contexts longer than the attention window of {window} positions: raise --long-context to include them"
         )
     return Recording(recorder.calls, builder.skipped)
 

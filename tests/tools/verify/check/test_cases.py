@@ -72,7 +72,7 @@ def test_moves_are_replayed_as_they_were_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "expected"), [(16, []), (638, []), (639, ["639 positions: raise --long"]), (1024, [])]
+    ("window", "expected"), [(16, []), (638, []), (639, ["639 positions: raise --long-context"]), (1024, [])]
 )
 def test_a_window_that_no_case_exceeds_is_reported(window: int, expected: list[str], tmp_path: Path) -> None:
     """A graph that ignores the window would pass; a window of all positions of the model cannot be exceeded."""

@@ -37,7 +37,7 @@ TINY = ROOT / "tests" / "data" / "tiny"
 
 
 def check(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
-    code = run(["check", str(bundle), str(TINY), "--long", "200", "--threads", "1", *flags])
+    code = run(["check", str(bundle), str(TINY), "--long-context", "200", "--threads", "1", *flags])
     return code, capsys.readouterr().out
 
 
@@ -78,7 +78,7 @@ def test_the_result_is_printed_even_if_the_report_cannot_be_written(
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
     (bundle / ACCURACY_FILE).mkdir()
-    code = run(["check", str(bundle), str(TINY), "--long", "32", "--threads", "1"])
+    code = run(["check", str(bundle), str(TINY), "--long-context", "32", "--threads", "1"])
     captured = capsys.readouterr()
     assert "PASS" in captured.out
     assert code == 1

@@ -153,7 +153,7 @@ def test_the_tolerance_of_a_value_is_relative_to_its_own_magnitude(values: list[
 def test_a_correct_bundle_agrees_in_every_value_of_every_layer(
     tiny_append_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--long", "40", "--threads", "1", "--layers")
+    flags = ("--long-context", "40", "--threads", "1", "--layers")
     assert run(["check", str(tiny_append_bundle), str(TINY), *flags, "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     kinds = ("present.{}.key", "present.{}.value", "layers.{}.attention", "layers.{}.output")

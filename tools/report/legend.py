@@ -1,4 +1,4 @@
-"""Keys: what the marks of the drawings mean."""
+"""Legend: the marks of the drawings and their meaning."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from markupsafe import Markup
 
 from spaceport.tools.report.drawing import Element, add, markup, new
 
-Meanings = Iterable[tuple[str, str]]  # class of a mark and what it means
+Meanings = Iterable[tuple[str, str]]  # CSS class of a mark and its meaning
 
 LANES = (
-    ("accepted", "accepted draft"),
-    ("own", "the network's own token"),
-    ("forks", "[Fork] among them"),
-    ("rejected", "rejected candidates, how many"),
-    ("wait", "waits for its turn"),
-    ("prompt", "only feeds the prompt"),
+    ("accepted", "accepted draft token"),
+    ("own", "own token of the model"),
+    ("forks", "[Fork] token"),
+    ("rejected", "number of rejected draft tokens"),
+    ("wait", "thread is queued"),
+    ("prompt", "prefill step"),
     ("end", "end of a thread"),
 )
 
 _LINES = ("wait", "mean", "line", "held")
 
 
-def keys(meanings: Meanings) -> list[tuple[Markup, str]]:
-    """Each mark drawn small, with its meaning."""
+def legend(meanings: Meanings) -> list[tuple[Markup, str]]:
+    """Legend entries: each mark as a small picture, with its meaning."""
     return [(markup(mark(kind)), meaning) for kind, meaning in meanings]
 
 
 def mark(kind: str) -> Element:
-    """The mark of a class, drawn small."""
+    """The mark of a CSS class as a small picture."""
     drawing = new("svg", {"width": 20, "height": 12, "viewBox": "0 0 20 12", "aria-hidden": "true"})
     if kind in _LINES:
         add(drawing, "path", {"d": "M0 6 H20", "class": kind})

@@ -16,7 +16,7 @@ from spaceport.runtime.decode.selector import NotANumber, TokenSelector
 class Verdict(NamedTuple):
     """What is kept of one thread's rows, and what it writes."""
 
-    kept: tuple[int, ...]  # rows of the part whose slots the thread holds from now on
+    retained: tuple[int, ...]  # rows of the part whose KV slots are retained
     tokens: tuple[int, ...]  # the accepted candidates, then the network's own next token
     candidates: tuple[Candidates, ...]  # what the mask slots say comes after those
 

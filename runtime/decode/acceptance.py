@@ -32,7 +32,7 @@ class Acceptance:
     # By depth: how often mask slots added that many tokens to what prompt lookup had. Apart for texts that are copied.
     masks: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     promised: list[float] = field(default_factory=list)  # by depth: probability that the mask slots gave to their token
-    kept: list[float] = field(default_factory=list)  # by depth: how often it was right, behind one that was right
+    accepted: list[float] = field(default_factory=list)  # by depth: how often it was right, behind one that was right
     lookup: list[float] = field(default_factory=lambda: list(_LOOKUP))  # by kind of match
     retry: float = _RETRY
     seen: list[int] = field(default_factory=lambda: [0] * (_LOOKUP_SEEN + len(_LOOKUP)))  # steps, by average
@@ -43,13 +43,13 @@ class Acceptance:
         Mask slots start half way between what was seen and their first probabilities: texts in which they are right stand
         beside texts in which they are not, and a trial costs little. Another thread may be learning meanwhile.
         """
-        kept = list(self.kept)
+        accepted = list(self.accepted)
         first, copying = ([rate + _HOPE * max(0.0, _first(i) - rate) for i, rate in enumerate(m)] for m in self.masks)
         return replace(
             self,
             masks=(first, copying),
-            promised=self.promised[: len(kept)],  # which grows first
-            kept=kept,
+            promised=self.promised[: len(accepted)],  # which grows first
+            accepted=accepted,
             lookup=list(self.lookup),
             seen=[0] * len(self.seen),
         )
@@ -63,9 +63,9 @@ class Acceptance:
 
     def trust(self, depth: int) -> float:
         """What the probabilities that mask slots give at a depth have to be multiplied with to be true."""
-        if depth >= len(self.kept):
+        if depth >= len(self.accepted):
             return self.trust(depth - 1) if depth else 1.0
-        return min(_MOST_TRUST, max(_LEAST_TRUST, self.kept[depth] / self.promised[depth]))
+        return min(_MOST_TRUST, max(_LEAST_TRUST, self.accepted[depth] / self.promised[depth]))
 
     def lookup_probabilities(self, equal: int, copied: int, count: int) -> list[float]:
         """The probability of each looked-up token behind right ones; `equal` and `copied` as for `learn_lookup`."""
@@ -101,11 +101,11 @@ class Acceptance:
         if best:
             weight = self._weight(_TRUST_SEEN)
             for depth in range(min(right + 1, len(best), len(written))):
-                if depth == len(self.kept):
+                if depth == len(self.accepted):
                     self.promised.append(_FIRST)
-                    self.kept.append(_FIRST * self.trust(depth))
+                    self.accepted.append(_FIRST * self.trust(depth))
                 self.promised[depth] += weight * (candidates[depth].probabilities[0] - self.promised[depth])
-                self.kept[depth] += weight * ((depth < right) - self.kept[depth])
+                self.accepted[depth] += weight * ((depth < right) - self.accepted[depth])
 
     def _learn_reach(self, added: int, candidates: int, known: int, copying: bool, steps: int) -> None:
         """The fate of the first `known` of the `guesses` is known; the others were wrong unless all of these were right."""

@@ -153,10 +153,10 @@ class Request:
             slots = step.slots[first : first + part.layout.rows]
             first += part.layout.rows
             own = slots
-            if len(verdict.kept) < slots.size:
-                own = slots[list(verdict.kept)]
+            if len(verdict.retained) < slots.size:
+                own = slots[list(verdict.retained)]
                 rejected = np.ones(slots.size, np.bool_)
-                rejected[list(verdict.kept)] = False
+                rejected[list(verdict.retained)] = False
                 self.slots.release(slots[rejected])
             self._feed(part, own)
             written.append(self._write(part, verdict, own))

@@ -88,5 +88,5 @@ class Statistics:
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
             if sources:
-                source = sources[layout.nodes.index(verdict.kept[layout.known + depth]) - 1]
+                source = sources[layout.nodes.index(verdict.retained[layout.known + depth]) - 1]
                 self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1

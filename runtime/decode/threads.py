@@ -34,7 +34,7 @@ class Thread:
     lookup: Lookup | None = None  # where the words of its text stood before
 
     @property
-    def written(self) -> list[int]:
+    def generated(self) -> list[int]:
         """The tokens that the thread itself wrote."""
         return self.tokens[self.start :]
 

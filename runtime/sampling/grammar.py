@@ -138,7 +138,7 @@ class Constrained:
         self.scores = np.empty(self.vocabulary.text.size, np.float32)
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        text = [*thread.written, *ahead]
+        text = [*thread.generated, *ahead]
         allowed = self._allowed(thread, text, ahead)
         token = self.inner.token(self._scores(logits, allowed), thread, ahead)
         if not allowed[token]:

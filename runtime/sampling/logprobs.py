@@ -50,7 +50,7 @@ class Logprobs:
                 continue
             found = self._found.setdefault(part.thread.path, [])
             first = int(part.rows_wanted[0])
-            rows = verdict.kept[part.layout.known - 1 :]
+            rows = verdict.retained[part.layout.known - 1 :]
             start = int(part.positions[part.layout.known - 1]) + 1
             for position, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), start):
                 found.append(logprob_of(logits[row - first], token, self.top, position, self.speller))

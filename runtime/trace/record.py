@@ -10,50 +10,52 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Ending
 
-SCHEMA = 1
+SCHEMA = 2
 
 RowKind = Literal["known", "candidate", "mask"]
 
 
 @dataclass(frozen=True)
 class ThreadRows:
-    """The rows of one thread in a step, and what came of them."""
+    """The rows of one thread in a step, and which tokens they generated."""
 
-    thread: int  # place of the thread among the record's
-    anchor: int | None  # row of the step, another thread's [Fork], that the first row hangs from
+    thread: int  # index of the thread in the record
+    anchor: int | None  # row of the step with another thread's [Fork] that is the parent of the first row
     tokens: tuple[int, ...]
-    parents: tuple[int | None, ...]  # row before each, of the same thread; none: what the thread holds already
+    parents: tuple[
+        int | None, ...
+    ]  # index of each row's parent among these rows; None: the thread's last token in the KV cache
     positions: tuple[int, ...]
     kinds: tuple[RowKind, ...]
-    sources: tuple[Source | None, ...]  # who proposed each candidate
-    kept: tuple[bool, ...]  # whether the thread held the row's slot from then on
-    chosen: tuple[int, ...]  # accepted candidates, then the network's own token; none: more of the prompt is to come
-    written: int  # how many of the chosen are part of the text: those behind its end are not
-    pieces: tuple[str, ...] = ()  # what each written token added to the text; none without a tokenizer
+    sources: tuple[Source | None, ...]  # source of each candidate; None for other rows
+    retained: tuple[bool, ...]  # whether the row's KV slot was retained
+    chosen: tuple[int, ...]  # accepted candidates, then the model's own next token; empty in a prefill chunk
+    generated: int  # number of chosen tokens that belong to the completion: those before its end
+    pieces: tuple[str, ...] = ()  # text that each generated token added; empty without a tokenizer
 
     @property
     def text(self) -> tuple[int, ...]:
-        """The tokens that the thread wrote."""
-        return self.chosen[: self.written]
+        """The tokens that the thread generated."""
+        return self.chosen[: self.generated]
 
     @property
     def accepted(self) -> int:
-        """How many of the written tokens were candidates."""
-        return min(self.written, max(0, len(self.chosen) - 1))
+        """Number of generated tokens that were accepted candidates."""
+        return min(self.generated, max(0, len(self.chosen) - 1))
 
     @cached_property
     def known(self) -> int:
-        """How many rows fed what the thread knew; they come first."""
+        """Number of rows of known tokens; they come first."""
         return self.kinds.count("known")
 
     @cached_property
     def candidates(self) -> tuple[int, ...]:
-        """The rows that are candidates; those kept stand in the order of the text."""
+        """The rows of candidates; the retained ones are in the order of the text."""
         return tuple(row for row, kind in enumerate(self.kinds) if kind == "candidate")
 
     @property
-    def place(self) -> int:
-        """Place in the text of the first token that may be written."""
+    def position(self) -> int:
+        """Position of the first token that the step can generate."""
         return self.positions[self.known - 1] + 1
 
 
@@ -62,10 +64,10 @@ class StepRecord:
     """One call of the engine, as far as it concerned the request."""
 
     rows: tuple[ThreadRows, ...]  # of each thread that took part
-    queued: tuple[int, ...]  # threads that waited for their turn
-    began: tuple[int, ...]  # threads whose [Fork] it wrote; the spine begins in the first step
-    ended: tuple[int, ...]  # threads that wrote nothing after it
-    held: int  # slots, those of its rows included
+    queued: tuple[int, ...]  # threads that waited, beyond `max_threads`
+    started: tuple[int, ...]  # threads whose [Fork] it generated; the root thread starts in the first step
+    ended: tuple[int, ...]  # threads that generated nothing after it
+    kv_slots: int  # KV slots in use, those of its rows included
     engine_seconds: float
     outside_seconds: float
 
@@ -75,9 +77,9 @@ class ThreadRecord:
     """A thread as it was when the record was made."""
 
     path: tuple[int, ...]
-    fork: int | None  # place of the [Fork] that it hangs from, counted from the beginning of the prompt
-    start: int  # place of its first own token
-    ending: Ending | None  # none: it had not ended
+    fork: int | None  # position of the [Fork] that started it; None for the root thread
+    start: int  # position of its first own token
+    ending: Ending | None  # None: it had not ended
 
 
 @dataclass(frozen=True)
@@ -87,19 +89,19 @@ class Record:
     tokens: TokenIds
     prompt: tuple[int, ...]
     prompt_text: str  # empty without a tokenizer
-    threads: tuple[ThreadRecord, ...]  # the spine, then each as it began
+    threads: tuple[ThreadRecord, ...]  # the root thread, then the others in the order of their start
     steps: tuple[StepRecord, ...]
-    texts: dict[int, str] = field(default_factory=dict)  # of each token by itself; empty without a tokenizer
+    texts: dict[int, str] = field(default_factory=dict)  # token id to its text; empty without a tokenizer
     waiting_seconds: float = 0.0
     schema: int = SCHEMA
 
     def as_dict(self) -> dict[str, Any]:
-        """What a JSON file holds of it."""
+        """The record as JSON data."""
         return asdict(self) | {"texts": {str(token): text for token, text in self.texts.items()}}
 
     @cached_property
-    def written(self) -> tuple[tuple[int, ...], ...]:
-        """The own tokens of each thread."""
+    def generated(self) -> tuple[tuple[int, ...], ...]:
+        """The generated tokens of each thread."""
         found: list[list[int]] = [[] for _ in self.threads]
         for step in self.steps:
             for rows in step.rows:

@@ -1,4 +1,4 @@
-"""Trace: an observer that notes what every step of a request does."""
+"""Trace: an observer that records what each step of a request does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spaceport.runtime.trace.record import Record, RowKind, StepRecord, ThreadRe
 
 
 class _Seen(NamedTuple):
-    """What is noted of a step: only what is gone, or has changed, when the text is finished."""
+    """What is stored of a step: only what is gone or has changed when the request is finished."""
 
     plan: Plan
     verdicts: list[Verdict]
@@ -31,7 +31,7 @@ class _Seen(NamedTuple):
 
 @dataclass
 class Trace:
-    """Notes every step of one request; the record is worked out when somebody asks for it."""
+    """Records every step of one request; `record` returns it as data, `as_dict` as JSON data."""
 
     needs_logits: ClassVar = False
 
@@ -39,11 +39,13 @@ class Trace:
     _request: Request | None = None
 
     def on_step(self, verified: VerifiedStep) -> None:
-        """Note a step."""
+        """Store a step."""
         if self._request is not verified.request:
             first = int(verified.plan.parts[0].positions[0]) == 0  # only the first step feeds position 0
             if self._request is not None or not first:
-                raise ValueError("a trace is of one request, from its first step on: make a new one for each request")
+                raise ValueError(
+                    "a Trace records one request from its first step on: create a new one for each request"
+                )
             self._request = verified.request
         self._seen.append(
             _Seen(
@@ -57,18 +59,18 @@ class Trace:
         )
 
     def record(self, tokenizer: Tokenizer | None = None) -> Record:
-        """All that happened so far; with a tokenizer also as text."""
+        """The record of all steps so far; with a tokenizer, token ids have their text too."""
         if self._request is None:
             return Record(TokenIds(), (), "", (), ())
-        return _Telling(self._request, self._seen, tokenizer).record()
+        return _RecordBuilder(self._request, self._seen, tokenizer).record()
 
     def as_dict(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-        """The same, as what a JSON file holds."""
+        """The record as JSON data."""
         return self.record(tokenizer).as_dict()
 
 
-class _Telling:
-    """How notes become a record: a thread's tokens say what was written, since they only ever grow."""
+class _RecordBuilder:
+    """Builds a record; the tokens of a thread only ever grow, so they show what each step generated."""
 
     def __init__(self, request: Request, seen: Sequence[_Seen], tokenizer: Tokenizer | None) -> None:
         self._request, self._seen, self._tokenizer = request, seen, tokenizer
@@ -79,8 +81,8 @@ class _Telling:
         ]
 
     def record(self) -> Record:
-        request, spine = self._request, self._request.threads[0]
-        prompt = tuple(spine.tokens[: spine.start])
+        request, root = self._request, self._request.threads[0]
+        prompt = tuple(root.tokens[: root.start])
         steps = tuple(self._steps())
         return Record(
             tokens=request.config.tokens,
@@ -102,10 +104,10 @@ class _Telling:
             for seen in self._seen
         ]
         queued = [tuple(self._index[thread.path] for thread in seen.queue) for seen in self._seen]
-        began = [self._began(number, of_step) for number, of_step in enumerate(rows)]
-        last = [0] * len(self._request.threads)  # step in which each thread was last heard of
+        started = [self._started(number, of_step) for number, of_step in enumerate(rows)]
+        last = [0] * len(self._request.threads)  # last step that mentions each thread
         for number, of_step in enumerate(rows):
-            for thread in (*(one.thread for one in of_step), *queued[number], *began[number]):
+            for thread in (*(one.thread for one in of_step), *queued[number], *started[number]):
                 last[thread] = number
         engine, outside = self._seconds()
         for number, seen in enumerate(self._seen):
@@ -115,7 +117,7 @@ class _Telling:
                 if thread.ending is not None and last[index] == number
             )
             yield StepRecord(
-                rows[number], queued[number], began[number], ended, seen.held, engine[number], outside[number]
+                rows[number], queued[number], started[number], ended, seen.held, engine[number], outside[number]
             )
 
     def _rows(self, part: Part, verdict: Verdict) -> ThreadRows:
@@ -125,9 +127,9 @@ class _Telling:
         for row in sources:
             kinds[row] = "candidate"
         index = self._index[thread.path]
-        place = int(part.positions[layout.known - 1]) + 1
-        written = max(0, min(len(verdict.tokens), len(thread.tokens) - place))
-        own = place - thread.start
+        position = int(part.positions[layout.known - 1]) + 1
+        generated = max(0, min(len(verdict.tokens), len(thread.tokens) - position))
+        own = position - thread.start
         return ThreadRows(
             thread=index,
             anchor=part.anchor,
@@ -136,15 +138,17 @@ class _Telling:
             positions=tuple(part.positions.tolist()),
             kinds=tuple(kinds),
             sources=tuple(sources.get(row) for row in range(layout.rows)),
-            kept=tuple(row in verdict.kept for row in range(layout.rows)),
+            retained=tuple(row in verdict.retained for row in range(layout.rows)),
             chosen=verdict.tokens,
-            written=written,
-            pieces=tuple(self._pieces[index][own : own + written]),
+            generated=generated,
+            pieces=tuple(self._pieces[index][own : own + generated]),
         )
 
-    def _began(self, number: int, rows: Sequence[ThreadRows]) -> tuple[int, ...]:
-        """The threads that hang from what these rows wrote."""
-        ranges = {self._request.threads[one.thread].path: range(one.place, one.place + one.written) for one in rows}
+    def _started(self, number: int, rows: Sequence[ThreadRows]) -> tuple[int, ...]:
+        """The threads whose [Fork] these rows generated."""
+        ranges = {
+            self._request.threads[one.thread].path: range(one.position, one.position + one.generated) for one in rows
+        }
         return tuple(
             index
             for index, thread in enumerate(self._request.threads)
@@ -152,7 +156,7 @@ class _Telling:
         )
 
     def _seconds(self) -> tuple[list[float], list[float]]:
-        """Of each step: in the engine, and outside of it."""
+        """Seconds of each step in the engine, and outside of it."""
         outside = [*(seen.outside_seconds for seen in self._seen), self._request.statistics.outside_seconds]
         outside[0] = 0.0
         return [seen.engine_seconds for seen in self._seen], [after - before for before, after in pairwise(outside)]
@@ -165,14 +169,14 @@ class _Telling:
 
 
 def _pieces(tokenizer: Tokenizer, thread: Thread, fork: int | None) -> list[str]:
-    """What each own token of a thread adds to the text; a character is added by the token that completes it."""
+    """The text that each token of a thread adds; the token that completes a character adds it."""
     found: list[str] = []
     stream = TextStream(tokenizer, context=_context(tokenizer, thread, thread.fork))
-    for place, token in enumerate(thread.written, thread.start):
-        if token == fork:  # what is behind a [Fork] is read behind another thread's text
+    for position, token in enumerate(thread.generated, thread.start):
+        if token == fork:  # text after a [Fork] is read after another thread's text
             _finish(stream, found)
             found.append("")
-            stream = TextStream(tokenizer, context=_context(tokenizer, thread, place))
+            stream = TextStream(tokenizer, context=_context(tokenizer, thread, position))
         else:
             stream.push(token)
             found.append(stream.fresh)

@@ -130,7 +130,7 @@ def test_a_trace_is_kept_if_it_is_asked_for(tiny_bundle: Path) -> None:
         found = runtime.generate(PROMPT, Decoding(trace=True, max_tokens=40))
         assert found.trace is not None
         record = found.trace.record(runtime.tokenizer)
-        assert sum(map(len, record.written)) == len(found.tokens)
+        assert sum(map(len, record.generated)) == len(found.tokens)
         assert len(record.steps) == found.statistics.steps + found.statistics.prompt_steps
         assert runtime.generate(PROMPT, Decoding(max_tokens=2)).trace is None
 

@@ -121,7 +121,7 @@ def test_a_seed_writes_the_same_with_any_drafts_or_none(
     request = request_for(
         engine, prompt, max_tokens, draft_config, MASKS[:1], max_threads, max_depth, 10**6, selector=choose
     )
-    assert {thread.path: thread.written for thread in run(engine, request, chunk).threads} == expected
+    assert {thread.path: thread.generated for thread in run(engine, request, chunk).threads} == expected
 
 
 @dataclass
@@ -205,7 +205,7 @@ def drawn(sampling: Sampling, path: tuple[int, ...], logits: NDArray[np.float32]
     choose, thread = chooser(sampling, Bans(frozenset()), 1), Thread(path, [0], 1, np.zeros(1, np.bool_))
     for _ in range(count):
         thread.tokens.append(choose.token(logits, thread, ()))
-    return thread.written
+    return thread.generated
 
 
 @pytest.mark.slow

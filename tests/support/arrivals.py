@@ -197,7 +197,7 @@ class Scene:
 
     def text(self, number: int) -> Tree:
         """The output of each thread of a request."""
-        return {thread.path: thread.written for thread in self.tasks[number].request.threads}
+        return {thread.path: thread.generated for thread in self.tasks[number].request.threads}
 
     def _total(self, tree: Tree) -> int:
         return sum(len(text) for text in tree.values()) + len(tree)

@@ -90,7 +90,7 @@ class Scene:
         total: int = 500,
     ) -> None:
         self.engine = NotingEngine(Language(1), 256, 1)
-        self.written = Written(self)
+        self.generated = Written(self)
         self.request = request_for(
             self.engine,
             PROMPT,
@@ -100,7 +100,7 @@ class Scene:
             max_depth=9,
             total=total,
             selector=Scripted(texts),
-            listener=self.written,
+            listener=self.generated,
             observers=[self],
         )
         self.texts = texts
@@ -117,7 +117,7 @@ class Scene:
     @property
     def said(self) -> Texts:
         """The output of each thread."""
-        return {thread.path: thread.written for thread in self.request.threads}
+        return {thread.path: thread.generated for thread in self.request.threads}
 
     @property
     def endings(self) -> dict[Path, Ending | None]:

@@ -206,7 +206,7 @@ class Writing:
             return
         token = FORK if isinstance(item, Script) else item
         thread.tokens.append(token)
-        if self.reading.on_token(thread, token, drafted=len(thread.written) % 2 == 0):
+        if self.reading.on_token(thread, token, drafted=len(thread.generated) % 2 == 0):
             self.end(thread.path, "stop")
         elif isinstance(item, Script):
             child = thread.child(len(thread.tokens) - 1, CHILD, np.empty(0, np.int64))

@@ -54,7 +54,7 @@ def charts_of(record: Record, scale: Scale) -> tuple[Chart, ...]:
 
 def _tokens(record: Record, scale: Scale) -> Chart:
     drafted = [sum(rows.accepted for rows in step.rows) for step in record.steps]
-    others = [sum(rows.written - rows.accepted for rows in step.rows) for step in record.steps]
+    others = [sum(rows.generated - rows.accepted for rows in step.rows) for step in record.steps]
     both = [a + b for a, b in zip(drafted, others, strict=True)]
     axes = _axes(scale, max(both, default=0), 1)
     drawing = _frame(axes, "Tokens of each step", "")
@@ -72,7 +72,7 @@ def _tokens(record: Record, scale: Scale) -> Chart:
 
 
 def _slots(record: Record, scale: Scale) -> Chart:
-    held, line = [step.held for step in record.steps], slots_in_one_thread(record)
+    held, line = [step.kv_slots for step in record.steps], slots_in_one_thread(record)
     axes = _axes(scale, max((*held, *line), default=0), 1)
     drawing = _frame(axes, "KV slots of each step", "")
     outline = _stairs(axes, held)

@@ -93,7 +93,7 @@ def _draw_name(names: Element, lane: TraceLane, sheet: _Sheet) -> None:
     add(group, "rect", {"x": x, "y": y - 21, "width": 9, "height": 9, "rx": 2, "class": "accepted"})
     add(group, "text", {"x": x + 14, "y": y - 13, "class": "name"}, lane.name)
     ending = f" · {lane.record.ending}" if lane.record.ending else ""
-    add(group, "text", {"x": x + 14, "y": y + 1, "class": "axis first"}, f"{counted(lane.written, 'token')}{ending}")
+    add(group, "text", {"x": x + 14, "y": y + 1, "class": "axis first"}, f"{counted(lane.generated, 'token')}{ending}")
 
 
 def _draw_line(drawing: Element, lane: TraceLane, sheet: _Sheet) -> None:
@@ -121,11 +121,11 @@ def _draw_cell(drawing: Element, record: Record, lane: TraceLane, cell: Cell, sh
     """Draw the tokens of a thread in a step, linked to their text."""
     rows, base = cell.rows, sheet.bases[lane.thread]
     x, width = sheet.scale.left(cell.step) + _GAP, sheet.scale.column - _GAP
-    group = add(drawing, "a" if rows.written else "g", {"class": f"cell {hue(lane)}"})
-    if rows.written:
+    group = add(drawing, "a" if rows.generated else "g", {"class": f"cell {hue(lane)}"})
+    if rows.generated:
         group.set("href", f"#s{cell.step}-{lane.thread}")
     add(group, "title", text=describe(record, cell))
-    top, bottom = base - max(2, rows.written) * sheet.thick - 3, base + _REJECTED + 5
+    top, bottom = base - max(2, rows.generated) * sheet.thick - 3, base + _REJECTED + 5
     add(group, "rect", {"x": x - 2, "y": top, "width": width + 4, "height": bottom - top, "class": "hit"})
     for index, token in enumerate(rows.text):
         y = base - (index + 1) * sheet.thick

@@ -20,7 +20,7 @@ class Cell:
     @cached_property
     def rejected(self) -> tuple[int, ...]:
         """Row indices of rejected candidates."""
-        return tuple(row for row in self.rows.candidates if not self.rows.kept[row])
+        return tuple(row for row in self.rows.candidates if not self.rows.retained[row])
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class TraceLane:
         return len(self.record.path)
 
     @cached_property
-    def written(self) -> int:
+    def generated(self) -> int:
         """Number of generated tokens."""
-        return sum(cell.rows.written for cell in self.cells)
+        return sum(cell.rows.generated for cell in self.cells)
 
     @cached_property
     def accepted(self) -> int:
@@ -57,7 +57,7 @@ class TraceLane:
     @cached_property
     def most(self) -> int:
         """Maximum number of tokens in one step."""
-        return max((cell.rows.written for cell in self.cells), default=0)
+        return max((cell.rows.generated for cell in self.cells), default=0)
 
 
 def lanes_of(record: Record) -> tuple[TraceLane, ...]:
@@ -71,7 +71,7 @@ def lanes_of(record: Record) -> tuple[TraceLane, ...]:
             cells[rows.thread].append(Cell(number, rows, ending or ""))
         for thread in step.queued:
             queued[thread] += 1
-        for thread in step.began:
+        for thread in step.started:
             forked[thread] = number if record.threads[thread].path else 0
     indices = {of_thread.path: thread for thread, of_thread in enumerate(record.threads)}
     return tuple(
@@ -90,9 +90,9 @@ def describe(record: Record, cell: Cell) -> str:
         lines.append(f"prefill: {counted(min(fed, rows.known), 'token')} of the prompt")
     if rows.accepted:
         lines.append(f"accepted: {names_of(record, rows.text[: rows.accepted])}")
-    if rows.written > rows.accepted:
+    if rows.generated > rows.accepted:
         lines.append(f"own token: {names_of(record, rows.text[rows.accepted :])}")
-    if discarded := rows.chosen[rows.written :]:
+    if discarded := rows.chosen[rows.generated :]:
         lines.append(f"discarded after the end: {names_of(record, discarded)}")
     if cell.rejected:
         proposed = (f"{name_of(record, rows.tokens[row])} ({rows.sources[row]})" for row in cell.rejected)

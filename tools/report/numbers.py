@@ -30,7 +30,7 @@ def slots_in_one_thread(record: Record) -> list[int]:
 
 def _count(found: Statistics, step: StepRecord) -> None:
     found.rows += sum(len(rows.tokens) for rows in step.rows)
-    found.peak_slots = max(found.peak_slots, step.held)
+    found.peak_slots = max(found.peak_slots, step.kv_slots)
     found.peak_threads = max(found.peak_threads, len(step.rows))
     found.engine_seconds += step.engine_seconds
     found.outside_seconds += step.outside_seconds
@@ -41,10 +41,10 @@ def _count(found: Statistics, step: StepRecord) -> None:
 
 
 def _count_drafts(found: Statistics, rows: ThreadRows) -> None:
-    found.tokens += rows.written
-    accepted = [row for row in rows.candidates if rows.kept[row]][: rows.accepted]
+    found.tokens += rows.generated
+    accepted = [row for row in rows.candidates if rows.retained[row]][: rows.accepted]
     for row in rows.candidates:
-        depth, source = rows.positions[row] - rows.place, rows.sources[row]
+        depth, source = rows.positions[row] - rows.position, rows.sources[row]
         assert source is not None
         while len(found.drafted_by_depth) <= depth:
             found.drafted_by_depth.append(0)

@@ -138,10 +138,10 @@ def _row(lane: TraceLane) -> Sequence[object]:
     steps = [cell.step for cell in lane.cells]
     return (
         lane.name,
-        lane.written,
+        lane.generated,
         lane.accepted,
         len(steps),
-        f"{lane.written / len(steps):.2f}" if steps else "–",
+        f"{lane.generated / len(steps):.2f}" if steps else "–",
         steps[0] if steps else "–",
         steps[-1] if steps else "–",
         lane.queued,

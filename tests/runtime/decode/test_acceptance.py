@@ -54,7 +54,7 @@ def test_a_mask_slot_that_predicts_nothing_ends_the_prediction() -> None:
     candidates = (*guesses_of(7), Candidates((), ()), *guesses_of(8, odds=0.9))
     found = learned(candidates, (7, 8, 1))
     assert found.reach(3, copying=False) == pytest.approx([1, 0, 0], abs=1e-3)
-    assert (len(found.kept), len(found.promised)) == (1, 1)
+    assert (len(found.accepted), len(found.promised)) == (1, 1)
     nothing = learned(candidates[1:], (8, 1))
     assert nothing.reach(2, copying=False) == pytest.approx([0, 0], abs=1e-3)
 
@@ -131,7 +131,7 @@ def test_trust_is_what_mask_slots_kept_of_what_they_promised_at_each_depth() -> 
 def test_depths_behind_a_wrong_token_say_nothing_about_trust() -> None:
     found = learned(guesses_of(7, 8, odds=0.8), (1, 8))
     assert found.trust(0) == pytest.approx(0.1)
-    assert len(found.kept) == 1
+    assert len(found.accepted) == 1
 
 
 def test_the_first_steps_count_more_than_the_later_ones() -> None:
@@ -166,11 +166,11 @@ def test_a_request_may_begin_while_another_thread_learns_a_new_depth() -> None:
         def __iter__(self) -> Iterator[float]:
             yield from list(super().__iter__())
             shared.promised.append(0.7)
-            shared.kept.append(0.7)
+            shared.accepted.append(0.7)
 
     shared = Acceptance()
-    shared.promised, shared.kept = Growing([0.7]), Growing([0.7])
+    shared.promised, shared.accepted = Growing([0.7]), Growing([0.7])
     started = shared.copy()
     assert started.trust(2) == pytest.approx(1.0)
     started.learn_masks(guesses_of(7, 8, 9), (7, 8, 9, 1), 0, copying=False)
-    assert len(started.promised) == len(started.kept) == 3
+    assert len(started.promised) == len(started.accepted) == 3

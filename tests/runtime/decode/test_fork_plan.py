@@ -61,7 +61,7 @@ def test_fork_and_child_are_fed_in_the_same_step() -> None:
         [((), LAST), ((1,), B1)],
     ]
     assert [row.token for row in scene.rows if row.beside] == [CHILD, CHILD]
-    assert scene.written.in_step == {(): [1, 2, 3, 4, 5], (0,): [3, 4], (1,): [5]}
+    assert scene.generated.in_step == {(): [1, 2, 3, 4, 5], (0,): [3, 4], (1,): [5]}
     assert scene.said == EXAMPLE
 
 
@@ -109,12 +109,12 @@ def test_a_fork_in_any_place_of_a_draft_begets_its_child_one_step_later(
     assert scene.said == texts
     scene.check_rows()
     forks = [position for position, token in enumerate(spine) if token == FORK]
-    assert [scene.written.in_step[()][position] for position in forks] == steps
+    assert [scene.generated.in_step[()][position] for position in forks] == steps
     for child, written in enumerate(steps):
         first = next(row for row in scene.rows if row.path == (child,))
         assert first.token == CHILD
         assert (first.step, first.beside) == (written + 1, beside[child])
-        assert scene.written.in_step[child,][0] == written + 1
+        assert scene.generated.in_step[child,][0] == written + 1
     # a [Fork] and the tokens before it are fed once, whoever sees them
     fed = [row for row in scene.rows if row.token in (FORK, CHILD)]
     assert len({(row.path, row.position) for row in fed}) == len(fed) == 2 * len(forks)

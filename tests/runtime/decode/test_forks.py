@@ -39,7 +39,7 @@ def engine_for(language: Language, most: int, lowering: Lowering, requests: int 
 
 
 def text_of(request: Request) -> Tree:
-    return {thread.path: thread.written for thread in request.threads}
+    return {thread.path: thread.generated for thread in request.threads}
 
 
 def run(engine: HashEngine, request: Request, most: int | None = None, chunk: int = PREFILL_ROWS) -> Request:
@@ -128,8 +128,8 @@ def test_the_limit_on_all_threads_ends_them_where_they_are(
     )
     assert request.added == min(total, size(expected))
     for thread in request.threads:
-        assert thread.written == expected[thread.path][: len(thread.written)]
-        assert thread.ending == "total" or thread.written == expected[thread.path]
+        assert thread.generated == expected[thread.path][: len(thread.generated)]
+        assert thread.ending == "total" or thread.generated == expected[thread.path]
     assert request.slots.held == 0
 
 
@@ -155,7 +155,7 @@ def test_a_request_that_is_ended_from_outside_holds_nothing(
     assert not request.live
     assert request.slots.held == 0
     for thread in request.threads:
-        assert thread.written == expected[thread.path][: len(thread.written)]
+        assert thread.generated == expected[thread.path][: len(thread.generated)]
 
 
 def test_threads_share_steps_and_hold_fewer_slots_than_one_line() -> None:

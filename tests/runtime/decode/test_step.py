@@ -22,7 +22,7 @@ PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=40)
 def run(engine: HashEngine, request: Request, chunk: int = PREFILL_ROWS) -> list[int]:
     while request.live:
         advance(engine, request, chunk=chunk)
-    return request.threads[0].written
+    return request.threads[0].generated
 
 
 def engine_for(language: Language, length: int, mask_slots: int, lowering: Lowering, requests: int = 1) -> HashEngine:
@@ -115,7 +115,7 @@ def test_requests_that_share_steps_write_what_each_would_alone(
         ]
         step(engine, active)
     for request, prompt in zip(requests, prompts, strict=True):
-        assert request.threads[0].written == language.write(prompt, 30)
+        assert request.threads[0].generated == language.write(prompt, 30)
         assert request.slots.held == 0
 
 
@@ -130,7 +130,7 @@ def test_distinct_mask_tokens_are_fed_in_their_order(lowering: Lowering, masks: 
         plan = request.plan(PREFILL_ROWS)
         fed.extend([int(plan.parts[0].tokens[row]) for row in group] for group in plan.parts[0].layout.groups)
         advance(engine, request)
-    assert request.threads[0].written == language.write([1, 2, 3], 40)
+    assert request.threads[0].generated == language.write([1, 2, 3], 40)
     assert [masks[0], masks[-1]] in fed
     assert all(group == [masks[0], masks[-1]][: len(group)] for group in fed)
 

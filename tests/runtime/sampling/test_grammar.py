@@ -130,13 +130,13 @@ def write(
     choose, thread = choose_for(tokenizer, grammar), thread_of()
     ends = vocabulary_of(tokenizer).ends
     for _ in range(most):
-        logits = logits_for(seed, thread.written)
+        logits = logits_for(seed, thread.generated)
         logits[ends] += haste
         token = choose.token(logits, thread, ())
         if ends[token]:
-            return thread.written, True
+            return thread.generated, True
         thread.tokens.append(token)
-    return thread.written, False
+    return thread.generated, False
 
 
 @BOTH
@@ -317,7 +317,7 @@ def run(
     while request.live:
         advance(engine, request, chunk=chunk)
     thread = request.threads[0]
-    return thread.written, thread.ending, request.statistics.steps
+    return thread.generated, thread.ending, request.statistics.steps
 
 
 @settings(max_examples=80)
@@ -381,7 +381,7 @@ def test_threads_do_not_hear_each_other() -> None:
             token = choose.token(logits, thread, ())
             assert token == alone.token(logits, thread, ())
             thread.tokens.append(token)
-    assert threads[0].written != threads[1].written
+    assert threads[0].generated != threads[1].generated
 
 
 def test_behind_the_end_only_the_end_follows() -> None:
@@ -423,7 +423,7 @@ def test_tokens_that_the_decoder_shows_as_something_else_are_not_written() -> No
         logits[[ids[wanted], ids[second]]] = [2.0, 1.0]
         assert choose.token(logits, thread, ()) == ids[second]
         thread.tokens.append(ids[second])
-    assert full(tokenizer, thread.written) == "ab"
+    assert full(tokenizer, thread.generated) == "ab"
 
 
 def test_a_model_may_have_fewer_tokens_than_its_tokenizer() -> None:
@@ -566,7 +566,7 @@ def test_a_trained_model_writes_what_is_asked_for_with_drafts_as_without(
             while request.live:
                 advance(engine, request)
             assert request.threads[0].ending == "end"
-            found.append(full(tokenizer, request.threads[0].written))
+            found.append(full(tokenizer, request.threads[0].generated))
             steps.append(request.statistics.steps)
         assert len(set(found)) == 1
         assert max(steps[1:]) < steps[0]

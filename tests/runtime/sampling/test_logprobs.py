@@ -58,7 +58,7 @@ def noted(engine: HashEngine, requests: list[Request], chunk: int = PREFILL_ROWS
         step(engine, live)
     observers = [one for request in requests for one in request.observers if isinstance(one, Logprobs)]
     return [
-        {thread.path: [observer.at(thread.path, i) for i in range(len(thread.written))] for thread in request.threads}
+        {thread.path: [observer.at(thread.path, i) for i in range(len(thread.generated))] for thread in request.threads}
         for request, observer in zip(requests, observers, strict=True)
     ]
 

@@ -123,7 +123,7 @@ def hold_everything_is_free(scene: Scene) -> None:
     assert sorted(task.index for task in fresh if task.index is not None) == list(range(engine.requests))
     while scene.scheduler.busy:
         scene.scheduler.round()
-    assert all(task.request.threads[0].written == scene.language.write([3, 1, 4], 1) for task in fresh)
+    assert all(task.request.threads[0].generated == scene.language.write([3, 1, 4], 1) for task in fresh)
 
 
 @settings(max_examples=150)
@@ -194,7 +194,7 @@ def test_who_waits_can_be_too_late_and_is_told_so_without_a_step() -> None:
     scene = Scene(Language(8, end_every=10**9), arrivals, 1)
     scene.play()
     (thread,) = scene.tasks[1].request.threads
-    assert (thread.ending, thread.written) == ("deadline", [])
+    assert (thread.ending, thread.generated) == ("deadline", [])
     assert steps_of(scene.tasks[1]) == 0
     assert scene.text(0) == scene.alone[0]
 

@@ -200,7 +200,7 @@ def test_the_os_thread_ends_when_there_is_nothing_to_do_and_another_begins_with_
         task = task_of(request_for(engine, prompt, 9, 0), done)
         worker.submit(task)
         assert done.wait(60)
-        assert task.request.threads[0].written == ENDLESS.write(prompt, 9)
+        assert task.request.threads[0].generated == ENDLESS.write(prompt, 9)
         for thread in workers():
             thread.join(60)
         assert not workers()
@@ -230,7 +230,7 @@ def test_who_raises_when_it_is_told_hurts_nobody_else() -> None:
     assert done.wait(60)
     worker.close()
     assert isinstance(bad.fault, ValueError)
-    assert good.request.threads[0].written == ENDLESS.write([2], 40)
+    assert good.request.threads[0].generated == ENDLESS.write([2], 40)
     assert not workers()
 
 

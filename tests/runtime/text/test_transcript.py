@@ -66,7 +66,7 @@ def test_what_can_be_read_is_given_at_once_and_nothing_that_may_still_be_cut(
         shown = writing.reading.text
         assert text.startswith(shown)
         without_gap = ""
-        left = {path: len(thread.written) for path, thread in writing.threads.items()}
+        left = {path: len(thread.generated) for path, thread in writing.threads.items()}
         for event in events:
             if event.token is not None:
                 left[event.path] -= 1

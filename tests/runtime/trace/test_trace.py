@@ -80,9 +80,9 @@ def days_of(record: Record) -> list[Day]:
             Day(
                 [(paths[rows.thread], list(rows.tokens)) for rows in step_.rows],
                 [paths[thread] for thread in step_.queued],
-                step_.held,
+                step_.kv_slots,
                 wrote,
-                [paths[thread] for thread in step_.began if paths[thread]],
+                [paths[thread] for thread in step_.started if paths[thread]],
                 [paths[thread] for thread in step_.ended],
             )
         )
@@ -104,11 +104,11 @@ def test_a_trace_tells_what_happened_in_each_step(case: Case) -> None:
     record = trace.record()
     assert in_order(days_of(record)) == in_order(diary.days)
     assert record.prompt == case.prompt
-    assert record.written == tuple(tuple(thread.written) for thread in request.threads)
+    assert record.generated == tuple(tuple(thread.generated) for thread in request.threads)
     assert [(line.path, line.fork, line.start, line.ending) for line in record.threads] == [
         (thread.path, thread.fork, thread.start, thread.ending) for thread in request.threads
     ]
-    assert record.steps[0].began[0] == 0
+    assert record.steps[0].started[0] == 0
 
 
 @settings(max_examples=60)
@@ -130,7 +130,7 @@ def test_the_pieces_of_a_trace_are_the_text_that_is_read(case: Case) -> None:
             piece for each in record.steps for rows in each.rows if rows.thread == thread for piece in rows.pieces
         ]
         assert "".join(pieces) == text.text
-        assert len(pieces) == len(record.written[thread])
+        assert len(pieces) == len(record.generated[thread])
 
 
 @dataclass
@@ -138,10 +138,10 @@ class Script:
     """Chooses what is written down for each thread, and proposes the same but for one wrong token."""
 
     says: dict[Path, tuple[int, ...]]
-    wrong: int = -1  # place among the spine's own tokens that is proposed wrong
+    wrong: int = -1  # place among the root's own tokens that is proposed wrong
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        says, position = self.says[thread.path], len(thread.written) + len(ahead)
+        says, position = self.says[thread.path], len(thread.generated) + len(ahead)
         return says[position] if position < len(says) else END
 
     def candidates(
@@ -177,18 +177,18 @@ def test_the_rows_of_a_step_are_told_one_by_one() -> None:
             positions=(2, 3, 4, 3, 4, 5, 4, 5, 6),
             kinds=("known", "mask", "mask", "candidate", "mask", "mask", "candidate", "mask", "mask"),
             sources=(None, None, None, "mask", None, None, "mask", None, None),
-            kept=(True, False, False, True, False, False, True, False, False),
+            retained=(True, False, False, True, False, False, True, False, False),
             chosen=(2, 3, FORK),
-            written=3,
+            generated=3,
             pieces=("", "\ufffd\ufffd\ufffd", ""),  # three bytes that are no character, as the [Fork] shows
         ),
     )
-    spine, child = record.steps[2].rows
-    assert (spine.tokens, spine.chosen, spine.written) == ((FORK, m, m, 4, m, m, 9, m, m), (4, 5), 2)
-    assert spine.kept == (True, False, False, True, *[False] * 5)
+    root, child = record.steps[2].rows
+    assert (root.tokens, root.chosen, root.generated) == ((FORK, m, m, 4, m, m, 9, m, m), (4, 5), 2)
+    assert root.retained == (True, False, False, True, *[False] * 5)
     assert (child.tokens, child.parents, child.positions) == ((CHILD, m, m), (None, 0, 1), (6, 7, 8))
     assert (child.anchor, child.chosen, child.thread) == (0, (5,), 1)
-    assert [(step.began, step.queued, step.ended) for step in record.steps] == [
+    assert [(step.started, step.queued, step.ended) for step in record.steps] == [
         ((0,), (), ()),
         ((1,), (), ()),
         ((), (), ()),
@@ -199,14 +199,14 @@ def test_the_rows_of_a_step_are_told_one_by_one() -> None:
 def test_what_stands_behind_the_end_is_chosen_and_not_written() -> None:
     _, record = scripted(Script({(): (1, 2, END, 3)}))
     (rows,) = record.steps[1].rows
-    assert (rows.chosen, rows.written, rows.accepted, rows.text) == ((2, END, 3), 1, 1, (2,))
-    assert sum(rows.kept[row] for row in rows.candidates) == 2
+    assert (rows.chosen, rows.generated, rows.accepted, rows.text) == ((2, END, 3), 1, 1, (2,))
+    assert sum(rows.retained[row] for row in rows.candidates) == 2
 
 
 def test_what_is_beyond_the_limit_of_all_threads_is_not_even_drafted() -> None:
     _, record = scripted(Script({(): (1, 2, 3, 4, 5)}), total=2)
     (rows,) = record.steps[1].rows
-    assert (rows.chosen, rows.written, rows.accepted) == ((2,), 1, 0)
+    assert (rows.chosen, rows.generated, rows.accepted) == ((2,), 1, 0)
     assert not rows.candidates
     assert record.threads[0].ending == "total"
 
@@ -264,7 +264,7 @@ def test_a_text_that_is_under_way_has_a_record() -> None:
     while request.live:
         record = trace.record(TOKENIZER)
         assert len(record.steps) == seen
-        assert record.written == tuple(tuple(thread.written) for thread in request.threads)[: len(record.threads)]
+        assert record.generated == tuple(tuple(thread.generated) for thread in request.threads)[: len(record.threads)]
         assert trace_of(json.loads(json.dumps(record.as_dict()))) == record
         advance(engine, request)
         seen += 1
@@ -287,10 +287,10 @@ def test_a_trace_is_of_one_request_from_its_first_step() -> None:
     engine, request = request_of(Case(3), [trace])
     advance(engine, request)
     _, other = request_of(Case(4), [trace])
-    with pytest.raises(ValueError, match="a trace is of one request, from its first step on"):
+    with pytest.raises(ValueError, match="a Trace records one request from its first step on"):
         advance(HashEngine(Language(4), 400, 1), other)
     request.observers = (Trace(),)  # one that has missed the first step
-    with pytest.raises(ValueError, match="a trace is of one request, from its first step on"):
+    with pytest.raises(ValueError, match="a Trace records one request from its first step on"):
         advance(engine, request)
 
 
@@ -315,12 +315,15 @@ def writing(data: dict[str, Any]) -> Any:
         rows
         for step in data["steps"]
         for rows in step["rows"]
-        if rows["written"] > 1 and rows["kinds"].count("candidate") > sum(rows["kept"]) - rows["kinds"].count("known")
+        if rows["generated"] > 1
+        and rows["kinds"].count("candidate") > sum(rows["retained"]) - rows["kinds"].count("known")
     )
 
 
-def row_of(rows: Any, kind: str, kept: bool) -> int:
-    return next(row for row, pair in enumerate(zip(rows["kinds"], rows["kept"], strict=True)) if pair == (kind, kept))
+def row_of(rows: Any, kind: str, retained: bool) -> int:
+    return next(
+        row for row, pair in enumerate(zip(rows["kinds"], rows["retained"], strict=True)) if pair == (kind, retained)
+    )
 
 
 def shift(rows: Any) -> None:
@@ -332,7 +335,7 @@ def put(data: Any, name: Any, value: Any) -> None:
 
 
 BREAKS: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
-    (r"trace.schema is 2, this version reads up to 1: update spaceport", lambda d: put(d, "schema", SCHEMA + 1)),
+    (r"trace.schema is 3, this version reads up to 2: update spaceport", lambda d: put(d, "schema", SCHEMA + 1)),
     (r"trace.schema is 0: expected a whole number of at least 1", lambda d: put(d, "schema", 0)),
     (r"trace is .*: expected an object with the entry 'schema'", lambda d: d.pop("schema")),
     (r"trace lacks 'steps': expected .*steps", lambda d: d.pop("steps")),
@@ -347,42 +350,60 @@ BREAKS: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     (r"trace.steps\[0\].engine_seconds is -1", lambda d: put(d["steps"][0], "engine_seconds", -1)),
     (r"trace.steps is {}: expected a list", lambda d: put(d, "steps", {})),
     (r"threads\[0\].ending is 'over': expected end or stop or", lambda d: put(d["threads"][0], "ending", "over")),
-    (r"threads\[1\].path is \[\]: expected the spine, then", lambda d: put(d["threads"][1], "path", [])),
-    (r"threads\[1\].path is \[7, 7\]: expected the spine, then", lambda d: put(d["threads"][1], "path", [7, 7])),
-    (r"threads\[2\].path is \[0\]: expected the spine", lambda d: put(d["threads"][2], "path", [0])),
-    (r"threads\[0\].path is \[0\]: expected the spine", lambda d: put(d["threads"][0], "path", [0])),
-    (r"threads\[1\].fork is 4: expected the place of a \[Fork\]", lambda d: put(d["threads"][1], "fork", 4)),
-    (r"threads\[1\].fork is None: expected the place", lambda d: put(d["threads"][1], "fork", None)),
+    (r"threads\[1\].path is \[\]: expected the root thread, then", lambda d: put(d["threads"][1], "path", [])),
+    (r"threads\[1\].path is \[7, 7\]: expected the root thread, then", lambda d: put(d["threads"][1], "path", [7, 7])),
+    (r"threads\[2\].path is \[0\]: expected the root thread", lambda d: put(d["threads"][2], "path", [0])),
+    (r"threads\[0\].path is \[0\]: expected the root thread", lambda d: put(d["threads"][0], "path", [0])),
+    (r"threads\[1\].fork is 4: expected the position of a \[Fork\]", lambda d: put(d["threads"][1], "fork", 4)),
+    (r"threads\[1\].fork is None: expected the position", lambda d: put(d["threads"][1], "fork", None)),
     (r"threads\[1\] starts at 99", lambda d: put(d["threads"][1], "start", 99)),
     (
-        r"threads\[0\] starts at 3, fork 2: expected 3, and a fork unless first",
+        r"threads\[0\] starts at 3, fork 2: expected 3, and a fork for all but the root thread",
         lambda d: put(d["threads"][0], "fork", 2),
     ),
     (r"steps\[0\] names the thread 99", lambda d: put(d["steps"][0], "queued", [99])),
     (r"steps\[1\]: expected each thread once", lambda d: put(d["steps"][0], "ended", [0])),
-    (r"steps\[1\]: expected each thread once", lambda d: put(d["steps"][1], "began", [0])),
+    (r"steps\[1\]: expected each thread once", lambda d: put(d["steps"][1], "started", [0])),
     (r"steps\[\d+\]: expected each thread once", lambda d: put(d["steps"][-1], "rows", d["steps"][-1]["rows"] * 2)),
-    (r"threads\[1\].fork is \d+: expected the place", lambda d: put(d["steps"][0]["rows"][0], "thread", 1)),
-    (r"threads begin and \d+ end: expected", lambda d: put(d["threads"][0], "ending", None)),
-    (r"steps\[1\]: expected each thread once", lambda d: put(d["steps"][0], "began", [])),
+    (r"threads\[1\].fork is \d+: expected the position", lambda d: put(d["steps"][0]["rows"][0], "thread", 1)),
+    (r"threads start and \d+ end: expected", lambda d: put(d["threads"][0], "ending", None)),
+    (r"steps\[1\]: expected each thread once", lambda d: put(d["steps"][0], "started", [])),
     (r"steps\[0\] has the anchor 0: expected a row before 0", lambda d: put(d["steps"][0]["rows"][0], "anchor", 0)),
-    (r"steps\[\d+\] writes at place \d+: expected", lambda d: shift(d["steps"][-1]["rows"][0])),
-    (r"columns of .* rows: expected as many in each", lambda d: writing(d)["tokens"].pop()),
-    (r"keeps the candidates", lambda d: put(writing(d)["chosen"], 0, 99)),
-    (r"writes 99 tokens: expected at most", lambda d: put(writing(d), "written", 99)),
+    (r"steps\[\d+\] generates at position \d+: expected", lambda d: shift(d["steps"][-1]["rows"][0])),
+    (r"columns of .* rows: expected equal lengths", lambda d: writing(d)["tokens"].pop()),
+    (r"retains the candidates", lambda d: put(writing(d)["chosen"], 0, 99)),
+    (r"generates 99 tokens: expected at most", lambda d: put(writing(d), "generated", 99)),
     (r"pieces: expected one for each of the", lambda d: writing(d)["pieces"].pop()),
     (r"kinds\[0\] is 'unknown': expected known or candidate or mask", lambda d: put(writing(d)["kinds"], 0, "unknown")),
-    (r"mixes its kinds of rows", lambda d: put(writing(d)["kinds"], 0, "mask")),
-    (r"mixes its kinds of rows", lambda d: put(writing(d)["kept"], 0, False)),
-    (r"mixes its kinds of rows", lambda d: put(writing(d)["kinds"], -1, "known")),
-    (r"keeps a mask", lambda d: put(writing(d)["kept"], row_of(writing(d), "mask", False), True)),
-    (r"keeps the candidates", lambda d: put(writing(d)["kept"], row_of(writing(d), "candidate", False), True)),
+    (r"has rows in the wrong order", lambda d: put(writing(d)["kinds"], 0, "mask")),
+    (r"has rows in the wrong order", lambda d: put(writing(d)["retained"], 0, False)),
+    (r"has rows in the wrong order", lambda d: put(writing(d)["kinds"], -1, "known")),
+    (r"retains a mask slot", lambda d: put(writing(d)["retained"], row_of(writing(d), "mask", False), True)),
+    (r"retains the candidates", lambda d: put(writing(d)["retained"], row_of(writing(d), "candidate", False), True)),
     (r"has the parent 1 at row 1: expected a row before it", lambda d: put(writing(d)["parents"], 1, 1)),
-    (r"has the position 0 at row 1: expected its parent's and 1", lambda d: put(writing(d)["positions"], 1, 0)),
+    (r"has the position 0 at row 1: expected its parent's plus 1", lambda d: put(writing(d)["positions"], 1, 0)),
     (r"has the source 'mask' at row 0", lambda d: put(writing(d)["sources"], 0, "mask")),
     (r"has the source None at row", lambda d: put(writing(d)["sources"], row_of(writing(d), "candidate", True), None)),
-    (r"kept\[0\] is 1: expected true or false", lambda d: put(writing(d)["kept"], 0, 1)),
+    (r"retained\[0\] is 1: expected true or false", lambda d: put(writing(d)["retained"], 0, 1)),
 ]
+
+
+SINCE_SCHEMA_1 = {"started": "began", "kv_slots": "held", "retained": "kept", "generated": "written"}
+
+
+def as_schema_1(data: Any) -> Any:
+    """A trace as version 1 of the schema had it."""
+    if isinstance(data, dict):
+        older = {SINCE_SCHEMA_1.get(name, name): as_schema_1(value) for name, value in data.items()}
+        return older | ({"schema": 1} if "schema" in older else {})
+    return [as_schema_1(value) for value in data] if isinstance(data, list) else data
+
+
+def test_a_trace_of_schema_1_can_still_be_read() -> None:
+    older = as_schema_1(STORED)
+    assert older["schema"] == 1
+    assert {"began", "held"} <= {*older["steps"][0]}
+    assert trace_of(older) == trace_of(STORED)
 
 
 @pytest.mark.parametrize(("message", "spoil"), BREAKS)

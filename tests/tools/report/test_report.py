@@ -73,7 +73,7 @@ def test_statistics_of_a_record_equal_those_of_the_request(case: Case) -> None:
 def test_plain_decoding_uses_the_slots_of_one_thread(case: Case) -> None:
     plain = replace(case, draft_config=DraftConfig(0), max_depth=0, total=10**6)
     record = traced(plain)[1].record()
-    assert slots_in_one_thread(record) == [step.held for step in record.steps]
+    assert slots_in_one_thread(record) == [step.kv_slots for step in record.steps]
 
 
 @settings(max_examples=60)
@@ -89,9 +89,9 @@ def test_a_page_marks_every_token_once(case: Case) -> None:
     assert len(having(drawing, "own")) == statistics.tokens - accepted
     assert len(having(drawing, "end")) == statistics.threads
     assert len(cells) == sum(len(step.rows) for step in record.steps)
-    kept = sum(rows.kept[row] for step in record.steps for rows in step.rows for row in rows.candidates)
+    kept = sum(rows.retained[row] for step in record.steps for rows in step.rows for row in rows.candidates)
     assert sum(int(count.text or "") for count in having(drawing, "count")) == sum(statistics.drafted_by_depth) - kept
-    assert len(having(drawing, "forks")) == sum(text.count(FORK) for text in record.written)
+    assert len(having(drawing, "forks")) == sum(text.count(FORK) for text in record.generated)
     assert (len(list(text.iter("b"))), len(list(text.iter("i")))) == (accepted, statistics.tokens - accepted)
     shown = "".join(texts_of(mark) for mark in text.iter() if mark.tag in "bi")
     assert shown == visible(reading.text)
@@ -111,7 +111,7 @@ def test_a_page_has_a_lane_for_each_thread_in_reading_order(case: Case) -> None:
     lanes = lanes_of(record)
     assert [lane.record.path for lane in lanes] == paths
     for lane in lanes:
-        assert lane.written == len(record.written[lane.thread])
+        assert lane.generated == len(record.generated[lane.thread])
         steps = [cell.step for cell in lane.cells]
         first = lane.forked + lane.queued + 1
         assert steps == list(range(first, first + len(steps)))
@@ -154,7 +154,7 @@ def test_a_page_shows_the_statistics_of_its_trace() -> None:
         [SOURCES[name], str(statistics.drafted_by_source[name]), str(statistics.accepted_by_source.get(name, 0))]
         for name in sources
     ]
-    assert [int(row[1]) for row in by_thread] == [len(t.written) for t in sorted(request.threads, key=lambda t: t.path)]
+    assert [int(row[1]) for row in by_thread] == [len(t.generated) for t in sorted(request.threads, key=lambda t: t.path)]
 
 
 ODD = (
@@ -263,15 +263,15 @@ def test_the_tooltip_of_a_cell_lists_its_tokens() -> None:
                         positions=(0, 1, 2, 2, 3),
                         kinds=("known", "known", "candidate", "candidate", "mask"),
                         sources=(None, None, "both", "lookup", None),
-                        kept=(True, True, True, False, False),
+                        retained=(True, True, True, False, False),
                         chosen=(3, 6),
-                        written=1,
+                        generated=1,
                     ),
                 ),
                 queued=(),
-                began=(0,),
+                started=(0,),
                 ended=(0,),
-                held=5,
+                kv_slots=5,
                 engine_seconds=0.25,
                 outside_seconds=0.5,
             ),
@@ -460,9 +460,9 @@ def test_a_missing_trace_is_an_error(tmp_path: Path, name: str, message: str) ->
 
 def test_forks_take_no_slots_slots_in_one_thread() -> None:
     record = traced(FORKED)[1].record()
-    forks = sum(text.count(FORK) for text in record.written)
+    forks = sum(text.count(FORK) for text in record.generated)
     last = record.steps[-1]
-    before = sum(map(len, record.written)) - sum(rows.written for rows in last.rows)
+    before = sum(map(len, record.generated)) - sum(rows.generated for rows in last.rows)
     assert forks == len(record.threads) - 1 > 2
     assert not any(FORK in rows.text for rows in last.rows)
     assert slots_in_one_thread(record)[-1] == len(record.prompt) + before - forks

@@ -122,6 +122,6 @@ def greedy_selector(tokens: TokenIds, max_depth: int = MAX_DEPTH) -> Greedy:
 def _answer_thread(thread: Thread, prompt_tokens: int, ends: dict[tuple[int, ...], int]) -> AnswerThread:
     """The record of a thread that has ended."""
     assert thread.ending is not None
-    generated = (*thread.written, *((ends[thread.path],) if thread.ending == "end" else ()))
+    generated = (*thread.generated, *((ends[thread.path],) if thread.ending == "end" else ()))
     fork = None if thread.fork is None else thread.fork - prompt_tokens
     return AnswerThread(tuple(thread.tokens[: thread.start]), generated, fork, thread.ending)

@@ -141,7 +141,7 @@ def test_counted_steps_are_those_of_the_loop_for_any_quality_of_drafts(
     while request.live:
         advance(engine, request)
     (thread,) = request.threads
-    answer = (*thread.written, *((END,) if thread.ending == "end" else ()))
+    answer = (*thread.generated, *((END,) if thread.ending == "end" else ()))
     predicted = predict_segment(engine, request.config.tokens, Segment((1, 2, 3), answer), mask_slots)
     assert count_steps(correct_predictions(predicted, answer), mask_slots) == request.statistics.steps
 

@@ -135,7 +135,7 @@ def lenient(least: float, most: float) -> Any:
         if not least <= float(line[verdict.tokens[0]] - line[wrong]) < most:
             return verdict
         following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, (wrong,))
-        return Verdict((*verdict.kept, row), (wrong, following), ())
+        return Verdict((*verdict.retained, row), (wrong, following), ())
 
     return accept_wrong
 

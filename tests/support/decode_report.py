@@ -5,7 +5,7 @@ from __future__ import annotations
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.tools.bench.compare.machine import Machine
-from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredText
+from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredCompletion
 from spaceport.tools.bench.decode.modes import PLAIN, DecodeMode
 from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.bench.decode.summary import DecodeReport, summarized
@@ -41,7 +41,7 @@ def decode_measured(tokens_of_first: int = 12) -> Measured:
                     waiting_seconds=5.0,
                     **({} if prompt or mode == PLAIN else DRAFTED),  # type: ignore[arg-type]
                 )
-                found.texts.append(MeasuredText(mode, 0.0, number, prompt, statistics))
+                found.completions.append(MeasuredCompletion(mode, 0.0, number, prompt, statistics))
     found.compared["default", 0.0] = 6
     return found
 

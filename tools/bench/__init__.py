@@ -1,1 +1,1 @@
-"""Bench: tables of speed, the plain way beside the drafted one."""
+"""Bench: measurements of step costs, decoding speed, load and other runtimes."""

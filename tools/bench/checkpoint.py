@@ -1,4 +1,4 @@
-"""Checkpoint for benchmarks: a Llama of any size with random weights, which cost what trained ones cost."""
+"""Benchmark checkpoint: a Llama of a given size with random weights, as fast as a trained one."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def make_checkpoint(folder: Path, shape: str, mask_slots: int = 5, dtype: str = 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>", "[M]"])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
-    told = {"mask_tokens": ["[M]"], "mask_slots": mask_slots, "fork_token": None, "child_token": None}
-    (folder / SAR_FILE).write_text(json.dumps(told) + "\n", "utf-8")
+    settings = {"mask_tokens": ["[M]"], "mask_slots": mask_slots, "fork_token": None, "child_token": None}
+    (folder / SAR_FILE).write_text(json.dumps(settings) + "\n", "utf-8")

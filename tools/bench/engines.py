@@ -1,4 +1,4 @@
-"""Engines: what steps take on each way that a bundle can be run, measured one after the other."""
+"""Engines: step times of a bundle on each backend, with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from spaceport.tools.bench.steps import StepCost, step_costs
 
 @dataclass(frozen=True)
 class EngineVariant:
-    """How a bundle is run."""
+    """A backend and its CUDA graph setting."""
 
     backend: str
-    graphs: bool  # CUDA graphs beside the plain path
+    graphs: bool  # use CUDA graphs
 
     def __str__(self) -> str:
         if not BACKENDS[self.backend].gpu:
@@ -27,19 +27,19 @@ class EngineVariant:
 
 @dataclass(frozen=True)
 class EngineMeasurement:
-    """What was measured of one way."""
+    """The measurements of one variant."""
 
     variant: EngineVariant
     device: str
     steps: tuple[StepCost, ...]
-    outside: tuple[outside.RoundCost, ...]  # of rounds beside the engine
+    outside: tuple[outside.RoundCost, ...]  # time per round outside the engine
     notes: tuple[str, ...]
 
 
 def variants(
     bundle: Bundle, engine_options: EngineOptions, backends: Sequence[str]
 ) -> tuple[list[EngineVariant], dict[str, str]]:
-    """The ways that a bundle can be run here, and why the other backends cannot run it."""
+    """The variants that can run a bundle here, and by backend the reasons why others cannot."""
     found: list[EngineVariant] = []
     reasons: dict[str, str] = {}
     for backend in backends:
@@ -61,12 +61,12 @@ def measure(
     context: int,
     rounds: int,
 ) -> EngineMeasurement:
-    """Steps of so many rows behind a text, and rounds with all that stands beside the engine."""
+    """Step times by number of rows, and the time of scheduler rounds outside the engine."""
     engine = open_engine(bundle, variant.backend, replace(engine_options, graphs=variant.graphs))
     try:
         steps = step_costs(engine, rows, context, rounds)
         cases = [case for case in outside.CASES if case[0] <= engine_options.requests]
-        beside = [outside.measure(bundle, engine, requests, wide, rounds, None) for requests, wide in cases]
-        return EngineMeasurement(variant, engine.device, tuple(steps), tuple(beside), engine.notes)
+        rounds_outside = [outside.measure(bundle, engine, requests, wide, rounds, None) for requests, wide in cases]
+        return EngineMeasurement(variant, engine.device, tuple(steps), tuple(rounds_outside), engine.notes)
     finally:
         engine.close()

@@ -1,6 +1,6 @@
-"""Load: how many tokens a second several texts at once get, and how long each of them waits, by places on the engine.
+"""Load: throughput and latency of concurrent requests, by the maximum number of requests that the engine batches.
 
-All texts are asked for at the same moment. With one place they are written one by one.
+All requests are sent at the same time. With `max_requests=1` they are decoded one after the other.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from spaceport.runtime.text.prompt import Prompt
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A text to ask for."""
+    """A request to send."""
 
     prompt: Prompt
     decoding: Decoding
 
 
 @dataclass(frozen=True)
-class Served:
-    """What became of one."""
+class ServedRequest:
+    """The tokens and latency of one request."""
 
     tokens: int
-    first_seconds: float  # until its first piece came
-    seconds: float  # until it was done
+    first_token_seconds: float  # time to the first piece of text
+    seconds: float  # time to the last token
 
 
 @dataclass(frozen=True)
-class Rush:
-    """All of them, asked for at once."""
+class LoadRun:
+    """All requests of one round, sent at the same time."""
 
-    served: list[Served]
+    served: list[ServedRequest]
     seconds: float
-    processor_seconds: float  # of all of the process: what others do on the machine is not in it
+    cpu_seconds: float  # of this process only, so other load on the machine is not included
 
     @property
     def tokens(self) -> int:
@@ -50,54 +50,56 @@ class Rush:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What became of them with so many places, in the median of the rounds."""
+class LoadResult:
+    """Throughput and latency with one value of max_requests: medians of the rounds, latencies in seconds."""
 
-    places: int
+    max_requests: int
     tokens_per_second: float
-    ratio: float  # to the first number of places
-    tokens_per_processor_second: float
-    processor_ratio: float
-    first_p50: float  # seconds until the first piece came
-    first_p95: float
-    whole_p50: float  # seconds until a text was done
-    whole_p95: float
+    ratio: float  # throughput relative to the first value of max_requests
+    tokens_per_cpu_second: float
+    cpu_ratio: float
+    first_token_p50: float
+    first_token_p95: float
+    latency_p50: float
+    latency_p95: float
 
 
 def random_requests(count: int, context: int, decoding: Decoding) -> list[LoadRequest]:
-    """Prompts of half to one and a half times so many tokens, drawn from the first 200 of a vocabulary."""
+    """Requests with random prompts of `context` tokens on average, from half to one and a half times as many."""
     random = np.random.default_rng(0)
     lengths = random.integers(max(1, context // 2), context * 3 // 2 + 1, count)
     return [LoadRequest(random.integers(0, 200, length).tolist(), decoding) for length in lengths]
 
 
-def given_requests(prompts: Sequence[Prompt], count: int, decoding: Decoding) -> list[LoadRequest]:
-    """These prompts, again and again."""
+def prompt_requests(prompts: Sequence[Prompt], count: int, decoding: Decoding) -> list[LoadRequest]:
+    """`count` requests that repeat these prompts in order."""
     return [LoadRequest(prompts[number % len(prompts)], decoding) for number in range(count)]
 
 
-def serve(runtime: Runtime, request: LoadRequest) -> Served:
-    """Ask for a text and read it to its end."""
+def serve(runtime: Runtime, request: LoadRequest) -> ServedRequest:
+    """Send a request and read its completion to the end."""
     started = perf_counter()
     first = None
     with runtime.stream(request.prompt, request.decoding) as stream:
         for _ in stream:
             first = first or perf_counter() - started
-        found = stream.completion()
+        completion = stream.completion()
     seconds = perf_counter() - started
-    return Served(len(found.tokens), first or seconds, seconds)
+    return ServedRequest(len(completion.tokens), first or seconds, seconds)
 
 
-def rush(bundle: Path, places: int, load_requests: Sequence[LoadRequest], threads: int, max_seq_len: int) -> Rush:
-    """All of them at once, on a runtime with so many places."""
+def run_load(
+    bundle: Path, max_requests: int, load_requests: Sequence[LoadRequest], threads: int, max_seq_len: int
+) -> LoadRun:
+    """Send all requests at the same time to a new runtime, after a warm-up."""
     opened = Runtime.open(
-        bundle, max_requests=places, max_seq_len=max_seq_len, queue_limit=len(load_requests), threads=threads
+        bundle, max_requests=max_requests, max_seq_len=max_seq_len, queue_limit=len(load_requests), threads=threads
     )
     with opened as runtime, ThreadPoolExecutor(len(load_requests)) as clients:
-        list(clients.map(lambda request: serve(runtime, request), load_requests[:places]))  # warms up
-        started, computed = perf_counter(), process_time()
+        list(clients.map(lambda request: serve(runtime, request), load_requests[:max_requests]))  # warm-up
+        started, cpu_started = perf_counter(), process_time()
         served = list(clients.map(lambda request: serve(runtime, request), load_requests))
-        return Rush(served, perf_counter() - started, process_time() - computed)
+        return LoadRun(served, perf_counter() - started, process_time() - cpu_started)
 
 
 def compare(
@@ -107,35 +109,35 @@ def compare(
     threads: int,
     max_seq_len: int,
     rounds: int,
-) -> list[Load]:
-    """The numbers of places taken in turn in every round, so that they share the machine's moods."""
-    rushes: dict[int, list[Rush]] = {places: [] for places in counts}
+) -> list[LoadResult]:
+    """The results for each value of max_requests; the values alternate within each round, so other load affects all."""
+    runs: dict[int, list[LoadRun]] = {max_requests: [] for max_requests in counts}
     for _ in range(rounds):
-        for places in counts:
-            rushes[places].append(rush(bundle, places, load_requests, threads, max_seq_len))
-    return [load_of(places, found, rushes[counts[0]]) for places, found in rushes.items()]
+        for max_requests in counts:
+            runs[max_requests].append(run_load(bundle, max_requests, load_requests, threads, max_seq_len))
+    return [load_result(max_requests, found, runs[counts[0]]) for max_requests, found in runs.items()]
 
 
-def load_of(places: int, rushes: Sequence[Rush], least: Sequence[Rush]) -> Load:
-    """Medians over the rounds; latencies of the texts of all rounds together."""
-    rate, processor_rate = rates(rushes)
-    least_rate, least_processor_rate = rates(least)
-    first = [one.first_seconds for found in rushes for one in found.served]
-    whole = [one.seconds for found in rushes for one in found.served]
-    return Load(
-        places,
+def load_result(max_requests: int, runs: Sequence[LoadRun], baseline: Sequence[LoadRun]) -> LoadResult:
+    """Median throughput of the rounds, and latency quantiles over the requests of all rounds."""
+    rate, cpu_rate = rates(runs)
+    baseline_rate, baseline_cpu_rate = rates(baseline)
+    first = [one.first_token_seconds for run in runs for one in run.served]
+    latency = [one.seconds for run in runs for one in run.served]
+    return LoadResult(
+        max_requests,
         rate,
-        rate / least_rate,
-        processor_rate,
-        processor_rate / least_processor_rate,
+        rate / baseline_rate,
+        cpu_rate,
+        cpu_rate / baseline_cpu_rate,
         *np.quantile(first, (0.5, 0.95)).tolist(),
-        *np.quantile(whole, (0.5, 0.95)).tolist(),
+        *np.quantile(latency, (0.5, 0.95)).tolist(),
     )
 
 
-def rates(rushes: Sequence[Rush]) -> tuple[float, float]:
-    """Tokens a second and tokens a second of the processor."""
+def rates(runs: Sequence[LoadRun]) -> tuple[float, float]:
+    """Median tokens per second and tokens per CPU second."""
     return (
-        statistics.median(found.tokens / found.seconds for found in rushes),
-        statistics.median(found.tokens / found.processor_seconds for found in rushes),
+        statistics.median(run.tokens / run.seconds for run in runs),
+        statistics.median(run.tokens / run.cpu_seconds for run in runs),
     )

@@ -1,4 +1,4 @@
-"""Planning: what a bundle's steps cost on this machine, and the drafts that these costs imply for acceptance rates."""
+"""Planning: the step times of a cost table, and the best drafts for given acceptance rates."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """The time of a step by the rows of each of its requests."""
+    """The time of a step with a number of rows per request."""
 
     rows: int
     milliseconds: float
-    ratio: float  # to one row of each
+    ratio: float  # to a step with one row per request
 
 
 @dataclass(frozen=True)
 class PlannedDrafts:
     """The best drafts for one table of acceptance rates."""
 
-    acceptance: tuple[float, ...]  # by depth, behind an accepted token
+    acceptance: tuple[float, ...]  # acceptance rate by depth, given that the token before was accepted
     speedup: float  # over plain decoding
     tokens_per_step: float
-    steps: tuple[PlannedStep, ...]  # by number of draft tokens at hand
+    steps: tuple[PlannedStep, ...]  # by number of available draft tokens
 
 
 def rows_of(costs: StepCosts, requests: int, visible: int) -> list[PlannedRows]:
-    """The times of steps by their rows."""
+    """Step times by number of rows."""
     one = costs.seconds(1, requests, visible)
     return [
         PlannedRows(rows, seconds * 1e3, seconds / one)
@@ -45,7 +45,7 @@ def rows_of(costs: StepCosts, requests: int, visible: int) -> list[PlannedRows]:
 def drafts_of(
     costs: StepCosts, acceptance: Sequence[float], mask_slots: int, requests: int, visible: int
 ) -> PlannedDrafts:
-    """The best drafts; depths beyond the given rates have the last one."""
+    """The best drafts for these acceptance rates; deeper mask slots have the last rate."""
     rates = tuple(acceptance[min(depth, len(acceptance) - 1)] for depth in range(mask_slots))
     reach = list(accumulate(rates, mul))
     seconds = costs.curve(MOST_ROWS, requests=requests, visible=visible)
@@ -56,9 +56,9 @@ def drafts_of(
 
 
 def _mean_time(steps: Sequence[PlannedStep], reach: Sequence[float], rounds: int = 200) -> float:
-    """The average time of a step when each step leaves the next one its draft tokens."""
+    """The mean step time in the long run, where the mask slots of each step yield the draft tokens of the next."""
     reached = [1.0, *reach, 0.0]
-    shares = [1.0] + [0.0] * (len(steps) - 1)  # probability of each number of draft tokens at hand
+    shares = [1.0] + [0.0] * (len(steps) - 1)  # probability of each number of available draft tokens
     total = [0.0] * len(steps)
     for _ in range(rounds):
         after = [0.0] * len(steps)

@@ -1,4 +1,4 @@
-"""Steps: what a step costs by its number of rows, and what the runtime spends around the engine."""
+"""Steps: step time by number of rows, and the time that the runtime spends outside the engine."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class StepCost:
-    """The time of a step with so many rows."""
+    """The time of a step with a number of rows."""
 
     rows: int
     milliseconds: float  # median
-    ratio: float  # to the first number of rows
+    ratio: float  # to the first measured number of rows
 
 
 @dataclass(frozen=True)
 class LoopCost:
-    """What one step of real decoding takes in the engine and around it."""
+    """The time per decode step inside and outside the engine."""
 
     mask_slots: int
     steps: int
     engine_milliseconds: float
-    outside_milliseconds: float  # plans, masks, acceptance, text
+    outside_milliseconds: float  # planning, masks, verification, text
 
 
 def step_costs(engine: Engine, rows: Sequence[int], context: int, rounds: int) -> list[StepCost]:
-    """Median times, the numbers of rows taken in turn in every round, so that they share the machine's moods."""
+    """Median step times; the numbers of rows alternate within each round, so other load affects all of them."""
     random = np.random.default_rng(0)
     batches = [chain_batch(engine, count, context, random) for count in rows]
     times: list[list[float]] = [[] for _ in rows]
@@ -53,18 +53,18 @@ def step_costs(engine: Engine, rows: Sequence[int], context: int, rounds: int) -
 
 
 def chain_batch(engine: Engine, rows: int, context: int, random: np.random.Generator) -> Batch:
-    """Rows in a chain behind `context` slots, the logits of all of them wanted, as in a step that verifies."""
+    """A chain of rows after `context` cached tokens, with the logits of every row, as in a verification step."""
     signature = engine.signature
     visible = visible_length(context + rows)
-    places = np.arange(context, context + rows)
-    mask = (np.arange(visible) <= places[:, None])[None, None]
+    positions = np.arange(context, context + rows)
+    mask = (np.arange(visible) <= positions[:, None])[None, None]
     window = signature.window or visible
-    near = mask & (places[:, None] - np.arange(visible) < window)
+    near = mask & (positions[:, None] - np.arange(visible) < window)
     return Batch(
         first=0,
         input_ids=random.integers(0, signature.vocab_size, (1, rows)),
-        position_ids=places[None].copy(),
-        slot_ids=places[None].copy(),
+        position_ids=positions[None].copy(),
+        slot_ids=positions[None].copy(),
         attention_mask=mask,
         logit_rows=np.arange(rows)[None],
         sliding_attention_mask=near if signature.window else None,
@@ -72,7 +72,7 @@ def chain_batch(engine: Engine, rows: int, context: int, random: np.random.Gener
 
 
 def loop_cost(runtime: Runtime, manifest: Manifest, mask_slots: int, context: int, steps: int) -> LoopCost:
-    """Decode random prompts until so many steps were taken."""
+    """The time per step of decoding random prompts, over at least `steps` steps."""
     random = np.random.default_rng(0)
     inside, outside, count = [], [], 0
     for number in range(1000):
@@ -81,7 +81,7 @@ def loop_cost(runtime: Runtime, manifest: Manifest, mask_slots: int, context: in
             prompt, Decoding(max_tokens=min(48, runtime.max_seq_len - context), mask_slots=mask_slots)
         ) as stream:
             found = stream.completion().statistics
-        if number:  # the first text warms up
+        if number:  # the first completion is a warm-up
             count += found.steps + found.prompt_steps
             inside.append(found.engine_seconds)
             outside.append(found.outside_seconds / (found.steps + found.prompt_steps))

@@ -1,4 +1,4 @@
-"""The GPU's bench: it measures what it says on whatever is there, and one way that fails leaves the others."""
+"""GPU benchmark: every variant is measured, and one that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spaceport.tools.cli.bench.gpu import run_command
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> gpu.GpuBenchOptions:
-    """On the processor, which takes the place of a GPU: the same bundles, the same calls."""
+    """The CPU instead of a GPU: the same bundles and calls."""
     work = tmp_path_factory.mktemp("bench")
     make_checkpoint(work / "tiny", "tiny", dtype="float16")
     return gpu.GpuBenchOptions(
@@ -28,9 +28,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> gpu.GpuBenchOptions:
     )
 
 
-def test_every_way_that_can_be_run_is_measured_and_the_others_say_why_not(options: gpu.GpuBenchOptions) -> None:
-    said: list[str] = []
-    model = gpu.measure_model(options, options.work / "tiny", run_command, said.append)
+def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(options: gpu.GpuBenchOptions) -> None:
+    messages: list[str] = []
+    model = gpu.measure_model(options, options.work / "tiny", run_command, messages.append)
     (found,) = model.measured
     assert (model.name, model.dtype, found.variant) == ("tiny", "float16", EngineVariant("onnxruntime", False))
     assert [step.rows for step in found.steps] == [1, 4]
@@ -38,33 +38,37 @@ def test_every_way_that_can_be_run_is_measured_and_the_others_say_why_not(option
     assert all(cost.milliseconds > 0 for cost in found.outside)
     if device.no_gpu() is not None:
         assert "needs an NVIDIA GPU" in model.failed["tensorrt-rtx"]
-    assert said == ["measuring tiny, onnxruntime"]
+    assert messages == ["measuring tiny, onnxruntime"]
     page = markdown(GpuPage({"GPU": "none"}, [model]))
     assert "| onnxruntime |" in page
     assert "| tensorrt-rtx | " in page
 
 
-def test_a_way_that_fails_leaves_the_others(options: gpu.GpuBenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    def burnt(*arguments: object) -> EngineMeasurement:
-        raise EngineFault("it has caught fire")
+def test_a_variant_that_fails_does_not_stop_the_others(
+    options: gpu.GpuBenchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: object) -> EngineMeasurement:
+        raise EngineFault("the engine failed")
 
-    monkeypatch.setattr(gpu, "measure", burnt)
+    monkeypatch.setattr(gpu, "measure", failing)
     model = gpu.measure_model(options, options.work / "tiny", run_command, lambda what: None)
-    assert model.failed["onnxruntime"] == "it has caught fire"
+    assert model.failed["onnxruntime"] == "the engine failed"
     assert not model.measured
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tensorrt-rtx is there for Linux only")
-def test_a_build_that_fails_tells_its_last_word(options: gpu.GpuBenchOptions) -> None:
+def test_a_build_that_fails_is_reported_with_its_error(options: gpu.GpuBenchOptions) -> None:
     if device.no_gpu() is None:
         pytest.skip("there is a GPU: the build does not fail")
     bundle = gpu.bundle_of(options, options.work / "tiny", "append")
-    told = gpu.build(dataclasses.replace(options, flavours=("tensorrt-rtx",)), bundle, run_command, lambda what: None)
-    assert "exit code" in told["tensorrt-rtx"]
-    assert "NVIDIA" in told["tensorrt-rtx"]
+    outcomes = gpu.build(
+        dataclasses.replace(options, flavours=("tensorrt-rtx",)), bundle, run_command, lambda what: None
+    )
+    assert "exit code" in outcomes["tensorrt-rtx"]
+    assert "NVIDIA" in outcomes["tensorrt-rtx"]
 
 
-def test_the_page_has_a_line_for_each_way_and_each_note() -> None:
+def test_the_page_has_a_row_for_each_variant_and_each_note() -> None:
     variant = EngineVariant("tensorrt", True)
     steps = (StepCost(1, 2.0, 1.0), StepCost(36, 2.5, 1.25))
     found = EngineMeasurement(variant, "cuda:0", steps, (RoundCost(1, 1.0, 9, 0.1, 0.2),), ("a|note",))
@@ -74,7 +78,7 @@ def test_the_page_has_a_line_for_each_way_and_each_note() -> None:
     )
     lines = markdown(GpuPage({"GPU": "one"}, [model], [("audit", "lossless")])).splitlines()
     assert "## 7b: 7.00G weights, float16" in lines
-    assert "| way | 1 | 36 |" in lines
+    assert "| variant | 1 | 36 |" in lines
     assert "| tensorrt, CUDA graphs | 2.00 (1.00) | 2.50 (1.25) |" in lines
     assert "| tensorrt, CUDA graphs | 0.10 | 0.0071 |" in lines
     assert "| tensorrt, no CUDA graphs |  | 0.0071 |" in lines
@@ -83,5 +87,5 @@ def test_the_page_has_a_line_for_each_way_and_each_note() -> None:
     assert "| audit | lossless |" in lines
 
 
-def test_a_table_is_one_line_a_row() -> None:
+def test_each_table_row_is_one_line() -> None:
     assert table(("a", "b"), [("x\ny", "z")]) == "| a | b |\n| --- | --- |\n| x y | z |"

@@ -109,8 +109,8 @@ def _draw_lines(
         {"x": MARGIN, "y": top + 16, "class": "title"},
         "Time per step by number of rows, ms (lower is better)",
     )
-    drawn = [s for s in comparison.subjects if any(metric.name in s.results for metric in steps)]
-    most = max((s.results[m.name].spread.median for s in drawn for m in steps if m.name in s.results), default=1.0)
+    subjects = [s for s in comparison.subjects if any(metric.name in s.results for metric in steps)]
+    most = max((s.results[m.name].spread.median for s in subjects for m in steps if m.name in s.results), default=1.0)
     left, right, base = 60.0, WIDTH - 200.0, top + TITLE + _LINES
     across, up = (right - left) / max(metric.size for metric in steps), _LINES / most
     add(
@@ -123,7 +123,7 @@ def _draw_lines(
     for metric in steps:
         x = left + metric.size * across
         add(drawing, "text", {"x": x, "y": base + 16, "text-anchor": "middle"}, str(metric.size))
-    for index, subject in enumerate(drawn):
+    for index, subject in enumerate(subjects):
         points = [
             (left + metric.size * across, base - subject.results[metric.name].spread.median * up)
             for metric in steps

@@ -1,1 +1,1 @@
-"""Decode benchmark: whether drafts pay, on given prompts or with given acceptance rates."""
+"""Decode benchmark: the speedup of drafts over plain decoding, on given prompts or with given acceptance rates."""

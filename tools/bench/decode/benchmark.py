@@ -1,4 +1,4 @@
-"""Benchmark: a bundle opened once, with a runtime for each mode on the same engine, and everything measured."""
+"""Benchmark: a bundle opened once, with a runtime per mode on the same engine, measured and summarized."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.decode.measuring import measure
 from spaceport.tools.bench.decode.modes import DEFAULT, PLAIN, DecodeMode, modes_for
 from spaceport.tools.bench.decode.options import DecodeOptions
-from spaceport.tools.bench.decode.replay import MadeUpTexts, made_up_texts, replay_runtime
+from spaceport.tools.bench.decode.replay import SyntheticTexts, replay_runtime, synthetic_texts
 from spaceport.tools.bench.decode.summary import DecodeReport, summarized
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
 
-_REPLAYED = (PLAIN, DEFAULT)
+_REPLAY_MODES = (PLAIN, DEFAULT)
 
 
-def benchmark(bundle: Path, file: Path | None, options: DecodeOptions, stage: Callable[[str], None]) -> DecodeReport:
-    """What drafts are worth on a file of prompts, or with the acceptance rates of a replay."""
-    asked = None if file is None else read_prompts(file)[: options.limit]
+def benchmark(
+    bundle: Path, file: Path | None, options: DecodeOptions, on_progress: Callable[[str], None]
+) -> DecodeReport:
+    """The speed of every mode on a prompt file, or with the acceptance rates of a replay."""
+    read = None if file is None else read_prompts(file)[: options.limit]
     modes = _modes(read_manifest(bundle), options)
-    stage("opening the bundle")
+    on_progress("opening the bundle")
     with Runtime.open(
         bundle,
         backend=options.backend,
@@ -37,15 +39,15 @@ def benchmark(bundle: Path, file: Path | None, options: DecodeOptions, stage: Ca
     ) as base:
         engine = f"{type(base.engine).__name__}, {base.engine.device}"
         for note in base.notes:
-            stage(note)
+            on_progress(note)
         prompts: Sequence[TokenizedPrompt] = ()
-        if asked is not None and file is not None:
-            prompts = tokenize_prompts(base, asked, options.max_tokens, file)
+        if read is not None and file is not None:
+            prompts = tokenize_prompts(base, read, options.max_tokens, file)
         texts = None
         if options.replay is not None:
-            texts, prompts = made_up_texts(base, options, [len(one.tokens) for one in prompts])
+            texts, prompts = synthetic_texts(base, options, [len(prompt.tokens) for prompt in prompts])
         with _runtimes(base, modes, options, texts, len(prompts)) as runtimes:
-            measured = measure(modes, runtimes, prompts, options, stage)
+            measured = measure(modes, runtimes, prompts, options, on_progress)
     return DecodeReport(
         bundle.absolute().name,
         engine,
@@ -65,17 +67,17 @@ def _modes(manifest: Manifest, options: DecodeOptions) -> tuple[DecodeMode, ...]
             raise OptionFault(
                 f"--replay has {len(options.replay)} depths: expected at most {most}, the mask slots of the bundle"
             )
-        names = names or _REPLAYED
-        if unknown := [name for name in names if name not in _REPLAYED]:
-            raise OptionFault(f"--modes names {unknown[0]!r} with --replay: expected {' and '.join(_REPLAYED)}")
+        names = names or _REPLAY_MODES
+        if unknown := [name for name in names if name not in _REPLAY_MODES]:
+            raise OptionFault(f"--modes names {unknown[0]!r} with --replay: expected {' and '.join(_REPLAY_MODES)}")
     return modes_for(manifest, options.max_tokens, names, options.fixed)
 
 
 @contextmanager
 def _runtimes(
-    base: Runtime, modes: Sequence[DecodeMode], options: DecodeOptions, texts: MadeUpTexts | None, prompts: int
+    base: Runtime, modes: Sequence[DecodeMode], options: DecodeOptions, texts: SyntheticTexts | None, prompts: int
 ) -> Iterator[dict[str, Runtime]]:
-    """A runtime for each mode, all on one engine: they share nothing that they learn of costs and acceptance."""
+    """A runtime for each mode, all on one engine; none shares what it learns about costs and acceptance."""
     found: dict[str, Runtime] = {}
     queue = options.requests * prompts
     try:

@@ -1,4 +1,4 @@
-"""Measuring: the texts of all modes, interleaved, each compared with the text that has to be the same."""
+"""Measuring: the completions of all modes, interleaved, each compared with that of its reference mode."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.thread_tokens import ThreadTokens, first_difference, thread_tokens_of
 
-WARM_UP = 0  # number of the round that is not measured
+WARM_UP = 0  # number of the round that is not recorded
 _Key = tuple[str, float]  # mode, temperature
 
 
 @dataclass(frozen=True)
-class MeasuredText:
-    """What one text cost."""
+class MeasuredCompletion:
+    """The statistics of one completion."""
 
     mode: str
     temperature: float
     round: int
-    prompt: int  # index
+    prompt: int  # index of the prompt
     statistics: Statistics
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A text that is not the one that it has to be."""
+    """A completion that differs from that of the reference mode."""
 
     mode: str
     reference: str
     temperature: float
     round: int
-    line: int  # of the file of prompts
+    line: int  # line number in the prompt file
     thread: Path
-    token: int  # number of the first token that differs, from 1 behind the prompt or [Child]
-    expected: int | None  # token of the reference; none: its text or thread ends before
-    found: int | None
+    token: int  # number of the first differing token, counted from 1 after the prompt or [Child]
+    expected: int | None  # token id of the reference; None: its thread ended before
+    found: int | None  # token id of the mode; None: its thread ended before
 
 
 @dataclass
 class Measured:
-    """Everything that was measured."""
+    """All measurements of a benchmark."""
 
-    texts: list[MeasuredText] = field(default_factory=list)
+    completions: list[MeasuredCompletion] = field(default_factory=list)
     seconds: dict[tuple[str, float, int], float] = field(default_factory=dict)  # by mode, temperature and round
-    compared: Counter[_Key] = field(default_factory=Counter)  # texts
+    compared: Counter[_Key] = field(default_factory=Counter)  # number of completions
     different: Counter[_Key] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class _Written:
-    """One text."""
+class _Completion:
+    """The statistics and tokens of one completion."""
 
     statistics: Statistics
     threads: Mapping[Path, ThreadTokens]
@@ -71,33 +71,33 @@ def measure(
     runtimes: Mapping[str, Runtime],
     prompts: Sequence[TokenizedPrompt],
     options: DecodeOptions,
-    stage: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> Measured:
-    """The texts of every mode, temperature and prompt, in a warm-up round and in those that count.
+    """The measurements of every mode, temperature and prompt, in a warm-up round and in the recorded rounds.
 
-    One request at a time takes the prompts one by one, with all modes on a prompt before the next; several take all
-    prompts in one mode, then in the next. The order of the modes rotates.
+    With one request at a time, all modes run on a prompt before the next prompt. With concurrent requests, a mode runs on
+    all prompts before the next mode. The order of the modes rotates.
     """
     measured = Measured()
     jobs = _jobs(len(prompts), options.requests)
     for number in range(WARM_UP, options.rounds + 1):
         for temperature in options.temperatures:
             what = "warming up" if number == WARM_UP else f"round {number} of {options.rounds}"
-            stage(f"{what}, temperature {temperature:g}")
-            for turn, batch in enumerate(jobs, number):
-                written = {}
-                for mode in _rotated(modes, turn):
+            on_progress(f"{what}, temperature {temperature:g}")
+            for rotation, batch in enumerate(jobs, number):
+                completions = {}
+                for mode in _rotated(modes, rotation):
                     started = perf_counter()
-                    written[mode.name] = _write(runtimes[mode.name], mode, temperature, prompts, batch, options)
+                    completions[mode.name] = _generate(runtimes[mode.name], mode, temperature, prompts, batch, options)
                     _add_seconds(measured, mode, temperature, number, perf_counter() - started)
-                _keep(measured, modes, written, prompts, batch, temperature, number)
+                _add(measured, modes, completions, prompts, batch, temperature, number)
     return measured
 
 
 def difference(found: Mapping[Path, ThreadTokens], expected: Mapping[Path, ThreadTokens]) -> tuple[Path, int] | None:
-    """The first thread that differs, and the index of its first token that does, prompt included; none: all are the same.
+    """The first thread that differs and the position of its first differing token; None if all threads are equal.
 
-    Where all threads together had no room left, they end where they happened to be.
+    The lengths of threads that were cut because KV slots ran out are not compared.
     """
     for path in sorted(found.keys() | expected.keys()):
         one, other = found.get(path), expected.get(path)
@@ -105,47 +105,47 @@ def difference(found: Mapping[Path, ThreadTokens], expected: Mapping[Path, Threa
             parents = [threads.get(path[:-1]) for threads in (found, expected)]
             if any(parent is None or parent.cut for parent in parents):
                 continue
-            return path, (one or other).start  # type: ignore[union-attr]  # one of them is there
-        place = first_difference(one, other)
+            return path, (one or other).start  # type: ignore[union-attr]  # one of them exists
+        position = first_difference(one, other)
         shorter = min(len(one.tokens), len(other.tokens))
-        if place is not None and not ((one.cut or other.cut) and place >= shorter):
-            return path, place
+        if position is not None and not ((one.cut or other.cut) and position >= shorter):
+            return path, position
     return None
 
 
 def _jobs(prompts: int, requests: int) -> list[list[int]]:
-    """The prompts that are asked together: one by one, or all of them, as often as it takes to occupy all requests."""
+    """The prompts of each batch: one by one, or all of them, repeated until they fill all concurrent requests."""
     if requests == 1:
         return [[prompt] for prompt in range(prompts)]
     return [list(range(prompts)) * -(-requests // prompts)]
 
 
-def _rotated(modes: Sequence[DecodeMode], turn: int) -> Iterator[DecodeMode]:
+def _rotated(modes: Sequence[DecodeMode], rotation: int) -> Iterator[DecodeMode]:
     for index in range(len(modes)):
-        yield modes[(index + turn) % len(modes)]
+        yield modes[(index + rotation) % len(modes)]
 
 
-def _write(
+def _generate(
     runtime: Runtime,
     mode: DecodeMode,
     temperature: float,
     prompts: Sequence[TokenizedPrompt],
     batch: Sequence[int],
     options: DecodeOptions,
-) -> list[_Written]:
-    """The texts of some prompts; as many clients as there are concurrent requests take them in turn."""
+) -> list[_Completion]:
+    """The completions of a batch of prompts, requested by one client per concurrent request."""
     sampling = Sampling(temperature=temperature, seed=options.seed if temperature else None)
     decoding = replace(mode.decoding, sampling=sampling)
     child = runtime.bundle.manifest.tokens.child
 
-    def write(prompt: int) -> _Written:
+    def generate(prompt: int) -> _Completion:
         completion = runtime.generate(list(prompts[prompt].tokens), decoding)
-        return _Written(completion.statistics, thread_tokens_of(completion, child))
+        return _Completion(completion.statistics, thread_tokens_of(completion, child))
 
     if options.requests == 1:
-        return [write(prompt) for prompt in batch]
+        return [generate(prompt) for prompt in batch]
     with ThreadPoolExecutor(options.requests) as clients:
-        return list(clients.map(write, batch))
+        return list(clients.map(generate, batch))
 
 
 def _add_seconds(measured: Measured, mode: DecodeMode, temperature: float, number: int, seconds: float) -> None:
@@ -153,31 +153,34 @@ def _add_seconds(measured: Measured, mode: DecodeMode, temperature: float, numbe
     measured.seconds[key] = measured.seconds.get(key, 0.0) + seconds
 
 
-def _keep(
+def _add(
     measured: Measured,
     modes: Sequence[DecodeMode],
-    written: Mapping[str, Sequence[_Written]],
+    completions: Mapping[str, Sequence[_Completion]],
     prompts: Sequence[TokenizedPrompt],
     batch: Sequence[int],
     temperature: float,
     number: int,
 ) -> None:
-    """Note what the texts cost unless they warmed up, and compare them."""
+    """Record the completions of a batch, except in the warm-up, and compare them."""
     for mode in modes:
-        for text, expected, prompt in zip(written[mode.name], written[mode.reference], batch, strict=True):
+        for completion, expected, prompt in zip(
+            completions[mode.name], completions[mode.reference], batch, strict=True
+        ):
             if number != WARM_UP:
-                measured.texts.append(MeasuredText(mode.name, temperature, number, prompt, text.statistics))
+                statistics = completion.statistics
+                measured.completions.append(MeasuredCompletion(mode.name, temperature, number, prompt, statistics))
             if mode.name == mode.reference:
                 continue
             measured.compared[mode.name, temperature] += 1
-            if (found := difference(text.threads, expected.threads)) is not None:
+            if (found := difference(completion.threads, expected.threads)) is not None:
                 measured.different[mode.name, temperature] += 1
-                threads = (expected.threads, text.threads)
-                told = _told(mode, temperature, number, prompts[prompt].line, found, threads)
-                measured.differences.append(told)
+                threads = (expected.threads, completion.threads)
+                line = prompts[prompt].line
+                measured.differences.append(_difference(mode, temperature, number, line, found, threads))
 
 
-def _told(
+def _difference(
     mode: DecodeMode,
     temperature: float,
     number: int,
@@ -185,10 +188,10 @@ def _told(
     found: tuple[Path, int],
     threads: tuple[Mapping[Path, ThreadTokens], Mapping[Path, ThreadTokens]],
 ) -> Difference:
-    path, place = found
-    lines = [each.get(path) for each in threads]
-    start = next(each.start for each in lines if each is not None)
-    expected, written = (
-        each.tokens[place] if each is not None and place < len(each.tokens) else None for each in lines
+    path, position = found
+    both = [each.get(path) for each in threads]
+    start = next(each.start for each in both if each is not None)
+    expected, token = (
+        each.tokens[position] if each is not None and position < len(each.tokens) else None for each in both
     )
-    return Difference(mode.name, mode.reference, temperature, number, line, path, place - start + 1, expected, written)
+    return Difference(mode.name, mode.reference, temperature, number, line, path, position - start + 1, expected, token)

@@ -1,4 +1,4 @@
-"""Modes: the ways to decode that are compared, each with the mode that has to write the same texts."""
+"""Modes: the decoding modes that are compared, each with the reference mode that must generate the same tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ PLAIN, DEFAULT, FORKED = "plain", "default", "forked"
 MODES = (PLAIN, "lookup", "masks", DEFAULT, FORKED, "forked+drafted")
 _MASKED = ("masks",)  # modes that need mask slots
 _FORKING = (FORKED, "forked+drafted")
-_EXPECTED = f"expected names with commas between them, of {', '.join(MODES)}"
+_EXPECTED = f"expected comma-separated names among {', '.join(MODES)}"
 
 
 @dataclass(frozen=True)
 class DecodeMode:
-    """One way to decode."""
+    """A named decoding mode."""
 
     name: str
     decoding: Decoding  # greedy
-    reference: str  # mode that writes the same texts without drafts
+    reference: str  # name of the mode without drafts that generates the same tokens
 
 
 def parse_modes(text: str) -> tuple[str, ...]:
@@ -36,9 +36,9 @@ def parse_modes(text: str) -> tuple[str, ...]:
 def modes_for(
     manifest: Manifest, max_tokens: int, names: Sequence[str] | None = None, fixed: Sequence[int] = ()
 ) -> tuple[DecodeMode, ...]:
-    """The modes of these names, or all that a bundle has; plain decoding first, and what their texts are compared with.
+    """The modes with these names, or all that the bundle supports; their reference modes are always included.
 
-    `fixed` are chains of so many mask slots, whatever is accepted.
+    Each number in `fixed` adds a mode with chains of that many mask slots in every step.
     """
     for name in names or ():
         _check(name, manifest)
@@ -50,7 +50,7 @@ def modes_for(
 
 
 def _all_of(manifest: Manifest) -> list[str]:
-    """Without mask slots the default is prompt lookup."""
+    """All modes that the bundle supports; without mask slots "default" is prompt lookup, so "lookup" is left out."""
     left_out = {
         *(() if manifest.max_mask_slots else (*_MASKED, "lookup")),
         *(() if manifest.tokens.fork is not None else _FORKING),

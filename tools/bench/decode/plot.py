@@ -1,4 +1,4 @@
-"""Plot: a benchmark as one SVG picture: bars for speed and latency, lines for acceptance by depth."""
+"""Plot: a benchmark as an SVG picture: bars for speedup and latency, lines for acceptance rate by depth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINES, _LEFT, _LEGEND = 180.0, 60.0, 200.0  # pixels
 
 
 def plot_of(report: DecodeReport) -> str:
-    """The picture as the text of an SVG file."""
+    """The picture as SVG text."""
     names = dict.fromkeys(mode.mode for mode in report.modes)
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     panels = list(_panels(report, colours))
@@ -24,7 +24,7 @@ def plot_of(report: DecodeReport) -> str:
     top = TITLE * 2 if report.replay else TITLE
     height = top + sum(panel.height for panel in panels) + lines * len(drafting)
     machine = f"{report.options.threads or 'all'} thread(s), {report.machine.cpu}"
-    drawing = blank(height, f"Speed of drafts on {report.bundle}", f"{report.bundle}, {machine}")
+    drawing = blank(height, f"Speedup of drafts on {report.bundle}", f"{report.bundle}, {machine}")
     if report.options.replay is not None:
         rates = ", ".join(f"{rate:g}" for rate in report.options.replay)
         add(drawing, "text", {"x": MARGIN, "y": TITLE + 12}, f"{REPLAY_LABEL}: {rates}")
@@ -52,7 +52,7 @@ def _panels(report: DecodeReport, colours: dict[str, str]) -> Iterator[Panel]:
             if (p50 := mode.first_token_p50)
         )
         if len(speedups) > 1:
-            yield Panel(f"speed-up over plain decoding, 95 % interval, {at} (higher is better)", speedups)
+            yield Panel(f"speedup over plain decoding, 95 % interval, {at} (higher is better)", speedups)
         yield Panel(f"time to first token, p50 to p95, ms, {at} (lower is better)", first)
 
 
@@ -63,10 +63,10 @@ def _speedup(mode: ModeSummary) -> Spread | None:
 
 
 def _draw_rates(drawing: Element, modes: list[ModeSummary], colours: dict[str, str], top: float) -> None:
-    title = f"accepted of the draft tokens at each depth, temperature {modes[0].temperature:g}"
+    title = f"acceptance rate by depth, temperature {modes[0].temperature:g}"
     add(drawing, "text", {"x": MARGIN, "y": top + 16, "class": "title"}, title)
-    drawn = [mode for mode in modes if mode.by_depth]
-    deepest = max(len(mode.by_depth) for mode in drawn)
+    drafting = [mode for mode in modes if mode.by_depth]
+    deepest = max(len(mode.by_depth) for mode in drafting)
     right, base = WIDTH - _LEGEND, top + TITLE + _LINES
     across = (right - _LEFT) / max(1, deepest - 1)
     frame = path([(_LEFT, base - _LINES), (_LEFT, base), (right, base)])
@@ -76,7 +76,7 @@ def _draw_rates(drawing: Element, modes: list[ModeSummary], colours: dict[str, s
     for depth in range(deepest):
         x = _LEFT + depth * across
         add(drawing, "text", {"x": x, "y": base + 16, "text-anchor": "middle"}, str(depth + 1))
-    for index, mode in enumerate(drawn):
+    for index, mode in enumerate(drafting):
         points = [(_LEFT + depth * across, base - rate.rate * _LINES) for depth, rate in enumerate(mode.by_depth)]
         colour = colours[mode.mode]
         add(drawing, "path", {"d": path(points), "stroke": colour, "stroke-width": 2, "fill": "none"})

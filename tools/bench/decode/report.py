@@ -1,4 +1,4 @@
-"""Report: a benchmark as Markdown tables, which a terminal shows too."""
+"""Report: a benchmark as Markdown tables, which are also printed to the terminal."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _lines(report: DecodeReport) -> Iterator[str]:
     machine = report.machine
     yield (
         f"{report.bundle} on {report.engine}; {machine.cpu} ({machine.cores} cores), "
-        f"{options.threads or 'all'} thread(s). {report.prompts} prompts, {options.max_tokens} tokens, "
-        f"{options.requests} request(s) at a time, {options.rounds} rounds behind a warm-up."
+        f"{options.threads or 'all'} thread(s). {report.prompts} prompts, {options.max_tokens} tokens each, "
+        f"{options.requests} concurrent request(s), {options.rounds} rounds after a warm-up."
     )
     yield ""
     yield from speeds(report)
@@ -42,23 +42,23 @@ def _lines(report: DecodeReport) -> Iterator[str]:
 
 
 def speeds(report: DecodeReport) -> Iterator[str]:
-    """Speed and latency, a row for each mode and temperature."""
+    """The table of speed and latency: a row per mode and temperature."""
     yield from header(
         [
-            *("mode", "temperature", "tokens/s", "to plain (range)"),
-            *("speed-up of prompts (95 % interval)", "worst prompt", "best prompt"),
-            *("first token p50, ms", "p95, ms", "tokens per step", "outside the engine", "texts"),
+            *("mode", "temperature", "tokens/s", "ratio to plain (range)"),
+            *("speedup per prompt (95 % interval)", "worst prompt", "best prompt"),
+            *("first token p50, ms", "p95, ms", "tokens per step", "outside the engine", "output"),
         ]
     )
     for mode in report.modes:
         rates = [number(mode.tokens_per_second), _ratio(mode.throughput_ratio)]
         latency = [number(seconds * 1e3) for seconds in (mode.first_token_p50, mode.first_token_p95)]
-        rest = [f"{mode.tokens_per_step:.2f}", f"{mode.outside_share:.0%}", _same(mode)]
+        rest = [f"{mode.tokens_per_step:.2f}", f"{mode.outside_share:.0%}", _output(mode)]
         yield row([mode.mode, f"{mode.temperature:g}", *rates, *_speedup(mode.speedup), *latency, *rest])
 
 
 def rates_of(report: DecodeReport) -> Iterator[str]:
-    """Acceptance, a row for each mode and temperature that drafts."""
+    """The table of acceptance rates: a row per mode and temperature with drafts."""
     depths = min(_DEPTHS, max(len(mode.by_depth) for mode in report.modes))
     columns = ["mode", "temperature", "mean acceptance length", *(f"depth {depth + 1}" for depth in range(depths))]
     yield from header([*columns, *_SOURCES.values()])
@@ -66,30 +66,30 @@ def rates_of(report: DecodeReport) -> Iterator[str]:
         if mode.by_depth:
             by_depth = [_rate(mode.by_depth[depth] if depth < len(mode.by_depth) else None) for depth in range(depths)]
             by_source = [_rate(mode.by_source.get(source)) for source in _SOURCES]
-            yield row([mode.mode, f"{mode.temperature:g}", f"{mode.acceptance_length:.2f}", *by_depth, *by_source])
+            yield row([mode.mode, f"{mode.temperature:g}", f"{mode.mean_acceptance_length:.2f}", *by_depth, *by_source])
 
 
 def conclusions(report: DecodeReport) -> Iterator[str]:
-    """Whether the default drafts pay, and every text that is not what it has to be."""
+    """Whether the default drafts pay, and the completions that differ from their reference."""
     if (table := report.options.replay) is not None:
         implied = f"{implied_tokens_per_step(table):.2f} tokens per step"
-        yield f"- By the table a chain of {len(table)} mask slots writes {implied}; each text's first step has no drafts."
+        yield f"- The table implies {implied} for a chain of {len(table)} mask slots; the first step of a completion has no drafts."
     yield from (f"- {_verdict(mode, report.options.requests)}" for mode in report.modes if mode.mode == DEFAULT)
     compared = sum(mode.compared for mode in report.modes)
     if report.identical:
-        yield f"- All {compared} compared texts are identical."
+        yield f"- All {compared} compared completions are identical."
     else:
-        yield f"- {len(report.differences)} of {compared} compared texts DIFFER; `spaceport audit` tells rounding from faults:"
-        yield from (f"  - {_told(difference)}" for difference in report.differences[:_SHOWN])
+        yield f"- {len(report.differences)} of {compared} compared completions DIFFER; `spaceport audit` separates rounding from faults:"
+        yield from (f"  - {_described(difference)}" for difference in report.differences[:_SHOWN])
         if (more := len(report.differences) - _SHOWN) > 0:
             yield f"  - {more} more: --json lists them"
 
 
 def _verdict(mode: ModeSummary, requests: int) -> str:
-    """One request at a time is judged by its prompts, several by the tokens/s of all."""
+    """The verdict on the default drafts: by prompt for single requests, by total tokens/s for concurrent ones."""
     speedup, ratio = mode.speedup, mode.throughput_ratio
     if speedup is None or ratio is None:
-        return f"Temperature {mode.temperature:g}: all texts are empty."
+        return f"Temperature {mode.temperature:g}: all completions are empty."
     found, low, high = speedup.mean, speedup.low, speedup.high
     figure, interval = f"times the speed of {PLAIN} decoding", "95 % interval"
     if requests > 1:
@@ -102,10 +102,10 @@ def _verdict(mode: ModeSummary, requests: int) -> str:
     )
 
 
-def _told(difference: Difference) -> str:
+def _described(difference: Difference) -> str:
     thread = f", thread {'.'.join(map(str, difference.thread))}" if difference.thread else ""
     expected, found = (
-        "its end" if token is None else f"token id {token}" for token in (difference.expected, difference.found)
+        "the end" if token is None else f"token id {token}" for token in (difference.expected, difference.found)
     )
     when = f"round {difference.round}" if difference.round else "warm-up"
     return (
@@ -126,7 +126,7 @@ def _speedup(speedup: Speedup | None) -> list[str]:
     return [mean, *(f"{ratio:.2f} (line {line})" for ratio, line in ends)]
 
 
-def _same(mode: ModeSummary) -> str:
+def _output(mode: ModeSummary) -> str:
     if mode.reference is None:
         return "reference"
     return f"{mode.different} of {mode.compared} DIFFER" if mode.different else f"same as {mode.reference}"

@@ -1,4 +1,4 @@
-"""Speed-up: how many times as fast a mode is as plain decoding in the same round, with what chance may have done to it."""
+"""Speedup: the speed of a mode relative to plain decoding in the same round, with a bootstrap interval."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Speedup:
     """The geometric mean over prompts of each prompt's median over rounds."""
 
     mean: float
-    low: float  # 95 % bootstrap interval, over prompts and rounds
+    low: float  # lower end of the 95 % bootstrap interval over prompts and rounds
     high: float
     worst: float
-    worst_line: int  # of the file of prompts
+    worst_line: int  # line number in the prompt file
     best: float
     best_line: int
-    prompts: int  # those that have text
+    prompts: int  # number of prompts with a non-empty completion
 
 
 def speedup_of(ratios: Mapping[int, Sequence[float]], seed: int) -> Speedup | None:
-    """The speed-up from the ratios of each prompt, by its line: as many for each; none without prompts."""
+    """The speedup from the ratios of each prompt's rounds, by line number; None without prompts."""
     if not ratios:
         return None
     lines = list(ratios)
@@ -41,11 +41,11 @@ def speedup_of(ratios: Mapping[int, Sequence[float]], seed: int) -> Speedup | No
 
 
 def _resampled(logs: np.ndarray, seed: int) -> np.ndarray:
-    """The logarithm of the mean in resamples: prompts are drawn again, and the rounds of each of them."""
+    """The logarithm of the mean in bootstrap resamples of the prompts and of each prompt's rounds."""
     random = np.random.default_rng(seed)
     prompts, rounds = logs.shape
     found = np.empty(_RESAMPLES)
     for index in range(_RESAMPLES):
-        drawn = random.integers(0, prompts, (prompts, 1)), random.integers(0, rounds, (prompts, rounds))
-        found[index] = np.median(logs[drawn], axis=1).mean()
+        sample = random.integers(0, prompts, (prompts, 1)), random.integers(0, rounds, (prompts, rounds))
+        found[index] = np.median(logs[sample], axis=1).mean()
     return found

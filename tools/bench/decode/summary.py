@@ -1,4 +1,4 @@
-"""Summary: what was measured of each mode and temperature, as data for JSON, tables and the picture."""
+"""Summary: the results of each mode and temperature, as data for JSON, tables and the plot."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 
 from spaceport.tools.bench.compare.machine import Machine
 from spaceport.tools.bench.compare.summary import Spread, spread
-from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredText
+from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredCompletion
 from spaceport.tools.bench.decode.modes import PLAIN, DecodeMode
 from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.bench.decode.speedup import Speedup, speedup_of
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 
-REPLAY_LABEL = "REPLAY: real steps, made-up text; acceptance follows the given table, not the model"
+REPLAY_LABEL = "REPLAY: real engine steps, synthetic text; acceptance rates from the given table, not from the model"
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Draft tokens of one depth or source."""
+    """The draft tokens of one depth or source."""
 
     drafted: int
     accepted: int
@@ -34,15 +34,15 @@ class Rate:
 
 @dataclass(frozen=True)
 class PromptSummary:
-    """One prompt in one mode, medians over the rounds."""
+    """One prompt in one mode: medians over the rounds."""
 
-    line: int  # of the file of prompts
+    line: int  # line number in the prompt file
     prompt_tokens: int
     tokens: int
-    tokens_per_second: float  # of its requests, prompt included
+    tokens_per_second: float  # generated tokens, prefill time included
     first_token_seconds: float
     tokens_per_step: float
-    speedup: float | None  # over plain decoding; none: it is that, or the text is empty
+    speedup: float | None  # over plain decoding; None for plain decoding and for empty completions
 
 
 @dataclass(frozen=True)
@@ -51,25 +51,25 @@ class ModeSummary:
 
     mode: str
     temperature: float
-    tokens_per_second: float  # median of the rounds, all requests together, prompts included
-    throughput_ratio: Spread | None  # of those tokens/s to plain decoding's in the same round; none: it is that
-    speedup: Speedup | None  # of single prompts over plain decoding; none: it is that, or all texts are empty
+    tokens_per_second: float  # median of the rounds, of all requests together, prefill time included
+    throughput_ratio: Spread | None  # to plain decoding's tokens/s in the same round; None for plain decoding
+    speedup: Speedup | None  # per prompt over plain decoding; None for plain decoding and for empty completions
     first_token_p50: float  # seconds
     first_token_p95: float
     tokens_per_step: float
-    acceptance_length: float  # 1 + accepted / steps
+    mean_acceptance_length: float  # 1 + accepted / steps
     by_depth: tuple[Rate, ...]
     by_source: dict[str, Rate]
-    outside_share: float  # of the time, outside the engine
-    reference: str | None  # mode with the same texts; none: it is a reference itself
-    compared: int  # texts, the warm-up's included
-    different: int
+    outside_share: float  # share of the time outside the engine
+    reference: str | None  # mode with the same output; None for a reference mode
+    compared: int  # completions compared with the reference, warm-up included
+    different: int  # those that differ
     prompts: tuple[PromptSummary, ...]
 
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """A whole benchmark."""
+    """The results of a benchmark."""
 
     bundle: str
     engine: str
@@ -81,7 +81,7 @@ class DecodeReport:
 
     @property
     def identical(self) -> bool:
-        """Whether every text is the one that it has to be."""
+        """Whether every completion equals that of its reference mode."""
         return not self.differences
 
     @property
@@ -89,7 +89,7 @@ class DecodeReport:
         return self.options.replay is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for machines."""
+        """The report as JSON data."""
         data = asdict(self)
         for mode, summary in zip(data["modes"], self.modes, strict=True):
             mode["by_depth"] = [{**asdict(rate), "rate": rate.rate} for rate in summary.by_depth]
@@ -101,37 +101,39 @@ class DecodeReport:
 def summarized(
     measured: Measured, modes: Sequence[DecodeMode], prompts: Sequence[TokenizedPrompt], options: DecodeOptions
 ) -> tuple[ModeSummary, ...]:
-    """The summaries, temperature after temperature."""
-    return tuple(_mode(measured, mode, heat, prompts, options) for heat in options.temperatures for mode in modes)
+    """The summaries of all modes, temperature by temperature."""
+    return tuple(
+        _mode(measured, mode, temperature, prompts, options) for temperature in options.temperatures for mode in modes
+    )
 
 
 def _mode(
-    measured: Measured, mode: DecodeMode, heat: float, prompts: Sequence[TokenizedPrompt], options: DecodeOptions
+    measured: Measured, mode: DecodeMode, temperature: float, prompts: Sequence[TokenizedPrompt], options: DecodeOptions
 ) -> ModeSummary:
-    own = [text for text in measured.texts if (text.mode, text.temperature) == (mode.name, heat)]
-    plain = [text for text in measured.texts if (text.mode, text.temperature) == (PLAIN, heat)]
-    rates, plain_rates = ([_rate(measured, texts, number) for number in _rounds(options)] for texts in (own, plain))
-    found = [text.statistics for text in own]
+    own = [one for one in measured.completions if (one.mode, one.temperature) == (mode.name, temperature)]
+    plain = [one for one in measured.completions if (one.mode, one.temperature) == (PLAIN, temperature)]
+    rates, plain_rates = ([_rate(measured, each, number) for number in _rounds(options)] for each in (own, plain))
+    found = [one.statistics for one in own]
     ratios = {} if mode.name == PLAIN else _ratios(own, plain, prompts)
     steps, accepted = sum(s.steps for s in found), sum(sum(s.accepted_by_depth) for s in found)
     outside, engine = sum(s.outside_seconds for s in found), sum(s.engine_seconds for s in found)
     p50, p95 = np.quantile([s.first_token_seconds for s in found], (0.5, 0.95)).tolist()
     return ModeSummary(
         mode=mode.name,
-        temperature=heat,
+        temperature=temperature,
         tokens_per_second=numbers.median(rates),
         throughput_ratio=_ratio(rates, plain_rates) if mode.name != PLAIN else None,
         speedup=speedup_of(ratios, options.seed),
         first_token_p50=p50,
         first_token_p95=p95,
         tokens_per_step=sum(s.tokens for s in found) / max(1, steps),
-        acceptance_length=1 + accepted / max(1, steps),
+        mean_acceptance_length=1 + accepted / max(1, steps),
         by_depth=_by_depth(own),
         by_source=_by_source(own),
         outside_share=outside / (outside + engine),
         reference=None if mode.name == mode.reference else mode.reference,
-        compared=measured.compared[mode.name, heat],
-        different=measured.different[mode.name, heat],
+        compared=measured.compared[mode.name, temperature],
+        different=measured.different[mode.name, temperature],
         prompts=tuple(_prompts(own, ratios, prompts)),
     )
 
@@ -140,10 +142,10 @@ def _rounds(options: DecodeOptions) -> range:
     return range(1, options.rounds + 1)
 
 
-def _rate(measured: Measured, texts: Sequence[MeasuredText], number: int) -> float:
-    """Tokens by seconds of all texts of a round."""
-    seconds = measured.seconds[texts[0].mode, texts[0].temperature, number]
-    return sum(text.statistics.tokens for text in texts if text.round == number) / seconds
+def _rate(measured: Measured, completions: Sequence[MeasuredCompletion], number: int) -> float:
+    """Tokens per second over all completions of a round."""
+    seconds = measured.seconds[completions[0].mode, completions[0].temperature, number]
+    return sum(one.statistics.tokens for one in completions if one.round == number) / seconds
 
 
 def _ratio(rates: Sequence[float], plain_rates: Sequence[float]) -> Spread | None:
@@ -153,9 +155,9 @@ def _ratio(rates: Sequence[float], plain_rates: Sequence[float]) -> Spread | Non
 
 
 def _ratios(
-    own: Iterable[MeasuredText], plain: Iterable[MeasuredText], prompts: Sequence[TokenizedPrompt]
+    own: Iterable[MeasuredCompletion], plain: Iterable[MeasuredCompletion], prompts: Sequence[TokenizedPrompt]
 ) -> dict[int, list[float]]:
-    """Rates of a mode by rates of plain decoding in the same round, by line; prompts without text are left out."""
+    """Speed ratios to plain decoding in the same round, by line number; empty completions are left out."""
     ratios: dict[int, list[float]] = {}
     for text, other in zip(own, plain, strict=True):
         assert (text.round, text.prompt) == (other.round, other.prompt)
@@ -166,10 +168,10 @@ def _ratios(
 
 
 def _prompts(
-    own: Sequence[MeasuredText], ratios: dict[int, list[float]], prompts: Sequence[TokenizedPrompt]
+    own: Sequence[MeasuredCompletion], ratios: dict[int, list[float]], prompts: Sequence[TokenizedPrompt]
 ) -> Iterable[PromptSummary]:
     for index, prompt in enumerate(prompts):
-        found = [text.statistics for text in own if text.prompt == index]
+        found = [one.statistics for one in own if one.prompt == index]
         yield PromptSummary(
             prompt.line,
             len(prompt.tokens),
@@ -181,13 +183,13 @@ def _prompts(
         )
 
 
-def _by_depth(texts: Iterable[MeasuredText]) -> tuple[Rate, ...]:
+def _by_depth(completions: Iterable[MeasuredCompletion]) -> tuple[Rate, ...]:
     drafted: list[int] = []
     accepted: list[int] = []
-    for text in texts:
+    for one in completions:
         for totals, counts in (
-            (drafted, text.statistics.drafted_by_depth),
-            (accepted, text.statistics.accepted_by_depth),
+            (drafted, one.statistics.drafted_by_depth),
+            (accepted, one.statistics.accepted_by_depth),
         ):
             totals += [0] * (len(counts) - len(totals))
             for depth, count in enumerate(counts):
@@ -195,11 +197,11 @@ def _by_depth(texts: Iterable[MeasuredText]) -> tuple[Rate, ...]:
     return tuple(Rate(*pair) for pair in zip(drafted, accepted, strict=True))
 
 
-def _by_source(texts: Iterable[MeasuredText]) -> dict[str, Rate]:
+def _by_source(completions: Iterable[MeasuredCompletion]) -> dict[str, Rate]:
     found: dict[str, Rate] = {}
-    for text in texts:
-        for source, count in text.statistics.drafted_by_source.items():
+    for one in completions:
+        for source, count in one.statistics.drafted_by_source.items():
             before = found.get(source, Rate(0, 0))
-            accepted = text.statistics.accepted_by_source.get(source, 0)
+            accepted = one.statistics.accepted_by_source.get(source, 0)
             found[source] = Rate(before.drafted + count, before.accepted + accepted)
     return dict(sorted(found.items()))

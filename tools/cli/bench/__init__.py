@@ -1,4 +1,4 @@
-"""`spaceport bench`: measurements of this machine, each a command in a module of its own."""
+"""`spaceport bench`: the benchmark commands, one module each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from spaceport.tools.cli.lazy import LazyGroup
 
 
 class Benchmarks(LazyGroup):
-    """The benchmarks."""
+    """The benchmark commands."""
 
     package = "spaceport.tools.cli.bench"
     summaries: ClassVar = {
-        "steps": "Time of a step by its number of rows.",
-        "outside": "Time of a round outside the engine.",
-        "decode": "Whether drafts pay on given prompts.",
-        "load": "Throughput and latency under load.",
-        "compare": "The same checkpoint in Spaceport and in other runtimes.",
-        "gpu": "Everything that runs on this machine's GPU, as one page.",
+        "steps": "Time per step by number of rows.",
+        "outside": "Time per step outside the engine.",
+        "decode": "Speedup of drafts over plain decoding on your prompts.",
+        "load": "Throughput and latency of concurrent requests.",
+        "compare": "A checkpoint in Spaceport and in other runtimes.",
+        "gpu": "Build, check, audit and time everything on this machine's GPU.",
     }
 
 
 @click.command("bench", cls=Benchmarks)
 def command() -> None:
-    """Measure what steps cost on this machine."""
+    """Measure speed on this machine."""

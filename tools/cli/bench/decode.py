@@ -1,17 +1,19 @@
-"""`spaceport bench decode`: whether drafts pay on given prompts."""
+"""`spaceport bench decode`: the speedup of drafts over plain decoding."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.decode.benchmark import benchmark
 from spaceport.tools.bench.decode.modes import MODES, parse_modes
-from spaceport.tools.bench.decode.options import REPLAYED, DecodeOptions, parse_counts, parse_numbers
+from spaceport.tools.bench.decode.options import REPLAY_PROMPTS, DecodeOptions, parse_counts, parse_numbers
 from spaceport.tools.bench.decode.plot import plot_of
 from spaceport.tools.bench.decode.report import markdown_of
+from spaceport.tools.bench.decode.summary import DecodeReport
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
@@ -20,6 +22,7 @@ from spaceport.tools.cli.options import (
     backend_option,
     bundle_argument,
     json_option,
+    options,
     refuse_unused,
     threads_option,
     trust_engines_option,
@@ -29,108 +32,124 @@ from spaceport.tools.terminal.screen import show_json, stages
 
 
 class Decode(Sectioned):
-    """The command with its options under headings."""
+    """The command with its options in groups."""
 
-    headings = {"max_tokens": "What is decoded", "replay": "Replay", "backend": "Engine", "markdown": "Output"}  # noqa: RUF012
+    headings = {"max_tokens": "Workload", "replay": "Replay", "backend": "Engine", "markdown": "Output"}  # noqa: RUF012
+
+
+workload = options(
+    click.option(
+        "--max-tokens", default=DecodeOptions.max_tokens, show_default=True, metavar="N", help="Tokens per completion."
+    ),
+    click.option(
+        "--limit", type=int, metavar="N", help=f"Use only the first N prompts; of a replay {REPLAY_PROMPTS} by default."
+    ),
+    click.option(
+        "--temperatures", default="0", show_default=True, metavar="T,T,…", help="Sampling temperatures; 0 = greedy."
+    ),
+    click.option(
+        "--modes", metavar="NAME,…", help=f"Modes among {', '.join(MODES)}; default: all that the bundle supports."
+    ),
+    click.option("--fixed", metavar="K,K,…", help="Also measure chains of K mask slots in every step."),
+    click.option("--requests", default=1, show_default=True, metavar="N", help="Concurrent requests."),
+    click.option(
+        "--rounds",
+        default=DecodeOptions.rounds,
+        show_default=True,
+        metavar="N",
+        help="Measured rounds after a warm-up.",
+    ),
+    click.option(
+        "--seed", default=0, show_default=True, metavar="N", help="Seed of sampling, of intervals and of a replay."
+    ),
+    click.option("--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens."),
+)
+
+replay_options = options(
+    click.option(
+        "--replay", metavar="P,P,…", help="Run real steps on synthetic text with this acceptance rate by depth."
+    ),
+    click.option(
+        "--context", default=DecodeOptions.context, show_default=True, metavar="N", help="Prompt tokens of a replay."
+    ),
+)
+
+output = options(
+    click.option("--markdown", type=PATH, metavar="FILE", help="Also write the tables to FILE."),
+    click.option("--plot", type=PATH, metavar="FILE", help="Write an SVG plot to FILE."),
+    json_option("the report"),
+)
 
 
 @click.command("decode", cls=Decode)
 @bundle_argument
 @click.argument("prompts", type=PATH, required=False)
-@click.option(
-    "--max-tokens", default=DecodeOptions.max_tokens, show_default=True, metavar="N", help="Tokens of each text."
-)
-@click.option("--limit", type=int, metavar="N", help=f"Only the first N prompts; of a replay: {REPLAYED}.")
-@click.option(
-    "--temperatures", default="0", show_default=True, metavar="T,T,…", help="Sampling temperatures; 0 = greedy."
-)
-@click.option("--modes", metavar="NAME,…", help=f"Of {', '.join(MODES)}; default: all that the bundle has.")
-@click.option("--fixed", metavar="K,K,…", help="Also chains of K mask slots in every step.")
-@click.option("--requests", default=1, show_default=True, metavar="N", help="Concurrent requests.")
-@click.option(
-    "--rounds", default=DecodeOptions.rounds, show_default=True, metavar="N", help="Rounds behind the warm-up."
-)
-@click.option(
-    "--seed", default=0, show_default=True, metavar="N", help="Seed of sampling, of intervals and of a replay."
-)
-@click.option("--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens.")
-@click.option(
-    "--replay",
-    metavar="P,P,…",
-    help="Real steps with made-up text: acceptance probability by depth, each behind an accepted token.",
-)
-@click.option(
-    "--context", default=DecodeOptions.context, show_default=True, metavar="N", help="Prompt tokens of a replay."
-)
+@workload
+@replay_options
 @backend_option
 @threads_option
 @trust_engines_option
-@click.option("--markdown", type=PATH, metavar="FILE", help="Write the tables there as well.")
-@click.option("--plot", type=PATH, metavar="FILE", help="Write an SVG picture there.")
-@json_option("the report")
+@output
 @click.pass_context
-def command(
-    click_context: click.Context,
-    bundle: Path,
-    prompts: Path | None,
-    max_tokens: int,
-    limit: int | None,
-    temperatures: str,
-    modes: str | None,
-    fixed: str | None,
-    requests: int,
-    rounds: int,
-    seed: int,
-    max_seq_len: int | None,
-    replay: str | None,
-    context: int,
-    backend: str,
-    threads: int,
-    trust_engines: bool,
-    markdown: Path | None,
-    plot: Path | None,
-    as_json: bool,
-) -> int:
-    """Measure whether drafts pay: every way to draft against plain decoding over the file PROMPTS.
+def command(context: click.Context, /, bundle: Path, prompts: Path | None, **values: Any) -> int:
+    """Measure the speedup of drafts: every mode against plain decoding on the prompt file PROMPTS.
 
-    A prompt on each line: plain text, or JSON with "messages", "prompt" or "text". All modes take turns in every round.
-    With --replay, acceptance follows a table and PROMPTS only gives the lengths of prompts. Exit code 4 if a drafted text
-    is not the plain one.
+    One prompt per line: plain text, or JSON with "messages", "prompt" or "text". The modes alternate within each round.
+    With --replay, acceptance rates come from a table, and PROMPTS only sets the prompt lengths. Exit code 4 if a drafted
+    completion differs from the plain one.
     """
-    if prompts is None and replay is None:
-        raise OptionFault("no file of prompts: expected PROMPTS, or --replay with acceptance probabilities")
-    given, replays = ("with PROMPTS", "leave PROMPTS out"), ("without --replay", "add --replay")
-    refuse_unused(
-        click_context,
-        [Unused(prompts is not None, ("context",), *given), Unused(replay is None, ("context",), *replays)],
-    )
-    options = DecodeOptions(
-        max_tokens=max_tokens,
-        limit=limit,
-        temperatures=tuple(dict.fromkeys(parse_numbers("--temperatures", temperatures, 0, 100))),
-        modes=None if modes is None else parse_modes(modes),
-        fixed=() if fixed is None else parse_counts("--fixed", fixed),
-        requests=requests,
-        rounds=rounds,
-        seed=seed,
-        replay=None if replay is None else parse_numbers("--replay", replay, 0, 1),
-        context=context,
-        backend=backend,
-        threads=threads,
-        max_seq_len=max_seq_len,
-        trust_engines=trust_engines,
-    )
-    for target in (markdown, plot):
+    check_inputs(context, prompts, values["replay"])
+    decode_options = options_of(values)
+    for target in (values["markdown"], values["plot"]):
         if target is not None:
             check_target(target)
-    with stages() as stage:
-        report = benchmark(bundle, prompts, options, stage)
-    if markdown is not None:
-        write_text(markdown, markdown_of(report))
-    if plot is not None:
-        write_text(plot, plot_of(report))
-    if as_json:
+    with stages() as on_progress:
+        report = benchmark(bundle, prompts, decode_options, on_progress)
+    write_files(report, values["markdown"], values["plot"])
+    if values["as_json"]:
         show_json(report.as_dict())
     else:
         click.echo(markdown_of(report), nl=False)
     return OK if report.identical else ACCURACY
+
+
+def check_inputs(context: click.Context, prompts: Path | None, replay: str | None) -> None:
+    """Raise if there is nothing to measure, or if --context would have no effect."""
+    if prompts is None and replay is None:
+        raise OptionFault("no prompt file: expected PROMPTS, or --replay with acceptance rates")
+    refuse_unused(
+        context,
+        [
+            Unused(prompts is not None, ("context",), "with PROMPTS", "leave PROMPTS out"),
+            Unused(replay is None, ("context",), "without --replay", "add --replay"),
+        ],
+    )
+
+
+def options_of(values: dict[str, Any]) -> DecodeOptions:
+    """The options of the benchmark from the command's parameters."""
+    temperatures = parse_numbers("--temperatures", values["temperatures"], 0, 100)
+    return DecodeOptions(
+        max_tokens=values["max_tokens"],
+        limit=values["limit"],
+        temperatures=tuple(dict.fromkeys(temperatures)),
+        modes=None if values["modes"] is None else parse_modes(values["modes"]),
+        fixed=() if values["fixed"] is None else parse_counts("--fixed", values["fixed"]),
+        requests=values["requests"],
+        rounds=values["rounds"],
+        seed=values["seed"],
+        replay=None if values["replay"] is None else parse_numbers("--replay", values["replay"], 0, 1),
+        context=values["context"],
+        backend=values["backend"],
+        threads=values["threads"],
+        max_seq_len=values["max_seq_len"],
+        trust_engines=values["trust_engines"],
+    )
+
+
+def write_files(report: DecodeReport, markdown: Path | None, plot: Path | None) -> None:
+    """Write the tables and the plot to the given files."""
+    if markdown is not None:
+        write_text(markdown, markdown_of(report))
+    if plot is not None:
+        write_text(plot, plot_of(report))

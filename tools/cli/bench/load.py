@@ -1,4 +1,4 @@
-"""`spaceport bench load`: throughput and latency under load."""
+"""`spaceport bench load`: throughput and latency of concurrent requests."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
-from spaceport.tools.bench.load import compare, given_requests, random_requests
-from spaceport.tools.cli.options import PATH, bundle_argument, json_option
+from spaceport.tools.bench.load import compare, prompt_requests, random_requests
+from spaceport.tools.cli.options import PATH, Renamed, bundle_argument, json_option
 from spaceport.tools.demo.prompts import prompts_of
 from spaceport.tools.terminal.screen import show_json, show_table
 
 
 @click.command("load")
 @bundle_argument
-@click.option("--requests", default=16, show_default=True, help="Texts that are asked for at once.")
-@click.option("--places", default="1,2,4,8", show_default=True, metavar="N,N,…", help="Values of max_requests.")
-@click.option("--context", default=64, show_default=True, help="Tokens of a prompt, on average.")
-@click.option("--prompts", type=PATH, help="Checkpoint whose prompts.json is asked instead.")
-@click.option("--tokens", default=48, show_default=True, help="Most tokens of a text.")
-@click.option("--mask-slots", type=int, default=None, metavar="K", help="Most tokens to draft; 0: none.")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--threads", default=1, show_default=True, metavar="N", help="Processor threads.")
-@json_option("it")
+@click.option("--requests", default=16, show_default=True, help="Requests that are sent at the same time.")
+@click.option(
+    "--max-requests",
+    cls=Renamed,
+    former=("--places",),
+    default="1,2,4,8",
+    show_default=True,
+    metavar="N,N,…",
+    help="Values of max_requests, the number of requests that the engine batches.",
+)
+@click.option("--context", default=64, show_default=True, help="Mean number of prompt tokens.")
+@click.option("--prompts", type=PATH, help="Checkpoint whose prompts.json is used instead of random prompts.")
+@click.option("--tokens", default=48, show_default=True, help="Maximum tokens per completion.")
+@click.option("--mask-slots", type=int, default=None, metavar="K", help="Maximum mask slots; 0 = no drafts from them.")
+@click.option("--rounds", default=3, show_default=True, help="Measured rounds; medians are reported.")
+@click.option("--threads", default=1, show_default=True, metavar="N", help="CPU threads.")
+@json_option("the results")
 def command(
     bundle: Path,
     requests: int,
-    places: str,
+    max_requests: str,
     context: int,
     prompts: Path | None,
     tokens: int,
@@ -38,22 +46,26 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Throughput and latency of BUNDLE under load."""
-    counts = [int(part) if part.isdecimal() else 0 for part in places.split(",")]
+    """Throughput and latency of concurrent requests to BUNDLE."""
+    counts = [int(part) if part.isdecimal() else 0 for part in max_requests.split(",")]
     if min(*counts, requests, context, tokens, rounds) < 1:
-        raise OptionFault(f"--places is {places!r}: expected numbers of at least 1, as of the other options")
+        raise OptionFault(
+            f"--max-requests is {max_requests!r}: expected comma-separated numbers of at least 1, and at least 1 of --requests, "
+            "--context, --tokens and --rounds"
+        )
     decoding = Decoding(max_tokens=tokens, mask_slots=mask_slots)
     if prompts is None:
         load_requests = random_requests(requests, context, decoding)
     else:
-        load_requests = given_requests(list(prompts_of(prompts).values()), requests, decoding)
-    loads = compare(bundle, counts, load_requests, threads, context * 2 + tokens, rounds)
+        load_requests = prompt_requests(list(prompts_of(prompts).values()), requests, decoding)
+    results = compare(bundle, counts, load_requests, threads, context * 2 + tokens, rounds)
     if as_json:
-        show_json(
-            {"requests": requests, "tokens": tokens, "threads": threads, "loads": [asdict(load) for load in loads]}
-        )
+        rows = [asdict(result) for result in results]
+        show_json({"requests": requests, "tokens": tokens, "threads": threads, "results": rows})
         return
-    columns = ("places", "tokens/s", "ratio", "tokens/CPU s", "ratio", "first, p50 s", "p95 s", "whole, p50 s", "p95 s")
-    show_table(
-        f"{requests} texts at once, {tokens} tokens each", columns, [tuple(asdict(load).values()) for load in loads]
+    columns = (
+        *("max requests", "tokens/s", "ratio", "tokens/CPU s", "ratio"),
+        *("first token p50, s", "p95, s", "latency p50, s", "p95, s"),
     )
+    title = f"{requests} concurrent requests, {tokens} tokens each"
+    show_table(title, columns, [tuple(asdict(result).values()) for result in results])

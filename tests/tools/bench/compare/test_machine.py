@@ -7,7 +7,7 @@ from pathlib import Path
 from spaceport.tools.bench.compare.machine import this_machine
 
 
-def test_the_first_processor_of_cpuinfo_is_described(tmp_path: Path) -> None:
+def test_the_first_cpu_of_cpuinfo_is_described(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     one = "processor\t: 0\nmodel name\t: Fast CPU 3\ncpu family\t: 6\nmodel\t\t: 207\nflags\t\t: fpu avx2 avx512_vnni amx_int8 sse\n\n"
     file.write_text(one + one.replace("Fast", "Other"), "utf-8")

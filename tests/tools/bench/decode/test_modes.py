@@ -1,4 +1,4 @@
-"""Modes: which there are for a bundle, and what each of them drafts."""
+"""Modes: the modes of a bundle and their drafts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_bundle_that_drafts_and_forks_has_all_modes(demo_bundle: Path) -> None
     assert names_of(manifest, fixed=(3, 1, 3)) == [*MODES, "fixed 3", "fixed 1"]
 
 
-def test_modes_that_a_bundle_cannot_run_are_left_out_or_refused(tiny_bundle: Path) -> None:
+def test_unsupported_modes_are_left_out_or_refused(tiny_bundle: Path) -> None:
     manifest = read_manifest(tiny_bundle)
     assert names_of(manifest) == ["plain", "lookup", "masks", "default"]
     untuned = replace(manifest, max_mask_slots=0)
@@ -35,11 +35,11 @@ def test_modes_that_a_bundle_cannot_run_are_left_out_or_refused(tiny_bundle: Pat
         names_of(untuned, ("masks",))
     with pytest.raises(OptionFault, match=r"--fixed names 6: .* this one has 5"):
         names_of(manifest, fixed=(6,))
-    with pytest.raises(OptionFault, match="--modes names 'fast': expected names with commas"):
+    with pytest.raises(OptionFault, match="--modes names 'fast': expected comma-separated names"):
         parse_modes("plain,fast")
 
 
-def test_what_texts_are_compared_with_is_always_among_the_modes(demo_bundle: Path) -> None:
+def test_reference_modes_are_always_included(demo_bundle: Path) -> None:
     manifest = read_manifest(demo_bundle)
     assert names_of(manifest, ("default",)) == ["plain", "default"]
     assert names_of(manifest, ("forked+drafted",)) == ["plain", "forked", "forked+drafted"]

@@ -1,4 +1,4 @@
-"""Replay: made-up texts whose acceptance is that of a table, on an engine that computes every call."""
+"""Replay: synthetic texts with the acceptance rates of a table, on an engine that runs every call."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode.benchmark import benchmark
 from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.bench.decode.replay import (
-    MadeUpTexts,
+    SyntheticTexts,
     implied_tokens_per_step,
-    made_up_texts,
     mask_depths,
     replay_runtime,
+    synthetic_texts,
 )
 from spaceport.tools.bench.decode.summary import DecodeReport
 
-LETTERS = np.arange(10, 500)
+VOCABULARY = np.arange(10, 500)
 
 
 def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeReport:
@@ -32,25 +32,25 @@ def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> Dec
     return benchmark(bundle, None, DecodeOptions(replay=acceptance, **given), lambda _: None)  # type: ignore[arg-type]
 
 
-def test_no_pair_of_tokens_comes_twice_and_texts_begin_apart() -> None:
-    texts = MadeUpTexts(LETTERS, (0.5,), count=40, length=1500, seed=0)
+def test_no_pair_of_tokens_repeats_and_first_tokens_are_unique() -> None:
+    texts = SyntheticTexts(VOCABULARY, (0.5,), count=40, length=1500, seed=0)
     for tokens in texts.tokens:
         pairs = list(zip(tokens.tolist(), tokens[1:].tolist(), strict=False))
         assert len(set(pairs)) == len(pairs)
     assert len(set(texts.tokens[:, 0].tolist())) == 40
-    assert set(texts.tokens.flat) <= set(LETTERS.tolist())
+    assert set(texts.tokens.flat) <= set(VOCABULARY.tolist())
 
 
-def test_mask_slots_are_right_as_often_as_the_table_says() -> None:
+def test_mask_slots_are_right_with_the_rates_of_the_table() -> None:
     table = (0.9, 0.5, 0.7)
-    right = MadeUpTexts(LETTERS, table, count=20, length=2000, seed=1).right
+    right = SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=1).right
     shares = [(right > depth).mean() for depth in range(3)]
     assert shares == pytest.approx([0.9, 0.45, 0.315], abs=0.01)
-    assert (right == MadeUpTexts(LETTERS, table, count=20, length=2000, seed=1).right).all()
-    assert (right != MadeUpTexts(LETTERS, table, count=20, length=2000, seed=2).right).any()
+    assert (right == SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=1).right).all()
+    assert (right != SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=2).right).any()
 
 
-def test_depths_are_counted_from_the_node_of_each_group() -> None:
+def test_depths_of_mask_rows_count_from_the_token_of_their_group() -> None:
     masked = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]], np.bool_)
     assert mask_depths(masked).tolist() == [[-1, 0, 1, -1, 0, -1], [-1, -1, -1, 0, 1, 2]]
 
@@ -61,7 +61,7 @@ def test_a_table_implies_tokens_per_step() -> None:
 
 
 @pytest.mark.slow
-def test_chains_write_what_the_table_implies(tiny_bundle: Path) -> None:
+def test_chains_reach_the_tokens_per_step_that_the_table_implies(tiny_bundle: Path) -> None:
     acceptance = (0.79,) * 5
     report = replayed(tiny_bundle, acceptance, fixed=(1, 3, 5))
     found = {mode.mode: mode for mode in report.modes}
@@ -69,7 +69,7 @@ def test_chains_write_what_the_table_implies(tiny_bundle: Path) -> None:
     assert found["plain"].tokens_per_step == 1.0
     for slots in (1, 3, 5):
         chain = found[f"fixed {slots}"]
-        # The first step has no candidates, and the last ones are cut by the limit.
+        # The first step has no candidates, and max_tokens cuts the last ones.
         assert chain.tokens_per_step == pytest.approx(implied_tokens_per_step(acceptance[:slots]), rel=0.09)
         rates = [rate.rate for rate in chain.by_depth]
         assert rates == pytest.approx([0.79**depth for depth in range(1, slots + 1)], abs=0.07)
@@ -77,33 +77,33 @@ def test_chains_write_what_the_table_implies(tiny_bundle: Path) -> None:
     assert 1 <= found["default"].tokens_per_step < 3.7  # on a busy machine drafts of a tiny model may not pay
     assert report.identical
     assert sum(mode.compared for mode in report.modes) == 4 * 6 * 2
-    assert found["default"].by_source.keys() <= {"mask"}  # nothing is looked up
+    assert found["default"].by_source.keys() <= {"mask"}  # prompt lookup finds nothing
 
 
-def test_it_is_repeatable_and_beside_others(tiny_bundle: Path) -> None:
+def test_a_replay_is_repeatable_also_with_concurrent_requests(tiny_bundle: Path) -> None:
     given: dict[str, object] = {"modes": ("plain",), "fixed": (2,), "limit": 3, "max_tokens": 40}
-    alone, again, beside = (
+    alone, again, concurrent = (
         replayed(tiny_bundle, (0.6, 0.3), requests=requests, **given).modes[1] for requests in (1, 1, 3)
     )
-    assert alone.by_depth == again.by_depth == beside.by_depth
+    assert alone.by_depth == again.by_depth == concurrent.by_depth
     assert replayed(tiny_bundle, (0.6, 0.3), seed=1, **given).modes[1].by_depth != alone.by_depth
 
 
 @pytest.mark.parametrize(("acceptance", "rates"), [((0.0, 0.5), [0.0, 0.0]), ((1.0, 1.0), [1.0, 1.0])])
-def test_nothing_and_everything_is_accepted(
+def test_rates_of_zero_and_one_accept_nothing_and_everything(
     tiny_bundle: Path, acceptance: tuple[float, ...], rates: list[float]
 ) -> None:
     chain = replayed(tiny_bundle, acceptance, modes=("plain",), fixed=(2,), limit=2).modes[1]
     assert [rate.rate for rate in chain.by_depth] == rates
 
 
-def test_the_engine_behind_it_computes_every_row(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inner_engine_computes_every_row(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = DecodeOptions(replay=(0.5,), limit=1, context=8, max_tokens=20)
     with Runtime.open(tiny_bundle, threads=1, max_seq_len=64) as base:
         fed: list[int] = []
         run = base.engine.run
         monkeypatch.setattr(base.engine, "run", lambda batch: (fed.append(batch.input_ids.size), run(batch))[1])
-        texts, (prompt,) = made_up_texts(base, options, ())
+        texts, (prompt,) = synthetic_texts(base, options, ())
         runtime = replay_runtime(base, texts, (0.5,), 1, base.costs)
         found = runtime.generate(list(prompt.tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain"))
         runtime.close()
@@ -111,12 +111,12 @@ def test_the_engine_behind_it_computes_every_row(tiny_bundle: Path, monkeypatch:
     assert found.tokens == tuple(texts.tokens[0, 8:28].tolist())
 
 
-def test_an_engine_that_selects_tokens_does_so_in_a_replay(tiny_bundle: Path) -> None:
+def test_an_engine_that_selects_tokens_also_selects_in_a_replay(tiny_bundle: Path) -> None:
     options = DecodeOptions(replay=(0.7, 0.7), limit=1, context=8, max_tokens=40)
     decoding = Decoding(max_tokens=40, mask_slots=2, draft="chain")
     found = []
     with Runtime.open(tiny_bundle, threads=1, max_seq_len=64) as base:
-        texts, (prompt,) = made_up_texts(base, options, ())
+        texts, (prompt,) = synthetic_texts(base, options, ())
         selecting = _Selecting(base.engine)
         for engine in (base.engine, selecting):
             over = Runtime(base.bundle, engine, 64)
@@ -128,7 +128,7 @@ def test_an_engine_that_selects_tokens_does_so_in_a_replay(tiny_bundle: Path) ->
 
 
 class _Selecting:
-    """An engine that says that it selects tokens, and counts the calls."""
+    """An engine that claims to select tokens, and counts the calls."""
 
     selects = True
 
@@ -146,7 +146,7 @@ class _Selecting:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"acceptance": (0.5,) * 6}, "--replay has 6 depths: expected at most 5"),
         ({"modes": ("masks",)}, "'masks' with --replay: expected plain and default"),
@@ -155,7 +155,7 @@ class _Selecting:
         ({"temperatures": (0.0, 0.5)}, "--temperatures with --replay"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(tiny_bundle: Path, given: dict[str, object], told: str) -> None:
+def test_options_that_cannot_be_replayed_are_refused(tiny_bundle: Path, given: dict[str, object], message: str) -> None:
     with pytest.raises(OptionFault) as caught:
         replayed(tiny_bundle, given.pop("acceptance", (0.5,)), **given)  # type: ignore[arg-type]
-    assert told in str(caught.value)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Summary: the figures of each mode, from given statistics."""
+"""Summary: the results of each mode, from fixed statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spaceport.tools.bench.decode.summary import REPLAY_LABEL, Rate
 from support.decode_report import decode_report as report
 
 
-def test_rates_are_medians_of_rounds_and_speed_ups_are_paired() -> None:
+def test_rates_are_medians_of_rounds_and_speedups_are_paired() -> None:
     plain, default = report().modes
     assert plain.tokens_per_second == pytest.approx((12 / 5 + 12 / 7) / 2)
     assert default.tokens_per_second == pytest.approx(12 / 3)
@@ -23,7 +23,7 @@ def test_rates_are_medians_of_rounds_and_speed_ups_are_paired() -> None:
     assert (plain.speedup, plain.throughput_ratio) == (None, None)
     assert default.speedup is not None
     assert default.speedup.mean == pytest.approx((2 * 3) ** 0.5)  # the median of 2 and 3, in logarithms
-    assert (default.speedup.worst_line, default.speedup.prompts) == (2, 1)  # the empty text has no speed
+    assert (default.speedup.worst_line, default.speedup.prompts) == (2, 1)  # the empty completion has no speed
     assert (plain.first_token_p50, plain.first_token_p95) == pytest.approx((0.25, 0.57))
     assert default.outside_share == pytest.approx(0.25)
 
@@ -34,11 +34,11 @@ def test_acceptance_is_counted_by_depth_and_by_source() -> None:
     assert [rate.rate for rate in default.by_depth] == [0.75, 0.5]
     assert default.by_source == {"both": Rate(2, 2), "mask": Rate(10, 6)}
     assert default.tokens_per_step == pytest.approx(24 / 32)
-    assert default.acceptance_length == pytest.approx(1 + 8 / 32)
-    assert (plain.by_depth, plain.by_source, plain.acceptance_length) == ((), {}, 1.0)
+    assert default.mean_acceptance_length == pytest.approx(1 + 8 / 32)
+    assert (plain.by_depth, plain.by_source, plain.mean_acceptance_length) == ((), {}, 1.0)
 
 
-def test_each_prompt_has_its_own_figures() -> None:
+def test_each_prompt_has_its_own_results() -> None:
     first, empty = report().modes[1].prompts
     assert (first.line, first.prompt_tokens, first.tokens) == (2, 3, 12)
     assert first.tokens_per_second == pytest.approx(6.0)
@@ -46,7 +46,7 @@ def test_each_prompt_has_its_own_figures() -> None:
     assert (empty.line, empty.tokens, empty.tokens_per_second, empty.speedup) == (7, 0, 0.0, None)
 
 
-def test_tables_have_every_figure_and_say_what_differs() -> None:
+def test_tables_have_every_result_and_list_differences() -> None:
     lines = markdown_of(report()).splitlines()
     assert "| plain | 0 | 2.06 | - | - | - | - | 250 | 570 | 0.50 | 25% | reference |" in lines
     assert (
@@ -54,19 +54,19 @@ def test_tables_have_every_figure_and_say_what_differs() -> None:
         in lines
     )
     assert "| default | 0 | 1.25 | 0.75 of 8 | 0.50 of 4 | 0.60 of 10 | - | 1.00 of 2 |" in lines
-    assert lines[-1] == "- All 6 compared texts are identical."
+    assert lines[-1] == "- All 6 compared completions are identical."
     assert "the default drafts pay: 2.45 times the speed of plain decoding" in lines[-2]
 
     wrong = markdown_of(report(different=12)).splitlines()
-    assert wrong[-12].startswith("- 12 of 6 compared texts DIFFER")
+    assert wrong[-12].startswith("- 12 of 6 compared completions DIFFER")
     assert wrong[-11] == (
-        "  - line 7, temperature 0, round 1, thread 0, token 4: default has token id 99, plain has its end"
+        "  - line 7, temperature 0, round 1, thread 0, token 4: default has token id 99, plain has the end"
     )
     assert wrong[-1] == "  - 2 more: --json lists them"
     assert "| 12 of 6 DIFFER |" in "\n".join(wrong)
 
 
-def test_several_requests_are_judged_by_the_tokens_of_all() -> None:
+def test_the_verdict_on_concurrent_requests_compares_total_throughput() -> None:
     lines = markdown_of(report(options=DecodeOptions(rounds=2, requests=4))).splitlines()
     assert lines[-2] == (
         "- Temperature 0: the default drafts pay: 2.00 times the tokens/s of plain decoding with 4 requests "
@@ -74,13 +74,13 @@ def test_several_requests_are_judged_by_the_tokens_of_all() -> None:
     )
 
 
-def test_texts_without_a_token_have_no_speed() -> None:
+def test_empty_completions_have_no_speed() -> None:
     empty = report(tokens_of_first=0)
     assert [(mode.speedup, mode.throughput_ratio) for mode in empty.modes] == [(None, None)] * 2
-    assert markdown_of(empty).splitlines()[-2] == "- Temperature 0: all texts are empty."
+    assert markdown_of(empty).splitlines()[-2] == "- Temperature 0: all completions are empty."
 
 
-def test_json_has_all_of_it_and_both_forms_label_a_replay() -> None:
+def test_json_has_all_results_and_a_replay_is_labelled_in_json_and_markdown() -> None:
     data = json.loads(json.dumps(report(different=1).as_dict()))
     assert (data["kind"], data["identical"], data["prompts"]) == ("measured", False, 2)
     assert data["modes"][1]["by_depth"][0] == {"drafted": 8, "accepted": 6, "rate": 0.75}

@@ -1,4 +1,4 @@
-"""`spaceport bench`: every benchmark is a command and measures what it says, whatever comes out."""
+"""`spaceport bench`: every benchmark is a command, and its results are consistent."""
 
 from __future__ import annotations
 
@@ -36,25 +36,27 @@ def test_every_benchmark_is_a_command_of_its_name(name: str, capsys: Capture) ->
     assert capsys.readouterr().out.startswith(f"Usage: spaceport bench {name} ")
 
 
-def test_load_tells_throughput_and_latency_for_each_number_of_places(demo_bundle: Path, capsys: Capture) -> None:
-    asked = ["--requests", "3", "--places", "1,2", "--context", "8", "--tokens", "6", "--rounds", "1", "--json"]
+def test_load_reports_throughput_and_latency_for_each_value_of_max_requests(demo_bundle: Path, capsys: Capture) -> None:
+    asked = ["--requests", "3", "--max-requests", "1,2", "--context", "8", "--tokens", "6", "--rounds", "1", "--json"]
     assert run(["bench", "load", str(demo_bundle), *asked]) == OK
-    told = json.loads(capsys.readouterr().out)
-    assert [one["places"] for one in told["loads"]] == [1, 2]
-    assert told["loads"][0]["ratio"] == 1.0
-    for one in told["loads"]:
-        assert 0 < one["first_p50"] <= one["whole_p50"] <= one["whole_p95"]
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [one["max_requests"] for one in results] == [1, 2]
+    assert results[0]["ratio"] == 1.0
+    for one in results:
+        assert 0 < one["first_token_p50"] <= one["latency_p50"] <= one["latency_p95"]
         assert one["tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize("places", ["", "a", "0", "1,0"])
-def test_load_needs_places(demo_bundle: Path, capsys: Capture, places: str) -> None:
-    assert run(["bench", "load", str(demo_bundle), "--places", places]) == USAGE
-    assert "expected numbers of at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--max-requests", "--places"])
+@pytest.mark.parametrize("counts", ["", "a", "0", "1,0"])
+def test_load_needs_values_of_max_requests(demo_bundle: Path, capsys: Capture, option: str, counts: str) -> None:
+    """--places is the former name of --max-requests."""
+    assert run(["bench", "load", str(demo_bundle), option, counts]) == USAGE
+    assert f"--max-requests is {counts!r}: expected comma-separated numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("real", [[], ["--real"]])
-def test_rounds_outside_the_engine_are_of_the_widths_that_are_told(
+def test_steps_of_bench_outside_have_the_stated_numbers_of_requests_and_rows(
     demo_bundle: Path, capsys: Capture, real: list[str]
 ) -> None:
     assert run(["bench", "outside", str(demo_bundle), "--rounds", "10", "--json", *real]) == OK
@@ -62,7 +64,7 @@ def test_rounds_outside_the_engine_are_of_the_widths_that_are_told(
     assert [cost["requests"] for cost in costs] == [1, 1, 1, 8, 8]
     for cost, most in zip(costs, (1, 9, 36, 1, 9), strict=True):
         assert most * 0.8 < cost["rows"] <= most
-    assert all(0 < cost["milliseconds"] <= cost["slow_milliseconds"] for cost in costs)
+    assert all(0 < cost["milliseconds"] <= cost["p95_milliseconds"] for cost in costs)
 
 
 def test_without_a_gpu_the_gpu_benchmark_says_so_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""The decode benchmark as a command: what it prints and writes, its exit codes, and what it says of mistakes."""
+"""`spaceport bench decode`: its output, files, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def arguments(bundle: Path, *more: object) -> list[str]:
-    told = ("bench", "decode", bundle, "--threads", 1, "--max-tokens", 16, "--rounds", 1, *more)
-    return [str(one) for one in told]
+    message = ("bench", "decode", bundle, "--threads", 1, "--max-tokens", 16, "--rounds", 1, *more)
+    return [str(one) for one in message]
 
 
-def test_it_tells_of_every_mode_and_temperature(
+def test_every_mode_and_temperature_is_reported(
     tiny_bundle: Path, prompts: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     file = tmp_path / "decode.md"
@@ -42,11 +42,11 @@ def test_it_tells_of_every_mode_and_temperature(
     modes = ["plain", "lookup", "masks", "default", "fixed 2"]
     lines = [line.split(" | ")[:2] for line in out.splitlines() if line.endswith((" reference |", " same as plain |"))]
     assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
-    assert out.splitlines()[-1] == "- All 32 compared texts are identical."
+    assert out.splitlines()[-1] == "- All 32 compared completions are identical."
     assert "round 1 of 1, temperature 0.8" in err
 
 
-def test_forked_texts_are_compared_with_forked_ones(demo_bundle: Path, prompts: Path, capsys: Capture) -> None:
+def test_forked_completions_are_compared_with_forked_ones(demo_bundle: Path, prompts: Path, capsys: Capture) -> None:
     prompts.write_text(
         json.dumps({"prompt": "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"}), "utf-8"
     )
@@ -62,7 +62,7 @@ def test_forked_texts_are_compared_with_forked_ones(demo_bundle: Path, prompts: 
     assert (modes["forked+drafted"]["compared"], modes["forked+drafted"]["different"]) == (2, 0)
 
 
-def test_json_is_all_there_is_on_stdout(tiny_bundle: Path, prompts: Path, capsys: Capture) -> None:
+def test_only_json_is_printed_to_stdout(tiny_bundle: Path, prompts: Path, capsys: Capture) -> None:
     assert run(arguments(tiny_bundle, prompts, "--modes", "default", "--requests", 3, "--limit", 1, "--json")) == OK
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["identical"], found["prompts"]) == ("measured", True, 1)
@@ -85,21 +85,21 @@ def test_a_replay_is_labelled(tiny_bundle: Path, prompts: Path, tmp_path: Path, 
     assert len(set(lengths)) == 2  # those of the prompts in the file
 
 
-def test_a_text_that_differs_is_told_and_ends_with_a_code_of_its_own(
+def test_a_completion_that_differs_is_reported_with_exit_code_4(
     tiny_bundle: Path, prompts: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     wrong = planted(tiny_bundle, tmp_path / "wrong", ignore_the_mask)
     assert run(arguments(wrong, prompts)) == ACCURACY
     out = capsys.readouterr().out
     assert " DIFFER |" in out
-    assert "compared texts DIFFER; `spaceport audit` tells rounding from faults:" in out
+    assert "compared completions DIFFER; `spaceport audit` separates rounding from faults:" in out
     assert "  - line 2, temperature 0, warm-up, token " in out
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "told"),
+    ("more", "code", "message"),
     [
-        ([], USAGE, "no file of prompts: expected PROMPTS, or --replay with acceptance probabilities"),
+        ([], USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
         (["none.jsonl"], INPUT, "none.jsonl: No such file or directory: expected a prompt file"),
         (["PROMPTS", "--max-tokens", 5000], INPUT, "line 1: "),
         (["PROMPTS", "--max-tokens", 0], USAGE, "--max-tokens is 0: expected at least 1"),
@@ -107,26 +107,34 @@ def test_a_text_that_differs_is_told_and_ends_with_a_code_of_its_own(
         (["PROMPTS", "--requests", 0], USAGE, "--requests is 0: expected at least 1"),
         (["PROMPTS", "--limit", 0], USAGE, "--limit is 0: expected at least 1"),
         (["PROMPTS", "--seed", -1], USAGE, "--seed is -1: expected at least 0"),
-        (["PROMPTS", "--temperatures", "0,hot"], USAGE, "--temperatures is '0,hot': expected numbers from 0 to 100"),
-        (["PROMPTS", "--temperatures", "-1"], USAGE, "--temperatures is '-1': expected numbers from 0 to 100"),
-        (["PROMPTS", "--modes", "masks,all"], USAGE, "--modes names 'all': expected names with commas"),
+        (
+            ["PROMPTS", "--temperatures", "0,hot"],
+            USAGE,
+            "--temperatures is '0,hot': expected comma-separated numbers from 0 to 100",
+        ),
+        (
+            ["PROMPTS", "--temperatures", "-1"],
+            USAGE,
+            "--temperatures is '-1': expected comma-separated numbers from 0 to 100",
+        ),
+        (["PROMPTS", "--modes", "masks,all"], USAGE, "--modes names 'all': expected comma-separated names"),
         (["PROMPTS", "--modes", "forked"], USAGE, "expected a bundle with a fork token"),
-        (["PROMPTS", "--fixed", "0"], USAGE, "--fixed is '0': expected whole numbers of at least 1"),
+        (["PROMPTS", "--fixed", "0"], USAGE, "--fixed is '0': expected comma-separated whole numbers of at least 1"),
         (["PROMPTS", "--fixed", "9"], USAGE, "--fixed names 9: expected 1 to the number of mask slots"),
         (["PROMPTS", "--context", "9"], USAGE, "--context has no effect with PROMPTS"),
         (["PROMPTS", "--markdown", "none/decode.md"], USAGE, "there is no folder"),
         (["PROMPTS", "--plot", "none/decode.svg"], USAGE, "there is no folder"),
-        (["--replay", "0.5,1.1"], USAGE, "--replay is '0.5,1.1': expected numbers from 0 to 1"),
-        (["--replay", "a"], USAGE, "--replay is 'a': expected numbers from 0 to 1"),
+        (["--replay", "0.5,1.1"], USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
+        (["--replay", "a"], USAGE, "--replay is 'a': expected comma-separated numbers from 0 to 1"),
         (["--replay", "0.5", "--temperatures", "1"], USAGE, "a replay is greedy"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(
-    tiny_bundle: Path, prompts: Path, capsys: Capture, more: list[object], code: int, told: str
+def test_mistakes_are_reported_before_anything_runs(
+    tiny_bundle: Path, prompts: Path, capsys: Capture, more: list[object], code: int, message: str
 ) -> None:
     asked = arguments(tiny_bundle, *(prompts if one == "PROMPTS" else one for one in more))
     assert run(asked) == code
     out, err = capsys.readouterr()
-    assert told in err
+    assert message in err
     assert out == ""
     assert "warming up" not in err

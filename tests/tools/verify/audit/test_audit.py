@@ -126,8 +126,8 @@ def test_threads_cut_because_kv_slots_ran_out_are_no_fault(seed: int) -> None:
 def lenient(least: float, most: float) -> Any:
     """An acceptance rule that accepts a wrong first candidate if its margin to the right token is in this range."""
 
-    def accept_wrong(part: Part, logits: Logits, choose: TokenSelector, most_guesses: int = 1) -> Verdict:
-        verdict = accept(part, logits, choose, most_guesses)
+    def accept_wrong(part: Part, logits: Logits, choose: TokenSelector, most_candidates: int = 1) -> Verdict:
+        verdict = accept(part, logits, choose, most_candidates)
         if not part.draft.tokens or verdict.accepted:
             return verdict
         row, wrong = part.layout.nodes[1], part.draft.tokens[0]

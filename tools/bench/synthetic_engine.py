@@ -1,4 +1,4 @@
-"""Made-up engine: an engine whose logits are made up, with or without a real one that computes every call in vain."""
+"""Synthetic engine: an engine whose logits come from a function, on top of a real engine or of none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spaceport.runtime.selection import SelectedRows, selected_rows, selecting
 
 
 class Predicted(NamedTuple):
-    """What the wanted rows of a call predict: the tokens that stand out, n of each row; all others have a logit of 0."""
+    """The n most probable tokens of each row with logits; all other tokens have logit 0."""
 
     tokens: NDArray[np.int64]  # B x R x n
     logits: NDArray[np.float32]  # B x R x n
@@ -27,8 +27,8 @@ class Predicted(NamedTuple):
 Predict = Callable[[Batch], Predicted]
 
 
-class MadeUpEngine:
-    """An engine whose logits are those of a function; the engine behind it, if there is one, computes in vain."""
+class SyntheticEngine:
+    """An engine with the logits of a function; an inner engine, if any, runs every call, and its logits are ignored."""
 
     device = "none"
     notes: tuple[str, ...] = ()
@@ -57,18 +57,18 @@ class MadeUpEngine:
         started = perf_counter()
         if self._inner is not None:
             self._inner.run(batch)
-        logits = self._made_up(batch)
+        logits = self._synthetic_logits(batch)
         self.rows_fed += batch.input_ids.size
         self.seconds += perf_counter() - started
         return logits
 
     @property
     def selects(self) -> bool:
-        """Whether the engine behind it selects tokens where its logits are."""
+        """Whether the inner engine selects tokens on its device."""
         return self._selecting is not None
 
     def select(self, batch: Batch) -> list[SelectedRows]:
-        """The tokens that stand out, and one of the others; the engine behind it selects in vain."""
+        """The predicted tokens and one other token per row; the selection of the inner engine is ignored."""
         started = perf_counter()
         assert self._selecting is not None
         self._selecting.select(batch)
@@ -77,7 +77,7 @@ class MadeUpEngine:
         others = (tokens[..., :1] + 1) % size
         sums = np.log(np.exp(logits).sum(axis=2, keepdims=True) + size - tokens.shape[2])
         packed = np.concatenate([logits, np.zeros_like(sums), tokens, others, sums], axis=2).astype(np.float32)
-        found = selected_rows(packed, lambda: self._made_up(batch), batch.logit_rows.shape[1])
+        found = selected_rows(packed, lambda: self._synthetic_logits(batch), batch.logit_rows.shape[1])
         self.rows_fed += batch.input_ids.size
         self.seconds += perf_counter() - started
         return found
@@ -94,24 +94,24 @@ class MadeUpEngine:
         if self._inner is not None:
             self._inner.close()
 
-    def _made_up(self, batch: Batch) -> NDArray[np.float32]:
+    def _synthetic_logits(self, batch: Batch) -> NDArray[np.float32]:
         requests, rows = batch.logit_rows.shape
         if len(self._logits) < requests * rows:
             self._logits = np.zeros((requests * rows, self.signature.vocab_size), np.float32)
         logits = self._logits[: requests * rows].reshape(requests, rows, -1)
-        logits.fill(0)  # all of them, so that they are in the caches like any engine's
+        logits.fill(0)  # all of them, so that they are in the CPU caches as after a real engine
         np.put_along_axis(logits, *self._predict(batch), axis=2)
         return logits
 
 
-def writable_tokens(manifest: Manifest, most: int) -> NDArray[np.int64]:
-    """The first tokens that a text may have, `most` of them or all that there are."""
+def allowed_tokens(manifest: Manifest, count: int) -> NDArray[np.int64]:
+    """The first `count` tokens that a completion may contain, or all of them."""
     tokens = manifest.tokens
     special = {*tokens.end, *tokens.forbidden, *tokens.fork_ids}
-    return np.setdiff1d(np.arange(min(manifest.signature.vocab_size, most + len(special))), list(special))[:most]
+    return np.setdiff1d(np.arange(min(manifest.signature.vocab_size, count + len(special))), list(special))[:count]
 
 
-def endless(bundle: Bundle) -> Bundle:
-    """The bundle without end tokens: made-up logits know no end."""
+def without_end_tokens(bundle: Bundle) -> Bundle:
+    """The bundle without end tokens, so that completions reach max_tokens."""
     manifest = bundle.manifest
     return replace(bundle, manifest=replace(manifest, tokens=replace(manifest.tokens, end=())))

@@ -1,4 +1,4 @@
-"""Atomic folder: write a folder beside its target and move it into place in one step when it is complete."""
+"""Atomic folder: write a folder beside its target and rename it to the target in one step when it is complete."""
 
 from __future__ import annotations
 

@@ -142,9 +142,9 @@ def build_decoder(
     arithmetic: Precision | None = None,
     scales: ModelScales | None = None,
 ) -> tuple[Decoder, Traits]:
-    """The checkpoint's model as an exportable module, with weights rounded to `options.dtype`, computing in
-    `arithmetic`.
+    """The checkpoint's model as an exportable module.
 
+    Its weights are rounded to `options.dtype` and quantized; it computes in `arithmetic`, by default in the same type.
     Without `scales`, the scales of int8 layers are calibrated."""
     on_stage("loading the weights")
     with torch.no_grad():

@@ -16,7 +16,9 @@ FusionKey = tuple[ir.Value, bool, tuple[tuple[str, object], ...]]
 
 
 def fuse_projections(model: ir.Model) -> int:
-    """Replace matmuls of the same input with constant weights by one matmul and a Split; returns the number of these.
+    """Replace matmuls of the same input with constant weights by one matmul and a Split.
+
+    Returns the number of fused matmuls.
 
     Steps of one row take 0.95 of the time on ONNX Runtime's CPU backend."""
     products: dict[FusionKey, list[ir.Node]] = defaultdict(list)

@@ -11,9 +11,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Signature
 
-_MASKED_SCORE = (
-    -1e9
-)  # as graphs.attention.MASKED_SCORE in float32, since scores are float32 here whatever the type of the graph
+_MASKED_SCORE = -1e9  # as graphs.attention.MASKED_SCORE for float32: scores are float32 for every graph type
 _KNOWN = {"scale", "softcap"}
 
 
@@ -47,11 +45,11 @@ def decompose_attention(model: onnx.ModelProto, signature: Signature) -> int:
 
 def _decomposed(node: NodeProto, signature: Signature, initializers: Any) -> list[NodeProto]:
     """Grouped-query attention as in graphs.attention: the scores of each KV head's group in one matmul."""
-    attributes_of_node = _attributes(node)
-    if len(node.input) != 4 or len(node.output) != 1 or not set(attributes_of_node) <= _KNOWN:
+    node_attributes = _attributes(node)
+    if len(node.input) != 4 or len(node.output) != 1 or not set(node_attributes) <= _KNOWN:
         raise UnexpectedAttention(
             f"{node.name}: has {len(node.input)} inputs, {len(node.output)} outputs and the attributes "
-            f"{', '.join(sorted(attributes_of_node)) or 'none'}: expected query, key, value, mask, one output, scale and softcap"
+            f"{', '.join(sorted(node_attributes)) or 'none'}: expected query, key, value, mask, one output, scale and softcap"
         )
     query, key, value, mask = node.input
     name, made = node.name or node.output[0], list[NodeProto]()
@@ -68,12 +66,12 @@ def _decomposed(node: NodeProto, signature: Signature, initializers: Any) -> lis
     def as_type(label: str, given: str, kind: int) -> str:
         return put("Cast", label, [given], to=kind)
 
-    scale = as_type("scale", constant("scale_number", attributes_of_node.get("scale", signature.head_dim**-0.5)), half)
+    scale = as_type("scale", constant("scale_number", node_attributes.get("scale", signature.head_dim**-0.5)), half)
     grouped = constant("grouped", [0, signature.kv_heads, -1, signature.head_dim], np.int64)
     folded = put("Mul", "scaled", [put("Reshape", "folded", [query, grouped]), scale])  # B x Hkv x groups * T x D
     products = put("MatMul", "products", [folded, put("Transpose", "key", [key], perm=[0, 1, 3, 2])])
     scores = as_type("scores", products, TensorProto.FLOAT)  # B x Hkv x groups * T x A
-    if softcap := attributes_of_node.get("softcap", 0.0):
+    if softcap := node_attributes.get("softcap", 0.0):
         limit = constant("softcap", softcap)
         scores = put("Mul", "capped", [put("Tanh", "tanh", [put("Div", "share", [scores, limit])]), limit])
     rows = put("Shape", "rows", [query], start=0, end=3)

@@ -80,7 +80,7 @@ def store_engine(folder: Path, name: str, plan: memoryview, record: EngineRecord
             if other != name and not _replaces(record, other_record) and (engines / other).is_file()
         }
         written = replace(manifest, engines={**others, name: record}, schema=SCHEMA)
-        # Interrupts are delayed. Both files are written before either is moved into place, since writing may fail.
+        # Interrupts are delayed. Both files are written before either replaces its target, since writing may fail.
         with (
             interrupts_deferred(),
             _engines_folder(engines),

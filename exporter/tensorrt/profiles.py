@@ -39,11 +39,10 @@ class Shapes:
 
 
 def profiles(shapes: Shapes, vocab_size: int, mask_slots: int) -> tuple[Profile, Profile]:
-    """The decode profile, tuned for the largest draft of one request, and the prefill profile, tuned for a full chunk
-    of one.
+    """The decode profile and the prefill profile of an engine.
 
-    A single request is the case in which latency matters most; its kernels are not slow for the rows of four requests.
-    The tuned visible length is half of the capacity.
+    They are tuned for one request, where latency matters most: for its largest draft, and for a full prefill chunk. Kernels
+    for one request are not slow for four. The tuned visible length is half of the capacity.
     """
     requests = (1, 1, shapes.requests)
     visible = (VISIBLE_STEP, visible_length(shapes.capacity // 2), shapes.capacity)

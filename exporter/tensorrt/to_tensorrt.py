@@ -98,10 +98,9 @@ _OTHER = "; TensorRT itself builds for the GPU that it runs on (--backend tensor
 
 
 def target_of(library: Library, requested: str, here: str | None, why_none: str) -> str:
-    """The requested target, with "current" resolved to this machine's GPU `here`; raises if the library cannot build
-    for it.
+    """The requested target, where "current" means this machine's GPU `here`.
 
-    `why_none` states why this machine has no GPU."""
+    Raises if the library cannot build for the target; `why_none` states why this machine has no GPU."""
     alternatives = (
         f"expected {', '.join(library.targets)}" if library.targets else "it builds for the GPU of the machine"
     )
@@ -171,7 +170,7 @@ def _built(
     logger = logger_of(library.module, messages)  # must outlive the builder, like the monitor
     builder = trt.Builder(logger)
     network = _parsed(library, builder, logger, model, folder / MODEL_FILE)
-    _check_in_place(library, network, signature)
+    _check_kv_updates(library, network, signature)
     if attention.decomposed and not attention.in_graph:
         _decompose(library, network)
     config = _config(library, builder, options)
@@ -195,7 +194,7 @@ def _parsed(library: Library, builder: Any, logger: Any, model: onnx.ModelProto,
     trt = library.module
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse(model.SerializeToString(), str(path)):  # the path tells the parser where the weights are
+    if not parser.parse(model.SerializeToString(), str(path)):  # the parser finds the weights by this path
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
         details = "; ".join(dict.fromkeys(f"{e.node_name()} ({e.node_operator()}): {e.desc().strip()}" for e in errors))
         raise UnbuildableGraph(
@@ -205,7 +204,7 @@ def _parsed(library: Library, builder: Any, logger: Any, model: onnx.ModelProto,
     return network
 
 
-def _check_in_place(library: Library, network: Any, signature: Signature) -> None:
+def _check_kv_updates(library: Library, network: Any, signature: Signature) -> None:
     """Raise unless TensorRT updates each KV buffer in place."""
     kind = library.module.LayerType.KV_CACHE_UPDATE
     layers = [network.get_layer(index) for index in range(network.num_layers)]

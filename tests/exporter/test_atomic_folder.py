@@ -1,4 +1,4 @@
-"""Writing: a bundle takes its place when it is whole; until then, and whatever happens, there is the old one or none."""
+"""Atomic folder: the target is the old bundle, or none, until the new bundle is complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spaceport.runtime.bundle import BundleError, open_bundle, read_manifest
 from support.paths import TESTS
 from support.small_bundle import fill
 
-# argv: a target. Begins to write a bundle there, says so, and goes on when it is told to.
+# argv: a target. Starts to write a bundle there, prints a line, and waits for the end of its input.
 WRITER = """
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ with writing(Path(sys.argv[1]), overwrite=True) as partial:
     sys.stdin.read()
 """
 
-# argv: a target, the most bytes that a file may have. Tries to write a bundle there.
+# argv: a target, the maximum file size in bytes. Tries to write a bundle there.
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
@@ -47,7 +47,7 @@ except OSError as error:
     sys.exit(error.strerror)
 """
 
-# argv: a bundle and a target. Tries both as somebody whom they do not belong to.
+# argv: a bundle and a target. Opens one and writes the other as a user without permissions.
 STRANGER = """
 import os, sys
 from pathlib import Path
@@ -56,9 +56,9 @@ from spaceport.runtime.bundle import open_bundle
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
-for deed in (lambda: open_bundle(sys.argv[1]), lambda: check_target(Path(sys.argv[2]), False)):
+for action in (lambda: open_bundle(sys.argv[1]), lambda: check_target(Path(sys.argv[2]), False)):
     try:
-        deed()
+        action()
         print("done")
     except Exception as error:
         print(type(error).__name__, error)
@@ -66,14 +66,14 @@ for deed in (lambda: open_bundle(sys.argv[1]), lambda: check_target(Path(sys.arg
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """Another process that knows the helpers of these tests."""
+    """Another process that can import the helpers of these tests."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, cwd=TESTS, **pipes)
 
 
 def graph(bundle: Path) -> bytes:
-    """What stands for the graph in a bundle that opens."""
+    """The content of the graph file of a bundle, which must open."""
     return (open_bundle(bundle).path / MODEL_FILE).read_bytes()
 
 
@@ -81,15 +81,15 @@ def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def write(place: Path, overwrite: bool, deed: Callable[[Path], object]) -> None:
-    """Write a bundle in which this is done."""
-    with writing(place, overwrite) as partial:
-        deed(partial)
+def write(path: Path, overwrite: bool, fill_folder: Callable[[Path], object]) -> None:
+    """Write a bundle with the content that a function fills in."""
+    with writing(path, overwrite) as partial:
+        fill_folder(partial)
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """Where a bundle stands already."""
+    """A target with an existing bundle."""
     folder = tmp_path / "bundle"
     folder.mkdir()
     fill(folder, b"the old graph")
@@ -98,19 +98,19 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("empty", [True, False], ids=["empty folder", "nothing there"])
-def test_a_bundle_is_there_when_it_is_whole_and_not_before(tmp_path: Path, overwrite: bool, empty: bool) -> None:
-    place = tmp_path / "bundle"
+def test_a_bundle_appears_only_when_it_is_complete(tmp_path: Path, overwrite: bool, empty: bool) -> None:
+    path = tmp_path / "bundle"
     if empty:
-        place.mkdir()
-    with writing(place, overwrite) as partial:
+        path.mkdir()
+    with writing(path, overwrite) as partial:
         fill(partial, b"a new graph")
         assert partial.parent == tmp_path
-        assert not place.exists() or not names(place)
-    assert graph(place) == b"a new graph"
+        assert not path.exists() or not names(path)
+    assert graph(path) == b"a new graph"
     assert names(tmp_path) == {"bundle"}
 
 
-def test_an_old_bundle_stays_until_the_new_one_is_whole(target: Path) -> None:
+def test_an_old_bundle_stays_until_the_new_one_is_complete(target: Path) -> None:
     with writing(target, overwrite=True) as partial:
         fill(partial, b"a new graph")
         assert graph(target) == b"the old graph"
@@ -118,25 +118,25 @@ def test_an_old_bundle_stays_until_the_new_one_is_whole(target: Path) -> None:
     assert names(target.parent) == {"bundle"}
 
 
-def test_at_every_moment_a_bundle_is_there(target: Path) -> None:
-    over = threading.Event()
-    missed: list[BaseException] = []
+def test_a_bundle_exists_at_every_moment(target: Path) -> None:
+    done = threading.Event()
+    errors: list[BaseException] = []
 
     def watch() -> None:
         try:
-            while not over.is_set():
+            while not done.is_set():
                 read_manifest(target)
         except BundleError as error:
-            missed.append(error)
+            errors.append(error)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     for _ in range(60):
         with writing(target, overwrite=True) as partial:
             fill(partial)
-    over.set()
+    done.set()
     watcher.join()
-    assert missed == []
+    assert errors == []
 
 
 def break_off(partial: Path, fault: BaseException, late: bool) -> None:
@@ -147,7 +147,7 @@ def break_off(partial: Path, fault: BaseException, late: bool) -> None:
 
 @pytest.mark.parametrize("fault", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), OSError(errno.ENOSPC, "full")])
 @pytest.mark.parametrize("late", [True, False])
-def test_what_is_broken_off_leaves_nothing_or_the_old_bundle(
+def test_a_failed_export_leaves_nothing_or_the_old_bundle(
     tmp_path: Path, target: Path, fault: BaseException, late: bool
 ) -> None:
     with pytest.raises(type(fault)):
@@ -158,29 +158,29 @@ def test_what_is_broken_off_leaves_nothing_or_the_old_bundle(
     assert names(tmp_path) == {"bundle"}
 
 
-def test_a_folder_that_was_not_sealed_does_not_open(target: Path) -> None:
+def test_a_folder_without_manifest_does_not_open(target: Path) -> None:
     (target / MANIFEST_FILE).unlink()
     with pytest.raises(BundleError, match=r"no manifest\.json"):
         open_bundle(target)
 
 
 def refused(target: Path, overwrite: bool, message: str) -> None:
-    """Hold that nothing is written to a target, and that it is known before any work is done."""
+    """Verify that a target is refused, before the export and again when the folder is written."""
     before = names(target.parent)
     with pytest.raises(TargetError, match=message):
         check_target(target, overwrite)
     with pytest.raises(TargetError, match=message), writing(target, overwrite):
-        pytest.fail("began to write")
+        pytest.fail("started to write")
     assert names(target.parent) == before
 
 
-def test_an_old_bundle_is_only_replaced_when_that_is_asked_for(target: Path) -> None:
+def test_an_old_bundle_is_replaced_only_with_overwrite(target: Path) -> None:
     refused(target, False, "a bundle exists there: replace it with --overwrite")
     assert graph(target) == b"the old graph"
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_what_is_no_bundle_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+def test_a_target_that_is_not_a_bundle_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
@@ -195,7 +195,7 @@ def test_what_is_no_bundle_is_never_replaced(tmp_path: Path, overwrite: bool) ->
         assert link.readlink() == goal
 
 
-def test_a_link_to_a_bundle_is_not_replaced_by_one(target: Path) -> None:
+def test_a_link_to_a_bundle_is_not_replaced_by_a_bundle(target: Path) -> None:
     link = target.with_name("link")
     link.symlink_to(target)
     refused(link, True, "exists and is not a folder")
@@ -203,35 +203,35 @@ def test_a_link_to_a_bundle_is_not_replaced_by_one(target: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_what_came_there_in_the_meantime_is_not_lost(tmp_path: Path, overwrite: bool) -> None:
-    place = tmp_path / "bundle"
+def test_files_written_to_the_target_in_the_meantime_are_not_lost(tmp_path: Path, overwrite: bool) -> None:
+    path = tmp_path / "bundle"
 
     def meanwhile(partial: Path) -> None:
         fill(partial)
-        place.mkdir()
-        (place / "thesis.txt").write_text("years of work")
+        path.mkdir()
+        (path / "thesis.txt").write_text("years of work")
 
     with pytest.raises(TargetError, match="contains files but no bundle"):
-        write(place, overwrite, meanwhile)
+        write(path, overwrite, meanwhile)
     assert names(tmp_path) == {"bundle"}
-    assert names(place) == {"thesis.txt"}
+    assert names(path) == {"thesis.txt"}
 
 
-def test_a_bundle_that_came_there_in_the_meantime_is_only_replaced_when_that_is_asked_for(tmp_path: Path) -> None:
-    place = tmp_path / "bundle"
+def test_a_bundle_written_in_the_meantime_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
+    path = tmp_path / "bundle"
 
     def meanwhile(partial: Path) -> None:
         fill(partial, b"a new graph")
-        place.mkdir()
-        fill(place, b"the first graph")
+        path.mkdir()
+        fill(path, b"the first graph")
 
     with pytest.raises(TargetError, match="a bundle exists there"):
-        write(place, False, meanwhile)
-    assert graph(place) == b"the first graph"
+        write(path, False, meanwhile)
+    assert graph(path) == b"the first graph"
     assert names(tmp_path) == {"bundle"}
 
 
-def test_a_missing_parent_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_parent_folder_is_an_error_with_advice(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=f"{tmp_path / 'nowhere'}: no such folder: create it first"):
         check_target(tmp_path / "nowhere" / "bundle", overwrite=False)
     (tmp_path / "file").write_text("")
@@ -239,7 +239,7 @@ def test_a_missing_parent_is_an_error_that_says_what_to_do(tmp_path: Path) -> No
         check_target(tmp_path / "file" / "bundle", overwrite=False)
 
 
-def test_what_a_killed_export_left_is_swept_by_the_next(target: Path) -> None:
+def test_the_remains_of_a_killed_export_are_removed_by_the_next(target: Path) -> None:
     dead = python(WRITER, target)
     assert dead.stdout is not None
     assert dead.stdout.readline() == "writing\n"
@@ -260,7 +260,7 @@ def test_what_a_killed_export_left_is_swept_by_the_next(target: Path) -> None:
         fill(partial)
 
 
-def test_an_export_that_is_under_way_is_left_alone(target: Path) -> None:
+def test_a_running_export_is_not_disturbed(target: Path) -> None:
     alive = python(WRITER, target)
     assert alive.stdout is not None
     assert alive.stdout.readline() == "writing\n"
@@ -273,15 +273,15 @@ def test_an_export_that_is_under_way_is_left_alone(target: Path) -> None:
     assert names(target.parent) == {"bundle"}
 
 
-def test_a_disk_without_room_is_known_before_the_work(tmp_path: Path) -> None:
+def test_missing_disk_space_is_reported_before_the_export(tmp_path: Path) -> None:
     require_space(tmp_path, 0)
     with pytest.raises(TargetError, match=r"\d+ MB free, the bundle needs about 1000000000000 MB: free some space or"):
         require_space(tmp_path, 10**18)
 
 
 @pytest.mark.parametrize("most", [0, 5, 1000])
-def test_a_disk_that_fills_up_leaves_the_old_bundle(target: Path, most: int) -> None:
-    """A limit on the size of files stands for the disk: 0 the first file, 5 the middle of it, 1000 a later one."""
+def test_a_full_disk_leaves_the_old_bundle(target: Path, most: int) -> None:
+    """A limit on file sizes simulates the disk: 0 fails in the first file, 5 in the middle of it, 1000 in a later one."""
     process = python(FULL_DISK, target, most)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (1, "File too large\n")
@@ -291,20 +291,20 @@ def test_a_disk_that_fills_up_leaves_the_old_bundle(target: Path, most: int) -> 
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that everybody may look into: the temporary folders of tests are closed to others."""
+    """A folder that all users may read; pytest's temporary folders are private."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
-def test_what_may_not_be_read_or_written_is_an_error_that_says_so(public: Path) -> None:
+def test_missing_permissions_are_reported(public: Path) -> None:
     bundle = public / "bundle"
     bundle.mkdir()
     fill(bundle)
     closed = {public: 0o555, bundle: 0o555}
     try:
         for file, message in ((bundle / MODEL_FILE, "model.onnx"), (bundle / MANIFEST_FILE, "manifest.json")):
-            for place, mode in {**closed, file: 0o000}.items():
-                place.chmod(mode)
+            for path, mode in {**closed, file: 0o000}.items():
+                path.chmod(mode)
             output, _ = python(STRANGER, bundle, public / "new").communicate()
             reading, writing_there = output.splitlines()
             assert reading == f"BundleError {bundle / message}: Permission denied: expected a file that can be read"
@@ -315,6 +315,6 @@ def test_what_may_not_be_read_or_written_is_an_error_that_says_so(public: Path) 
         output, _ = python(STRANGER, bundle, public / "new").communicate()
         assert output.splitlines()[0] == "done"
     finally:
-        for place in closed:
-            place.chmod(0o755)
+        for path in closed:
+            path.chmod(0o755)
     assert names(public) == {"bundle"}

@@ -1,4 +1,4 @@
-"""Written-out attention as one operator: the same values to the bit, and only where it is that attention."""
+"""Attention operator: matmul attention is fused with bit-identical values; other attention is not changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMS = ("plain", "softcap", "scores are read", "scale per head", "softmax over 
 
 
 def attention(form: str) -> onnx.ModelProto:
-    """Attention of rows with a factor, written out, and its scores beside it if they are read."""
+    """Attention as matmuls, in one of these forms; in "scores are read" the scores are an output as well."""
     factor = np.full((HEADS, 1, 1) if form == "scale per head" else (), DIM**-0.5, np.float32)
     turned = form != "keys as they are"
     nodes = [
@@ -64,13 +64,13 @@ def joined(form: str) -> tuple[onnx.ModelProto, int]:
 
 
 def inputs(requests: int, rows: int, visible: int) -> dict[str, Array]:
-    """Random rows; some of them see nothing."""
-    dice = np.random.default_rng(rows)
+    """Random inputs; the last row sees nothing."""
+    random = np.random.default_rng(rows)
     sides = {"query": rows, "key": visible, "value": visible}
     found = {
-        name: dice.standard_normal((requests, HEADS, size, DIM)).astype(np.float32) for name, size in sides.items()
+        name: random.standard_normal((requests, HEADS, size, DIM)).astype(np.float32) for name, size in sides.items()
     }
-    hidden = dice.random((requests, 1, rows, visible)) < 0.4
+    hidden = random.random((requests, 1, rows, visible)) < 0.4
     hidden[:, :, -1] = True
     return found | {"mask": np.where(hidden, np.float32(-1e9), np.float32(0))}
 
@@ -82,7 +82,7 @@ def result(model: onnx.ModelProto, arrays: dict[str, Array]) -> Array:
 
 
 @pytest.mark.parametrize(("requests", "rows", "visible"), [(1, 1, 64), (1, 9, 64), (3, 4, 320), (1, 128, 640)])
-def test_the_operator_gives_the_same_values_to_the_bit(requests: int, rows: int, visible: int) -> None:
+def test_the_operator_gives_bit_identical_values(requests: int, rows: int, visible: int) -> None:
     model, count = joined("plain")
     arrays = inputs(requests, rows, visible)
     assert count == 1
@@ -92,8 +92,8 @@ def test_the_operator_gives_the_same_values_to_the_bit(requests: int, rows: int,
 
 @pytest.mark.parametrize("rows", [2, 9, 36])
 @pytest.mark.parametrize("visible", [64, 320])
-def test_a_row_has_the_same_values_alone_among_others_and_with_more_slots_behind(rows: int, visible: int) -> None:
-    """With two query heads of a KV head, as of one alone a single row is another kind of product."""
+def test_a_row_is_bit_identical_alone_with_other_rows_and_with_more_slots(rows: int, visible: int) -> None:
+    """With two query heads per KV head, since with one a single row would be another kind of matmul."""
     model, _ = joined("plain")
     arrays = inputs(1, 2 * rows, visible)
     together = result(model, arrays)
@@ -107,14 +107,14 @@ def test_a_row_has_the_same_values_alone_among_others_and_with_more_slots_behind
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "plain"])
-def test_other_attention_stays_as_it_is(form: str) -> None:
+def test_other_attention_is_not_fused(form: str) -> None:
     model, count = joined(form)
     assert count == 0
     assert "Attention" not in {node.op_type for node in model.graph.node}
 
 
 def branches_of(graph: onnx.GraphProto) -> list[onnx.AttributeProto]:
-    """The branches of a graph's conditions, layer by layer, that of buffers that are read whole first."""
+    """The branches of a graph's If nodes, layer by layer, first the one that reads whole buffers."""
     found = []
     for node in graph.node:
         if node.op_type == "If":
@@ -124,7 +124,7 @@ def branches_of(graph: onnx.GraphProto) -> list[onnx.AttributeProto]:
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_an_int8_bundle_with_three_kv_heads_has_the_operator_and_is_lossless(
+def test_an_int8_bundle_with_three_kv_heads_uses_the_attention_operator_and_is_lossless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(checkpoint.SHAPES, "tiny", (48, 64, 2, 6, MIN_KV_HEADS))
@@ -134,7 +134,7 @@ def test_an_int8_bundle_with_three_kv_heads_has_the_operator_and_is_lossless(
     graph = onnx.load(tmp_path / "bundle" / MODEL_FILE, load_external_data=False).graph
     kinds = [{node.op_type for node in branch.g.node} for branch in branches_of(graph)]
     assert kinds == 2 * [{"Attention"}, {"Slice", "Attention"}]
-    for requests in (1, 2):  # alone, its buffers are kept as long as what rows see
+    for requests in (1, 2):  # for one request, buffers are as long as the visible length
         with Runtime.open(tmp_path / "bundle", max_seq_len=256, max_requests=requests) as runtime:
             prompts = [TokenizedPrompt(1, tuple(range(3, end))) for end in (70, 20)]
             report = audit(runtime, prompts, 16)

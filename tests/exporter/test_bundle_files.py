@@ -1,4 +1,4 @@
-"""Bundle files: a sealed folder is a bundle whose manifest holds every file as it is."""
+"""Bundle files: the written manifest records every file of a bundle."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_F
 from support.small_bundle import fill
 
 
-def test_every_file_is_recorded_as_it_is(tmp_path: Path) -> None:
+def test_every_file_is_recorded_with_size_and_hash(tmp_path: Path) -> None:
     fill(tmp_path)
-    told = manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8")))
+    manifest = manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8")))
     contents = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != MANIFEST_FILE}
     assert len(contents) == 3
-    assert told.files == {
+    assert manifest.files == {
         name: FileRecord(hashlib.sha256(content).hexdigest(), len(content)) for name, content in contents.items()
     }
 
 
-def test_what_is_returned_is_what_is_read_back(tmp_path: Path) -> None:
+def test_the_returned_manifest_equals_the_written_one(tmp_path: Path) -> None:
     manifest = fill(tmp_path)
     (tmp_path / MANIFEST_FILE).unlink()
-    sealed = write_manifest(tmp_path, manifest)
-    assert manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8"))) == sealed == manifest
+    written = write_manifest(tmp_path, manifest)
+    assert manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8"))) == written == manifest
 
 
-def test_the_graph_is_its_file_and_its_weights(tmp_path: Path) -> None:
+def test_the_graph_digests_are_those_of_the_graph_and_its_weights(tmp_path: Path) -> None:
     manifest = fill(tmp_path, b"a graph")
     weights = (tmp_path / DATA_FILE).read_bytes()
     assert manifest.graph == (hashlib.sha256(b"a graph").hexdigest(), hashlib.sha256(weights).hexdigest())

@@ -1,4 +1,4 @@
-"""Export: what travels from a checkpoint into its bundle, and what is refused before any work is done."""
+"""Export: what a bundle contains of its checkpoint, and what is refused before the export starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.paths import TINY
 
 
 def copy_of_tiny(folder: Path, **changes: Any) -> Path:
-    """The tiny checkpoint with entries of its JSON files changed: file name without suffix -> entries, or None to drop it."""
+    """A copy of the tiny checkpoint with changes of its JSON files: name -> entries, or None to delete the file."""
     quiet_libraries()
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("make.py", "README.md", "__pycache__"))
     for name, entries in changes.items():
@@ -32,12 +32,12 @@ def copy_of_tiny(folder: Path, **changes: Any) -> Path:
         if entries is None:
             file.unlink()
         else:
-            told = json.loads(file.read_text("utf-8")) if file.exists() else {}
-            file.write_text(json.dumps({**told, **entries}), "utf-8")
+            content = json.loads(file.read_text("utf-8")) if file.exists() else {}
+            file.write_text(json.dumps({**content, **entries}), "utf-8")
     return folder
 
 
-def test_a_bundle_holds_what_the_checkpoint_says(tiny_bundle: Path) -> None:
+def test_a_bundle_has_the_data_of_its_checkpoint(tiny_bundle: Path) -> None:
     manifest = open_bundle(tiny_bundle).manifest
     assert manifest.tokens.mask == (4,)
     assert manifest.tokens.end == (1, 3)
@@ -51,7 +51,7 @@ def test_a_bundle_holds_what_the_checkpoint_says(tiny_bundle: Path) -> None:
     assert set(manifest.files) == {file.name for file in tiny_bundle.iterdir()} - {"manifest.json"}
 
 
-def test_a_graph_tells_nothing_of_the_machine_that_made_it(tiny_bundle: Path) -> None:
+def test_a_graph_contains_no_paths_of_the_exporting_machine(tiny_bundle: Path) -> None:
     text = (tiny_bundle / "model.onnx").read_bytes()
     assert str(Path.home()).encode() not in text
     assert b".py" not in text
@@ -63,7 +63,7 @@ def test_tied_weights_are_stored_once(tiny_bundle: Path) -> None:
     assert sum(shape in ((640, 96), (96, 640)) for shape in shapes) == 1
 
 
-def test_a_plain_checkpoint_becomes_a_bundle_that_decodes_plainly(tmp_path: Path, tiny_bundle: Path) -> None:
+def test_a_checkpoint_without_mask_token_decodes_plainly(tmp_path: Path, tiny_bundle: Path) -> None:
     manifest = export(copy_of_tiny(tmp_path / "plain", sar_config=None), tmp_path / "bundle", ExportOptions())
     assert (manifest.tokens.mask, manifest.max_mask_slots) == ((), 0)
     prompt = json.loads((TINY / "prompts.json").read_text("utf-8"))["end of json/scanner.py"]
@@ -76,7 +76,7 @@ def test_a_plain_checkpoint_becomes_a_bundle_that_decodes_plainly(tmp_path: Path
             plain.generate(prompt, Decoding(mask_slots=1))
 
 
-def test_a_half_precision_bundle_writes_the_golden_text(half_bundle: Path) -> None:
+def test_a_half_precision_bundle_generates_the_golden_text(half_bundle: Path) -> None:
     manifest = open_bundle(half_bundle).manifest
     assert manifest.signature.dtype == "float16"
     size = {name: record.size for name, record in manifest.files.items()}
@@ -97,12 +97,12 @@ def test_a_half_precision_bundle_writes_the_golden_text(half_bundle: Path) -> No
         (TokenFlags(mask=("630", "631"), max_mask_slots=2), (630, 631), 2),
     ],
 )
-def test_flags_go_before_the_checkpoints_own_word(flags: TokenFlags, mask: tuple[int, ...], slots: int) -> None:
+def test_flags_override_the_checkpoints_tokens(flags: TokenFlags, mask: tuple[int, ...], slots: int) -> None:
     found = open_checkpoint(TINY, flags)
     assert (found.tokens.mask, found.max_mask_slots) == (mask, slots)
 
 
-def test_a_mask_token_alone_gets_the_published_number_of_slots(tmp_path: Path) -> None:
+def test_the_number_of_mask_slots_defaults_to_the_published_one(tmp_path: Path) -> None:
     folder = copy_of_tiny(tmp_path / "c", sar_config=None)
     assert open_checkpoint(folder, TokenFlags(mask=("630",))).max_mask_slots == 5
     assert open_checkpoint(folder, TokenFlags(mask=("630", "631", "632"))).max_mask_slots == 3
@@ -125,7 +125,7 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("entries", "message"),
     [
         (
             {"mask_tokens": ["[X]"]},
@@ -142,19 +142,21 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
         ({"masks": 5}, "unknown entries masks"),
     ],
 )
-def test_a_wrong_sar_config_is_refused_with_what_is_wrong(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+def test_an_invalid_sar_config_is_refused_with_the_reason(
+    tmp_path: Path, entries: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(copy_of_tiny(tmp_path / "c", sar_config=told), TokenFlags())
+        open_checkpoint(copy_of_tiny(tmp_path / "c", sar_config=entries), TokenFlags())
 
 
-def test_fork_and_child_tokens_travel_along(tmp_path: Path) -> None:
+def test_fork_and_child_tokens_are_exported(tmp_path: Path) -> None:
     folder = copy_of_tiny(tmp_path / "c", sar_config={"fork_token": "630", "child_token": 631})
     tokens = open_checkpoint(folder, TokenFlags()).tokens
     assert (tokens.fork, tokens.child) == (630, 631)
     assert tokens.forbidden == (4, 631)
 
 
-def test_padding_and_truncation_of_a_training_tokenizer_do_not_travel_along(tmp_path: Path) -> None:
+def test_padding_and_truncation_of_the_tokenizer_are_not_exported(tmp_path: Path) -> None:
     folder = copy_of_tiny(tmp_path / "c")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(4)
@@ -165,7 +167,7 @@ def test_padding_and_truncation_of_a_training_tokenizer_do_not_travel_along(tmp_
     assert 0 not in found.encode("x").ids[1:]
 
 
-def test_a_tokenizer_that_exists_only_in_its_slow_form_is_converted(tmp_path: Path) -> None:
+def test_a_slow_tokenizer_is_converted(tmp_path: Path) -> None:
     import sentencepiece
 
     folder = copy_of_tiny(tmp_path / "c", tokenizer=None, tokenizer_config=None, sar_config={"mask_tokens": [630]})
@@ -184,12 +186,12 @@ def test_a_tokenizer_that_exists_only_in_its_slow_form_is_converted(tmp_path: Pa
     assert tokenizer.decode(slow.encode(sample)) == sample
 
 
-def test_a_wider_vocabulary_than_the_tokenizers_is_decoded_without_complaint(tiny_bundle: Path) -> None:
+def test_token_ids_beyond_the_tokenizers_vocabulary_can_be_decoded(tiny_bundle: Path) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=64) as runtime:
         assert len(runtime.generate([639, 628, 5], Decoding(max_tokens=4)).tokens) == 4
 
 
-def test_dynamic_rope_is_exported_up_to_where_it_stays_the_same(tmp_path: Path) -> None:
+def test_a_dynamic_rope_model_is_limited_to_its_first_frequencies(tmp_path: Path) -> None:
     quiet_libraries()
     torch.manual_seed(0)
     folder = copy_of_tiny(tmp_path / "c")
@@ -225,14 +227,14 @@ def test_dynamic_rope_is_exported_up_to_where_it_stays_the_same(tmp_path: Path) 
         ),
     ],
 )
-def test_activations_that_the_weights_cannot_have_are_refused(
+def test_activation_formats_that_do_not_fit_the_weights_are_refused(
     tmp_path: Path, options: ExportOptions, message: str
 ) -> None:
     with pytest.raises(OptionFault, match=message):
         export(TINY, tmp_path / "bundle", options)
 
 
-def test_nothing_is_loaded_before_the_target_is_known_to_be_free(tmp_path: Path) -> None:
+def test_the_target_is_checked_before_the_checkpoint_is_loaded(tmp_path: Path) -> None:
     stages: list[str] = []
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("keep")
@@ -242,7 +244,7 @@ def test_nothing_is_loaded_before_the_target_is_known_to_be_free(tmp_path: Path)
     assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
 
 
-def test_a_tokenizer_of_words_travels_too(tmp_path: Path) -> None:
+def test_a_word_level_tokenizer_is_exported(tmp_path: Path) -> None:
     folder = copy_of_tiny(tmp_path / "c", sar_config={"mask_tokens": [630]})
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

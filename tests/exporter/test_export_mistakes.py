@@ -1,4 +1,4 @@
-"""Mistakes of an export: what is wrong with a checkpoint is told before the work, and leaves nothing behind."""
+"""Export mistakes: errors in a checkpoint or an option are reported early and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spaceport.tools.cli.export import interruptible
 from support.paths import TINY
 
 PROGRAM = "from spaceport.tools.cli import main; main()"
-# argv: the most bytes that a file may have, arguments. The program on a disk that is full.
+# argv: the maximum file size in bytes, arguments. Runs the program as on a full disk.
 ON_A_FULL_DISK = f"""
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -37,12 +37,12 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint that a test may spoil, in a folder of its own."""
+    """A copy of the tiny checkpoint that a test may change."""
     return shutil.copytree(TINY, tmp_path / "checkpoint")
 
 
 def refused(capfd: Capture, code: int, message: str, folder: Path, *options: object) -> None:
-    """Hold that an export of a checkpoint ends with this code, says this last and leaves nothing."""
+    """Verify that an export ends with this exit code and message, and leaves nothing behind."""
     before = set(folder.parent.iterdir())
     assert run(["export", str(folder), str(folder.with_name("bundle")), *map(str, options)]) == code
     output, errors = capfd.readouterr()
@@ -145,7 +145,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", SPOILS)
-def test_a_checkpoint_that_cannot_be_exported_is_a_bad_file(checkpoint: Path, capfd: Capture, kind: str) -> None:
+def test_an_invalid_checkpoint_is_an_input_error(checkpoint: Path, capfd: Capture, kind: str) -> None:
     spoil, message = SPOILS[kind]
     spoil(checkpoint)
     refused(capfd, INPUT, message, checkpoint)
@@ -184,13 +184,13 @@ def test_a_checkpoint_that_cannot_be_exported_is_a_bad_file(checkpoint: Path, ca
         (USAGE, ["another"], r"unexpected extra argument \(another\)"),
     ],
 )
-def test_an_option_that_cannot_be_meant_is_refused(
+def test_an_invalid_option_is_refused(
     checkpoint: Path, capfd: Capture, code: int, options: list[object], message: str
 ) -> None:
     refused(capfd, code, message, checkpoint, *options)
 
 
-def test_a_place_where_something_stands_is_a_bad_file(tiny_bundle: Path, checkpoint: Path, capfd: Capture) -> None:
+def test_an_existing_target_is_an_input_error(tiny_bundle: Path, checkpoint: Path, capfd: Capture) -> None:
     def tried(target: Path, message: str, *options: str) -> None:
         assert run(["export", str(checkpoint), str(target), *options]) == INPUT
         assert re.search(message, capfd.readouterr().err)
@@ -203,7 +203,7 @@ def test_a_place_where_something_stands_is_a_bad_file(tiny_bundle: Path, checkpo
     assert {file.name for file in checkpoint.iterdir()} == {file.name for file in TINY.iterdir()}
 
 
-def test_a_disk_that_fills_up_is_told_and_the_old_bundle_stays(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_old_bundle_stays(tiny_bundle: Path, tmp_path: Path) -> None:
     target = shutil.copytree(tiny_bundle, tmp_path / "bundle")
     before = {file: file.read_bytes() for file in target.iterdir()}
     arguments = ["100000", "export", str(TINY), str(target), "--overwrite"]
@@ -231,7 +231,7 @@ def test_an_interrupt_ends_an_export_and_leaves_nothing(tmp_path: Path, kind: si
 
 
 def interrupted_in_a_library(kind: signal.Signals) -> None:
-    """As torch does: an interrupt in the middle of tracing may come out as an error of tracing."""
+    """Like torch: an interrupt during tracing may be raised as a tracing error."""
     with interruptible():
         try:
             signal.raise_signal(kind)
@@ -240,19 +240,19 @@ def interrupted_in_a_library(kind: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
-def test_an_interrupt_that_a_library_makes_an_error_of_is_still_one(kind: signal.Signals) -> None:
+def test_an_interrupt_that_a_library_converts_to_an_error_is_still_an_interrupt(kind: signal.Signals) -> None:
     before = signal.getsignal(kind)
     with pytest.raises(KeyboardInterrupt):
         interrupted_in_a_library(kind)
     assert signal.getsignal(kind) == before
 
 
-def test_an_error_without_an_interrupt_stays_what_it_is() -> None:
+def test_an_error_without_an_interrupt_is_raised_unchanged() -> None:
     with pytest.raises(ValueError, match="wrong"), interruptible():
         raise ValueError("wrong")
 
 
-def test_with_json_an_export_says_its_manifest_and_nothing_else_on_stdout(tmp_path: Path, capfd: Capture) -> None:
+def test_with_json_an_export_prints_only_its_manifest_to_stdout(tmp_path: Path, capfd: Capture) -> None:
     assert run(["export", str(TINY), str(tmp_path / "bundle"), "--json"]) == OK
     output, errors = capfd.readouterr()
     assert json.loads(output) == json.loads((tmp_path / "bundle" / MANIFEST_FILE).read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Families: the ONNX graph of every family, run by ONNX Runtime, against the unmodified transformers model."""
+"""Families: the graph of every family in ONNX Runtime, compared with the unmodified transformers model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from support.paths import TINY as TOKENIZER
 
 FLOAT_TOLERANCE = 1e-4  # of a logit; rounding explains 1e-5
 HALF_TOLERANCE = 2e-2  # of the largest logit
-BITES = 1e-2  # a wrong mask changes some logit by more than this
+WRONG_MASK_DIFFERENCE = 1e-2  # a wrong mask changes some logit by more than this
 
 SLOTS = 192
 REQUESTS = 2
@@ -54,53 +54,53 @@ MASK = 5  # an ordinary token: to the graph a mask slot is a row like any other
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A token in a slot, and the rows that it hangs from."""
+    """A token in a KV slot, and its ancestors."""
 
     token: int
     slot: int
-    above: tuple[Row, ...]  # root first
+    ancestors: tuple[Row, ...]  # root first
 
     @property
-    def line(self) -> tuple[Row, ...]:
-        return (*self.above, self)
+    def path(self) -> tuple[Row, ...]:
+        return (*self.ancestors, self)
 
 
 class Text:
-    """A request's free slots: taken in any order, or one after the other for the append lowering."""
+    """The free slots of a request: used in random order, or consecutively for the append lowering."""
 
-    def __init__(self, signature: Signature, dice: np.random.Generator) -> None:
-        self._dice = dice
+    def __init__(self, signature: Signature, random: np.random.Generator) -> None:
+        self._random = random
         # the last slot is where padding rows write
-        order = np.arange(SLOTS - 1) if signature.lowering == "append" else dice.permutation(SLOTS - 1)
+        order = np.arange(SLOTS - 1) if signature.lowering == "append" else random.permutation(SLOTS - 1)
         self._free: list[int] = order.tolist()
 
-    def hang(
-        self, parents: Sequence[int], above: tuple[Row, ...] = (), below: int = SLOTS, masks: Collection[int] = ()
+    def add_rows(
+        self, parents: Sequence[int], ancestors: tuple[Row, ...] = (), below: int = SLOTS, masks: Collection[int] = ()
     ) -> list[Row]:
-        """New rows in slots below a limit: each behind the row that its parent is the index of, -1 for the rows above."""
+        """New rows in slots below a limit; a parent is an index among them, or -1 for the last of `ancestors`."""
         slots = [slot for slot in self._free if slot < below][: len(parents)]
         self._free = [slot for slot in self._free if slot not in slots]
         rows: list[Row] = []
         for index, (parent, slot) in enumerate(zip(parents, slots, strict=True)):
-            token = MASK if index in masks else int(self._dice.integers(VOCAB))
-            rows.append(Row(token, slot, above if parent < 0 else rows[parent].line))
+            token = MASK if index in masks else int(self._random.integers(VOCAB))
+            rows.append(Row(token, slot, ancestors if parent < 0 else rows[parent].path))
         return rows
 
 
 def chain(count: int) -> range:
-    """The parents of rows that follow each other."""
+    """The parents of the rows of a chain."""
     return range(-1, count - 1)
 
 
-def tree(count: int, dice: np.random.Generator) -> list[int]:
+def tree(count: int, random: np.random.Generator) -> list[int]:
     """The parents of a random tree."""
-    return [int(dice.integers(-1, row)) for row in range(count)]
+    return [int(random.integers(-1, row)) for row in range(count)]
 
 
 def batch_of(signature: Signature, requests: Sequence[Sequence[Row]]) -> Batch:
-    """The arrays for these rows by the letter of the contract; the logits come out last row first."""
+    """The inputs for these rows; logits are requested in reverse order."""
     shape = (len(requests), max(map(len, requests)))
-    visible = visible_length(1 + max(cell.slot for rows in requests for row in rows for cell in row.line))
+    visible = visible_length(1 + max(cell.slot for rows in requests for row in rows for cell in row.path))
     mask = np.zeros((shape[0], 1, shape[1], visible), np.bool_)  # B x 1 x T x A, True = may see
     mask[..., 0] = True  # what padding rows see
     near = mask.copy()
@@ -118,24 +118,24 @@ def batch_of(signature: Signature, requests: Sequence[Sequence[Row]]) -> Batch:
         if signature.lowering == "append":
             batch.slot_ids[request] = rows[0].slot + np.arange(shape[1])
         for index, row in enumerate(rows):
-            seen = [cell.slot for cell in row.line]
+            seen = [cell.slot for cell in row.path]
             batch.input_ids[request, index] = row.token
-            batch.position_ids[request, index] = len(row.above)
+            batch.position_ids[request, index] = len(row.ancestors)
             batch.slot_ids[request, index] = row.slot
             mask[request, 0, index] = np.isin(np.arange(visible), seen)
             near[request, 0, index] = np.isin(np.arange(visible), seen[-(signature.window or 0) :])
     return batch
 
 
-def flood(engine: Engine, dice: np.random.Generator) -> None:
-    """Fill all slots with rows of no text, which nobody may see."""
+def flood(engine: Engine, random: np.random.Generator) -> None:
+    """Fill all slots with rows that no later row may see."""
     shape = (REQUESTS, SLOTS)
     mask = np.ones((REQUESTS, 1, SLOTS, SLOTS), np.bool_)
     engine.run(
         Batch(
             first=0,
-            input_ids=dice.integers(VOCAB, size=shape),
-            position_ids=dice.integers(SLOTS, size=shape),
+            input_ids=random.integers(VOCAB, size=shape),
+            position_ids=random.integers(SLOTS, size=shape),
             slot_ids=np.tile(np.arange(SLOTS), (REQUESTS, 1)),
             attention_mask=mask,
             logit_rows=np.zeros((REQUESTS, 1), np.int64),
@@ -144,21 +144,21 @@ def flood(engine: Engine, dice: np.random.Generator) -> None:
     )
 
 
-def told(reference: PreTrainedModel, rows: Sequence[Row]) -> NDArray[np.float32]:
-    """What the unmodified model says to each row when it is given the line that leads there and nothing else."""
+def reference_logits(reference: PreTrainedModel, rows: Sequence[Row]) -> NDArray[np.float32]:
+    """The logits of the unmodified model for each row, computed from the path to the row alone."""
     logits: dict[Row, NDArray[np.float32]] = {}
-    for row in sorted(rows, key=lambda row: -len(row.above)):
+    for row in sorted(rows, key=lambda row: -len(row.ancestors)):
         if row not in logits:
-            ids = torch.tensor([[cell.token for cell in row.line]])
+            ids = torch.tensor([[cell.token for cell in row.path]])
             with torch.no_grad():
-                answer = reference(input_ids=ids, use_cache=False).logits[0].numpy()
-            logits.update(zip(row.line, answer, strict=True))
+                result = reference(input_ids=ids, use_cache=False).logits[0].numpy()
+            logits.update(zip(row.path, result, strict=True))
     return np.stack([logits[row] for row in rows])
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A graph and the model that it was made from."""
+    """A graph and the model that it was exported from."""
 
     engine: Engine
     reference: PreTrainedModel
@@ -174,7 +174,7 @@ class Pair:
         logits = self.engine.run(batch or batch_of(self.signature, requests))
         worst = 0.0
         for request, rows in enumerate(requests):
-            expected = told(self.reference, rows)
+            expected = reference_logits(self.reference, rows)
             found = np.abs(logits[request, : len(rows)][::-1] - expected).max()
             worst = max(worst, float(found / np.abs(expected).max() if relative else found))
         return worst
@@ -184,8 +184,7 @@ class Pair:
 def pair_of(
     name: str, lowering: Lowering, dtype: Precision = "float32", weights: Weights = "same", layers: int | None = None
 ) -> Pair:
-    """The family's graph in ONNX Runtime, and a model of the same weights that nothing was done to but to round the
-    same inputs."""
+    """The family's graph in ONNX Runtime, and the unmodified model with the same weights and quantized inputs."""
     (family,) = [family for family in FAMILIES if family.name == name]
     if layers is not None:
         family = replace(family, options={**family.options, "num_hidden_layers": layers})
@@ -193,7 +192,7 @@ def pair_of(
     activations: Activations = "int8x2" if weights == "int8" else "float"
     quantization = quantize_model(model, weights, activations, lowering)
     reference = build(family, attention="eager")
-    reference.load_state_dict(model.state_dict())  # rounded or as it is
+    reference.load_state_dict(model.state_dict())  # dequantized or unchanged
     if quantization.integers is not None:
         QuantizedInputs(reference, quantization.integers)
     form: AttentionImplementation = "operator" if lowering == "append" and family.replaceable else "plain"
@@ -207,39 +206,39 @@ def pair_of(
 
 def walk(pair: Pair, relative: bool = False) -> dict[str, float]:
     """The largest difference in each kind of step of two texts."""
-    dice = np.random.default_rng(3)
-    flood(pair.engine, dice)
-    one, two = Text(pair.signature, dice), Text(pair.signature, dice)
+    random = np.random.default_rng(3)
+    flood(pair.engine, random)
+    one, two = Text(pair.signature, random), Text(pair.signature, random)
 
     def step(*requests: list[Row]) -> float:
         return pair.difference(requests, relative=relative)
 
     found = {}
-    prompt = one.hang(chain(51), below=64)
+    prompt = one.add_rows(chain(51), below=64)
     found["prompt of 51 rows"] = step(prompt)
-    (single,) = one.hang([-1], prompt[-1].line, below=64)
+    (single,) = one.add_rows([-1], prompt[-1].path, below=64)
     found["cached row"] = step([single])
-    space = one.hang(SPACE, single.line, below=64, masks=MASKS)
+    space = one.add_rows(SPACE, single.path, below=64, masks=MASKS)
     found["SPACE step"] = step(space)
-    wide = one.hang(tree(20, dice), space[3].line, below=128)  # c1 was kept; no other row of that step was
+    wide = one.add_rows(tree(20, random), space[3].path, below=128)  # only c1 was accepted
     found["tree of 20 rows, past slot 64"] = step(wide)
-    kept = max(wide, key=lambda row: len(row.above))
-    few, other = one.hang(tree(6, dice), kept.line, below=128), two.hang(chain(23), below=64)
+    deepest = max(wide, key=lambda row: len(row.ancestors))
+    few, other = one.add_rows(tree(6, random), deepest.path, below=128), two.add_rows(chain(23), below=64)
     found["6 rows and a prompt of 23 rows"] = step(few, other)
-    late, drafted = one.hang([-1], few[0].line), two.hang(SPACE, other[-1].line, below=64, masks=MASKS)
+    late, drafted = one.add_rows([-1], few[0].path), two.add_rows(SPACE, other[-1].path, below=64, masks=MASKS)
     found["1 row and a SPACE step"] = step(late, drafted)
-    found["chunk of 60 rows, all slots visible"] = step(one.hang(chain(60), late[0].line))
+    found["chunk of 60 rows, all slots visible"] = step(one.add_rows(chain(60), late[0].path))
     return found
 
 
 def space_step(pair: Pair) -> list[Row]:
-    """The rows of a SPACE step behind a text that is longer than the window, still to be run."""
-    dice = np.random.default_rng(4)
-    flood(pair.engine, dice)
-    text = Text(pair.signature, dice)
-    prompt = text.hang(chain(40))
+    """The rows of a SPACE step after a text that is longer than the window; they are not run yet."""
+    random = np.random.default_rng(4)
+    flood(pair.engine, random)
+    text = Text(pair.signature, random)
+    prompt = text.add_rows(chain(40))
     pair.engine.run(batch_of(pair.signature, [prompt]))
-    return text.hang(SPACE, prompt[-1].line, masks=MASKS)
+    return text.add_rows(SPACE, prompt[-1].path, masks=MASKS)
 
 
 def with_visibility(batch: Batch, row: int, slot: int, visible: bool) -> Batch:
@@ -250,18 +249,18 @@ def with_visibility(batch: Batch, row: int, slot: int, visible: bool) -> Batch:
 
 
 def difference_of_a_hidden_slot(pair: Pair) -> float:
-    """What it does to the logits that the first row of a SPACE step does not see the token two before it."""
+    """The change of the logits when the first row of a SPACE step does not see the token two positions before it."""
     rows = space_step(pair)
-    blind = with_visibility(batch_of(pair.signature, [rows]), 0, rows[0].above[-2].slot, False)
+    blind = with_visibility(batch_of(pair.signature, [rows]), 0, rows[0].ancestors[-2].slot, False)
     return pair.difference([rows], blind)
 
 
 def by_tier(family: Family, lowering: Lowering) -> object:
-    """A case of each run where the family stands for its structure, of the night otherwise."""
+    """A test case of every run if the family represents its structure, otherwise a nightly one."""
     return pytest.param(family, lowering, marks=() if lowering in family.each_run else pytest.mark.nightly)
 
 
-def test_one_family_stands_for_each_structure_in_every_run() -> None:
+def test_every_run_covers_one_family_per_structure() -> None:
     standing = [family.structure for family in FAMILIES if family.each_run]
     assert sorted(standing) == sorted({family.structure for family in FAMILIES})
     assert {lowering for family in FAMILIES for lowering in family.each_run} == {*LOWERINGS}
@@ -274,23 +273,23 @@ def test_one_family_stands_for_each_structure_in_every_run() -> None:
 @pytest.mark.parametrize(
     ("family", "lowering"), [by_tier(family, lowering) for family in FAMILIES for lowering in family.lowerings], ids=str
 )
-def test_a_graph_says_what_the_unmodified_model_says(family: Family, lowering: Lowering) -> None:
+def test_a_graph_has_the_logits_of_the_unmodified_model(family: Family, lowering: Lowering) -> None:
     pair = pair_of(family.name, lowering)
     found = walk(pair)
     print(f"largest difference {max(found.values()):.1e}")  # pytest -rP shows it
     assert {step: worst for step, worst in found.items() if not worst <= FLOAT_TOLERANCE} == {}
-    assert difference_of_a_hidden_slot(pair) > BITES  # else equal logits would say little
+    assert difference_of_a_hidden_slot(pair) > WRONG_MASK_DIFFERENCE  # otherwise equal logits would prove little
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "lowering"), [("llama", "scatter"), ("qwen3", "append"), ("gemma2", "scatter")])
-def test_a_half_precision_graph_says_nearly_what_the_model_says(name: str, lowering: Lowering) -> None:
+def test_a_half_precision_graph_is_within_tolerance_of_the_model(name: str, lowering: Lowering) -> None:
     found = walk(pair_of(name, lowering, "float16"), relative=True)
     print(f"largest difference {max(found.values()):.1e}")  # pytest -rP shows it
     assert {step: worst for step, worst in found.items() if not worst <= HALF_TOLERANCE} == {}
 
 
-# Families whose products with weights are of different forms; the others run in the night.
+# Families with different kinds of matmuls; the others run nightly.
 INT8_EACH_RUN = ("phi3", "gemma2", "qwen3_moe")
 
 
@@ -307,7 +306,7 @@ INT8_EACH_RUN = ("phi3", "gemma2", "qwen3_moe")
         for family in FAMILIES
     ],
 )
-def test_an_int8_graph_says_what_the_model_with_the_same_roundings_says(family: Family, lowering: Lowering) -> None:
+def test_an_int8_graph_has_the_logits_of_the_fake_quantized_model(family: Family, lowering: Lowering) -> None:
     brief = family.name in INT8_EACH_RUN
     pair = pair_of(family.name, lowering, weights="int8", layers=1 if brief else None)
     tolerance = tolerance_of("float32", "int8x2")
@@ -315,7 +314,7 @@ def test_an_int8_graph_says_what_the_model_with_the_same_roundings_says(family: 
         found = walk(pair, relative=True)
         assert {step: worst for step, worst in found.items() if not worst <= tolerance} == {}
     assert pair.difference([space_step(pair)], relative=True) <= tolerance
-    assert difference_of_a_hidden_slot(pair) > BITES
+    assert difference_of_a_hidden_slot(pair) > WRONG_MASK_DIFFERENCE
 
 
 WINDOWED = pytest.mark.parametrize(("name", "lowering"), [("mistral", "scatter"), ("gemma2", "append")])
@@ -327,7 +326,7 @@ WINDOWED = pytest.mark.parametrize(("name", "lowering"), [("mistral", "scatter")
 def test_a_window_wrong_by_one_changes_the_logits(name: str, lowering: Lowering, wrong: int) -> None:
     pair = pair_of(name, lowering)
     rows = space_step(pair)
-    assert pair.difference([rows], batch_of(replace(pair.signature, window=wrong), [rows])) > BITES
+    assert pair.difference([rows], batch_of(replace(pair.signature, window=wrong), [rows])) > WRONG_MASK_DIFFERENCE
     assert pair.difference([rows]) <= FLOAT_TOLERANCE
 
 
@@ -336,13 +335,13 @@ def test_a_window_wrong_by_one_changes_the_logits(name: str, lowering: Lowering,
 def test_a_visible_sibling_changes_the_logits(name: str, lowering: Lowering) -> None:
     pair = pair_of(name, lowering)
     rows = space_step(pair)
-    m01, c1 = 1, 3  # both hang from x
+    m01, c1 = 1, 3  # both are children of x
     together = with_visibility(batch_of(pair.signature, [rows]), c1, rows[m01].slot, True)
-    assert pair.difference([rows], together) > BITES
+    assert pair.difference([rows], together) > WRONG_MASK_DIFFERENCE
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=str)
-def test_what_cannot_be_told_exactly_is_refused_with_its_reason(refused: Refused, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_exported_exactly_is_refused_with_the_reason(refused: Refused, tmp_path: Path) -> None:
     checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
     family = replace(refused.family, options={**refused.family.options, "vocab_size": 640})  # as the tokenizer's
     build(family).save_pretrained(checkpoint)
@@ -354,7 +353,7 @@ def test_what_cannot_be_told_exactly_is_refused_with_its_reason(refused: Refused
     assert not bundle.exists()
 
 
-def test_an_attention_that_cannot_be_replaced_is_refused_the_operator() -> None:
+def test_a_model_whose_attention_cannot_be_replaced_cannot_use_the_operator() -> None:
     (family,) = [family for family in FAMILIES if not family.replaceable]
     with pytest.raises(UnsupportedModel, match="use plain attention"):
         decoder_of(build(family), "append", "operator")

@@ -1,4 +1,4 @@
-"""Folder lock: one holder at a time, and nothing is left in the folder."""
+"""Folder lock: one holder at a time, and no lock file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spaceport.exporter.folder_lock import locked_folder
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
-    """Each adds 1 to a number in two steps: what two do at once would be lost."""
+    """Each thread increments a number by reading and writing it; concurrent increments would be lost."""
     file = tmp_path / "number"
     file.write_text("0")
 
@@ -31,7 +31,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["number"]
 
 
-def test_the_descriptor_is_that_of_the_folder_and_is_closed(tmp_path: Path) -> None:
+def test_the_lock_yields_the_descriptor_of_the_folder_and_closes_it(tmp_path: Path) -> None:
     with locked_folder(tmp_path) as descriptor:
         assert os.path.samestat(os.fstat(descriptor), tmp_path.stat())
     with pytest.raises(OSError, match="Bad file descriptor"):

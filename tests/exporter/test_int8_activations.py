@@ -1,4 +1,4 @@
-"""int4 weights with int8 activations: drafts in one line have the logits of plain decoding, to the bit."""
+"""int4 weights with int8 activations: draft chains have bit-identical logits to plain decoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.paths import TINY
 pytestmark = pytest.mark.torch  # exports the bundle
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
-START, END = 40, 140  # places that are fed row by row: the visible length grows at 64 and 128
+START, END = 40, 140  # positions that are fed row by row; the visible length grows at 64 and 128
 
 Array = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -45,7 +45,7 @@ def engine(bundle: Path) -> Engine:
 
 
 def feed(engine: Engine, tokens: Array, first: int, slots: Array, visible: int, requests: int = 1) -> Logits:
-    """The logits of a chain of tokens (requests x rows) behind `first` slots."""
+    """The logits of a chain of tokens (requests x rows) after `first` cached tokens."""
     rows = tokens.shape[1]
     mask = np.zeros((rows, visible), np.bool_)
     mask[:, :first] = True
@@ -58,7 +58,7 @@ def feed(engine: Engine, tokens: Array, first: int, slots: Array, visible: int, 
 
 
 def plain(engine: Engine, tokens: Array) -> Logits:
-    """The logits of steps of one row behind a prompt, from START on; the tokens are then in the KV cache."""
+    """The logits of steps of one row from START on; afterwards the tokens are in the KV cache."""
     feed(engine, tokens[:, :START], 0, np.arange(START), 64)
     rows = [feed(engine, tokens[:, n : n + 1], n, np.array([n]), visible_length(n + 1))[0] for n in range(START, END)]
     return np.concatenate(rows)
@@ -66,8 +66,8 @@ def plain(engine: Engine, tokens: Array) -> Logits:
 
 @pytest.mark.parametrize("rows", [2, 4, 9, 36])
 @pytest.mark.parametrize("requests", [1, 3])
-@pytest.mark.parametrize("ahead", [0, 64])  # slots of masks or of other requests that lengthen what is visible
-def test_a_chain_has_the_logits_of_steps_of_one_row_to_the_bit(
+@pytest.mark.parametrize("ahead", [0, 64])  # more visible slots, as with mask slots or other requests
+def test_logits_of_a_chain_are_bit_identical_to_steps_of_one_row(
     engine: Engine, rows: int, requests: int, ahead: int
 ) -> None:
     tokens = np.random.default_rng(0).integers(8, 600, (3, END))
@@ -80,20 +80,20 @@ def test_a_chain_has_the_logits_of_steps_of_one_row_to_the_bit(
         assert got.tobytes() == expected[first - START : first - START + rows].tobytes()
 
 
-def test_a_chain_with_a_gap_between_its_slots_has_other_logits(engine: Engine) -> None:
-    """Else the test above holds nothing, and trees would be exact as well."""
+def test_a_gap_between_the_slots_of_a_chain_changes_its_logits(engine: Engine) -> None:
+    """Otherwise the test above would be void, and trees would be exact as well."""
     tokens = np.random.default_rng(0).integers(8, 600, (1, END))
     expected = plain(engine, tokens)
     moved = []
     for first in range(START, END - 2, 7):
         got = feed(engine, tokens[:, first : first + 2], first, np.array([first, first + 3]), visible_length(first + 4))
-        plain(engine, tokens)  # puts the second row back into the slot where the next one looks for it
+        plain(engine, tokens)  # writes the second row to its usual slot again
         moved.append(np.abs(got[0] - expected[first - START : first - START + 2]).max(axis=1))
     assert np.array(moved)[:, 0].max() == 0.0
     assert np.array(moved)[:, 1].max() > 0.0
 
 
-def test_all_that_such_a_bundle_promises_is_lossless_without_noise(bundle: Path) -> None:
+def test_an_int8_activation_bundle_is_lossless_without_noise(bundle: Path) -> None:
     with Runtime.open(bundle, max_seq_len=256, max_requests=3) as runtime:
         prompts = [TokenizedPrompt(1, tuple(runtime.tokens_of(text))) for text in PROMPTS.values()]
         report = audit(runtime, prompts, 24)
@@ -106,7 +106,7 @@ def test_all_that_such_a_bundle_promises_is_lossless_without_noise(bundle: Path)
     assert report.engine.endswith("scatter, drafts as chains")
 
 
-def test_its_drafts_are_one_line_unless_trees_are_asked_for(bundle: Path) -> None:
+def test_its_drafts_are_chains_unless_trees_are_requested(bundle: Path) -> None:
     exact = open_bundle(bundle).manifest.exact_drafts
     assert exact == "chain"
     assert (Decoding().draft_config(5, exact=exact).siblings, Decoding().threads(exact)) == (1, 1)
@@ -120,8 +120,8 @@ def test_its_drafts_are_one_line_unless_trees_are_asked_for(bundle: Path) -> Non
         assert drafted.statistics.steps < 48
 
 
-def test_a_model_without_grouped_heads_keeps_float_activations() -> None:
-    """One row of such a model goes through another kernel of attention than several do."""
+def test_a_model_without_grouped_query_attention_has_float_activations() -> None:
+    """For such models ONNX Runtime has another attention kernel for one row than for several."""
     checkpoint = open_checkpoint(TINY, TokenFlags())
     assert with_supported_activations(checkpoint, ExportOptions(weights="int4")).activations == "int8"
     checkpoint.config.num_key_value_heads = checkpoint.config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Integer graphs: small graphs of integer products against the values that their weights and inputs are rounded to."""
+"""Integer graphs: int8 matmuls of small graphs, compared with matmuls of fake-quantized values."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Array = NDArray[np.float32]
 Products = Mapping[str, IntegerLinear]
 
 
-def dice(seed: int) -> torch.Generator:
+def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def product(seed: int, inputs: int, outputs: int, bound: float | None, moved: bool) -> IntegerLinear:
-    move = torch.rand(inputs, generator=dice(seed)) + 0.5 if moved else None
-    return quantize_linear(torch.randn(outputs, inputs, generator=dice(seed)), LinearScales(InputScale(bound, move)))
+    move = torch.rand(inputs, generator=seeded(seed)) + 0.5 if moved else None
+    return quantize_linear(torch.randn(outputs, inputs, generator=seeded(seed)), LinearScales(InputScale(bound, move)))
 
 
 def stored(products: Products, shape: list[str | int], limbs: int, inputs: Mapping[str, str]) -> onnx.ModelProto:
-    """A graph with an output for each product of the input that is named beside it, with integers in its place."""
+    """A graph with an int8 matmul and an output for each layer, on the input with the given name."""
     nodes, constants, outputs = [], [], []
     for name, product in products.items():
         constants.append(numpy_helper.from_array(product.dequantized.numpy(), f"{name}.weight"))
@@ -61,57 +61,57 @@ def expected_of(product: IntegerLinear, states: Tensor, limbs: int) -> Array:
     return values
 
 
-def hold(products: Products, shape: tuple[int, ...], limbs: int, inputs: Mapping[str, str]) -> None:
-    """Compare each product with the reference; rows differ by a factor of thousands, so that scales of rows matter."""
+def compare(products: Products, shape: tuple[int, ...], limbs: int, inputs: Mapping[str, str]) -> None:
+    """Compare each matmul with the reference; row sizes differ by factors of 1000, so that dynamic scales matter."""
     widths = {inputs[name]: product.codes.shape[0] for name, product in products.items()}
     sizes = torch.logspace(-2, 1, shape[-1])[:, None]
-    states = {name: torch.randn((*shape, size), generator=dice(9)) * sizes for name, size in widths.items()}
+    states = {name: torch.randn((*shape, size), generator=seeded(9)) * sizes for name, size in widths.items()}
     names: list[str | int] = ["B", "T"][-len(shape) :]
     model = stored(products, names, limbs, inputs)
     found = outputs_of(model, {name: values.numpy() for name, values in states.items()})
     for got, (name, product) in zip(found, products.items(), strict=True):
         expected = expected_of(product, states[inputs[name]], limbs)
         for row, other in zip(got.reshape(-1, got.shape[-1]), expected.reshape(-1, got.shape[-1]), strict=True):
-            # a sum that lies between two steps of the low limb may be rounded either way
+            # values between two steps of the low limb may be rounded up or down
             assert np.abs(row - other).max() <= 2e-4 * max(np.abs(other).max(), (product.input.clip or 0) / 10)
 
 
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize(("limbs", "bound"), [(2, None), (2, 6.0), (1, None)])
 @pytest.mark.parametrize("shape", [(7,), (3, 7)])
-def test_products_are_those_of_the_rounded_values(
+def test_int8_matmuls_equal_matmuls_of_the_dequantized_values(
     shape: tuple[int, ...], limbs: int, bound: float | None, moved: bool
 ) -> None:
-    """Two that share their input, of different sizes, and one with an input of its own."""
+    """Two layers of different sizes that share their input, and one with its own input."""
     first = product(1, 24, 40, bound, moved)
-    second = quantize_linear(torch.randn(9, 24, generator=dice(2)), LinearScales(first.input))
+    second = quantize_linear(torch.randn(9, 24, generator=seeded(2)), LinearScales(first.input))
     products = {"query": first, "key": second, "down": product(3, 16, 8, bound, moved)}
-    hold(products, shape, limbs, {"query": "states", "key": "states", "down": "others"})
+    compare(products, shape, limbs, {"query": "states", "key": "states", "down": "others"})
 
 
-def test_wide_inputs_are_moved_by_factors_of_their_own() -> None:
+def test_wide_inputs_have_their_own_smoothing_factors() -> None:
     products = {name: product(seed, 16400, 4, None, True) for seed, name in enumerate(("first", "second"))}
-    hold(products, (3,), 2, {"first": "a", "second": "b"})
+    compare(products, (3,), 2, {"first": "a", "second": "b"})
 
 
 def repeated() -> dict[str, IntegerLinear]:
-    weight = torch.randn(8, 16, generator=dice(1))
+    weight = torch.randn(8, 16, generator=seeded(1))
     return {name: quantize_linear(weight, LinearScales(InputScale(bound))) for name, bound in (("0", 4.0), ("1", 60.0))}
 
 
 def test_equal_weights_of_repeated_layers_keep_their_own_input_scales() -> None:
-    hold(repeated(), (3,), 2, {"0": "a", "1": "b"})
+    compare(repeated(), (3,), 2, {"0": "a", "1": "b"})
 
 
-def test_more_products_than_modules_of_equal_weights_are_refused() -> None:
+def test_more_matmuls_than_modules_with_equal_weights_are_refused() -> None:
     first, second = repeated().values()
-    weights = torch.randn(8, 16, generator=dice(1))
+    weights = torch.randn(8, 16, generator=seeded(1))
     graph = {"0": first, "1": second, "2": quantize_linear(weights, LinearScales(InputScale(4.0)))}
     constants = [numpy_helper.from_array(each.dequantized.numpy(), f"w{name}") for name, each in graph.items()]
     nodes = [helper.make_node("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in graph]
-    told = helper.make_tensor_value_info
-    outputs = [told(f"y{name}", TensorProto.FLOAT, ["T", 8]) for name in graph]
-    made = helper.make_graph(nodes, "g", [told("x", TensorProto.FLOAT, ["T", 16])], outputs, constants)
+    info = helper.make_tensor_value_info
+    outputs = [info(f"y{name}", TensorProto.FLOAT, ["T", 8]) for name in graph]
+    made = helper.make_graph(nodes, "g", [info("x", TensorProto.FLOAT, ["T", 16])], outputs, constants)
     model = ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
     with pytest.raises(
         WeightNotFound, match="more matmuls with the weight of 0 than there are modules with this weight"
@@ -120,26 +120,26 @@ def test_more_products_than_modules_of_equal_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize("other", ["none", "output", "consumer"])
-def test_moves_go_into_the_gain_of_a_norm_only_where_it_has_no_other_use(other: str) -> None:
+def test_smoothing_goes_into_the_gain_of_a_norm_only_without_other_use(other: str) -> None:
     own = product(1, 16, 8, 6.0, True)
-    gain = torch.rand(16, generator=dice(4)) + 0.5
-    told, float32 = helper.make_tensor_value_info, TensorProto.FLOAT
+    gain = torch.rand(16, generator=seeded(4)) + 0.5
+    info, float32 = helper.make_tensor_value_info, TensorProto.FLOAT
     nodes = [
         helper.make_node("RMSNormalization", ["x", "gain"], ["normed"], axis=-1),
         helper.make_node("MatMul", ["normed", "weight"], ["y"]),
         helper.make_node("Neg", ["normed" if other == "consumer" else "x"], ["rest"]),
     ]
     sizes = {"y": 8, "rest": 16} | ({"normed": 16} if other == "output" else {})
-    outputs = [told(name, float32, ["T", size]) for name, size in sizes.items()]
+    outputs = [info(name, float32, ["T", size]) for name, size in sizes.items()]
     constants = [
         numpy_helper.from_array(each.numpy(), name) for name, each in (("gain", gain), ("weight", own.dequantized))
     ]
-    between = [told("normed", float32, ["T", 16])] if other != "output" else []
-    graph = helper.make_graph(nodes, "g", [told("x", float32, ["T", 16])], outputs, constants, value_info=between)
+    between = [info("normed", float32, ["T", 16])] if other != "output" else []
+    graph = helper.make_graph(nodes, "g", [info("x", float32, ["T", 16])], outputs, constants, value_info=between)
     model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
     store_integer_matmuls(model, IntegerModel(2, {"y": own}))
     model.graph.sort()
-    x = torch.randn(5, 16, generator=dice(5))
+    x = torch.randn(5, 16, generator=seeded(5))
     found = dict(zip(sizes, outputs_of(ir.to_proto(model), {"x": x.numpy()}), strict=True))
     normed = x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * gain
     assert np.abs(found["y"] - expected_of(own, normed, 2)).max() < 1e-3 * np.abs(found["y"]).max()

@@ -1,4 +1,4 @@
-"""Integer products: graphs of int8 bundles multiply integers, each row by itself, as the PyTorch reference does."""
+"""Integer matmuls: graphs of int8 bundles quantize each row by itself, like the PyTorch reference."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def unchecked(bundle: Bundle) -> OnnxRuntimeEngine:
 
 
 def fed(engine: Engine, ids: NDArray[np.int64], widths: list[int], beside: int = 0) -> Logits:
-    """The logits of a text fed in steps of these widths, with so many other requests in each call."""
+    """The logits of a text fed in steps of these widths, with `beside` other requests in each call."""
     dice, found, start = np.random.default_rng(5), [], 0
     others = dice.integers(3, 600, (beside, ids.size))
     texts = np.concatenate((ids[None], others))
@@ -75,7 +75,7 @@ def text() -> NDArray[np.int64]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activations", ["int8x2", "int8"])
-def test_rows_are_bit_equal_alone_among_others_and_beside_requests(
+def test_rows_are_bit_identical_alone_with_other_rows_and_with_other_requests(
     tmp_path_factory: pytest.TempPathFactory, text: NDArray[np.int64], activations: Activations
 ) -> None:
     engine = engine_of(exported(tmp_path_factory, activations=activations))
@@ -88,14 +88,14 @@ def test_rows_are_bit_equal_alone_among_others_and_beside_requests(
 @pytest.mark.parametrize(
     ("lowering", "activations"), [("scatter", "int8x2"), ("append", "int8x2"), ("scatter", "int8")]
 )
-def test_the_reference_rounds_as_the_graph_does(
+def test_the_reference_quantizes_as_the_graph_does(
     tmp_path_factory: pytest.TempPathFactory, text: NDArray[np.int64], lowering: Lowering, activations: Activations
 ) -> None:
     bundle = exported(tmp_path_factory, lowering, activations)
     assert error_of(bundle, engine_of(bundle), text) <= tolerance_of("float32", activations)
 
 
-def test_all_products_with_weights_are_of_integers(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_all_matmuls_with_weights_are_int8(tmp_path_factory: pytest.TempPathFactory) -> None:
     graph = onnx.load(str(exported(tmp_path_factory) / MODEL_FILE), load_external_data=False).graph
     kinds = Counter(node.op_type for node in graph.node)
     assert (
@@ -106,7 +106,7 @@ def test_all_products_with_weights_are_of_integers(tmp_path_factory: pytest.Temp
     assert all(value.data_type == onnx.TensorProto.INT8 for value in large)
 
 
-def test_inputs_of_several_products_are_rounded_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_inputs_of_several_matmuls_are_quantized_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     graph = onnx.load(str(exported(tmp_path_factory) / MODEL_FILE), load_external_data=False).graph
     kinds = Counter(node.op_type for node in graph.node)
     assert kinds["QuantizeLinear"] == 2 * kinds["MatMulIntegerToFloat"]  # a high and a low limb
@@ -139,7 +139,7 @@ def shifted_scale(model: onnx.ModelProto) -> int:
 
 
 def one_scale_for_all_rows(model: onnx.ModelProto) -> int:
-    """The size of the largest row of the call for each of them."""
+    """Use the size of the largest row of the call for all rows."""
     sizes = [node for node in model.graph.node if node.op_type == "ReduceMax"]
     for node in sizes:
         del node.input[1:]
@@ -161,7 +161,7 @@ def test_a_wrong_constant_is_out_of_tolerance(
     assert error_of(bundle, unchecked(changed), text) > tolerance_of("float32", activations)
 
 
-def test_one_scale_for_all_rows_would_make_them_depend_on_each_other(
+def test_one_scale_for_all_rows_makes_rows_depend_on_each_other(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, text: NDArray[np.int64]
 ) -> None:
     bundle = exported(tmp_path_factory, activations="int8")
@@ -170,7 +170,7 @@ def test_one_scale_for_all_rows_would_make_them_depend_on_each_other(
 
 
 def changed_bundle(bundle: Path, target: Path, change: Change) -> Bundle:
-    """A copy of a bundle with another graph, which is opened without a look at its hashes."""
+    """A copy of a bundle with a changed graph, opened without verifying hashes."""
     shutil.copytree(bundle, target)
     model = onnx.load(str(target / MODEL_FILE))
     assert change(model) > 0
@@ -179,7 +179,7 @@ def changed_bundle(bundle: Path, target: Path, change: Change) -> Bundle:
 
 
 def error_of(bundle: Path, engine: Engine, text: NDArray[np.int64]) -> float:
-    """The largest difference to the PyTorch reference, as a share of the largest logit."""
+    """The largest difference from the PyTorch reference, relative to the largest logit."""
     expected = fed(open_reference(open_bundle(bundle), TINY, SLOTS, 3), text, [36, 36])
     return float(np.abs(fed(engine, text, [36, 36]) - expected).max() / max(1.0, np.abs(expected).max()))
 
@@ -192,7 +192,7 @@ def error_of(bundle: Path, engine: Engine, text: NDArray[np.int64]) -> float:
         (["--calibration-data", "{missing}"], INPUT, "expected a prompt file with one prompt per line"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_options_that_contradict_each_other_are_refused(
     tmp_path: Path, capfd: Capture, flags: list[str], code: int, message: str
 ) -> None:
     (tmp_path / "prompts.txt").write_text("import json\n", "utf-8")
@@ -212,7 +212,7 @@ def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.slow
-def test_prompts_of_a_file_calibrate(tmp_path: Path, capfd: Capture) -> None:
+def test_calibration_prompts_are_read_from_a_file(tmp_path: Path, capfd: Capture) -> None:
     (tmp_path / "prompts.txt").write_text("import json\nclass Reader:\n", "utf-8")
     prompts = ["--calibration-data", str(tmp_path / "prompts.txt")]
     assert run(["export", str(DEMO), str(tmp_path / "bundle"), "--weights", "int8", *prompts, "--json"]) == 0

@@ -1,4 +1,4 @@
-"""An interrupted export leaves the old bundle or a whole new one, and an interrupt that can be heard no rubbish."""
+"""Interrupted exports leave the old or a complete new bundle; only killed ones may leave a temporary folder."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from support.paths import TESTS, TINY
 TRIES = (4, pytest.param(60, marks=pytest.mark.nightly))
 
 
-class Victim:
-    """A process that exports when it is told to."""
+class ExportProcess:
+    """A process that runs exports on request."""
 
     def __init__(self, checkpoint: Path, target: Path) -> None:
         script = TESTS / "support" / "interrupted.py"
         arguments = [sys.executable, str(script), str(checkpoint), str(target)]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._popen = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._line() == "ready"
 
     def start(self) -> int:
-        """Begin an export; the process that does it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        """Start an export; returns the id of the exporting process."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write("go\n")
+        self._popen.stdin.flush()
         return int(self._line())
 
     def end(self) -> int:
-        """How the export ended: 0, 130 after an interrupt, or minus the signal that killed it."""
+        """The exit code of the export: 0, 130 after an interrupt, or minus the signal that killed it."""
         return int(self._line())
 
     def close(self) -> None:
-        self._process.communicate()
+        self._popen.communicate()
 
     def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        assert self._popen.stdout is not None
+        return self._popen.stdout.readline().strip()
 
 
 @pytest.fixture(scope="module")
@@ -71,43 +71,43 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def victim(checkpoint: Path, folder: Path) -> Iterator[Victim]:
-    victim = Victim(checkpoint, folder / "bundle")
-    yield victim
-    victim.close()
+def process(checkpoint: Path, folder: Path) -> Iterator[ExportProcess]:
+    process = ExportProcess(checkpoint, folder / "bundle")
+    yield process
+    process.close()
 
 
 @pytest.mark.parametrize("tries", TRIES)
 def test_an_export_interrupted_at_any_time_leaves_the_old_bundle_or_a_new_one(
-    victim: Victim, folder: Path, tries: int
+    process: ExportProcess, folder: Path, tries: int
 ) -> None:
     started = time.perf_counter()
-    victim.start()
-    assert victim.end() == 0
+    process.start()
+    assert process.end() == 0
     takes = time.perf_counter() - started
     print(f"an export takes {takes:.1f} s")
     old = open_bundle(folder / "bundle").manifest
-    dice = random.Random(7)
+    rng = random.Random(7)
     endings = []
     for number in range(tries):
         kind = (signal.SIGINT, signal.SIGKILL)[number % 2]
-        # every second try late in the export, where files are written and put in place
-        wait = takes * dice.uniform(0.0, 1.0) if number % 4 < 2 else takes * dice.uniform(0.85, 1.1)
-        child = victim.start()
+        # two of four tries late in the export, when files are written and moved
+        wait = takes * rng.uniform(0.0, 1.0) if number % 4 < 2 else takes * rng.uniform(0.85, 1.1)
+        child = process.start()
         time.sleep(wait)
-        with contextlib.suppress(ProcessLookupError):  # it had ended by itself
+        with contextlib.suppress(ProcessLookupError):  # it has already ended
             os.kill(child, kind)
-        ending = victim.end()
+        ending = process.end()
         endings.append(ending)
-        # An interrupt that comes while torch is in a callback of its own aborts the process; the bundle is what counts.
+        # An interrupt during one of torch's callbacks aborts the process; the bundle must be valid all the same.
         interrupted = (130, -signal.SIGABRT) if kind == signal.SIGINT else (-signal.SIGKILL,)
         assert ending in (0, *interrupted)
         found = open_bundle(folder / "bundle").manifest
         assert found.signature == old.signature
-        rubbish = [file.name for file in folder.iterdir() if file.name != "bundle"]
-        assert len(rubbish) <= (ending < 0), "only a killed process may leave a folder, and the next export sweeps it"
+        leftovers = [file.name for file in folder.iterdir() if file.name != "bundle"]
+        assert len(leftovers) <= (ending < 0), "only a killed process may leave a folder, and the next export sweeps it"
     assert 130 in endings
     assert -signal.SIGKILL in endings
-    victim.start()
-    assert victim.end() == 0
+    process.start()
+    assert process.end() == 0
     assert [file.name for file in folder.iterdir()] == ["bundle"]

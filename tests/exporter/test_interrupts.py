@@ -1,4 +1,4 @@
-"""Interrupts: none is lost, none comes too early, and the handlers before are those after."""
+"""Interrupts: none is lost, none is delivered too early, and the previous handlers are restored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EACH = pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 
 
 @EACH
-def test_an_interrupt_waits_until_the_block_has_ended(kind: signal.Signals) -> None:
+def test_an_interrupt_is_deferred_until_the_block_has_ended(kind: signal.Signals) -> None:
     done: list[str] = []
 
     def work() -> None:
@@ -28,40 +28,40 @@ def test_an_interrupt_waits_until_the_block_has_ended(kind: signal.Signals) -> N
 
 
 @EACH
-def test_an_interrupt_that_waits_comes_after_a_fault_as_well(kind: signal.Signals) -> None:
-    came: list[int] = []
+def test_a_deferred_interrupt_is_delivered_after_an_error_as_well(kind: signal.Signals) -> None:
+    received: list[int] = []
 
     def work() -> None:
         with interrupts_deferred():
             os.kill(os.getpid(), kind)
             raise ValueError("no")
 
-    with interrupts_handled(came.append), pytest.raises(ValueError, match="no"):
+    with interrupts_handled(received.append), pytest.raises(ValueError, match="no"):
         work()
-    assert came == [kind]
+    assert received == [kind]
 
 
 @EACH
-def test_an_interrupt_is_noted_and_comes_when_the_block_ends(kind: signal.Signals) -> None:
-    kept, came_first = signal.getsignal(kind), []
+def test_a_recorded_interrupt_is_raised_when_the_block_ends(kind: signal.Signals) -> None:
+    previous, recorded = signal.getsignal(kind), []
 
     def work() -> None:
-        with interrupts_recorded() as came:
+        with interrupts_recorded() as received:
             os.kill(os.getpid(), kind)
-            came_first.extend(came)
+            recorded.extend(received)
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert came_first == [kind]
-    assert signal.getsignal(kind) is kept
+    assert recorded == [kind]
+    assert signal.getsignal(kind) is previous
 
 
-def test_a_thread_that_cannot_be_interrupted_works_as_well() -> None:
+def test_outside_the_main_thread_interrupts_have_no_effect() -> None:
     found: list[list[int]] = []
 
     def work() -> None:
-        with interrupts_recorded() as came:
-            found.append(came)
+        with interrupts_recorded() as received:
+            found.append(received)
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -1,4 +1,4 @@
-"""Joined projections: the same logits from fewer matrix products."""
+"""Projections: fused matmuls give the same results."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def outputs(model: onnx.ModelProto) -> list[np.ndarray[tuple[int, ...], np.dtype
     return session.run(None, {"x": np.random.default_rng(1).standard_normal((5, 8)).astype(np.float32)})
 
 
-def test_products_of_one_input_become_one_with_the_same_results() -> None:
+def test_matmuls_of_one_input_are_fused_with_the_same_results() -> None:
     plain = graph(tied=False)
     model = ir.from_proto(plain)
     assert fuse_projections(model) == 1
-    joined = ir.to_proto(model)
-    onnx.checker.check_model(joined, full_check=True)
-    assert Counter(node.op_type for node in joined.graph.node) == {"MatMul": 2, "Split": 1, "Add": 1}
-    assert "a" not in {tensor.name for tensor in joined.graph.initializer}
-    for got, expected in zip(outputs(joined), outputs(plain), strict=True):
+    fused = ir.to_proto(model)
+    onnx.checker.check_model(fused, full_check=True)
+    assert Counter(node.op_type for node in fused.graph.node) == {"MatMul": 2, "Split": 1, "Add": 1}
+    assert "a" not in {tensor.name for tensor in fused.graph.initializer}
+    for got, expected in zip(outputs(fused), outputs(plain), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_a_weight_with_another_use_is_left_alone() -> None:
+def test_a_weight_with_another_use_is_not_fused() -> None:
     model = ir.from_proto(graph(tied=True))
     assert fuse_projections(model) == 0
 
 
-def test_a_bundle_for_onnxruntime_has_two_joined_products_a_layer(tiny_bundle: Path, tiny_append_bundle: Path) -> None:
+def test_a_scatter_bundle_has_two_fused_matmuls_per_layer(tiny_bundle: Path, tiny_append_bundle: Path) -> None:
     for bundle, splits in ((tiny_bundle, 6), (tiny_append_bundle, 0)):
         nodes = onnx.load(str(bundle / "model.onnx"), load_external_data=False).graph.node
         assert sum(node.op_type == "Split" for node in nodes) == splits

@@ -1,4 +1,4 @@
-"""Precision in graphs: what engines unpack is what PyTorch reckons with, and drafts stay exact on it."""
+"""Quantized weights: engines dequantize to the weights of PyTorch, and drafts stay exact."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def graph_of(bundle: Path) -> onnx.GraphProto:
 
 
 def session_of(model: str | bytes, weights: Weights, optimized: Path | None = None) -> ort.InferenceSession:
-    """A graph in a session as the runtime opens it."""
+    """A session for a graph with the options of the runtime."""
     options = session_options(1, weights)
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
@@ -81,12 +81,12 @@ def difference(bundle: Path, checkpoint: Path = TINY, runs: Path | None = None) 
     return worst
 
 
-def test_engines_unpack_the_weights_that_pytorch_reckons_with(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_engines_dequantize_to_the_weights_of_pytorch(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert difference(exported(tmp_path_factory, INT4)) < 1e-5
-    assert difference(exported(tmp_path_factory, FLOAT8)) < 4e-3  # the graph reckons in float16
+    assert difference(exported(tmp_path_factory, FLOAT8)) < 4e-3  # the graph computes in float16
 
 
-def test_a_bfloat16_graph_says_in_float32_what_pytorch_says(
+def test_a_bfloat16_graph_run_in_float32_has_the_logits_of_pytorch(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     bundle = exported(tmp_path_factory, BFLOAT16)
@@ -95,11 +95,11 @@ def test_a_bfloat16_graph_says_in_float32_what_pytorch_says(
     weights = {name: tensor.bfloat16() for name, tensor in load_file(TINY / "model.safetensors").items()}
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
     assert difference(bundle, checkpoint, in_float32(bundle, tmp_path / "wide")) < 1e-5
-    small = exported(tmp_path_factory, BFLOAT16_INT4)  # in bfloat16 each unpacked weight is rounded once more
+    small = exported(tmp_path_factory, BFLOAT16_INT4)  # in bfloat16 each dequantized weight is rounded once more
     assert difference(small, TINY, in_float32(small, tmp_path / "small")) < 2e-2
 
 
-def test_norms_rotary_and_softmax_reckon_in_float32(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_norms_rotary_embeddings_and_softmax_compute_in_float32(tmp_path_factory: pytest.TempPathFactory) -> None:
     for kind, softmaxes in ((BFLOAT16, 3), (BFLOAT16_INT4, 0)):
         model = onnx.shape_inference.infer_shapes(
             onnx.load(str(exported(tmp_path_factory, kind) / MODEL_FILE), load_external_data=False)
@@ -113,7 +113,7 @@ def test_norms_rotary_and_softmax_reckon_in_float32(tmp_path_factory: pytest.Tem
         assert (len(norms), stash) == (7, {TensorProto.FLOAT})
 
 
-def test_small_weights_are_joined_for_onnxruntime_and_multiplied_as_they_are(
+def test_quantized_weights_are_fused_for_onnxruntime_and_used_without_dequantization(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     bundle = exported(tmp_path_factory, INT4)
@@ -131,15 +131,15 @@ def test_small_weights_are_joined_for_onnxruntime_and_multiplied_as_they_are(
     assert tables[640, 1] == TensorProto.FLOAT
     assert open_bundle(bundle).manifest.embeddings == "int4"
     kinds = Counter(node.op_type for node in graph_of(exported(tmp_path_factory, FLOAT8)).node)
-    assert (kinds["DequantizeLinear"], kinds["Split"]) == (7 * 3, 0)  # TensorRT joins what it likes
+    assert (kinds["DequantizeLinear"], kinds["Split"]) == (7 * 3, 0)  # TensorRT fuses matmuls by itself
 
 
-def test_small_weights_take_few_bytes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    others, rounded = 301_728 - 239_616, 239_616
+def test_quantized_weights_take_few_bytes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    others, quantized = 301_728 - 239_616, 239_616
     for kind, most in (
-        (INT4, 4 * others + rounded * (0.5 + 4 / 32) - 640 * 96 * (4 - 1 - 0.5 - 4 / 32)),  # and the embeddings
-        (FLOAT8, 2 * others + rounded * 1.02),
-        (BFLOAT16_INT4, 2 * others + rounded * (0.5 + 2 / 32)),
+        (INT4, 4 * others + quantized * (0.5 + 4 / 32) - 640 * 96 * (4 - 1 - 0.5 - 4 / 32)),  # and the embeddings
+        (FLOAT8, 2 * others + quantized * 1.02),
+        (BFLOAT16_INT4, 2 * others + quantized * (0.5 + 2 / 32)),
     ):
         manifest = open_bundle(exported(tmp_path_factory, kind)).manifest
         assert manifest.weights == kind[2]
@@ -148,17 +148,17 @@ def test_small_weights_take_few_bytes(tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", [INT4, FLOAT8, BFLOAT16_INT4])
-def test_drafted_text_is_plain_text_with_small_weights(
+def test_drafts_do_not_change_the_output_with_quantized_weights(
     kind: Kind, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = exported(tmp_path_factory, kind)
     bundle = open_bundle(in_float32(folder, tmp_path / "wide") if kind[1] == "bfloat16" else folder)
     session = session_of(str(bundle.path / MODEL_FILE), kind[2])
     with Runtime(bundle, OnnxRuntimeEngine(session, bundle.manifest.signature, 320, 1), 256) as runtime:
-        hold_drafts_to_plain_text(runtime)
+        require_equal_output_with_drafts(runtime)
 
 
-def hold_drafts_to_plain_text(runtime: Runtime) -> None:
+def require_equal_output_with_drafts(runtime: Runtime) -> None:
     prompts = ["def scan(text):", *json.loads((TINY / "prompts.json").read_text("utf-8")).values()]
     for draft_config in (
         Decoding(mask_slots=5, max_tokens=64),
@@ -170,17 +170,17 @@ def hold_drafts_to_plain_text(runtime: Runtime) -> None:
             drafted = runtime.generate(prompt, draft_config)
             assert drafted.tokens == plain.tokens
             saved += plain.statistics.steps - drafted.statistics.steps
-        assert saved > 64  # steps: else nothing was drafted that could have been wrong
+        assert saved > 64  # steps: otherwise no draft token was accepted
 
 
 @pytest.mark.parametrize("inputs", [96, 192])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_a_row_gets_the_same_sums_in_every_call_with_blocks_for_onnxruntime(inputs: int, dtype: type) -> None:
+def test_int4_blocks_of_scatter_give_bit_identical_rows_in_every_call(inputs: int, dtype: type) -> None:
     dice = torch.Generator().manual_seed(0)
     weight = torch.randn(160, inputs, generator=dice).to(torch.float16 if dtype is np.float16 else torch.float32)
     layer = quantize_weight(weight, "int4", BLOCKS["scatter"])
     assert layer is not None
-    small = stored(product("MatMul", layer.dequantized.numpy(), inputs), layer)
+    small = stored(matmul_graph("MatMul", layer.dequantized.numpy(), inputs), layer)
     session = ort.InferenceSession(small.SerializeToString(), providers=["CPUExecutionProvider"])
     x: NDArray[Any] = np.random.default_rng(1).standard_normal((9, inputs)).astype(dtype)
     (together,) = session.run(None, {"x": x})
@@ -188,7 +188,7 @@ def test_a_row_gets_the_same_sums_in_every_call_with_blocks_for_onnxruntime(inpu
         assert together[row].tobytes() == session.run(None, {"x": x[row : row + 1]})[0].tobytes()
 
 
-def test_float8_is_nearer_to_the_model_than_int4(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_float8_is_more_accurate_than_int4(tmp_path_factory: pytest.TempPathFactory) -> None:
     int4 = measure_quantization(open_bundle(exported(tmp_path_factory, INT4)), TINY)
     float8 = measure_quantization(open_bundle(exported(tmp_path_factory, FLOAT8)), TINY)
     assert int4 is not None
@@ -211,7 +211,7 @@ def test_tensorrt_rtx_builds_an_engine_of_each_precision(
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "told"),
+    ("kind", "target", "message"),
     [
         (FLOAT8, "sm80", "--target is sm80: GPUs have float8 from sm89 on; .* exported without --weights float8"),
         (
@@ -221,59 +221,59 @@ def test_tensorrt_rtx_builds_an_engine_of_each_precision(
         ),
     ],
 )
-def test_a_gpu_without_a_type_is_refused_before_anything_is_built(
-    kind: Kind, target: str, told: str, tmp_path_factory: pytest.TempPathFactory, capfd: Capture
+def test_a_target_without_the_weights_type_is_refused_before_the_build(
+    kind: Kind, target: str, message: str, tmp_path_factory: pytest.TempPathFactory, capfd: Capture
 ) -> None:
     pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
     bundle = exported(tmp_path_factory, kind)
     assert run(["build", str(bundle), "--backend", "tensorrt-rtx", "--target", f"sm89,{target}"]) == USAGE
     (line,) = capfd.readouterr().err.splitlines()
-    assert re.search(told, line)
+    assert re.search(message, line)
     assert not open_bundle(bundle).manifest.engines
 
 
-def test_a_weight_that_the_graph_lacks_is_told_by_its_layer() -> None:
+def test_an_error_for_a_weight_missing_from_the_graph_names_its_layer() -> None:
     model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 23}), ir_version=11)
     layer = QuantizedWeight(torch.ones(32, 2, dtype=torch.int8), torch.ones(1, 2), 32)
     with pytest.raises(WeightNotFound, match=r"no matmul with the unchanged weight of model\.up"):
         store_quantized_weights(model, Quantization("int4", {"model.up": layer}))
 
 
-def product(operator: str, weight: NDArray[Any], inputs: int, **attributes: Any) -> onnx.ModelProto:
-    """A graph of one product with a constant."""
+def matmul_graph(operator: str, weight: NDArray[Any], inputs: int, **attributes: Any) -> onnx.ModelProto:
+    """A graph of one matmul with a constant."""
     kind = helper.np_dtype_to_tensor_dtype(weight.dtype)
     node = helper.make_node(operator, ["x", "w"], ["y"], **attributes)
-    x, y = (helper.make_tensor_value_info(*told) for told in (("x", kind, ["T", inputs]), ("y", kind, ["T", "N"])))
+    x, y = (helper.make_tensor_value_info(*entry) for entry in (("x", kind, ["T", inputs]), ("y", kind, ["T", "N"])))
     graph = helper.make_graph([node], "g", [x], [y], [onnx.numpy_helper.from_array(weight, "w")])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
 
 
 def stored(plain: onnx.ModelProto, layer: QuantizedWeight) -> onnx.ModelProto:
-    """The graph with small weights."""
+    """The graph with quantized weights."""
     model = ir.from_proto(plain)
     store_quantized_weights(model, Quantization("int4", {"up": layer}))
-    small = ir.to_proto(model)
-    onnx.checker.check_model(small, full_check=True)
-    assert TensorProto.INT4 in [tensor.data_type for tensor in small.graph.initializer]
-    assert len(small.graph.initializer) == 2
-    return small
+    quantized = ir.to_proto(model)
+    onnx.checker.check_model(quantized, full_check=True)
+    assert TensorProto.INT4 in [tensor.data_type for tensor in quantized.graph.initializer]
+    assert len(quantized.graph.initializer) == 2
+    return quantized
 
 
-def test_a_weight_that_is_used_the_other_way_round_is_found_as_well() -> None:
+def test_a_transposed_weight_is_found() -> None:
     layer = QuantizedWeight(torch.arange(-8, 8, dtype=torch.int8).repeat(4).view(32, 2), torch.tensor([[0.5, 2.0]]), 32)
-    plain = product("Gemm", layer.dequantized.T.contiguous().numpy(), 32, transB=1)
+    plain = matmul_graph("Gemm", layer.dequantized.T.contiguous().numpy(), 32, transB=1)
     x = np.random.default_rng(0).standard_normal((3, 32)).astype(np.float32)
     (expected,) = session_of(plain.SerializeToString(), "same").run(None, {"x": x})
     (got,) = session_of(stored(plain, layer).SerializeToString(), "int4").run(None, {"x": x})
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
-def test_an_unknown_kind_of_weights_is_refused(tmp_path: Path, capfd: Capture) -> None:
+def test_an_unknown_weight_format_is_refused(tmp_path: Path, capfd: Capture) -> None:
     assert run(["export", str(TINY), str(tmp_path / "bundle"), "--weights", "int7"]) == USAGE
     assert "'int7' is not one of 'same', 'int8', 'int4', 'float8'" in capfd.readouterr().err
 
 
-def test_weights_that_cannot_be_rounded_are_refused_and_leave_nothing(tmp_path: Path, capfd: Capture) -> None:
+def test_weights_that_cannot_be_quantized_are_refused_without_output(tmp_path: Path, capfd: Capture) -> None:
     checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint")
     weights = load_file(TINY / "model.safetensors")
     weights["model.layers.2.self_attn.o_proj.weight"][0, 0] = torch.nan

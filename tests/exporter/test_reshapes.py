@@ -1,4 +1,4 @@
-"""Target shapes of reshapes as constants: the same results for every size of the inputs."""
+"""Reshapes: constant target shapes give the same results for every input size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sizes = list[int | str]
 
 
 def reshape(before: Sizes, after: Sizes) -> onnx.ModelProto:
-    """A reshape whose target is the shape of another input."""
+    """A graph with a Reshape to the shape of another input."""
     kind = TensorProto.FLOAT
     x, like, y = (
         helper.make_tensor_value_info(name, kind, sizes)
@@ -42,7 +42,7 @@ def reshape(before: Sizes, after: Sizes) -> onnx.ModelProto:
         (["B", "T", 4], ["B*T", 4], [-1, 4]),
     ],
 )
-def test_a_target_is_a_constant_that_fits_every_size(before: Sizes, after: Sizes, target: list[int]) -> None:
+def test_a_constant_reshape_target_fits_every_dynamic_size(before: Sizes, after: Sizes, target: list[int]) -> None:
     model = ir.from_proto(reshape(before, after))
     assert fix_reshapes(model) == 1
     fixed = ir.to_proto(model)
@@ -50,20 +50,20 @@ def test_a_target_is_a_constant_that_fits_every_size(before: Sizes, after: Sizes
     assert [numpy_helper.to_array(tensor).tolist() for tensor in fixed.graph.initializer] == [target]
     session = ort.InferenceSession(fixed.SerializeToString(), providers=["CPUExecutionProvider"])
     for batch, rows in ((1, 1), (2, 1), (1, 5), (3, 7)):
-        told = {"B": batch, "T": rows, "3*T": 3 * rows, "B*T": batch * rows}
-        x = np.random.default_rng(0).standard_normal([told.get(size, size) for size in before]).astype(np.float32)
-        like = np.empty([told.get(size, size) for size in after], np.float32)
+        values = {"B": batch, "T": rows, "3*T": 3 * rows, "B*T": batch * rows}
+        x = np.random.default_rng(0).standard_normal([values.get(size, size) for size in before]).astype(np.float32)
+        like = np.empty([values.get(size, size) for size in after], np.float32)
         (y,) = session.run(None, {"x": x, "like": like})
         np.testing.assert_array_equal(y, x.reshape(like.shape))
 
 
-def test_a_target_with_two_unknown_sizes_is_left_alone() -> None:
+def test_a_reshape_target_with_two_unknown_sizes_is_not_changed() -> None:
     model = ir.from_proto(reshape(["B", "T"], ["U", "V"]))
     assert fix_reshapes(model) == 0
     assert Counter(node.op_type for node in model.graph) == {"Shape": 1, "Reshape": 1}
 
 
-def test_a_bundle_for_onnxruntime_puts_no_target_together(tiny_bundle: Path) -> None:
+def test_all_reshape_targets_of_a_scatter_bundle_are_constants(tiny_bundle: Path) -> None:
     graph = onnx.load(str(tiny_bundle / "model.onnx"), load_external_data=False).graph
     constants = {tensor.name for tensor in graph.initializer}
     assert all(node.input[1] in constants for node in graph.node if node.op_type == "Reshape")

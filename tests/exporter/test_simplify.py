@@ -1,4 +1,4 @@
-"""Simplified graphs: nothing is reckoned twice, and what was equal before stays equal."""
+"""Simplify: nothing is computed twice, and results stay the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_bundle_has_one_cosine_and_one_sine(tiny_bundle: Path, tiny_append_bun
         assert counts["RotaryEmbedding"] == 6  # queries and keys of three layers
 
 
-def test_equal_operators_are_merged_and_idle_ones_removed() -> None:
+def test_equal_operators_are_merged_and_those_without_effect_removed() -> None:
     kind, one = TensorProto.FLOAT, numpy_helper.from_array(np.array(1.0, np.float32), "one")
     nodes = [
         helper.make_node("Mul", ["x", "one"], ["same"]),

@@ -1,4 +1,4 @@
-"""Operators in front of splits: the same values to the bit, each operator once."""
+"""Splits: operators are moved before a Split with bit-identical results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Arrays = list[NDArray[Any]]
 
 
 def projections(heads: tuple[int, ...], orders: tuple[tuple[int, ...], ...], given: bool = False) -> onnx.ModelProto:
-    """A split into parts of so many heads, each with a bias, in heads, and transposed; biases of one size are one constant."""
+    """A Split into parts with the given numbers of heads; each part gets a bias, a Reshape and a Transpose."""
     sizes = [HEAD * count for count in heads]
     dice = np.random.default_rng(0)
     arrays = {
@@ -77,9 +77,11 @@ SAME = (0, 2, 1, 3)
         (projections((2, 1), (SAME, (0, 2, 3, 1))), 2, {"Add": 1, "Reshape": 1, "Transpose": 2}),
         (projections((2, 1), (SAME, SAME), given=True), 0, {"Add": 2, "Reshape": 2, "Transpose": 2}),
     ],
-    ids=["all", "one order is another", "a part is an output"],
+    ids=["all", "different permutations", "a part is an output"],
 )
-def test_what_every_part_goes_through_is_done_once(plain: onnx.ModelProto, moved: int, left: dict[str, int]) -> None:
+def test_operators_on_every_output_of_a_split_run_once(
+    plain: onnx.ModelProto, moved: int, left: dict[str, int]
+) -> None:
     count, model = hoisted(plain)
     parts = len(plain.graph.node[0].output)
     assert count == moved
@@ -88,7 +90,7 @@ def test_what_every_part_goes_through_is_done_once(plain: onnx.ModelProto, moved
         np.testing.assert_array_equal(got, expected)
 
 
-def test_values_behind_a_split_keep_their_names() -> None:
+def test_values_after_a_split_keep_their_names() -> None:
     _, model = hoisted(projections((3, 1), (SAME, SAME)))
     assert [name for node in model.graph.node if node.op_type == "Split" for name in node.output] == [
         "part0.rows",
@@ -96,11 +98,8 @@ def test_values_behind_a_split_keep_their_names() -> None:
     ]
 
 
-def test_queries_keys_and_values_of_a_bundle_are_cut_into_heads_once(
-    tiny_bundle: Path, tiny_append_bundle: Path
-) -> None:
-    # behind the projections, of the keys, of the output; query, key and value apart where TensorRT fuses; the output
-    # embedding
+def test_queries_keys_and_values_are_split_into_heads_once(tiny_bundle: Path, tiny_append_bundle: Path) -> None:
+    # of projections, keys and output (separate for query, key and value with append), and of the output embedding
     for bundle, transpositions in ((tiny_bundle, 3 * 3 + 1), (tiny_append_bundle, 4 * 3 + 1)):
         nodes = onnx.load(str(bundle / "model.onnx"), load_external_data=False).graph.node
         counts = Counter(node.op_type for node in nodes)

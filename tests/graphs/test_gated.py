@@ -1,4 +1,4 @@
-"""Gated adapters: mask rows change, every other row stays what it was to the bit, in PyTorch and in the graph."""
+"""Gated adapters: mask rows change, all other rows stay bit-identical, in PyTorch and in the graph."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ MASK = 4  # the tiny checkpoint's
 SLOTS = 128
 Logits = NDArray[np.float32]
 
-# Steps of one text: the parents of their rows within them, -1 = the row that the step hangs from; which are mask rows;
-# which row the next step hangs from. The third is the SPACE step x m01 m02 c1 m11 m12 c2 m21 m22.
+# Steps of one text: parents of their rows (index within the step, -1 = last row of the previous path), mask rows, and the
+# row that the next step continues. The third is the SPACE step x m01 m02 c1 m11 m12 c2 m21 m22.
 STEPS: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = (
     (tuple(range(-1, 20)), (), 20),
     ((-1,), (), 0),
@@ -70,36 +70,36 @@ STEPS: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = (
 
 def walk(engine: Engine, mask: int) -> tuple[Logits, Logits]:
     """The logits of all ordinary rows and of all mask rows of one text, fed step by step."""
-    dice = np.random.default_rng(0)
-    order = np.arange(SLOTS) if engine.signature.lowering == "append" else dice.permutation(SLOTS)
-    lines: list[list[int]] = []  # the rows that each row sees, itself last
-    above: list[int] = []
+    random = np.random.default_rng(0)
+    order = np.arange(SLOTS) if engine.signature.lowering == "append" else random.permutation(SLOTS)
+    paths: list[list[int]] = []  # path of each row, itself last
+    ancestors: list[int] = []
     found: tuple[list[Logits], list[Logits]] = ([], [])
     for parents, masks, last in STEPS:
-        first, count = len(lines), len(parents)
+        first, count = len(paths), len(parents)
         for row, parent in enumerate(parents):
-            lines.append([*(above if parent < 0 else lines[first + parent]), first + row])
-        ids = dice.integers(mask + 1, engine.signature.vocab_size, count)
+            paths.append([*(ancestors if parent < 0 else paths[first + parent]), first + row])
+        ids = random.integers(mask + 1, engine.signature.vocab_size, count)
         ids[list(masks)] = mask
         visible = np.zeros((1, 1, count, visible_length(SLOTS)), np.bool_)
         near = visible.copy()
-        for row, line in enumerate(lines[first:]):
-            visible[0, 0, row, order[line]] = True
-            near[0, 0, row, order[line[-(engine.signature.window or 0) :]]] = True
-        positions = np.array([[len(line) - 1 for line in lines[first:]]])
+        for row, path in enumerate(paths[first:]):
+            visible[0, 0, row, order[path]] = True
+            near[0, 0, row, order[path[-(engine.signature.window or 0) :]]] = True
+        positions = np.array([[len(path) - 1 for path in paths[first:]]])
         rows = np.arange(count)[None]
         logits = engine.run(Batch(0, ids[None], positions, order[None, first : first + count], visible, rows, near))[0]
         for row in range(count):
             found[row in masks].append(logits[row].copy())
-        above = lines[first + last]
+        ancestors = paths[first + last]
     return np.stack(found[0]), np.stack(found[1])
 
 
 def fill(model: PreTrainedModel, size: float) -> None:
-    """Random adapters, the same at each call."""
-    dice = torch.Generator().manual_seed(3)
+    """Set the adapters to seeded random values."""
+    random = torch.Generator().manual_seed(3)
     for tensor in adapter_state(model).values():
-        tensor.copy_(size * torch.randn(tensor.shape, generator=dice))
+        tensor.copy_(size * torch.randn(tensor.shape, generator=random))
 
 
 def family_of(name: str) -> PreTrainedModel:
@@ -112,7 +112,7 @@ def tiny() -> PreTrainedModel:
 
 
 def gated_tiny(size: float = 0.2) -> PreTrainedModel:
-    """The tiny model, frozen, with adapters on everything linear."""
+    """The tiny model, frozen, with adapters on all linear modules."""
     model = tiny().requires_grad_(False)
     gate_model(model, [MASK], 4, 8, [ALL_LINEAR])
     fill(model, size)
@@ -145,17 +145,19 @@ def adapter_changes_mask_rows_only(base: Path, gated: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_exported_adapter_changes_mask_rows_and_no_bit_of_others(tiny_bundle: Path, gated_bundle: Path) -> None:
+def test_an_exported_adapter_changes_mask_rows_only(tiny_bundle: Path, gated_bundle: Path) -> None:
     adapter_changes_mask_rows_only(tiny_bundle, gated_bundle)
 
 
 @pytest.mark.nightly
-def test_an_adapter_exported_for_append_does_the_same(tiny_append_bundle: Path, tuned: Path, tmp_path: Path) -> None:
+def test_an_adapter_in_an_append_graph_changes_mask_rows_only(
+    tiny_append_bundle: Path, tuned: Path, tmp_path: Path
+) -> None:
     export(tuned, tmp_path / "bundle", ExportOptions(lowering="append"))
     adapter_changes_mask_rows_only(tiny_append_bundle, tmp_path / "bundle")
 
 
-def test_drafts_of_an_adapter_change_no_text(tiny_bundle: Path, gated_bundle: Path) -> None:
+def test_drafts_with_an_adapter_do_not_change_the_output(tiny_bundle: Path, gated_bundle: Path) -> None:
     prompts = json.loads((TINY / "prompts.json").read_text("utf-8"))
     with (
         Runtime.open(tiny_bundle, max_seq_len=256, step_costs="free") as base,
@@ -168,11 +170,11 @@ def test_drafts_of_an_adapter_change_no_text(tiny_bundle: Path, gated_bundle: Pa
                 found = gated.generate(prompt, Decoding(max_tokens=40, mask_slots=mask_slots))
                 assert found.tokens == expected.tokens
             steps = [steps[0] + expected.statistics.steps, steps[1] + found.statistics.steps]
-    assert steps[0] < steps[1]  # a random adapter drafts worse: the one that was exported is at work
+    assert steps[0] < steps[1]  # random adapters draft worse, so the exported one is in use
 
 
 @pytest.mark.nightly
-def test_drafts_of_an_adapter_change_no_text_of_an_int8_bundle(tuned: Path, tmp_path: Path) -> None:
+def test_drafts_with_an_adapter_do_not_change_the_output_of_an_int8_bundle(tuned: Path, tmp_path: Path) -> None:
     export(tuned, tmp_path / "bundle", ExportOptions(weights="int8"))
     assert run(["check", str(tmp_path / "bundle"), str(tuned), "--threads", "1", "--long-context", "40"]) == 0
     with Runtime.open(tmp_path / "bundle", max_seq_len=256, threads=1) as runtime:
@@ -182,7 +184,7 @@ def test_drafts_of_an_adapter_change_no_text_of_an_int8_bundle(tuned: Path, tmp_
                 assert runtime.generate(prompt, Decoding(max_tokens=40, **drafts)).tokens == plain.tokens
 
 
-def test_a_gated_bundle_holds_its_adapter_and_equals_its_checkpoint(
+def test_a_bundle_with_adapter_counts_its_parameters_and_equals_its_checkpoint(
     tiny_bundle: Path, gated_bundle: Path, tuned: Path, tmp_path: Path
 ) -> None:
     base, gated = (open_bundle(bundle).manifest.parameters for bundle in (tiny_bundle, gated_bundle))
@@ -192,7 +194,7 @@ def test_a_gated_bundle_holds_its_adapter_and_equals_its_checkpoint(
     assert run(["check", str(bundle), str(TINY), "--long-context", "100", "--threads", "1"]) != 0
 
 
-def test_products_of_the_base_are_joined_as_without_an_adapter(tiny_bundle: Path, gated_bundle: Path) -> None:
+def test_base_matmuls_are_fused_as_without_an_adapter(tiny_bundle: Path, gated_bundle: Path) -> None:
     def weights(bundle: Path) -> set[tuple[int, ...]]:
         graph = onnx.load(str(bundle / MODEL_FILE), load_external_data=False).graph
         products = {node.input[1] for node in graph.node if node.op_type == "MatMul"}
@@ -219,7 +221,7 @@ def engines_of(decoder: Decoder) -> tuple[Engine, Engine]:
     ("name", "lowering"),
     [("llama", "scatter"), ("qwen3", "append"), ("gpt_neox", "append"), ("opt", "scatter"), ("gemma2", "scatter")],
 )
-def test_every_family_keeps_its_ordinary_rows_to_the_bit(name: str, lowering: Lowering) -> None:
+def test_ordinary_rows_of_every_family_are_bit_identical_with_an_adapter(name: str, lowering: Lowering) -> None:
     mask = 5
     models = family_of(name), family_of(name)
     adapter = gate_model(models[1], [mask, mask - 2], 3, 6, [ALL_LINEAR])
@@ -234,18 +236,18 @@ def test_every_family_keeps_its_ordinary_rows_to_the_bit(name: str, lowering: Lo
     np.testing.assert_allclose(other, walk(engines_of(decoders[1])[0], mask)[1], atol=1e-4)
 
 
-def test_each_of_several_mask_tokens_opens_the_gate() -> None:
+def test_adapters_act_on_the_rows_of_each_of_several_mask_tokens() -> None:
     base, gated = family_of("llama"), family_of("llama")
     gate_model(gated, [5, 6, 7], 3, 6, ["v_proj"])
     fill(gated, 0.5)
-    ids = torch.arange(3, 11).view(2, 4).flip(0)  # each request's row before the masks stays
+    ids = torch.arange(3, 11).view(2, 4).flip(0)  # rows before the mask rows do not change
     with torch.no_grad():
         difference = [model(input_ids=ids, use_cache=False).logits for model in (base, gated)]
     changed = (difference[0] != difference[1]).any(-1)
     assert changed.tolist() == [[True, True, True, True], [False, False, True, True]]
 
 
-def test_adapters_start_from_the_seed_and_without_effect() -> None:
+def test_adapters_are_initialized_from_the_seed_and_have_no_effect() -> None:
     states = []
     for _ in range(2):
         torch.manual_seed(11)
@@ -259,14 +261,14 @@ def test_adapters_start_from_the_seed_and_without_effect() -> None:
         assert torch.equal(model(input_ids=ids).logits, tiny()(input_ids=ids).logits)
 
 
-def test_the_base_keeps_its_names_and_its_values(tmp_path: Path) -> None:
+def test_base_parameters_keep_their_names_and_values(tmp_path: Path) -> None:
     base, model = tiny(), gated_tiny()
     assert base_state(model).keys() == base.state_dict().keys()
     assert model.state_dict().keys() == base_state(model).keys() | adapter_state(model).keys()
     model.save_pretrained(tmp_path, state_dict=base_state(model))
     write_adapter(tmp_path, model, Adapter(4, 8, ("q_proj",)))
     again = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not again[1]["unexpected_keys"]  # transformers takes the adapter for no weights of its own
+    assert not again[1]["unexpected_keys"]  # transformers ignores the adapter file
     assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in again[0].state_dict().items())
 
 
@@ -278,7 +280,7 @@ def loss_of(model: PreTrainedModel, ids: Tensor, rows: slice) -> Tensor:
 DRAFT = torch.tensor([[0, 10, 20, 30, MASK, MASK, MASK]])
 
 
-def test_gradients_flow_to_the_adapters_and_to_what_else_is_tuned() -> None:
+def test_gradients_flow_to_the_adapters_and_other_trainable_parameters() -> None:
     model = gated_tiny()
     model.get_input_embeddings().weight.requires_grad_(True)
     loss_of(model, DRAFT, slice(4, None)).backward()
@@ -287,19 +289,19 @@ def test_gradients_flow_to_the_adapters_and_to_what_else_is_tuned() -> None:
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in trainable_parameters(model))
 
 
-def test_rows_that_see_no_mask_row_give_the_adapters_no_gradient() -> None:
+def test_a_loss_on_rows_that_see_no_mask_row_gives_adapters_no_gradient() -> None:
     model = gated_tiny()
     loss_of(model, DRAFT, slice(0, 4)).backward()
     assert not any(parameter.grad is not None and parameter.grad.any() for parameter in trainable_parameters(model))
 
 
-def test_checkpointed_layers_give_the_same_gradients_whatever_ran_in_between() -> None:
+def test_gradient_checkpointing_gives_the_same_gradients_with_calls_in_between() -> None:
     found = []
     for prepare in (lambda model: None, checkpoint_layers):
         model = gated_tiny().train()
         model.enable_input_require_grads()
         prepare(model)
-        # the second call's mask rows stand elsewhere: a repetition with its gate would go wrong
+        # the second call has other mask rows: recomputing with them would give wrong gradients
         loss = loss_of(model, DRAFT, slice(4, None)) + loss_of(model, DRAFT.flip(1), slice(0, None))
         loss.backward()
         found.append([parameter.grad for parameter in trainable_parameters(model)])
@@ -307,14 +309,14 @@ def test_checkpointed_layers_give_the_same_gradients_whatever_ran_in_between() -
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_repetition_that_does_not_know_its_rows_is_refused() -> None:
+def test_recomputation_without_the_mask_rows_is_refused() -> None:
     model = gated_tiny().train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(RuntimeError, match="for gradient checkpointing use checkpoint_layers"):
         loss_of(model, DRAFT, slice(4, None)).backward()
 
 
-def test_the_model_inside_can_be_called_for_hidden_states() -> None:
+def test_the_base_model_can_be_called_for_hidden_states() -> None:
     model = gated_tiny()
     inside = model.base_model(DRAFT, use_cache=False).last_hidden_state
     assert torch.equal(model.lm_head(inside), model(input_ids=DRAFT, use_cache=False).logits)
@@ -322,7 +324,7 @@ def test_the_model_inside_can_be_called_for_hidden_states() -> None:
         model.base_model(inputs_embeds=inside)
 
 
-def test_a_folded_scale_changes_nothing() -> None:
+def test_folding_the_scale_changes_no_logit() -> None:
     model = gated_tiny()
     before = model(input_ids=DRAFT).logits
     fold_scale(model)
@@ -347,12 +349,12 @@ def test_a_folded_scale_changes_nothing() -> None:
         ("llama", [], "expected names of linear modules in its decoder layers"),
     ],
 )
-def test_what_cannot_have_adapters_is_refused_by_name(name: str, targets: list[str], message: str) -> None:
+def test_modules_that_cannot_have_adapters_are_refused_by_name(name: str, targets: list[str], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         gate_model(family_of(name), [5], 2, 4, targets)
 
 
-def test_a_model_without_mask_tokens_cannot_be_gated() -> None:
+def test_a_model_without_mask_tokens_cannot_have_adapters() -> None:
     with pytest.raises(UnsupportedModel, match="no mask token: an adapter for mask rows needs at least one"):
         gate_model(family_of("llama"), [], 2, 4, [ALL_LINEAR])
 
@@ -368,8 +370,8 @@ def tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     save_file(found, folder / ADAPTER_FILE)
 
 
-def told(folder: Path, **entries: Any) -> None:
-    """Change entries of mask_adapter, or of sar_config.json itself if it has them."""
+def edit_config(folder: Path, **entries: Any) -> None:
+    """Change entries of sar_config.json, or of its mask_adapter."""
     file = folder / "sar_config.json"
     config = json.loads(file.read_text("utf-8"))
     for name, value in entries.items():
@@ -384,32 +386,35 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"names a mask_adapter, but there is no mask_adapter\.safetensors: copy it there, or set the entry to null to export without it",
     ),
     "no entry": (
-        lambda c: told(c, mask_adapter=None),
+        lambda c: edit_config(c, mask_adapter=None),
         r"sar_config\.json has no entry mask_adapter for it: expected",
     ),
     "no config": (lambda c: (c / "sar_config.json").unlink(), r"sar_config\.json has no entry mask_adapter for it"),
     "no mask tokens": (
-        lambda c: told(c, mask_tokens=[]),
+        lambda c: edit_config(c, mask_tokens=[]),
         "but no mask token is known: set one with --mask-token, or as",
     ),
-    "no entries": (lambda c: told(c, mask_adapter={}), "mask_adapter has the entries none: expected null, or rank,"),
+    "no entries": (
+        lambda c: edit_config(c, mask_adapter={}),
+        "mask_adapter has the entries none: expected null, or rank,",
+    ),
     "unknown entry": (
-        lambda c: told(c, bias=1),
+        lambda c: edit_config(c, bias=1),
         "the entries alpha, bias, rank, targets: expected null, or rank, alpha",
     ),
-    "a path": (lambda c: told(c, mask_adapter="a.bin"), r"mask_adapter is 'a\.bin': expected null, or rank"),
+    "a path": (lambda c: edit_config(c, mask_adapter="a.bin"), r"mask_adapter is 'a\.bin': expected null, or rank"),
     "rank no number": (
-        lambda c: told(c, rank="4"),
+        lambda c: edit_config(c, rank="4"),
         "rank of mask_adapter is '4': expected a whole number of at least 1",
     ),
-    "rank 0": (lambda c: told(c, rank=0), "rank of mask_adapter is 0: expected a whole number of at least 1"),
-    "alpha 0": (lambda c: told(c, alpha=0), "alpha of mask_adapter is 0: expected a number above 0"),
+    "rank 0": (lambda c: edit_config(c, rank=0), "rank of mask_adapter is 0: expected a whole number of at least 1"),
+    "alpha 0": (lambda c: edit_config(c, alpha=0), "alpha of mask_adapter is 0: expected a number above 0"),
     "one target": (
-        lambda c: told(c, targets="q_proj"),
+        lambda c: edit_config(c, targets="q_proj"),
         "targets of mask_adapter are 'q_proj': expected a list of names",
     ),
     "other rank": (
-        lambda c: told(c, rank=8),
+        lambda c: edit_config(c, rank=8),
         r"\S+\.[AB] has shape \(.*4.*\), the rank of mask_adapter in sar_config\.json is 8: expected rank x in for A",
     ),
     "a flat tensor": (
@@ -421,11 +426,11 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"mask_adapter\.safetensors: cannot be read: .*: copy it again",
     ),
     "unknown target": (
-        lambda c: told(c, targets=["q_proj", "w1"]),
+        lambda c: edit_config(c, targets=["q_proj", "w1"]),
         r"mask_adapter\.safetensors: LlamaForCausalLM cannot have adapters on w1: expected names .*; copy the file",
     ),
     "fewer targets": (
-        lambda c: told(c, targets=["q_proj"]),
+        lambda c: edit_config(c, targets=["q_proj"]),
         r"adapter has unknown model\.layers\.0\.mlp\.down_proj\.A and 35 more: expected 6 tensors such as .*; copy the file",
     ),
     "a tensor missing": (
@@ -441,7 +446,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", SPOILS)
-def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(tuned: Path, tmp_path: Path, kind: str) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(tuned: Path, tmp_path: Path, kind: str) -> None:
     spoil, message = SPOILS[kind]
     folder = shutil.copytree(tuned, tmp_path / "checkpoint")
     spoil(folder)
@@ -450,7 +455,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(tuned: Path,
     assert str(folder) in str(caught.value)
 
 
-def test_a_mistaken_adapter_leaves_a_model_as_it_was() -> None:
+def test_an_adapter_that_does_not_fit_leaves_the_model_unchanged() -> None:
     model = gated_tiny()
     before = {name: tensor.clone() for name, tensor in adapter_state(model).items()}
     spoiled = {name: torch.ones_like(tensor) for name, tensor in before.items()}

@@ -1,4 +1,4 @@
-"""Proof: what rounding explains is let through, what it does not is refused, and so is what is not a number."""
+"""Model comparison: differences from rounding pass; larger ones and non-finite logits are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("largest", [0.5, 1.0, 50.0])
-def test_the_largest_difference_is_a_share_of_the_largest_logit(model: PreTrainedModel, largest: float) -> None:
+def test_the_tolerance_is_relative_to_the_largest_logit(model: PreTrainedModel, largest: float) -> None:
     expected = torch.linspace(-0.1, largest, 100)
     limit = 1e-4 * max(1.0, largest)
     require_equal_logits(model, "in another way", expected + 0.9 * limit, expected)
@@ -30,13 +30,13 @@ def test_the_largest_difference_is_a_share_of_the_largest_logit(model: PreTraine
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_a_logit_that_is_no_number_is_refused(model: PreTrainedModel, wrong: float) -> None:
+def test_a_logit_that_is_not_finite_is_refused(model: PreTrainedModel, wrong: float) -> None:
     expected = torch.ones(3)
     with pytest.raises(UnsupportedModel):
         require_equal_logits(model, "in another way", torch.tensor([1.0, wrong, 1.0]), expected)
 
 
-def test_a_coarser_type_may_differ_more(model: PreTrainedModel) -> None:
+def test_a_type_with_less_precision_has_a_larger_tolerance(model: PreTrainedModel) -> None:
     expected = torch.ones(3)
     assert dtype_name(model) == "float32"
     try:
@@ -48,7 +48,7 @@ def test_a_coarser_type_may_differ_more(model: PreTrainedModel) -> None:
         require_equal_logits(model, "in another way", expected + 0.09, expected)
 
 
-def test_the_text_of_a_proof_is_the_same_each_time(model: PreTrainedModel) -> None:
+def test_the_compared_text_is_the_same_each_time(model: PreTrainedModel) -> None:
     with torch.no_grad():
         traits = probe(model)
         ids, again = comparison_ids(model, traits), comparison_ids(model, traits)

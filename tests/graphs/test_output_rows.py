@@ -1,4 +1,4 @@
-"""Output rows: selected rows have the logits that they have among all rows, and afterwards all rows have theirs again."""
+"""Output rows: selected rows have the same logits as without selection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spaceport.graphs.output_rows import rows_selected
 from support.paths import TINY
 
 
-def test_selected_rows_have_the_same_logits_as_among_all() -> None:
+def test_selected_rows_have_the_same_logits_as_without_selection() -> None:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
     ids, rows = torch.arange(12)[None] + 3, [11, 0, 5]
     with torch.no_grad():

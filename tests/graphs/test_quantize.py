@@ -1,4 +1,4 @@
-"""Quantize: a model computes with its rounded weights and, where it is asked to, with rounded inputs."""
+"""Quantize: a model computes with quantized weights and, if requested, with quantized activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED = {family.name: family for family in FAMILIES}
 IDS = torch.arange(3, 27)[None]
 
 
-def opened() -> PreTrainedModel:
+def tiny_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
 
@@ -28,8 +28,8 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-def test_the_model_computes_with_the_values_of_its_codes() -> None:
-    model = opened()
+def test_the_model_computes_with_the_dequantized_weights() -> None:
+    model = tiny_model()
     integers = quantize_model(model, "int8", "int8x2", "scatter").integers
     assert integers is not None
     assert integers.limbs == 2
@@ -51,40 +51,40 @@ def test_a_tied_embedding_has_one_set_of_codes() -> None:
     assert integers.weights == sum(product.codes.numel() for product in integers.layers.values())
 
 
-def test_rounding_inputs_to_two_limbs_changes_little_and_to_one_more() -> None:
-    plain = opened()
+def test_two_limbs_change_logits_less_than_one() -> None:
+    plain = tiny_model()
     expected = logits(plain)
     errors = {}
     for activations in ("int8x2", "int8"):
-        model = opened()
+        model = tiny_model()
         integers = quantize_model(model, "int8", activations, "scatter").integers
         weights_only = logits(model)
         assert integers is not None
-        rounded = QuantizedInputs(model, integers)
+        inputs = QuantizedInputs(model, integers)
         errors[activations] = float((logits(model) - weights_only).abs().max())
-        assert rounded.count > 0
+        assert inputs.count > 0
         assert float((logits(model) - expected).abs().max()) < 0.2 * float(expected.abs().max())
     assert 0 < errors["int8x2"] < errors["int8"] / 20
 
 
-def test_values_beyond_a_fixed_scale_are_counted_by_module() -> None:
-    model = opened()
+def test_clipped_values_are_counted_by_module() -> None:
+    model = tiny_model()
     found = quantize_model(model, "int8", "int8x2", "scatter").integers
     assert found is not None
     name = "model.layers.0.self_attn.o_proj"
     scales = {key: LinearScales(product.input) for key, product in found.layers.items()}
     scales[name] = LinearScales(InputScale(1e-4))
-    again = opened()
+    again = tiny_model()
     integers = quantize_model(again, "int8", "int8x2", "scatter", scales).integers
     assert integers is not None
-    rounded = QuantizedInputs(again, integers)
+    inputs = QuantizedInputs(again, integers)
     logits(again)
-    assert rounded.clipped.keys() == {name}
-    assert rounded.clipped[name] > 0
+    assert inputs.clipped.keys() == {name}
+    assert inputs.clipped[name] > 0
 
 
-def test_adapters_are_given_what_is_not_rounded() -> None:
-    model = opened()
+def test_inputs_of_adapters_are_not_quantized() -> None:
+    model = tiny_model()
     gate_model(model, [2], 4, 8.0, ["q_proj"])
     name = "model.layers.0.self_attn.q_proj"
     module = model.get_submodule(name)
@@ -106,11 +106,11 @@ def test_adapters_are_given_what_is_not_rounded() -> None:
 
 def test_scales_of_another_model_are_refused() -> None:
     with pytest.raises(InputFault, match="no scale of lm_head: expected one for each of"):
-        quantize_model(opened(), "int8", "int8x2", "scatter", {})
+        quantize_model(tiny_model(), "int8", "int8x2", "scatter", {})
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
-    model = opened()
+    model = tiny_model()
     model.get_submodule("model.layers.0.mlp.up_proj").weight.data[0, 0] = torch.inf
     with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\.up_proj: its weight holds infinities or NaN"):
         quantize_model(model, "int8", "int8x2", "scatter")

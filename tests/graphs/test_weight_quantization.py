@@ -1,4 +1,4 @@
-"""Precision: weights of few bits are as near as their step allows, and a model reckons with them from then on."""
+"""Weight quantization: errors are within a step, and a quantized model computes with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.families import FAMILIES, build
 from support.paths import TINY
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-SMALL: tuple[Weights, ...] = ("int4", "float8")
+FORMATS: tuple[Weights, ...] = ("int4", "float8")
 
 weights = st.builds(
     lambda seed, inputs, outputs, size, dtype: (
@@ -33,7 +33,7 @@ weights = st.builds(
 )
 
 
-def rounded(weight: Tensor, kind: Weights) -> QuantizedWeight:
+def quantized(weight: Tensor, kind: Weights) -> QuantizedWeight:
     found = quantize_weight(weight, kind, BLOCKS["append"])
     assert found is not None
     return found
@@ -46,15 +46,15 @@ def steps(found: QuantizedWeight) -> Tensor:
 
 
 def slack(weight: Tensor) -> Tensor:
-    """What rounding a product to the model's type may add."""
+    """The error from rounding a dequantized weight to the model's dtype."""
     info = torch.finfo(weight.dtype)
     return weight.T.float().abs() * info.eps + info.tiny * info.eps
 
 
 @settings(max_examples=60)
 @given(weights)
-def test_an_int4_weight_is_off_by_half_a_step_or_cut_off_at_the_ends(weight: Tensor) -> None:
-    found = rounded(weight, "int4")
+def test_the_error_of_an_int4_weight_is_at_most_half_a_step_unless_it_is_clipped(weight: Tensor) -> None:
+    found = quantized(weight, "int4")
     error, step = (found.dequantized.float() - weight.T.float()).abs(), steps(found)
     inside = (found.codes > -8) & (found.codes < 7)
     assert bool((error <= 0.5001 * step + slack(weight))[inside].all())
@@ -65,8 +65,8 @@ def test_an_int4_weight_is_off_by_half_a_step_or_cut_off_at_the_ends(weight: Ten
 
 @settings(max_examples=60)
 @given(weights)
-def test_searched_scales_are_never_worse_than_those_that_cut_nothing_off(weight: Tensor) -> None:
-    found = rounded(weight, "int4")
+def test_searched_scales_are_never_worse_than_scales_that_clip_nothing(weight: Tensor) -> None:
+    found = quantized(weight, "int4")
     assert found.block is not None
     blocks = weight.T.float().reshape(-1, found.block, len(weight))
     scale = torch.maximum(blocks.amax(1) / 7, blocks.amin(1) / -8).clamp(min=torch.finfo(weight.dtype).tiny)
@@ -78,30 +78,30 @@ def test_searched_scales_are_never_worse_than_those_that_cut_nothing_off(weight:
 
 @settings(max_examples=60)
 @given(weights)
-def test_a_float8_weight_is_off_by_a_sixteenth_or_by_half_the_smallest_step(weight: Tensor) -> None:
-    found = rounded(weight, "float8")
+def test_the_error_of_a_float8_weight_is_at_most_a_sixteenth_or_half_the_smallest_step(weight: Tensor) -> None:
+    found = quantized(weight, "float8")
     error = (found.dequantized.float() - weight.T.float()).abs()
     assert bool((error <= weight.T.float().abs() / 16 + 2.0**-10 * steps(found) * 1.01 + slack(weight)).all())
     assert bool(torch.isfinite(found.codes.float()).all())
 
 
 @settings(max_examples=30)
-@given(weights, st.sampled_from(SMALL))
-def test_what_was_rounded_is_rounded_to_itself(weight: Tensor, kind: Weights) -> None:
-    once = rounded(weight.float(), kind).dequantized.T.contiguous()
-    if kind == "int4":  # a block whose ends are not reached may get a finer step: never a worse one
-        again = rounded(once, kind).dequantized.T
+@given(weights, st.sampled_from(FORMATS))
+def test_quantizing_quantized_weights_changes_nothing(weight: Tensor, kind: Weights) -> None:
+    once = quantized(weight.float(), kind).dequantized.T.contiguous()
+    if kind == "int4":  # a block may get a smaller scale, which is never worse
+        again = quantized(once, kind).dequantized.T
         assert bool((again - once).abs().max() <= 1e-5 * once.abs().max())
     else:
-        torch.testing.assert_close(rounded(once, kind).dequantized.T, once, rtol=1e-6, atol=0)
+        torch.testing.assert_close(quantized(once, kind).dequantized.T, once, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
     weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[1] = 0
-    found = rounded(weight, kind)
+    found = quantized(weight, kind)
     assert not found.dequantized.T[1].any()
     assert bool(torch.isfinite(found.dequantized).all())
 
@@ -113,16 +113,16 @@ def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
         *(("scatter", 256, 32), ("scatter", 48, 16), ("scatter", 40, None)),
     ],
 )
-def test_a_block_divides_the_inputs(lowering: Lowering, inputs: int, block: int | None) -> None:
+def test_the_block_size_divides_the_number_of_inputs(lowering: Lowering, inputs: int, block: int | None) -> None:
     found = quantize_weight(torch.ones(2, inputs), "int4", BLOCKS[lowering])
     assert (None if found is None else found.block) == block
 
 
-def test_many_outputs_are_searched_part_by_part_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searching_scales_in_chunks_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
-    whole = rounded(weight, "int4")
+    whole = quantized(weight, "int4")
     monkeypatch.setattr("spaceport.graphs.weight_quantization._SEARCH_CHUNK", 128)
-    parts = rounded(weight, "int4")
+    parts = quantized(weight, "int4")
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scale, parts.scale)
 
@@ -132,8 +132,8 @@ def tiny() -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", SMALL)
-def test_a_model_reckons_with_the_rounded_weights_and_keeps_the_others(kind: Weights) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_model_computes_with_quantized_weights_and_the_others_are_unchanged(kind: Weights) -> None:
     model, before = tiny(), tiny().state_dict()
     quantization = quantize_weights(model, kind, "scatter")
     assert quantization.quantized_weights == 239_616
@@ -144,7 +144,7 @@ def test_a_model_reckons_with_the_rounded_weights_and_keeps_the_others(kind: Wei
     assert not any("embed" in name or "lm_head" in name for name in quantization.layers)
 
 
-def test_a_weight_that_two_modules_share_stays() -> None:
+def test_a_weight_shared_by_two_modules_is_not_quantized() -> None:
     model = tiny()
     one, other = model.get_submodule("model.layers.0.mlp"), model.get_submodule("model.layers.1.mlp")
     assert isinstance(one.up_proj, nn.Linear)
@@ -155,7 +155,7 @@ def test_a_weight_that_two_modules_share_stays() -> None:
     )
 
 
-def test_adapters_of_mask_rows_stay_over_a_base_that_is_rounded() -> None:
+def test_adapters_stay_unquantized_when_the_base_weights_are_quantized() -> None:
     plain, gated = tiny(), tiny()
     gate_model(gated, [4], 3, 6, ["q_proj"])
     gated.requires_grad_(False)
@@ -168,7 +168,7 @@ def test_adapters_of_mask_rows_stay_over_a_base_that_is_rounded() -> None:
     assert torch.equal(module.A, adapter)
 
 
-def test_experts_that_are_no_linear_modules_stay() -> None:
+def test_experts_that_are_not_linear_modules_are_not_quantized() -> None:
     (family,) = [family for family in FAMILIES if family.name == "mixtral"]
     model = build(family).requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.state_dict().items() if "experts" in name}
@@ -178,16 +178,16 @@ def test_experts_that_are_no_linear_modules_stay() -> None:
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_weight_that_is_no_number_is_refused_by_the_name_of_its_layer(kind: Weights, value: float) -> None:
+def test_an_error_for_non_finite_weights_names_the_layer(kind: Weights, value: float) -> None:
     model = tiny()
     model.get_submodule("model.layers.1.mlp.down_proj").weight[3, 5] = value  # type: ignore[operator]
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.down_proj: its weight holds infinities or NaN"):
         quantize_weights(model, kind, "scatter")
 
 
-def test_a_model_with_nothing_to_round_is_refused() -> None:
+def test_a_model_without_quantizable_layers_is_refused() -> None:
     (family,) = [family for family in FAMILIES if family.name == "gpt2"]
     with pytest.raises(OptionFault, match=r"weights is int4: GPT2LMHeadModel has no linear layer .*--weights same"):
         quantize_weights(build(family), "int4", "scatter")

@@ -1,4 +1,4 @@
-"""Append graph: it is held against the contract before TensorRT sees it, and written out where TensorRT has no kernel."""
+"""Append graph: it is checked before TensorRT parses it, and attention without a kernel is decomposed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATH = Path("bundle/model.onnx")
 CAPACITY = 128
 
 
-def test_the_capacity_is_fixed_in_memory_and_the_file_stays_as_it_is(tmp_path: Path) -> None:
+def test_the_capacity_is_set_in_memory_and_the_file_is_unchanged(tmp_path: Path) -> None:
     attending = Attending(layers=2)
     attending.write(tmp_path / "bundle")
     before = (tmp_path / "bundle" / "model.onnx").read_bytes()
@@ -77,7 +77,7 @@ def _drop(graph: GraphProto) -> None:
 
 
 def _cross(graph: GraphProto) -> None:
-    """Write keys over the buffer of values."""
+    """Write keys to the buffer of values."""
     (key,) = [node for node in graph.node if node.output[0] == "present.0.key"]
     key.input[0] = "past_key_values.0.value"
 
@@ -88,11 +88,11 @@ def _copy(graph: GraphProto) -> None:
     graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
 
 
-def _keep_elsewhere(graph: GraphProto) -> None:
+def _store_elsewhere(graph: GraphProto) -> None:
     set_external_data(graph.initializer[0], "../weights.bin")
 
 
-def _keep_a_constant_elsewhere(graph: GraphProto) -> None:
+def _store_a_constant_elsewhere(graph: GraphProto) -> None:
     tensor = numpy_helper.from_array(np.zeros(4, np.float32), "zeros")
     set_external_data(tensor, "weights.bin")
     graph.node.append(helper.make_node("Constant", [], ["zeros"], value=tensor))
@@ -109,13 +109,15 @@ SPOILS: dict[Callable[[GraphProto], None], str] = {
     _drop: r"has the output \(none\), the manifest says present.0.value",
     _cross: r"present.0.key is not past_key_values.0.key updated by TensorScatter, .* --lowering append",
     _copy: r"present.0.key is not past_key_values.0.key updated by TensorScatter",
-    _keep_elsewhere: r"embedding is stored in '../weights.bin', expected model.onnx.data: export it again",
-    _keep_a_constant_elsewhere: r"zeros is stored in 'weights.bin', expected model.onnx.data: export it again",
+    _store_elsewhere: r"embedding is stored in '../weights.bin', expected model.onnx.data: export it again",
+    _store_a_constant_elsewhere: r"zeros is stored in 'weights.bin', expected model.onnx.data: export it again",
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
-def test_a_graph_that_is_not_the_contracts_is_refused_with_the_place(spoil: Callable[[GraphProto], None]) -> None:
+def test_a_graph_that_does_not_match_the_signature_is_refused_with_the_difference(
+    spoil: Callable[[GraphProto], None],
+) -> None:
     attending = Attending()
     model = attending.model()
     check_graph(model, attending.signature, PATH)
@@ -125,7 +127,7 @@ def test_a_graph_that_is_not_the_contracts_is_refused_with_the_place(spoil: Call
     assert str(raised.value).startswith(f"{PATH}: ")
 
 
-def test_a_file_that_is_no_graph_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
+def test_an_invalid_or_missing_graph_file_is_refused(tmp_path: Path) -> None:
     signature = Attending().signature
     with pytest.raises(UnbuildableGraph, match=r"model\.onnx: cannot be read .*: export it again"):
         append_graph(tmp_path, signature, 64)
@@ -142,10 +144,10 @@ def test_a_scatter_graph_is_refused_before_it_is_read(tmp_path: Path) -> None:
 def outputs(
     model: onnx.ModelProto, attending: Attending, seed: int, visible: int, rows: int
 ) -> list[NDArray[np.float32]]:
-    """What ONNX Runtime makes of random inputs: logits and buffers."""
+    """The outputs of ONNX Runtime for random inputs: logits and buffers."""
     dice, batch = np.random.default_rng(seed), 2
     mask = dice.random((batch, 1, rows, visible)) < 0.5
-    mask[..., 0] = True  # a row that sees nothing is nobody's
+    mask[..., 0] = True  # every row sees a slot
     feeds: dict[str, NDArray[np.generic]] = {
         "input_ids": dice.integers(VOCAB, size=(batch, rows)),
         "position_ids": dice.integers(POSITIONS, size=(batch, rows)),
@@ -175,7 +177,7 @@ def outputs(
     rows=st.sampled_from((1, 5)),
     seed=st.integers(0, 99),
 )
-def test_attention_in_graph_is_the_operator(
+def test_decomposed_attention_equals_the_operator(
     groups: int,
     kv_heads: int,
     head_dim: int,
@@ -195,7 +197,7 @@ def test_attention_in_graph_is_the_operator(
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_with_what_no_export_writes_is_not_in_graph() -> None:
+def test_an_attention_node_with_an_unexpected_attribute_is_not_decomposed() -> None:
     attending = Attending()
     model = attending.model()
     (node,) = attention_nodes(model)
@@ -204,17 +206,17 @@ def test_attention_with_what_no_export_writes_is_not_in_graph() -> None:
         decompose_attention(model, attending.signature)
 
 
-def test_profiles_cover_steps_and_prompts_up_to_what_is_asked() -> None:
+def test_profiles_cover_decode_and_prefill_up_to_the_requested_sizes() -> None:
     steps, prompts = profiles(Shapes(1024, 4, 64, 512), vocab_size=128_256, mask_slots=3)
     assert steps == {"B": (1, 1, 4), "T": (1, 16, 64), "R": (1, 16, 64), "A": (64, 512, 1024)}
-    # a third of 512 rows' logits would be beyond what a call gives out, those of the widest step are not
+    # the logits of 512 rows exceed the limit per call, those of the largest decode step do not
     assert prompts == {"B": (1, 1, 4), "T": (1, 512, 512), "R": (1, 1, 128), "A": (64, 512, 1024)}
     _, small = profiles(Shapes(1024, 4, 64, 512), vocab_size=640, mask_slots=0)
     assert small["R"] == (1, 1, 512)
 
 
 @given(st.integers(0, 40), st.integers(1, 512), st.integers(128, 512), st.integers(8, 64), st.integers(2, 300_000))
-def test_what_a_profile_is_tuned_to_lies_within_it(
+def test_the_optimum_of_a_profile_is_within_its_range(
     mask_slots: int, step_rows: int, prompt_rows: int, blocks: int, vocab: int
 ) -> None:
     shapes = Shapes(64 * blocks, 4, min(step_rows, prompt_rows), prompt_rows)

@@ -1,4 +1,4 @@
-"""Build: engines come into a bundle whole and under what they depend on, or the bundle stays as it was."""
+"""Build: an engine is stored completely, named by everything it depends on, or the bundle stays unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is trusted is recorded_layer_outputs where the test is, and not where the user's is."""
+    """Record trusted engines in a folder of the test instead of the user's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -64,7 +64,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-def test_an_engine_is_in_the_bundle_with_all_that_it_depends_on(bundle: Path, capfd: Capture) -> None:
+def test_an_engine_is_stored_in_the_bundle_with_its_record(bundle: Path, capfd: Capture) -> None:
     before = contents(bundle)
     options = ["--max-requests", "3", "--max-seq-len", "300", "--max-step-rows", "36", "--prefill-rows", "256"]
     assert run(["build", str(bundle), "--target", "sm89", *options]) == OK
@@ -91,10 +91,10 @@ def test_an_engine_is_in_the_bundle_with_all_that_it_depends_on(bundle: Path, ca
         first,
     )
     assert rest
-    assert all("%" in line for line in rest), "nothing of the library's own chatter"
+    assert all("%" in line for line in rest), "no messages of the library itself"
 
 
-def test_an_engine_that_was_built_alike_is_not_built_again(
+def test_an_existing_engine_with_the_same_options_is_reused(
     bundle: Path, capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["build", str(bundle), "--target", "sm89,sm89"]) == OK
@@ -111,17 +111,17 @@ def test_an_engine_that_was_built_alike_is_not_built_again(
     assert run(["build", str(bundle), "--target", "sm89", "--max-requests", "2"]) == OK
     assert "building with" in capfd.readouterr().err
     assert run(["build", str(bundle), "--target", "sm89", "--json"]) == OK
-    (told,) = json.loads(capfd.readouterr().out)["engines"]
-    assert (told["built"], told["name"], told["activation"]) == (False, once_named, None)
+    (entry,) = json.loads(capfd.readouterr().out)["engines"]
+    assert (entry["built"], entry["name"], entry["activation"]) == (False, once_named, None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine's"))
     assert run(["build", str(bundle), "--target", "sm89"]) == OK
-    said = capfd.readouterr().err
-    assert "building with" in said, "what was built elsewhere would not be run here"
-    assert "the existing engine was not built on this machine: building it again" in said
+    stderr = capfd.readouterr().err
+    assert "building with" in stderr, "an engine that was built elsewhere is not trusted here"
+    assert "the existing engine was not built on this machine: building it again" in stderr
     assert sorted(record.requests for record in open_bundle(bundle).manifest.engines.values()) == [2, 4]
 
 
-def test_an_engine_that_is_damaged_or_of_strangers_is_built_again(bundle: Path, library: Library) -> None:
+def test_a_damaged_or_untrusted_engine_is_built_again(bundle: Path, library: Library) -> None:
     manifest = open_bundle(bundle).manifest
     first = build_engine(bundle, manifest, library, RECIPE)
     manifest = open_bundle(bundle).manifest
@@ -135,7 +135,7 @@ def test_an_engine_that_is_damaged_or_of_strangers_is_built_again(bundle: Path, 
     assert build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).built
 
 
-def test_whatever_an_engine_depends_on_is_in_its_name(library: Library) -> None:
+def test_the_name_of_an_engine_depends_on_all_build_options(library: Library) -> None:
     graph, newer = ("a" * 64, "b" * 64), to_tensorrt.Library("tensorrt-rtx", type("", (), {"__version__": "1.8"}))
     shapes = RECIPE.shapes
     names = [
@@ -157,17 +157,17 @@ def test_whatever_an_engine_depends_on_is_in_its_name(library: Library) -> None:
     assert names[0].startswith("sm89-")
 
 
-def test_engines_of_an_earlier_graph_make_room_for_the_new_one(bundle: Path, library: Library) -> None:
+def test_engines_of_an_earlier_graph_are_removed(bundle: Path, library: Library) -> None:
     stale = build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).name
     other = build_engine(bundle, open_bundle(bundle).manifest, library, replace(RECIPE, target="sm80")).name
-    edit(bundle, lambda told: told["engines"][stale].update(graph=["d" * 64]))
-    (bundle / ENGINES_FOLDER / "sm75-0.engine.partial").write_bytes(b"what a killed build left")
+    edit(bundle, lambda manifest: manifest["engines"][stale].update(graph=["d" * 64]))
+    (bundle / ENGINES_FOLDER / "sm75-0.engine.partial").write_bytes(b"of a killed build")
     new = build_engine(bundle, open_bundle(bundle).manifest, library, replace(RECIPE, target="sm86")).name
     assert set(open_bundle(bundle).manifest.engines) == {other, new}
     assert {file.name for file in (bundle / ENGINES_FOLDER).iterdir()} == {other, new}
 
 
-def test_a_bundle_that_was_exported_again_meanwhile_takes_no_engine_of_the_old_graph(
+def test_an_engine_of_the_old_graph_is_not_stored_after_a_new_export(
     bundle: Path, library: Library, tmp_path: Path
 ) -> None:
     manifest = open_bundle(bundle).manifest
@@ -180,10 +180,10 @@ def test_a_bundle_that_was_exported_again_meanwhile_takes_no_engine_of_the_old_g
     assert contents(bundle) == before
 
 
-def test_a_bundle_of_the_first_schema_is_told_of_engines_in_the_newest(bundle: Path, library: Library) -> None:
-    def as_first(told: dict[str, Any]) -> None:
-        told["schema"] = 1
-        del told["engines"], told["weights"], told["activations"], told["embeddings"]
+def test_storing_an_engine_upgrades_a_manifest_of_the_first_schema(bundle: Path, library: Library) -> None:
+    def as_first(manifest: dict[str, Any]) -> None:
+        manifest["schema"] = 1
+        del manifest["engines"], manifest["weights"], manifest["activations"], manifest["embeddings"]
 
     edit(bundle, as_first)
     name = build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).name
@@ -192,7 +192,7 @@ def test_a_bundle_of_the_first_schema_is_told_of_engines_in_the_newest(bundle: P
     assert list(manifest.engines) == [name]
 
 
-def test_two_builds_at_once_both_end_up_in_the_manifest(bundle: Path) -> None:
+def test_two_concurrent_builds_are_both_in_the_manifest(bundle: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, "build", str(bundle), "--target"]
     processes = [
         subprocess.Popen([*command, target], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -204,7 +204,7 @@ def test_two_builds_at_once_both_end_up_in_the_manifest(bundle: Path) -> None:
     assert {record.target for record in open_bundle(bundle).manifest.engines.values()} == {"sm80", "sm89"}
 
 
-def test_an_engine_waits_for_whoever_else_stores_one(bundle: Path, library: Library) -> None:
+def test_storing_an_engine_waits_for_the_lock_on_the_bundle(bundle: Path, library: Library) -> None:
     record = build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).record
     folder = os.open(bundle, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
@@ -219,7 +219,7 @@ def test_an_engine_waits_for_whoever_else_stores_one(bundle: Path, library: Libr
     assert "sm80-0.engine" in open_bundle(bundle).manifest.engines
 
 
-# argv: the most bytes that a file may have, arguments. The program on a disk that is full.
+# argv: the maximum file size in bytes, arguments. Runs the program as on a full disk.
 ON_A_FULL_DISK = f"""
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -229,7 +229,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_I
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_full_disk_leaves_the_bundle_as_it_was(bundle: Path, library: Library, there: bool) -> None:
+def test_a_full_disk_leaves_the_bundle_unchanged(bundle: Path, library: Library, there: bool) -> None:
     if there:
         build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE)
     before = contents(bundle)
@@ -244,44 +244,44 @@ def test_a_full_disk_leaves_the_bundle_as_it_was(bundle: Path, library: Library,
     open_bundle(bundle)
 
 
-def test_an_interrupt_ends_a_build_and_leaves_the_bundle_as_it_was(bundle: Path, library: Library) -> None:
-    before, heard = contents(bundle), []
+def test_an_interrupt_ends_a_build_and_leaves_the_bundle_unchanged(bundle: Path, library: Library) -> None:
+    before, reported = contents(bundle), []
 
     def interrupt(done: float, phase: str) -> None:
-        heard.append(done)
-        if len(heard) == 20:
+        reported.append(done)
+        if len(reported) == 20:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, on_progress=interrupt)
-    assert len(heard) < 50, "the builder was told to stop, and did"
-    assert heard == sorted(heard)
+    assert len(reported) < 50, "the builder stopped when it was cancelled"
+    assert reported == sorted(reported)
     assert contents(bundle) == before
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_whoever_hears_may_fail_and_the_build_ends_with_that(bundle: Path, library: Library) -> None:
-    def gone(done: float, phase: str) -> None:
+def test_an_error_in_the_progress_callback_ends_the_build(bundle: Path, library: Library) -> None:
+    def fail(done: float, phase: str) -> None:
         raise BrokenPipeError("the reader went away")
 
     before = contents(bundle)
     with pytest.raises(BrokenPipeError, match="the reader went away"):
-        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, on_progress=gone)
+        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, on_progress=fail)
     assert contents(bundle) == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nobody forbids root to write")
-def test_a_bundle_that_cannot_be_written_to_is_refused_before_the_build(bundle: Path, library: Library) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_bundle_is_refused_before_the_build(bundle: Path, library: Library) -> None:
     manifest = open_bundle(bundle).manifest
     bundle.chmod(0o500)
-    began: list[str] = []
+    started: list[str] = []
     with pytest.raises(InputFault, match="no permission to write in it: copy the bundle to a folder that is writable"):
-        build_engine(bundle, manifest, library, RECIPE, on_start=lambda: began.append("it"))
-    assert began == []
+        build_engine(bundle, manifest, library, RECIPE, on_start=lambda: started.append("build"))
+    assert started == []
 
 
 def test_a_buffer_that_tensorrt_would_copy_is_refused(bundle: Path, library: Library) -> None:
-    """Whatever the graph looks like: what counts is what the library makes of it."""
+    """The network that the library builds counts, not the graph."""
     signature = Attending().signature
     model = append_graph(bundle, signature, 1024)
     (writer,) = [node for node in model.graph.node if node.output[0] == "present.0.key"]

@@ -1,4 +1,4 @@
-"""Build attention: fused where TensorRT has a kernel, matrix products elsewhere, and the build says so."""
+"""Build attention: fused where TensorRT has a kernel, matmuls elsewhere, and the build reports it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is trusted is recorded_layer_outputs where the test is, and not where the user's is."""
+    """Record trusted engines in a folder of the test instead of the user's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -41,9 +41,9 @@ def library() -> Library:
     return open_library("tensorrt-rtx")
 
 
-def made(tmp_path: Path, attending: Attending) -> tuple[Path, Manifest]:
-    manifest = attending.write(tmp_path / "made")
-    return tmp_path / "made", manifest
+def written_bundle(tmp_path: Path, attending: Attending) -> tuple[Path, Manifest]:
+    manifest = attending.write(tmp_path / "bundle")
+    return tmp_path / "bundle", manifest
 
 
 @pytest.mark.parametrize(
@@ -63,30 +63,30 @@ def made(tmp_path: Path, attending: Attending) -> tuple[Path, Manifest]:
     ],
     ids=str,
 )
-def test_attention_is_fused_where_it_can_be_and_products_elsewhere(
+def test_attention_is_fused_where_a_kernel_exists_and_matmuls_elsewhere(
     attending: Attending, expected: AttentionPlan, tmp_path: Path, library: Library
 ) -> None:
-    folder, manifest = made(tmp_path, attending)
+    folder, manifest = written_bundle(tmp_path, attending)
     model = append_graph(folder, manifest.signature, 1024)
     found = build(library, model, folder, manifest.signature, RECIPE)
     assert found.attention == expected
     assert found.activation > 0
 
 
-def test_a_kernel_that_is_missing_after_all_is_found_out(
+def test_attention_is_decomposed_if_the_library_lacks_the_expected_kernel(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fused attention takes may be less in another version."""
+    """Another version may support fewer head sizes."""
     monkeypatch.setattr(to_tensorrt, "_FUSED_HEADS", range(8, 257, 8))
-    folder, manifest = made(tmp_path, Attending(head_dim=8, layers=2))
+    folder, manifest = written_bundle(tmp_path, Attending(head_dim=8, layers=2))
     model = append_graph(folder, manifest.signature, 1024)
     assert attention_of(model, manifest.signature) == AttentionPlan(0, "")
     found = build(library, model, folder, manifest.signature, RECIPE)
     assert found.attention == AttentionPlan(2, f"{library.name} has no fused kernel for it")
 
 
-def test_the_build_says_where_attention_is_not_fused(tmp_path: Path, capfd: Capture) -> None:
-    folder, _ = made(tmp_path, Attending(softcap=5.0))
+def test_the_build_reports_attention_that_is_not_fused(tmp_path: Path, capfd: Capture) -> None:
+    folder, _ = written_bundle(tmp_path, Attending(softcap=5.0))
     assert run(["build", str(folder), "--target", "sm89"]) == OK
     assert capfd.readouterr().out.splitlines()[0] == (
         "attention of 1 layer is decomposed into MatMul and Softmax: TensorRT has no fused kernel with softcap"
@@ -94,6 +94,6 @@ def test_the_build_says_where_attention_is_not_fused(tmp_path: Path, capfd: Capt
     (record,) = open_bundle(folder).manifest.engines.values()
     assert record.decomposed == 1
     assert run(["build", str(folder), "--target", "sm89"]) == OK
-    assert "TensorRT has no fused kernel with softcap" in capfd.readouterr().out, "also of what was there already"
+    assert "TensorRT has no fused kernel with softcap" in capfd.readouterr().out, "also for an existing engine"
     assert run(["inspect", str(folder)]) == OK
     assert "1 layer decomposed" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Build families: TensorRT-RTX makes an engine of every family's graph, for GPUs that need not be there."""
+"""Build families: TensorRT-RTX builds an engine from the graph of every family, without a GPU."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip instal
 SHAPES = Shapes(capacity=1024, requests=4, step_rows=64, prompt_rows=512)
 TARGETS = (pytest.param("sm80", marks=pytest.mark.nightly), "sm89")
 
-# To TensorRT the other structures are the same operators with other constants; a windowed model is built below.
-SEEN = ("plain", "experts", "softcap", "eager")
+# For TensorRT, the other structures are the same operators with other constants; a windowed model is built below.
+STRUCTURES = ("plain", "experts", "softcap", "eager")
 
-# heads of 64 as most large models have them
+# head size 64, as in most large models
 WIDE_HEADS = Family(
     "mistral, wide heads",
     "mistral",
@@ -54,11 +54,11 @@ def fewer(family: Family) -> Family:
 
 
 def cases() -> list[object]:
-    """Every family that has the lowering; in each run those whose structure TensorRT can see, and one plain one."""
+    """Every family with the append lowering; each run covers the structures that matter to TensorRT."""
     return [
         pytest.param(
             fewer(family),
-            marks=() if family.each_run and family.structure in SEEN else pytest.mark.nightly,
+            marks=() if family.each_run and family.structure in STRUCTURES else pytest.mark.nightly,
             id=family.name,
         )
         for family in FAMILIES
@@ -79,7 +79,7 @@ def exported(family: Family, folder: Path) -> Signature:
 
 
 def attention_in(folder: Path, signature: Signature, target: str) -> to_tensorrt.AttentionPlan:
-    """How attention came out in the engine for a target."""
+    """How attention runs in the engine for a target."""
     model = append_graph(folder, signature, SHAPES.capacity)
     engine = to_tensorrt.build(library(), model, folder, signature, BuildOptions(target, SHAPES))
     assert engine.plan.nbytes > 100_000
@@ -97,7 +97,7 @@ def test_an_engine_of_a_familys_graph_is_built(family: Family, target: str, tmp_
     assert attention.in_graph == (family.structure == "softcap")
 
 
-def test_engines_reckon_in_float32_and_in_memory_that_is_given_to_them() -> None:
+def test_engines_compute_in_float32_with_memory_from_the_runtime() -> None:
     trt = library().module
     config = to_tensorrt._config(library(), trt.Builder(logger_of(trt, BuildMessages())), BuildOptions("sm89", SHAPES))
     assert not config.get_flag(trt.BuilderFlag.TF32)
@@ -120,7 +120,7 @@ def test_heads_of_64_are_built_fused(target: str, tmp_path: Path) -> None:
         pytest.param("float16", "int4", "sm80", marks=pytest.mark.nightly),
     ],
 )
-def test_small_numbers_are_built_for_the_gpus_that_have_them(
+def test_quantized_bundles_are_built_for_gpus_that_support_the_type(
     tmp_path_factory: pytest.TempPathFactory, dtype: Precision, weights: Weights, target: str
 ) -> None:
     bundle = exported_once(tmp_path_factory, "append", TINY, dtype, weights)

@@ -1,4 +1,4 @@
-"""Mistakes of a build: what cannot be built is told before the work, and in words of the command line."""
+"""Build mistakes: errors are reported before the build and name the flags of the command line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is trusted is recorded_layer_outputs where the test is, and not where the user's is."""
+    """Record trusted engines in a folder of the test instead of the user's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -62,7 +62,7 @@ def library() -> Library:
 
 
 def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: object) -> None:
-    """Hold that a build ends with this code, says this last and leaves nothing."""
+    """Verify that a build ends with this exit code and message, and changes nothing."""
     before = {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
     assert run(["build", str(bundle), *map(str, options)]) == code
     output, errors = capfd.readouterr()
@@ -115,14 +115,14 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
     ],
     ids=str,
 )
-def test_options_that_cannot_be_built_with_are_refused(
+def test_invalid_build_options_are_refused(
     capfd: Capture, bundle: Path, options: tuple[object, ...], message: str
 ) -> None:
     refused(capfd, USAGE, message, bundle, *options)
 
 
 @WITHOUT_GPU
-def test_a_machine_without_a_gpu_says_what_it_can_build_for(capfd: Capture, bundle: Path) -> None:
+def test_without_a_gpu_the_error_lists_the_possible_targets(capfd: Capture, bundle: Path) -> None:
     refused(capfd, USAGE, f"--target current: .*(driver|GPU).*; expected {KNOWN}$", bundle)
     refused(capfd, USAGE, f"--target current: .*(driver|GPU).*; expected {KNOWN}$", bundle, "--target", "sm89,current")
     refused(
@@ -134,7 +134,7 @@ def test_a_machine_without_a_gpu_says_what_it_can_build_for(capfd: Capture, bund
     )
 
 
-def test_targets_may_be_said_in_capitals_and_one_by_one(capfd: Capture, bundle: Path) -> None:
+def test_targets_may_be_in_capitals_and_repeated(capfd: Capture, bundle: Path) -> None:
     assert (
         run(
             [
@@ -157,7 +157,7 @@ def test_targets_may_be_said_in_capitals_and_one_by_one(capfd: Capture, bundle: 
     assert "KV cache for 1 request of 1728 slots" in errors
 
 
-def test_a_target_beyond_those_that_are_known_is_this_machines_or_none(library: Library) -> None:
+def test_an_unknown_target_must_be_the_gpu_of_this_machine(library: Library) -> None:
     full = Library("tensorrt", SimpleNamespace(__version__="11.0"))
     assert library.targets == tuple(KNOWN.split(", "))
     assert target_of(library, "current", "sm89", "") == "sm89"
@@ -174,7 +174,7 @@ def test_a_target_beyond_those_that_are_known_is_this_machines_or_none(library: 
         target_of(full, "current", None, "no driver")
 
 
-def test_a_machine_without_tensorrt_says_how_to_install_it(
+def test_without_tensorrt_the_error_says_how_to_install_it(
     capfd: Capture, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
@@ -185,8 +185,8 @@ def test_a_machine_without_tensorrt_says_how_to_install_it(
 
 
 def test_a_scatter_bundle_is_refused(capfd: Capture, bundle: Path) -> None:
-    edit(bundle, lambda told: told["signature"].update(lowering="scatter"))
-    (bundle / "model.onnx.data").write_bytes(b"")  # told before the weights are read
+    edit(bundle, lambda manifest: manifest["signature"].update(lowering="scatter"))
+    (bundle / "model.onnx.data").write_bytes(b"")  # reported before the weights are read
     message = "has the scatter lowering, TensorRT needs append: export it again with --lowering append"
     refused(capfd, INPUT, message, bundle, "--target", "sm89")
 
@@ -218,18 +218,18 @@ def test_a_bundle_that_does_not_open_is_refused(
     refused(capfd, INPUT, message, bundle, "--target", "sm89")
 
 
-def test_a_disk_without_room_is_refused_before_the_build(bundle: Path, library: Library) -> None:
+def test_missing_disk_space_is_reported_before_the_build(bundle: Path, library: Library) -> None:
     manifest = open_bundle(bundle).manifest
     vast = {**manifest.files, "model.onnx.data": FileRecord("a" * 64, 10**18)}
-    began: list[str] = []
+    started: list[str] = []
     with pytest.raises(
         TargetError, match=r"MB free, the engine needs about 10000000000.. MB: free some space or choose"
     ):
-        build_engine(bundle, replace(manifest, files=vast), library, RECIPE, on_start=lambda: began.append("it"))
-    assert began == []
+        build_engine(bundle, replace(manifest, files=vast), library, RECIPE, on_start=lambda: started.append("build"))
+    assert started == []
 
 
-def test_a_node_that_tensorrt_does_not_know_is_named(bundle: Path, library: Library) -> None:
+def test_an_unsupported_node_is_named(bundle: Path, library: Library) -> None:
     signature = Attending().signature
     model = append_graph(bundle, signature, 1024)
     (node,) = [node for node in model.graph.node if node.op_type == "Attention"]
@@ -242,7 +242,7 @@ def test_a_node_that_tensorrt_does_not_know_is_named(bundle: Path, library: Libr
     assert "\n" not in str(raised.value)
 
 
-def test_weights_that_are_not_there_are_named(bundle: Path, library: Library) -> None:
+def test_a_missing_weights_file_is_an_error(bundle: Path, library: Library) -> None:
     signature = Attending().signature
     model = append_graph(bundle, signature, 1024)
     (bundle / "model.onnx.data").unlink()
@@ -250,7 +250,7 @@ def test_weights_that_are_not_there_are_named(bundle: Path, library: Library) ->
         build(library, model, bundle, signature, RECIPE)
 
 
-def test_a_type_that_a_target_lacks_is_told_as_such(bundle: Path, library: Library, tmp_path: Path) -> None:
+def test_a_type_that_the_target_does_not_support_is_reported(bundle: Path, library: Library, tmp_path: Path) -> None:
     attending = Attending("bfloat16")
     attending.write(tmp_path / "brain")
     model = append_graph(tmp_path / "brain", attending.signature, 1024)
@@ -260,17 +260,17 @@ def test_a_type_that_a_target_lacks_is_told_as_such(bundle: Path, library: Libra
         build(library, model, tmp_path / "brain", attending.signature, replace(RECIPE, target="sm75"))
 
 
-def test_what_nobody_foresaw_is_told_in_the_builders_words(library: Library) -> None:
-    messages = BuildMessages(errors=["first things first", "kernel\nfell over"])
+def test_an_unexpected_build_error_contains_the_builders_messages(library: Library) -> None:
+    messages = BuildMessages(errors=["first error", "kernel\nfailed"])
     fault = build_fault(library, RECIPE, messages)
     assert isinstance(fault, BuildFault)
-    assert re.search("could not build for sm89: first things first kernel fell over: expected", str(fault))
+    assert re.search("could not build for sm89: first error kernel failed: expected", str(fault))
     assert "no error message" in str(build_fault(library, RECIPE, BuildMessages()))
 
 
 @pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX:DeprecationWarning")
-def test_a_timing_cache_that_is_none_is_refused_and_a_new_name_begins_one(library: Library, tmp_path: Path) -> None:
-    """TensorRT-RTX has the calls, which do nothing there, and reads the file all the same."""
+def test_an_invalid_timing_cache_is_refused_and_a_new_file_starts_one(library: Library, tmp_path: Path) -> None:
+    """TensorRT-RTX has these calls without effect, but reads the file."""
     messages = BuildMessages()
     logger = logger_of(library.module, messages)
     config = library.module.Builder(logger).create_builder_config()
@@ -282,7 +282,7 @@ def test_a_timing_cache_that_is_none_is_refused_and_a_new_name_begins_one(librar
         read_cache(config, messages, file)
 
 
-def test_help_tells_every_option(capfd: Capture) -> None:
+def test_help_lists_every_option(capfd: Capture) -> None:
     assert run(["build", "--help"]) == OK
     output = capfd.readouterr().out
     for option in ("--backend", "--target", "--max-requests", "--prefill-rows", "--refittable", "--rebuild", "--json"):

@@ -1,4 +1,4 @@
-"""Builder monitor: nested phases as one number that grows, and what is kept of what the builder says."""
+"""Builder monitor: progress over nested phases, and recorded messages of the builder."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from hypothesis import strategies as st
 from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, BuildProgress
 
 
-def test_a_phase_counts_for_the_step_that_it_is_part_of() -> None:
-    heard: list[tuple[float, str]] = []
-    advance = BuildProgress(lambda done, phase: heard.append((done, phase)), lambda: False)
-    advance.begin("all", 4)
-    advance.begin("parse", 2)
-    advance.step("parse", 0)
-    advance.begin("nodes", 10)
-    advance.step("nodes", 4)
-    advance.end("nodes")
-    advance.end("parse")
-    advance.step("all", 0)
-    assert heard == [(0, "all"), (0, "parse"), (1 / 8, "parse"), (1 / 8, "parse"), (3 / 16, "parse"), (1 / 4, "all")]
+def test_nested_phases_progress_the_step_that_contains_them() -> None:
+    reported: list[tuple[float, str]] = []
+    progress = BuildProgress(lambda done, phase: reported.append((done, phase)), lambda: False)
+    progress.begin("all", 4)
+    progress.begin("parse", 2)
+    progress.step("parse", 0)
+    progress.begin("nodes", 10)
+    progress.step("nodes", 4)
+    progress.end("nodes")
+    progress.end("parse")
+    progress.step("all", 0)
+    assert reported == [(0, "all"), (0, "parse"), (1 / 8, "parse"), (1 / 8, "parse"), (3 / 16, "parse"), (1 / 4, "all")]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 6)), max_size=30))
-def test_whatever_phases_come_the_number_never_goes_back(events: list[tuple[str, int]]) -> None:
-    heard: list[float] = []
-    advance = BuildProgress(lambda done, phase: heard.append(done), lambda: False)
-    advance.begin("all", 3)
+def test_progress_never_decreases(events: list[tuple[str, int]]) -> None:
+    reported: list[float] = []
+    progress = BuildProgress(lambda done, phase: reported.append(done), lambda: False)
+    progress.begin("all", 3)
     for name, step in events:
         if step < 0:
-            advance.end(name)
+            progress.end(name)
         elif step == 6:
-            advance.begin(name, 4)
+            progress.begin(name, 4)
         else:
-            assert advance.step(name, step)
-    assert heard == sorted(heard)
-    assert all(0 <= done <= 1 for done in heard)
+            assert progress.step(name, step)
+    assert reported == sorted(reported)
+    assert all(0 <= done <= 1 for done in reported)
 
 
-def test_errors_and_the_memory_of_the_largest_profile_are_kept() -> None:
+def test_errors_and_the_activation_memory_of_the_largest_profile_are_recorded() -> None:
     messages = BuildMessages()
     for severity, text in (
         (0, "internal"),
@@ -46,7 +46,7 @@ def test_errors_and_the_memory_of_the_largest_profile_are_kept() -> None:
         (2, "warning"),
         (3, "Total Activation Memory: 700 bytes"),
         (3, "Total Activation Memory: 300 bytes"),
-        (4, "chatter"),
+        (4, "verbose"),
     ):
         messages.add(severity, text)
     assert messages == BuildMessages(["internal", "error"], ["warning"], 700)

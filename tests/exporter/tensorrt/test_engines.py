@@ -1,4 +1,4 @@
-"""Storing: what an engine's way into a bundle leaves alone, and where nothing can be recorded_layer_outputs of it."""
+"""Engines: what storing an engine replaces, what it does not touch, and locking."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spaceport.tools.cli.inspect import verdict
 from support.small_bundle import ENGINE, RECORD, fill
 
 
-def test_only_engines_make_room_for_an_engine(tmp_path: Path) -> None:
-    """A timing cache, notes or a folder beside them are somebody's own."""
+def test_only_engine_files_are_removed_when_an_engine_is_stored(tmp_path: Path) -> None:
+    """A timing cache, notes or a folder beside them belong to the user."""
     record, engines = replace(RECORD, graph=fill(tmp_path).graph), tmp_path / ENGINES_FOLDER
     (engines / "older").mkdir(parents=True)
     own = [engines / "timing.cache", engines / "older" / "notes.txt"]
@@ -36,8 +36,8 @@ def test_only_engines_make_room_for_an_engine(tmp_path: Path) -> None:
     assert open_bundle(tmp_path).manifest.engines == {ENGINE: record}
 
 
-def test_an_engine_makes_room_for_one_that_no_runtime_could_tell_from_it(tmp_path: Path) -> None:
-    """As when the same was built with another workspace, or by an earlier version of this program."""
+def test_an_engine_replaces_one_that_a_runtime_could_not_distinguish(tmp_path: Path) -> None:
+    """For example one with another workspace, or from an earlier version of this program."""
     record = replace(RECORD, graph=fill(tmp_path).graph)
     others = {
         "sm80-0.engine": replace(record, target="sm80"),
@@ -55,8 +55,8 @@ def test_an_engine_makes_room_for_one_that_no_runtime_could_tell_from_it(tmp_pat
     assert {file.name for file in (tmp_path / ENGINES_FOLDER).iterdir()} == {*others, ENGINE}
 
 
-def test_a_user_without_a_home_can_note_nothing_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs as a number which the machine has no name for."""
+def test_a_user_without_a_home_folder_cannot_record_trusted_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example in a container with a user id that has no name."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
@@ -65,8 +65,8 @@ def test_a_user_without_a_home_can_note_nothing_and_is_told_so(monkeypatch: pyte
     assert not trust.state_folder().exists()
 
 
-def test_engines_that_a_check_did_not_compare_are_told_of(tmp_path: Path) -> None:
-    """Its report may be older than they are, or of a machine that could not run them."""
+def test_engines_that_a_check_did_not_compare_are_reported(tmp_path: Path) -> None:
+    """The report of `check` may be older than the engines, or from a machine that could not run them."""
     plain, passed = replace(fill(tmp_path), engines={}), {"passed": True, "backends": ["onnxruntime"]}
     built = replace(plain, engines={ENGINE: RECORD})
     assert verdict(plain, passed) == "passed"
@@ -75,8 +75,8 @@ def test_engines_that_a_check_did_not_compare_are_told_of(tmp_path: Path) -> Non
     assert verdict(built, {**passed, "passed": False}) == "FAILED"
 
 
-def test_an_export_waits_for_whoever_stores_an_engine(tmp_path: Path) -> None:
-    """Else what is written of the old bundle's engines would become the new one's manifest."""
+def test_an_export_waits_while_an_engine_is_being_stored(tmp_path: Path) -> None:
+    """Otherwise the manifest with the old bundle's engines would replace the new bundle's."""
 
     def export_again() -> None:
         with writing(tmp_path / "bundle", overwrite=True) as partial:
@@ -96,24 +96,24 @@ def test_an_export_waits_for_whoever_stores_an_engine(tmp_path: Path) -> None:
     assert open_bundle(bundle).manifest.graph != before
 
 
-def test_a_bundle_opens_while_an_engine_comes_into_it(tmp_path: Path) -> None:
-    """A file that is gone before it was looked at is no fault of the bundle."""
+def test_a_bundle_opens_while_an_engine_is_being_stored(tmp_path: Path) -> None:
+    """A file that disappears while the bundle is opened is not an error."""
 
     def come_and_go() -> None:
-        while not enough.is_set():
+        while not finished.is_set():
             partial.write_bytes(b"an engine")
             partial.unlink()
 
     fill(tmp_path)
     (tmp_path / ENGINES_FOLDER).mkdir()
-    partial, enough = tmp_path / ENGINES_FOLDER / f"{ENGINE}.partial", threading.Event()
-    storing, usual = threading.Thread(target=come_and_go), sys.getswitchinterval()
+    partial, finished = tmp_path / ENGINES_FOLDER / f"{ENGINE}.partial", threading.Event()
+    storing, interval = threading.Thread(target=come_and_go), sys.getswitchinterval()
     storing.start()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(300):
             open_bundle(tmp_path)
     finally:
-        sys.setswitchinterval(usual)
-        enough.set()
+        sys.setswitchinterval(interval)
+        finished.set()
         storing.join()

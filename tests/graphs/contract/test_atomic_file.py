@@ -1,4 +1,4 @@
-"""Atomic file: a reader sees the old content or the new one, and whatever fails leaves the old one and nothing else."""
+"""Atomic file: readers see the old or the new content, and failures leave the old content and no other file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spaceport.graphs.contract.atomic_file import is_partial, partial_of, replac
 
 OLD, NEW = b"the old content\n" * 100, b"the new content\n" * 100
 
-# Each way to replace a file.
+# The functions that replace a file.
 WAYS: dict[str, Callable[[Path, bytes, bool], None]] = {}
 
 
@@ -45,7 +45,7 @@ def by_a_stream(target: Path, content: bytes, durable: bool) -> None:
 
 EACH_WAY = pytest.mark.parametrize("replace", WAYS.values(), ids=WAYS)
 
-# argv: a target, the most bytes that a file may have. Replaces the target, and prints what fails.
+# argv: a target, the maximum file size in bytes. Replaces the target and prints errors.
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
@@ -65,7 +65,7 @@ for durable in (False, True):
         print(error.strerror)
 """
 
-# argv: a target. Begins to write, says so, and ends when it is told to.
+# argv: a target. Starts to write, prints a line, and waits for the end of its input.
 WRITER = """
 import sys
 from pathlib import Path
@@ -82,7 +82,7 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def begun(target: Path) -> subprocess.Popen[str]:
+def started_writer(target: Path) -> subprocess.Popen[str]:
     """Another process that is writing to a target."""
     process = python(WRITER, target)
     assert process.stdout is not None
@@ -104,7 +104,7 @@ def target(tmp_path: Path) -> Path:
 
 @EACH_WAY
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_file_gets_its_new_content_and_nothing_else_stays(
+def test_a_file_gets_its_new_content_and_no_temporary_file_remains(
     target: Path, replace: Callable[[Path, bytes, bool], None], durable: bool
 ) -> None:
     replace(target, NEW, durable)
@@ -116,16 +116,16 @@ def test_a_file_gets_its_new_content_and_nothing_else_stays(
     assert target.stat().st_mode == plain.stat().st_mode
 
 
-def test_text_is_written_as_it_is(target: Path) -> None:
+def test_text_is_written_without_converting_line_ends(target: Path) -> None:
     replace_text(target, "one\ntwo\r\nthree ✓\r")
     assert target.read_bytes() == "one\ntwo\r\nthree ✓\r".encode()
 
 
-def test_at_every_moment_the_old_content_or_the_new_is_there(target: Path) -> None:
-    over, wrong = threading.Event(), list[bytes]()
+def test_a_reader_sees_the_old_or_the_new_content_at_every_moment(target: Path) -> None:
+    done, wrong = threading.Event(), list[bytes]()
 
     def watch() -> None:
-        while not over.is_set():
+        while not done.is_set():
             if (content := target.read_bytes()) not in (OLD, NEW):
                 wrong.append(content)
 
@@ -133,12 +133,12 @@ def test_at_every_moment_the_old_content_or_the_new_is_there(target: Path) -> No
     watcher.start()
     for number in range(300):
         by_a_stream(target, NEW if number % 2 else OLD, False)
-    over.set()
+    done.set()
     watcher.join()
     assert wrong == []
 
 
-def break_off(target: Path, written: bytes, fault: BaseException) -> None:
+def fail_while_writing(target: Path, written: bytes, fault: BaseException) -> None:
     with replacing(target) as stream:
         stream.write(written)
         raise fault
@@ -146,9 +146,9 @@ def break_off(target: Path, written: bytes, fault: BaseException) -> None:
 
 @pytest.mark.parametrize("fault", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), OSError(errno.ENOSPC, "full")])
 @pytest.mark.parametrize("written", [b"", NEW])
-def test_what_is_broken_off_leaves_the_old_content(target: Path, fault: BaseException, written: bytes) -> None:
+def test_a_failed_write_leaves_the_old_content(target: Path, fault: BaseException, written: bytes) -> None:
     with pytest.raises(type(fault)):
-        break_off(target, written, fault)
+        fail_while_writing(target, written, fault)
     with pytest.raises(type(fault)), staged(target, written):
         raise fault
     assert target.read_bytes() == OLD
@@ -157,9 +157,9 @@ def test_what_is_broken_off_leaves_the_old_content(target: Path, fault: BaseExce
 
 @pytest.mark.parametrize("most", [0, 50_000])
 def test_a_full_disk_leaves_the_old_content(target: Path, most: int) -> None:
-    """A limit on the size of files stands for the disk."""
-    told, _ = python(FULL_DISK, target, most).communicate()
-    assert told == "File too large\n" * 4
+    """A limit on file sizes simulates the disk."""
+    output, _ = python(FULL_DISK, target, most).communicate()
+    assert output == "File too large\n" * 4
     assert target.read_bytes() == OLD
     assert names(target.parent) == {target.name}
 
@@ -174,7 +174,7 @@ def test_a_folder_is_not_replaced(tmp_path: Path, replace: Callable[[Path, bytes
 
 
 @pytest.mark.parametrize("writers", [8])
-def test_writers_at_once_leave_the_content_of_one(target: Path, writers: int) -> None:
+def test_concurrent_writers_leave_the_content_of_one(target: Path, writers: int) -> None:
     contents = [bytes([number]) * 200_000 for number in range(writers)]
     threads = [threading.Thread(target=replace_bytes, args=(target, content)) for content in contents]
     for thread in threads:
@@ -185,7 +185,7 @@ def test_writers_at_once_leave_the_content_of_one(target: Path, writers: int) ->
     assert names(target.parent) == {target.name}
 
 
-def test_contents_that_wait_take_their_places_together(target: Path) -> None:
+def test_several_staged_files_are_replaced_together(target: Path) -> None:
     other = target.with_name("other.json")
     with staged(target, NEW) as put, staged(other, NEW) as put_other:
         assert target.read_bytes() == OLD
@@ -194,34 +194,34 @@ def test_contents_that_wait_take_their_places_together(target: Path) -> None:
         put_other()
         assert target.read_bytes() == other.read_bytes() == NEW
     with staged(target, OLD):
-        pass  # never put there
+        pass  # not replaced
     assert target.read_bytes() == NEW
     assert names(target.parent) == {target.name, other.name}
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "你" * 85, "é" * 127, os.fsdecode(b"\xff" * 255)])
-def test_a_name_may_have_its_longest_length(tmp_path: Path, name: str) -> None:
+def test_a_file_name_of_the_maximum_length_can_be_written(tmp_path: Path, name: str) -> None:
     replace_bytes(tmp_path / name, NEW)
     assert names(tmp_path) == {name}
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next(target: Path) -> None:
-    dead = begun(target)
+def test_the_remains_of_a_killed_writer_are_removed_by_the_next(target: Path) -> None:
+    dead = started_writer(target)
     (left,) = names(target.parent) - {target.name}
     dead.send_signal(signal.SIGKILL)
     dead.communicate()
     elsewhere = target.with_name(left.replace("partial-", "partial-another.machine."))
     other = target.with_name(left.replace("file", "files"))
-    for kept in (elsewhere, other):
-        kept.write_bytes(OLD)
+    for file in (elsewhere, other):
+        file.write_bytes(OLD)
     assert all(is_partial(target.with_name(name)) for name in (left, elsewhere.name, other.name))
     assert not is_partial(target)
     replace_bytes(target, NEW)
     assert names(target.parent) == {target.name, elsewhere.name, other.name}
 
 
-def test_a_writer_that_is_under_way_is_left_alone(target: Path) -> None:
-    alive = begun(target)
+def test_a_running_writer_is_not_disturbed(target: Path) -> None:
+    alive = started_writer(target)
     replace_bytes(target, NEW)
     assert target.read_bytes() == NEW
     alive.communicate("")
@@ -230,7 +230,7 @@ def test_a_writer_that_is_under_way_is_left_alone(target: Path) -> None:
     assert names(target.parent) == {target.name}
 
 
-def test_what_an_earlier_process_of_this_number_left_is_no_obstacle(target: Path) -> None:
+def test_a_temporary_file_of_an_earlier_process_with_this_id_is_replaced(target: Path) -> None:
     partial_of(target).write_bytes(OLD * 2)
     replace_bytes(target, NEW)
     assert target.read_bytes() == NEW

@@ -1,4 +1,4 @@
-"""Dtypes: the table says what each library says of its types."""
+"""Dtypes: the table agrees with each library."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ EACH = pytest.mark.parametrize("name", DTYPES)
 
 
 @EACH
-def test_an_element_has_the_bytes_that_torch_says(name: str) -> None:
+def test_an_element_has_as_many_bytes_as_in_torch(name: str) -> None:
     assert getattr(torch, name).itemsize == DTYPES[name].bytes
 
 
 @EACH
-def test_a_number_is_the_type_of_that_name_in_onnx(name: str) -> None:
+def test_the_onnx_element_type_has_the_same_name(name: str) -> None:
     spelled = {"float32": "FLOAT"}.get(name, name.upper())
     assert onnx.TensorProto.DataType.Name(DTYPES[name].onnx) == spelled
 
 
 @EACH
-def test_a_session_tells_of_its_inputs_in_these_words(name: str) -> None:
+def test_a_session_reports_its_input_types_with_these_names(name: str) -> None:
     value = helper.make_tensor_value_info("x", DTYPES[name].onnx, ["N"])
     result = helper.make_tensor_value_info("y", DTYPES[name].onnx, ["N"])
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [result])
@@ -51,6 +51,6 @@ def test_numpy_has_the_same_type_or_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_every_tensor_of_the_contract_has_a_type_of_the_table(dtype: Precision) -> None:
+def test_every_tensor_of_the_signature_has_a_type_of_the_table(dtype: Precision) -> None:
     signature = Signature(2, 2, 8, 100, dtype, "append", window=8)
     assert {tensor.dtype for tensor in (*signature.inputs, *signature.outputs)} <= DTYPES.keys()

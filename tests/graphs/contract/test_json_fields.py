@@ -1,4 +1,4 @@
-"""JSON fields: what is read is the value itself, and what is refused is told by its path and its file's rules."""
+"""JSON fields: valid values are returned, and errors name the path and follow the rules of the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 
 
 class OddFile(InputFault):
-    """A fault of these tests."""
+    """An exception type of these tests."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def test_a_value_is_read_as_it_is_or_refused(name: str, value: object) -> None:
 
 
 @given(value=JSON, least=st.integers(-3, 3))
-def test_true_and_false_are_no_whole_numbers(value: object, least: int) -> None:
+def test_booleans_are_not_whole_numbers(value: object, least: int) -> None:
     assert is_whole(value, least) == (type(value) is int and value >= least)
 
 
@@ -80,13 +80,13 @@ def test_true_and_false_are_no_whole_numbers(value: object, least: int) -> None:
         (lambda top: top.entry("x y").fail("is odd"), "file.x y is odd; write it again"),
     ],
 )
-def test_a_message_says_where_and_what(read: Callable[[JsonField], object], message: str) -> None:
+def test_an_error_names_the_path_and_the_problem(read: Callable[[JsonField], object], message: str) -> None:
     top = JsonField({"a": [0, {"b": 4}], "x y": {"first": 1}, "long": "x" * 99}, "file", RULES)
     with pytest.raises(OddFile, match=re.escape(message)):
         read(top)
 
 
-def test_entries_are_those_of_the_class_and_no_others() -> None:
+def test_entries_must_be_exactly_the_fields_of_the_class() -> None:
     field = JsonField({"first": 1, "second": 2}, "pair", RULES, prefix="")
     assert {name: entry.value for name, entry in field.entries(Pair).items()} == {"first": 1, "second": 2}
     assert field.entry("second").path == "second"

@@ -1,4 +1,4 @@
-"""Manifest: whatever its file holds, it opens to all that it says or not at all."""
+"""Manifest: a manifest is read completely or refused, whatever its file contains."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def bundle(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_a_manifest_that_is_none_is_refused(bundle: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_a_manifest_is_refused(bundle: Path, content: bytes, message: str) -> None:
     (bundle / MANIFEST_FILE).write_bytes(content)
     refused(bundle, rf"manifest\.json: .*{message}.*copy the bundle again or export it again")
 
 
 def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     with (bundle / MANIFEST_FILE).open("r+b") as file:
-        file.truncate(2**40)  # a hole: no disk is filled
+        file.truncate(2**40)  # sparse: uses no disk space
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
 @pytest.mark.parametrize(("schema", "message"), [(4, "schema is 4, this version reads up to 3: update spaceport")])
-def test_a_manifest_of_a_later_version_is_told_apart(bundle: Path, schema: int, message: str) -> None:
-    """Whatever else it holds: it may well have other fields."""
+def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: int, message: str) -> None:
+    """A newer schema may have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
     refused(bundle, message)
 
@@ -129,10 +129,10 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
 
 
 def test_every_field_of_a_manifest_has_a_test_of_its_type(bundle: Path) -> None:
-    told = json.loads((bundle / MANIFEST_FILE).read_text("utf-8"))
-    assert {path[0] for path, _, _ in WRONG} == set(told)
+    manifest_data = json.loads((bundle / MANIFEST_FILE).read_text("utf-8"))
+    assert {path[0] for path, _, _ in WRONG} == set(manifest_data)
     for name in ("tokens", "signature"):
-        assert {path[1] for path, _, _ in WRONG if path[0] == name and len(path) > 1} == set(told[name])
+        assert {path[1] for path, _, _ in WRONG if path[0] == name and len(path) > 1} == set(manifest_data[name])
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_a_value_of_the_wrong_kind_is_refused(
     *outer, last = path
     for value in values:
 
-        def change(told: dict[str, Any], value: Any = value) -> None:
+        def change(manifest_data: dict[str, Any], value: Any = value) -> None:
             for name in outer:
-                told = told[name]
-            assert last in told
-            told[last] = value
+                manifest_data = manifest_data[name]
+            assert last in manifest_data
+            manifest_data[last] = value
 
         before = (bundle / MANIFEST_FILE).read_bytes()
         edit(bundle, change)
@@ -159,27 +159,27 @@ def test_a_value_of_the_wrong_kind_is_refused(
 @pytest.mark.parametrize(
     "path", [(), ("signature",), ("tokens",), ("files", MODEL_FILE), ("engines", ENGINE)], ids=".".join
 )
-def test_a_manifest_with_a_field_less_or_more_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
-    """Read on regardless, and a misspelt `end` would be a text without an end, a misspelt `window` a wrong one."""
+def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
+    """If unknown fields were ignored, a misspelt `end` would mean no end token, and a misspelt `window` no window."""
     before = (bundle / MANIFEST_FILE).read_bytes()
-    told: Any = json.loads(before)
+    manifest_data: Any = json.loads(before)
     for name in path:
-        told = told[name]
-    for name in told:
+        manifest_data = manifest_data[name]
+    for name in manifest_data:
 
-        def rename(told: dict[str, Any], name: str = name) -> None:
+        def rename(manifest_data: dict[str, Any], name: str = name) -> None:
             for outer in path:
-                told = told[outer]
-            told[name + "s"] = told.pop(name)
+                manifest_data = manifest_data[outer]
+            manifest_data[name + "s"] = manifest_data.pop(name)
 
         edit(bundle, rename)
         refused(bundle, f"lacks '{name}'|schema is None")
         (bundle / MANIFEST_FILE).write_bytes(before)
 
-    def add(told: dict[str, Any]) -> None:
+    def add(manifest_data: dict[str, Any]) -> None:
         for outer in path:
-            told = told[outer]
-        told["extra\x1b"] = 1
+            manifest_data = manifest_data[outer]
+        manifest_data["extra\x1b"] = 1
 
     edit(bundle, add)
     refused(bundle, r"has the unknown 'extra\\x1b': expected")
@@ -188,27 +188,32 @@ def test_a_manifest_with_a_field_less_or_more_is_refused(bundle: Path, path: tup
 @pytest.mark.parametrize(
     "name", ["../x.engine", "x", "a/b.engine", ".engine", "A.engine", "x.engine\n", "-x.engine", "x" * 300 + ".engine"]
 )
-def test_an_engine_lies_below_its_folder_under_a_plain_name(bundle: Path, name: str) -> None:
-    edit(bundle, lambda told: told["engines"].update({name: told["engines"][ENGINE]}))
+def test_an_engine_name_is_a_plain_file_name(bundle: Path, name: str) -> None:
+    edit(bundle, lambda manifest_data: manifest_data["engines"].update({name: manifest_data["engines"][ENGINE]}))
     refused(bundle, "expected small letters, digits, dots and hyphens, ending in .engine")
 
 
 def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> None:
     assert open_bundle(bundle).manifest.engines == {ENGINE: RECORD}
 
-    def older(told: dict[str, Any]) -> None:
-        told["schema"] = 1
-        del told["engines"], told["weights"], told["activations"], told["embeddings"]
+    def older(manifest_data: dict[str, Any]) -> None:
+        manifest_data["schema"] = 1
+        del (
+            manifest_data["engines"],
+            manifest_data["weights"],
+            manifest_data["activations"],
+            manifest_data["embeddings"],
+        )
 
     edit(bundle, older)
     manifest = open_bundle(bundle).manifest
     assert (manifest.engines, manifest.weights, manifest.activations) == ({}, "same", "float")
 
 
-def test_products_of_a_bundle_of_the_second_schema_take_float_activations(bundle: Path) -> None:
-    def older(told: dict[str, Any]) -> None:
-        told.update(schema=2, weights="int4")
-        del told["activations"], told["embeddings"]
+def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> None:
+    def older(manifest_data: dict[str, Any]) -> None:
+        manifest_data.update(schema=2, weights="int4")
+        del manifest_data["activations"], manifest_data["embeddings"]
 
     edit(bundle, older)
     manifest = open_bundle(bundle).manifest
@@ -222,39 +227,41 @@ JSON = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of everything in parsed JSON."""
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values in parsed JSON."""
     keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    return [*((*path, key) for key in keys), *(p for key in keys for p in places(value[key], (*path, key)))]
+    return [*((*path, key) for key in keys), *(p for key in keys for p in paths(value[key], (*path, key)))]
 
 
 @pytest.fixture(scope="module")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose manifest is written anew by every example."""
-    folder = tmp_path_factory.mktemp("victim")
+def changed_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose manifest every example replaces."""
+    folder = tmp_path_factory.mktemp("changed_bundle")
     fill(folder)
     shutil.copy(folder / MANIFEST_FILE, folder.with_suffix(".json"))
     return folder
 
 
-def opens_or_says_why(folder: Path, content: bytes) -> None:
-    """Hold that a manifest is refused as one, or that what opens is all that it says and nothing else."""
+def require_exact_or_refused(folder: Path, content: bytes) -> None:
+    """Verify that a manifest is refused, or opens with exactly its content."""
     (folder / MANIFEST_FILE).write_bytes(content)
     try:
         opened = open_bundle(folder)
     except BundleError:
         return
-    told = json.loads(content.decode())
-    assert json.dumps(opened.manifest.as_dict(), sort_keys=True) == json.dumps(told, sort_keys=True)
+    manifest_data = json.loads(content.decode())
+    assert json.dumps(opened.manifest.as_dict(), sort_keys=True) == json.dumps(manifest_data, sort_keys=True)
 
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_a_manifest_with_other_values_opens_to_what_it_says_or_not_at_all(victim: Path, data: st.DataObject) -> None:
-    told = json.loads(victim.with_suffix(".json").read_text("utf-8"))
+def test_a_manifest_with_changed_values_opens_with_exactly_its_content_or_not_at_all(
+    changed_bundle: Path, data: st.DataObject
+) -> None:
+    manifest_data = json.loads(changed_bundle.with_suffix(".json").read_text("utf-8"))
     for _ in range(data.draw(st.integers(1, 3))):
-        *outer, last = data.draw(st.sampled_from(places(told)))
-        part = told
+        *outer, last = data.draw(st.sampled_from(paths(manifest_data)))
+        part = manifest_data
         for key in outer:
             part = part[key]
         match data.draw(st.sampled_from(("replace", "remove", "rename"))):
@@ -264,18 +271,18 @@ def test_a_manifest_with_other_values_opens_to_what_it_says_or_not_at_all(victim
                 part.pop(last)
             case "rename" if isinstance(part, dict):
                 part[data.draw(st.text(max_size=5))] = part.pop(last)
-    opens_or_says_why(victim, json.dumps(told).encode())
+    require_exact_or_refused(changed_bundle, json.dumps(manifest_data).encode())
 
 
 @settings(max_examples=300)
 @given(
-    place=st.integers(0),
+    index=st.integers(0),
     length=st.integers(0, 9),
     content=st.binary(max_size=4) | st.text('"{}[],:0', max_size=4).map(str.encode),
 )
-def test_a_manifest_with_other_bytes_opens_to_what_it_says_or_not_at_all(
-    victim: Path, place: int, length: int, content: bytes
+def test_a_manifest_with_changed_bytes_opens_with_exactly_its_content_or_not_at_all(
+    changed_bundle: Path, index: int, length: int, content: bytes
 ) -> None:
-    told = victim.with_suffix(".json").read_bytes()
-    place %= len(told)
-    opens_or_says_why(victim, told[:place] + content + told[place + length :])
+    manifest_data = changed_bundle.with_suffix(".json").read_bytes()
+    index %= len(manifest_data)
+    require_exact_or_refused(changed_bundle, manifest_data[:index] + content + manifest_data[index + length :])

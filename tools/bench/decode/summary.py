@@ -159,11 +159,11 @@ def _ratios(
 ) -> dict[int, list[float]]:
     """Speed ratios to plain decoding in the same round, by line number; empty completions are left out."""
     ratios: dict[int, list[float]] = {}
-    for text, other in zip(own, plain, strict=True):
-        assert (text.round, text.prompt) == (other.round, other.prompt)
-        rate, plain_rate = text.statistics.tokens_per_second, other.statistics.tokens_per_second
+    for one, other in zip(own, plain, strict=True):
+        assert (one.round, one.prompt) == (other.round, other.prompt)
+        rate, plain_rate = one.statistics.tokens_per_second, other.statistics.tokens_per_second
         if rate and plain_rate:
-            ratios.setdefault(prompts[text.prompt].line, []).append(rate / plain_rate)
+            ratios.setdefault(prompts[one.prompt].line, []).append(rate / plain_rate)
     return ratios
 
 

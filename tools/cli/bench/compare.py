@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,9 +24,9 @@ _ROWS = ",".join(str(rows) for rows in _DEFAULTS.rows)
 
 
 class Compare(Sectioned):
-    """The command with its options under headings."""
+    """The command with its options in groups."""
 
-    headings = {"bundles": "What is compared", "threads": "What is measured", "plot": "Output"}  # noqa: RUF012
+    headings = {"bundles": "Runtimes", "threads": "Workload", "plot": "Output"}  # noqa: RUF012
 
 
 @click.command("compare", cls=Compare)
@@ -44,67 +45,56 @@ class Compare(Sectioned):
 @click.option(
     "--peers",
     default=",".join(dict.fromkeys(p.environment for p in PEERS)),
+    metavar="NAME,…",
     help="Runtimes to compare, comma-separated.",
 )
-@click.option("--gguf", type=PATH, help="The same model as a GGUF file, for llama.cpp.")
+@click.option("--gguf", type=PATH, metavar="FILE", help="The same model as a GGUF file, for llama.cpp.")
 @click.option("--threads", default=1, show_default=True, metavar="N", help="CPU threads of each runtime.")
-@click.option("--rounds", default=5, show_default=True, help="Measured rounds after a warm-up; medians are reported.")
 @click.option(
-    "--context", default=_DEFAULTS.context, show_default=True, help="Cached tokens before each measured step."
+    "--rounds", default=5, show_default=True, metavar="N", help="Measured rounds after a warm-up; medians are reported."
 )
-@click.option("--tokens", default=_DEFAULTS.tokens, show_default=True, help="Decode steps per round.")
+@click.option(
+    "--context",
+    default=_DEFAULTS.context,
+    show_default=True,
+    metavar="N",
+    help="Cached tokens before each measured step.",
+)
+@click.option("--tokens", default=_DEFAULTS.tokens, show_default=True, metavar="N", help="Decode steps per round.")
 @click.option("--rows", default=_ROWS, show_default=True, metavar="N,N,…", help="Rows per step to measure.")
-@click.option("--prefill", default=_DEFAULTS.prefill, show_default=True, help="Prompt tokens of the prefill.")
-@click.option("--requests", default=_DEFAULTS.requests, show_default=True, help="Concurrent requests.")
+@click.option(
+    "--prefill", default=_DEFAULTS.prefill, show_default=True, metavar="N", help="Prompt tokens of the prefill."
+)
+@click.option("--requests", default=_DEFAULTS.requests, show_default=True, metavar="N", help="Concurrent requests.")
 @click.option(
     "--request-context",
     default=_DEFAULTS.request_context,
     show_default=True,
+    metavar="N",
     help="Prompt tokens per concurrent request.",
 )
 @click.option(
-    "--request-tokens", default=_DEFAULTS.request_tokens, show_default=True, help="New tokens per concurrent request."
+    "--request-tokens",
+    default=_DEFAULTS.request_tokens,
+    show_default=True,
+    metavar="N",
+    help="New tokens per concurrent request.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the random prompts.")
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Seed of the random prompts.")
 @click.option("--plot", type=PATH, metavar="FILE", help="Write an SVG plot to FILE.")
 @click.option("--markdown", type=PATH, metavar="FILE", help="Also write the tables to FILE.")
 @json_option("the report")
-def command(
-    checkpoint: Path,
-    work: Path,
-    setup: bool,
-    bundles: tuple[Path, ...],
-    peers: str,
-    gguf: Path | None,
-    threads: int,
-    rounds: int,
-    context: int,
-    tokens: int,
-    rows: str,
-    prefill: int,
-    requests: int,
-    request_context: int,
-    request_tokens: int,
-    seed: int,
-    plot: Path | None,
-    markdown: Path | None,
-    as_json: bool,
-) -> None:
-    """Metric CHECKPOINT in Spaceport and in other runtimes, one process at a time.
+def command(checkpoint: Path, as_json: bool, **values: Any) -> None:
+    """Compare the speed and memory of CHECKPOINT in Spaceport and in other runtimes.
 
-    Each runtime runs in an environment of its own, in a process of its own. Nothing is fetched without --setup: a runtime
-    that is not in the work folder is listed as absent, with what to do.
+    Each runtime has its own environment and process; one process computes at a time. Only --setup downloads packages: a
+    runtime that is missing in the work folder is skipped, with a note on what to do.
     """
-    if min(threads, rounds) < 1:
-        raise OptionFault(f"--threads is {threads} and --rounds {rounds}: expected at least 1 of each")
-    workload = Workload(
-        *(context, tokens, tuple(parse_rows(rows)), _DEFAULTS.repeats, prefill),
-        *(requests, request_context, request_tokens, seed),
-    )
+    options = options_of(checkpoint, values)
+    plot, markdown = values["plot"], values["markdown"]
     for target in (plot, markdown):
         if target is not None:
             check_target(target)
-    options = CompareOptions(checkpoint, work, bundles, chosen(peers), gguf, workload, threads, rounds, setup)
     with stages() as on_progress:
         found = compare(options, on_progress)
     if plot is not None:
@@ -115,3 +105,31 @@ def command(
         show_json(data_of(found))
     else:
         click.echo(markdown_of(found), nl=False)
+
+
+def options_of(checkpoint: Path, values: dict[str, Any]) -> CompareOptions:
+    """The options of the comparison from the command's parameters."""
+    threads, rounds = values["threads"], values["rounds"]
+    if min(threads, rounds) < 1:
+        raise OptionFault(f"--threads is {threads} and --rounds {rounds}: expected at least 1 of each")
+    workload = Workload(
+        context=values["context"],
+        tokens=values["tokens"],
+        rows=tuple(parse_rows(values["rows"])),
+        prefill=values["prefill"],
+        requests=values["requests"],
+        request_context=values["request_context"],
+        request_tokens=values["request_tokens"],
+        seed=values["seed"],
+    )
+    return CompareOptions(
+        checkpoint,
+        values["work"],
+        values["bundles"],
+        chosen(values["peers"]),
+        values["gguf"],
+        workload,
+        threads,
+        rounds,
+        values["setup"],
+    )

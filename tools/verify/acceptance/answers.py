@@ -107,7 +107,7 @@ def generate_answer(
         step(engine, [StepInput(request, 0, min(PREFILL_ROWS, engine.rows))])
     if any(thread.ending == "total" for thread in request.threads):
         raise OptionFault(
-            f"the threads of an answer need more than the {config.max_total} tokens that fit behind its prompt of "
+            f"the threads of an answer need more than the {config.max_total} tokens that fit after its prompt of "
             f"{len(prompt)}: raise --max-seq-len (now {runtime.max_seq_len}) or lower --max-tokens (now {max_tokens})"
         )
     threads = tuple(_answer_thread(thread, len(prompt), ends.by_thread) for thread in request.threads)

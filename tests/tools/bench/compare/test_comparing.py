@@ -31,9 +31,9 @@ def quiet(_: str) -> None:
 def test_the_command_measures_a_bundle_and_reports_skipped_runtimes(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["bench", "compare", str(TINY), "--work", str(tmp_path), "--bundle", str(tiny_bundle), *SMALL]
+    command = ["bench", "compare", str(TINY), "--work", str(tmp_path), "--bundle", str(tiny_bundle), *SMALL]
     outputs = ["--json", "--plot", str(tmp_path / "plot.svg"), "--markdown", str(tmp_path / "page.md")]
-    assert run([*asked, *outputs]) == OK
+    assert run([*command, *outputs]) == OK
     data = json.loads(capsys.readouterr().out)
     (ours,) = data["subjects"]
     assert ours["name"] == "spaceport float32"

@@ -37,8 +37,8 @@ def test_every_benchmark_is_a_command_of_its_name(name: str, capsys: Capture) ->
 
 
 def test_load_reports_throughput_and_latency_for_each_value_of_max_requests(demo_bundle: Path, capsys: Capture) -> None:
-    asked = ["--requests", "3", "--max-requests", "1,2", "--context", "8", "--tokens", "6", "--rounds", "1", "--json"]
-    assert run(["bench", "load", str(demo_bundle), *asked]) == OK
+    command = ["--requests", "3", "--max-requests", "1,2", "--context", "8", "--tokens", "6", "--rounds", "1", "--json"]
+    assert run(["bench", "load", str(demo_bundle), *command]) == OK
     results = json.loads(capsys.readouterr().out)["results"]
     assert [one["max_requests"] for one in results] == [1, 2]
     assert results[0]["ratio"] == 1.0

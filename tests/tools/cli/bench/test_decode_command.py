@@ -34,8 +34,8 @@ def test_every_mode_and_temperature_is_reported(
     tiny_bundle: Path, prompts: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     file = tmp_path / "decode.md"
-    asked = arguments(tiny_bundle, prompts, "--temperatures", "0,0.8,0", "--fixed", "2,2", "--markdown", file)
-    assert run([*asked, "--plot", str(tmp_path / "decode.svg")]) == OK
+    command = arguments(tiny_bundle, prompts, "--temperatures", "0,0.8,0", "--fixed", "2,2", "--markdown", file)
+    assert run([*command, "--plot", str(tmp_path / "decode.svg")]) == OK
     out, err = capsys.readouterr()
     assert file.read_text("utf-8") == out
     assert (tmp_path / "decode.svg").read_text("utf-8").startswith("<svg ")
@@ -132,8 +132,8 @@ def test_a_completion_that_differs_is_reported_with_exit_code_4(
 def test_mistakes_are_reported_before_anything_runs(
     tiny_bundle: Path, prompts: Path, capsys: Capture, more: list[object], code: int, message: str
 ) -> None:
-    asked = arguments(tiny_bundle, *(prompts if one == "PROMPTS" else one for one in more))
-    assert run(asked) == code
+    command = arguments(tiny_bundle, *(prompts if one == "PROMPTS" else one for one in more))
+    assert run(command) == code
     out, err = capsys.readouterr()
     assert message in err
     assert out == ""

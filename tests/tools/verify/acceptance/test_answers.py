@@ -81,7 +81,7 @@ def test_an_answer_is_cut_at_the_maximum_context_length(prompt: int, remaining: 
 def test_an_answer_whose_threads_do_not_fit_names_the_options_to_change(tmp_path: Path) -> None:
     engine = HashEngine(Language(0, end_every=10**9, fork_every=3), 64 + STEP_ROWS + 1, 1)
     message = (
-        r"need more than the 61 tokens that fit behind its prompt of 3: raise --max-seq-len \(now 64\) or lower "
+        r"need more than the 61 tokens that fit after its prompt of 3: raise --max-seq-len \(now 64\) or lower "
         r"--max-tokens \(now 50\)"
     )
 

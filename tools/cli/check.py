@@ -177,34 +177,34 @@ def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path
 def audits_of(
     bundle: Bundle, report: CheckReport, options: CheckOptions, prompts: Path, stage: Callable[[str], None]
 ) -> dict[str, AuditReport]:
-    """What drafts change in texts, on each backend that was compared."""
+    """Audit reports of each backend that was compared."""
     settings = AuditOptions(threads=options.threads, trust_engines=options.trust_engines)
     compared = [backend for backend in options.backends or BACKENDS if backend not in report.not_compared]
     return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}
 
 
 def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
-    """Command lines to paste."""
+    """Print the commands that compare a bundle with stock Polygraphy."""
     found = accuracy(bundle) or {}
     cases = found.get("cases")
-    told_of = [case.get("largest_logit") for case in cases if isinstance(case, dict)] if isinstance(cases, list) else []
-    largest = max((logit for logit in told_of if isinstance(logit, float)), default=None)
+    logits = [case.get("largest_logit") for case in cases if isinstance(case, dict)] if isinstance(cases, list) else []
+    largest = max((logit for logit in logits if isinstance(logit, float)), default=None)
     if largest is None:
-        click.echo("# errors are allowed as for logits up to 1: after `spaceport check` as for those of this model")
+        click.echo("# tolerances are for logits up to 1; run `spaceport check` first for those of this model")
     click.echo("\n\n".join(map(str, commands_for(bundle, checkpoint, largest or 1.0))))
 
 
 def save(bundle: Bundle, options: CheckOptions, file: Path) -> None:
-    """The PyTorch model's outputs on what the shipped loader gives Polygraphy."""
+    """Save the outputs of PyTorch on the inputs of the Polygraphy commands."""
     if options.checkpoint is None:
-        raise OptionFault("--save-outputs writes what PyTorch gives: expected a CHECKPOINT behind the bundle")
+        raise OptionFault("--save-outputs saves the outputs of PyTorch: expected CHECKPOINT after BUNDLE")
     engine = open_reference(bundle, options.checkpoint, 1, 1, "float32", options.remote_code, options.threads)
     count = save_outputs(engine, bundle.manifest, file)
-    click.echo(f"{file}: what PyTorch float32 gives in {count} calls")
+    click.echo(f"{file}: outputs of PyTorch float32 in {count} calls")
 
 
 def show(report: CheckReport) -> None:
-    """The pairs in a line each, and the cases of those that failed, or of the only one."""
+    """Print a row per pair, and the cases of pairs that failed or of the only pair."""
     columns = ("pair", "worst case", "max error", "allowed", "top-1 agreement", "verdict")
     rows = [
         (
@@ -219,12 +219,12 @@ def show(report: CheckReport) -> None:
     ]
     for pair in report.pairs:
         if not pair.passed or len(report.pairs) == 1:
-            title = f"{pair.first} and {pair.second}: up to {pair.tolerance:g} of the largest logit ({pair.dtype})"
+            title = f"{pair.first} and {pair.second}: tolerance {pair.tolerance:g} of the largest logit ({pair.dtype})"
             show_cases(title, pair.differences)
             click.echo()
     shares = {pair.dtype: pair.tolerance for pair in report.pairs}
     stated = ", ".join(f"{share:g} ({dtype})" for dtype, share in shares.items())
-    show_table(f"allowed is a share of a case's largest logit: {stated}", columns, rows)
+    show_table(f"allowed: a fraction of the largest logit of the case: {stated}", columns, rows)
     if report.suspect is not None:
         click.echo(f"in every pair that failed: {report.suspect}")
     for line in by_reason(report.not_compared):
@@ -236,8 +236,8 @@ def show(report: CheckReport) -> None:
 
 
 def show_cases(title: str, differences: tuple[LogitDifference, ...]) -> None:
-    """The cases of a pair."""
-    columns = ("case", "rows", "max error", "allowed", "top-1 agreement", "margin where not", "verdict")
+    """Print a row per case."""
+    columns = ("case", "rows", "max error", "allowed", "top-1 agreement", "margin of others", "verdict")
     rows = [
         (
             difference.case,

@@ -1,1 +1,1 @@
-"""Demo: a small model that drafts and forks, with its prompts."""
+"""Demo: a small model trained for self-speculative decoding and parallel threads, with its prompts."""

@@ -1,4 +1,4 @@
-"""Prompts: the demo model's folder, and the named prompts that a checkpoint ships in prompts.json."""
+"""Prompts: the folder of the demo model, and the named prompts in a checkpoint's prompts.json."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ PROMPTS_FILE = "prompts.json"
 
 
 def prompts_of(checkpoint: Path) -> dict[str, Prompt]:
-    """The prompts in a checkpoint's prompts.json by name: plain texts, or one user message of a chat."""
+    """The prompts of a checkpoint's prompts.json by name: plain text, or the user message of a chat."""
     file = checkpoint / PROMPTS_FILE
     if not file.exists():
-        raise InputFault(f"{checkpoint}: no {PROMPTS_FILE} in it: name a prompt with --prompt")
+        raise InputFault(f"{checkpoint}: no {PROMPTS_FILE} in it: give a prompt with --prompt")
     try:
         found = json.loads(file.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputFault(f"{file}: not JSON that can be read: {error}") from error
+        raise InputFault(f"{file}: not valid JSON: {error}") from error
     prompts = {name: _prompt(value) for name, value in found.items()} if isinstance(found, dict) else {}
     if not prompts or not all(prompts.values()):
-        raise InputFault(f'{file}: expected an object of names and prompts, each a text or {{"user": text}}')
+        raise InputFault(f'{file}: expected an object of names and prompts, each a string or {{"user": string}}')
     return prompts
 
 
 def _prompt(value: Any) -> Prompt:
-    """The prompt that a JSON value stands for; an empty one if the value is invalid."""
+    """The prompt of a JSON value; empty if the value is invalid."""
     if isinstance(value, dict) and list(value) == ["user"] and isinstance(value["user"], str) and value["user"]:
         return [{"role": "user", "content": value["user"]}]
     return value if isinstance(value, str) else ""

@@ -64,8 +64,8 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
 def test_forks_are_counted_in_reference_answers_with_and_without_threads(tmp_path: Path) -> None:
     checkpoint = tmp_path / "forking"
     shutil.copytree(TINY, checkpoint, ignore=shutil.ignore_patterns("__pycache__"))
-    told = {"mask_tokens": ["[M]"], "mask_slots": 2, "fork_token": str(FORK), "child_token": str(CHILD)}
-    (checkpoint / "sar_config.json").write_text(json.dumps(told))
+    config = {"mask_tokens": ["[M]"], "mask_slots": 2, "fork_token": str(FORK), "child_token": str(CHILD)}
+    (checkpoint / "sar_config.json").write_text(json.dumps(config))
     items = [f"{number}. Item: a detail that is long enough" for number in (1, 2, 3)]
     file = data_file(tmp_path, chat("List three.", "\n".join(items)), LINES[2])
     found = numbers(checkpoint, file, "--max-tokens", 8)

@@ -1,4 +1,4 @@
-"""The audit command: what it prints, its exit codes, the prompts that it reads, and what it says of mistakes."""
+"""The audit command: its output, exit codes, prompt files and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.small_bundle import RECORD, fill
 
 TEXTS = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())
 HEAVY = ("torch", "transformers", "onnx", "polygraphy", "tensorrt", "tensorrt_rtx")
-# argv: arguments. The program where none of the packages is installed that only exports need.
+# argv: arguments. The program without the packages that only exports need.
 LIGHT = f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); from spaceport.tools.cli import main; main()"
 
 Capture = pytest.CaptureFixture[str]
@@ -40,12 +40,12 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def arguments(bundle: Path, prompts: Path, *more: object) -> list[str]:
-    told = ("audit", bundle, prompts, "--threads", 1, "--max-seq-len", 128, "--max-tokens", 16, *more)
-    return [str(one) for one in told]
+    words = ("audit", bundle, prompts, "--threads", 1, "--max-seq-len", 128, "--max-tokens", 16, *more)
+    return [str(one) for one in words]
 
 
 def first_candidate(part: Part, logits: np.ndarray, choose: TokenSelector, most: int = 1) -> Verdict:
-    """Accepts whatever was drafted first."""
+    """Accept the first draft token, whatever it is."""
     verdict = accept(part, logits, choose, most)
     if not part.draft.tokens or verdict.accepted:
         return verdict
@@ -54,7 +54,7 @@ def first_candidate(part: Part, logits: np.ndarray, choose: TokenSelector, most:
     return Verdict((*verdict.kept, row), (part.draft.tokens[0], following), ())
 
 
-def test_it_runs_where_nothing_is_installed_that_exports(tiny_bundle: Path, prompts: Path) -> None:
+def test_it_runs_without_the_packages_of_exports(tiny_bundle: Path, prompts: Path) -> None:
     command = [sys.executable, "-c", LIGHT, *arguments(tiny_bundle, prompts, "--max-requests", 2)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == OK, done.stderr
@@ -68,7 +68,7 @@ def test_it_runs_where_nothing_is_installed_that_exports(tiny_bundle: Path, prom
     assert re.fullmatch(r"lossless: 20 completions, 320 tokens, 0 faults, 0 near-ties \(noise .*\)", lines[-1])
 
 
-def test_a_fault_is_told_with_its_place_and_ends_with_a_code_of_its_own(
+def test_a_fault_is_shown_with_its_position_and_has_its_own_exit_code(
     tiny_bundle: Path, prompts: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "accept", first_candidate)
@@ -83,7 +83,7 @@ def test_a_fault_is_told_with_its_place_and_ends_with_a_code_of_its_own(
     assert out.splitlines()[-1].startswith("NOT LOSSLESS: 8 completions, 128 tokens, ")
 
 
-def test_the_report_as_json_says_the_same(
+def test_the_json_report_has_the_same_counts(
     tiny_bundle: Path, prompts: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "accept", first_candidate)
@@ -101,8 +101,8 @@ def test_the_report_as_json_says_the_same(
     assert faults[0]["margin"] > 2 * report["noise"]
 
 
-def test_no_more_texts_at_a_time_than_the_engines_of_a_bundle_take(tmp_path: Path) -> None:
-    """Else the bundle would be opened on something that has the room, and that would be audited."""
+def test_concurrent_requests_are_limited_to_those_of_the_engines(tmp_path: Path) -> None:
+    """Otherwise the bundle would be opened on a backend without that limit, and that backend would be audited."""
     manifest = fill(tmp_path)
     assert [record.requests for record in manifest.engines.values()] == [4]
     assert requests_for(replace(manifest, engines={})) == 4
@@ -111,19 +111,19 @@ def test_no_more_texts_at_a_time_than_the_engines_of_a_bundle_take(tmp_path: Pat
     assert requests_for(replace(manifest, engines={"a": replace(RECORD, requests=8)})) == 4
 
 
-def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
+def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(b"\xef\xbb\xbfimport os\r\n\n  def f():\n")
     assert read_prompts(file) == [AuditPrompt(1, "import os"), AuditPrompt(3, "  def f():")]
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    told = [
+    lines = [
         {"messages": [user]},
         {"messages": [user, answer]},
         {"messages": [user, answer, user, answer]},
         {"prompt": "c", "response": "d"},
         {"text": "{"},
     ]
-    file.write_text("\n".join(json.dumps(one) for one in told), "utf-8")
+    file.write_text("\n".join(json.dumps(one) for one in lines), "utf-8")
     assert read_prompts(file) == [
         AuditPrompt(1, (user,)),
         AuditPrompt(2, (user,)),
@@ -151,7 +151,7 @@ def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
         (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),
     ],
 )
-def test_what_is_no_file_of_prompts_is_told_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(content)
     with pytest.raises(InputFault, match=message) as caught:
@@ -174,7 +174,7 @@ def test_what_is_no_file_of_prompts_is_told_with_its_line(tmp_path: Path, conten
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_line(
+def test_an_invalid_option_is_an_error_in_one_line(
     tiny_bundle: Path, prompts: Path, capfd: Capture, options: list[object], code: int, message: str
 ) -> None:
     assert run(arguments(tiny_bundle, prompts, *options)) == code
@@ -184,14 +184,14 @@ def test_a_mistake_is_told_in_one_line(
     assert "Traceback" not in err
 
 
-def test_a_bundle_that_is_not_there_is_a_mistake(prompts: Path, capfd: Capture) -> None:
+def test_a_missing_bundle_is_an_error(prompts: Path, capfd: Capture) -> None:
     assert run(arguments(prompts.parent / "none", prompts)) == INPUT
     assert re.search("none: no such folder: expected a bundle", capfd.readouterr().err)
 
 
-def test_a_file_that_is_not_there_is_a_mistake(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
-    for place in (tmp_path, tmp_path / "none"):
-        assert run(arguments(tiny_bundle, place)) == INPUT
+def test_a_missing_prompt_file_is_an_error(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        assert run(arguments(tiny_bundle, path)) == INPUT
         assert re.search("expected a prompt file with one prompt per line", capfd.readouterr().err)
 
 

@@ -261,11 +261,11 @@ def test_trace_report_and_picture_are_written(forking: Path, tmp_path: Path, cap
     trace, report = tmp_path / "t.json", tmp_path / "r.html"
     plain, _ = printed(capfd, forking, "--max-tokens", 60, "--json")
     found, _ = printed(capfd, forking, "--max-tokens", 60, "--json", "--trace", trace, "--report", report)
-    told, statistics = json.loads(found), json.loads(found)["statistics"]
-    assert told["text"] == json.loads(plain)["text"]
+    shown, statistics = json.loads(found), json.loads(found)["statistics"]
+    assert shown["text"] == json.loads(plain)["text"]
     record = read_trace(trace)
     assert len(record.steps) == statistics["steps"] + statistics["prompt_steps"]
-    assert [list(line.path) for line in record.threads] == [thread["path"] for thread in told["threads"]]
+    assert [list(line.path) for line in record.threads] == [thread["path"] for thread in shown["threads"]]
     assert report.read_text("utf-8").startswith("<!doctype html>")
     assert "Generation of bundle" in report.read_text("utf-8")
     report.unlink()
@@ -321,14 +321,14 @@ def on_a_terminal(bundle: Path, *arguments: object) -> str:
 
 
 def test_inspect_shows_the_memory_of_the_slots(tiny_bundle: Path, capfd: Capture) -> None:
-    told = []
+    found = []
     for arguments in (["--max-seq-len", "256"], ["--max-seq-len", "256", "--max-slots", "512"]):
         assert run(["inspect", str(tiny_bundle), "--json", *arguments]) == OK
-        told.append(json.loads(capfd.readouterr().out)["memory"])
-    assert [memory["max_slots"] for memory in told] == [256, 512]
+        found.append(json.loads(capfd.readouterr().out)["memory"])
+    assert [memory["max_slots"] for memory in found] == [256, 512]
     with Runtime.open(tiny_bundle, threads=1, max_seq_len=256, max_slots=512, step_costs="standard") as runtime:
-        assert told[1]["slots"] == runtime.engine.capacity
-        assert told[1]["kv"] == runtime.engine.signature.kv_bytes(1, runtime.engine.capacity)
-    assert told[1]["slots"] - told[0]["slots"] == 256
+        assert found[1]["slots"] == runtime.engine.capacity
+        assert found[1]["kv"] == runtime.engine.signature.kv_bytes(1, runtime.engine.capacity)
+    assert found[1]["slots"] - found[0]["slots"] == 256
     assert run(["inspect", str(tiny_bundle), "--max-slots", "9"]) == USAGE
     assert "--max-slots is 9: expected at least --max-seq-len, 1024" in capfd.readouterr().err

@@ -225,7 +225,7 @@ def test_files_that_do_not_fit_together_are_an_error_before_any_output(
     fails(capfd, INPUT, f"(?s){message}", "generate", damaged, "a")
 
 
-def test_a_checkpoint_in_place_of_a_bundle_is_recognized(capfd: Capture) -> None:
+def test_a_checkpoint_instead_of_a_bundle_is_recognized(capfd: Capture) -> None:
     fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "generate", TINY, "a")
     fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "inspect", TINY)
 

@@ -154,7 +154,9 @@ def test_a_page_shows_the_statistics_of_its_trace() -> None:
         [SOURCES[name], str(statistics.drafted_by_source[name]), str(statistics.accepted_by_source.get(name, 0))]
         for name in sources
     ]
-    assert [int(row[1]) for row in by_thread] == [len(t.generated) for t in sorted(request.threads, key=lambda t: t.path)]
+    assert [int(row[1]) for row in by_thread] == [
+        len(t.generated) for t in sorted(request.threads, key=lambda t: t.path)
+    ]
 
 
 ODD = (

@@ -13,6 +13,7 @@ import click
 
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.runtime.backends import check_threads
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.generation import Completion
@@ -99,6 +100,8 @@ def command(checkpoint: Path, prompts: tuple[str, ...], max_tokens: int, threads
     Python functions in templated answers, and continues Python source.
     """
     quiet_libraries()
+    check_threads(threads)
+    Decoding(max_tokens=max_tokens)  # raises before minutes of work
     chosen: dict[str, Prompt] = {prompt[:20]: prompt for prompt in prompts}
     chosen = chosen or prompts_of(checkpoint)
     with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as folder:

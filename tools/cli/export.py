@@ -133,7 +133,7 @@ def command(
     tokens = TokenFlags(mask, fork, child, max_mask_slots)
     if calibrate is not None and (weights != "int8" or activations == "float"):
         raise OptionFault(
-            "--calibration-data has no effect without quantized activations: expected --weights int8 with it"
+            "--calibration-data needs quantized activations: expected --weights int8 with it, and no --activations float"
         )
     prompts = () if calibrate is None else tuple(one.prompt for one in read_prompts(calibrate))
     options = ExportOptions(lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations, prompts)

@@ -13,6 +13,7 @@ import click
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.runtime.session import Runtime
@@ -58,6 +59,8 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
     with open_runtime(bundle, given) as runtime:
         show_notes(runtime.notes)
         check_with(context, runtime.bundle.manifest, decoding)
+        if given["chat"] and TEMPLATE_FILE not in runtime.bundle.manifest.files:
+            raise OptionFault(f"--chat: {bundle} has no chat template: leave --chat out and give a plain prompt")
         banned_ids = banned(given["banned"], runtime.tokenizer)
         decoding = replace(decoding, sampling=replace(decoding.sampling, banned=banned_ids))
         lanes = Lanes(runtime.bundle.manifest.tokens.fork)

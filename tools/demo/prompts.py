@@ -15,6 +15,8 @@ PROMPTS_FILE = "prompts.json"
 
 def prompts_of(checkpoint: Path) -> dict[str, Prompt]:
     """The prompts of a checkpoint's prompts.json by name: plain text, or the user message of a chat."""
+    if not checkpoint.is_dir():
+        raise InputFault(f"{checkpoint}: no such folder: expected a checkpoint")
     file = checkpoint / PROMPTS_FILE
     if not file.exists():
         raise InputFault(f"{checkpoint}: no {PROMPTS_FILE} in it: give a prompt with --prompt")

@@ -92,7 +92,7 @@ def test_the_table_and_the_plots_show_every_mask_slot(tmp_path: Path, tiny_bundl
 def test_an_answer_beyond_the_context_is_truncated_and_counted(tmp_path: Path, tiny_bundle: Path) -> None:
     file = data_file(tmp_path, chat("What?", "one two three " * 60))
     found = numbers(tiny_bundle, file, "--max-tokens", 8, "--max-seq-len", 64)
-    assert found["counts"] == {"cut at the cutoff": 1, "unforked": 1}
+    assert found["counts"] == {"truncated at the cutoff": 1, "unforked": 1}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_folders_and_data_that_cannot_be_read_are_errors(tmp_path: Path, tiny_bu
     for model, lines, message in (
         (tmp_path, LINES, "expected a checkpoint .* or a bundle"),
         (tmp_path / "none", LINES, "expected a checkpoint .* or a bundle"),
-        (tiny_bundle, (), "holds no conversation"),
+        (tiny_bundle, (), "contains no conversation"),
         (tiny_bundle, ({"text": ""},), "line 1"),
         (tiny_bundle, (chat("What is [M]?", "A mask."),), r"none of its|no answer of its 1 conversations .*1 dropped"),
     ):

@@ -51,7 +51,7 @@ def first_candidate(part: Part, logits: np.ndarray, choose: TokenSelector, most:
         return verdict
     row = part.layout.nodes[1]
     following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, ())
-    return Verdict((*verdict.kept, row), (part.draft.tokens[0], following), ())
+    return Verdict((*verdict.retained, row), (part.draft.tokens[0], following), ())
 
 
 def test_it_runs_without_the_packages_of_exports(tiny_bundle: Path, prompts: Path) -> None:

@@ -151,6 +151,20 @@ def test_without_a_command_the_commands_are_listed(capfd: Capture) -> None:
     assert all(name in errors for name in Commands.summaries)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere"], INPUT, "nowhere: no such folder: expected a checkpoint"),
+        ([TINY, "--threads", -2], USAGE, "--threads is -2: expected 0"),
+        ([TINY, "--max-tokens", 0], USAGE, "--max-tokens is 0: expected at least 1"),
+    ],
+)
+def test_the_demo_reports_mistakes_before_the_export(
+    capfd: Capture, arguments: list[object], code: int, message: str
+) -> None:
+    fails(capfd, code, f"^spaceport: {message}", "demo", *arguments)
+
+
 def without_masks(bundle: Path) -> None:
     edit(bundle, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
 
@@ -170,7 +184,15 @@ def test_a_kv_cache_that_does_not_fit_is_a_usage_error(damaged: Path, capfd: Cap
 
 def test_a_chat_without_a_chat_template_is_a_usage_error(damaged: Path, capfd: Capture) -> None:
     edit(damaged, lambda manifest: manifest["files"].pop(TEMPLATE_FILE))
-    fails(capfd, USAGE, "no chat template: give a plain prompt", "generate", damaged, "a", "--chat")
+    fails(
+        capfd,
+        USAGE,
+        "--chat: .* has no chat template: leave --chat out and give a plain prompt",
+        "generate",
+        damaged,
+        "a",
+        "--chat",
+    )
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -156,4 +156,4 @@ def test_the_tolerance_follows_the_report_of_the_last_check(
 
 def test_save_outputs_is_refused_without_a_checkpoint(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(tiny_bundle), "--save-outputs", "x.json"]) == 2
-    assert "--save-outputs writes what PyTorch gives: expected a CHECKPOINT" in capsys.readouterr().err
+    assert "--save-outputs saves the outputs of PyTorch: expected CHECKPOINT after BUNDLE" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_the_picture_shows_the_accepted_tokens_of_a_real_generation(
     assert tokens_in(shown) == tokens_in(current), f"the generation has changed, run: {DRAW}"
     found = tokens_in(shown)
     assert sum(count for kind, count in found if kind == "accepted") == sum(one.accepted for one in rows) > 50
-    assert sum(count for kind, count in found if kind == "own") == sum(one.written - one.accepted for one in rows)
+    assert sum(count for kind, count in found if kind == "own") == sum(one.generated - one.accepted for one in rows)
     assert f"]({PICTURE.relative_to(ROOT)})" in README
     assert PICTURE.stat().st_size <= 60_000
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, get_args
 
@@ -10,6 +9,7 @@ import click
 
 from spaceport.tools.cli.options import (
     PATH,
+    Renamed,
     Sectioned,
     Unused,
     json_option,
@@ -39,7 +39,6 @@ class Tune(Sectioned):
     }
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **named: Any) -> click.Context:
-        args = [re.sub(r"^--whole-rate(?=$|=)", "--unfork-rate", argument) for argument in args]  # former name
         if args[:1] == ["data"]:
             return data_command.make_context(f"{info_name} data", args[1:], *others, **named)
         return super().make_context(info_name, args, *others, **named)
@@ -101,7 +100,8 @@ objective_options = options(
     ),
     click.option(
         "--unfork-rate",
-        "unfork_rate",
+        cls=Renamed,
+        former=["--whole-rate"],
         type=float,
         default=_UNFORK_RATE,
         metavar="P",

@@ -61,6 +61,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a file atomically."""
     check_target(path)
     try:
-        replace_text(path.resolve(), text)  # a symbolic link is kept
+        replace_text(path.resolve(), text)  # follows a symbolic link
     except OSError as error:
         raise OptionFault(f"{path}: {error.strerror}: expected a file that can be written") from error

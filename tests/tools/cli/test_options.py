@@ -77,8 +77,9 @@ def test_former_names_of_options_still_work() -> None:
         ("build", "--flavour", "--backend"),
         ("build", "--prompt-rows", "--prefill-rows"),
         ("check", "--long", "--long-context"),
+        ("tune", "--whole-rate", "--unfork-rate"),
     }
-    assert {*renamed_options()} >= renamed
+    assert {*renamed_options()} == renamed
 
 
 @pytest.mark.torch

@@ -93,3 +93,20 @@ class RecordingCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+
+class PrefixCache(Cache):
+    """A cache that returns recorded keys and values followed by those of the rows at hand, which alone have gradients."""
+
+    def __init__(self, prefix: RecordingCache) -> None:
+        self.layers = []
+        self._prefix = prefix.recorded
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        key, value = self._prefix[layer_idx]
+        return torch.cat((key, key_states), dim=2), torch.cat((value, value_states), dim=2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0

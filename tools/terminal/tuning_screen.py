@@ -131,11 +131,18 @@ class _Terminal:
 
 def described(found: TrainingMeasurement, kind: str) -> str:
     """A measurement in one line."""
-    masks = " ".join(f"{accuracy:.0%}" for accuracy in found.mask_accuracies)
-    loss = f"loss {found.losses[0]:.3f}  accuracy {found.accuracies[0]:.0%}" + (
-        f"  mask slots {masks}" if masks else ""
-    )
+    masks = " ".join(_percent(accuracy) for accuracy in found.mask_accuracies)
+    parts = []
+    if found.losses[0] is not None:  # a frozen base's next-token loss is not measured while it trains
+        parts.append(f"loss {found.losses[0]:.3f}  accuracy {_percent(found.accuracies[0])}")
+    if masks:
+        parts.append(f"mask slots {masks}")
+    loss = "  ".join(parts)
     return f"{loss}  {found.tokens_per_second:,.0f} tokens/s" if kind == "training" else f"validation {loss}"
+
+
+def _percent(accuracy: float | None) -> str:
+    return "-" if accuracy is None else f"{accuracy:.0%}"
 
 
 def _beginning(training: Training) -> str:
@@ -196,6 +203,8 @@ def _events(folder: Path) -> Iterator[Callable[[TrainingMeasurement, str], None]
 
         def write(found: TrainingMeasurement, kind: str) -> None:
             for index, (loss, right) in enumerate(zip(found.losses, found.accuracies, strict=True)):
+                if loss is None or right is None:
+                    continue
                 name = f"mask_slot_{index}" if index else "next_token"
                 writer.add_scalar(f"{kind}/loss/{name}", loss, found.step)
                 writer.add_scalar(f"{kind}/right/{name}", right, found.step)

@@ -69,8 +69,8 @@ def card(facts: CardFacts) -> str:
 def _results(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     rows: list[Sequence[object]] = []
     for kind, line in last.items():
-        rows.append((f"{kind}: loss", *(f"{value:.3f}" for value in line["losses"])))
-        rows.append((f"{kind}: accuracy", *(f"{value:.1%}" for value in line["accuracies"])))
+        rows.append((f"{kind}: loss", *("-" if value is None else f"{value:.3f}" for value in line["losses"])))
+        rows.append((f"{kind}: accuracy", *("-" if value is None else f"{value:.1%}" for value in line["accuracies"])))
     return rows
 
 

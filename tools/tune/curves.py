@@ -26,6 +26,8 @@ def draw_curves(measurements: Sequence[dict[str, Any]], file: Path) -> None:
             lines = [line for line in measurements if line["kind"] == kind]
             steps = [line["step"] for line in lines]
             for index in range(len(lines[0]["losses"]) if lines else 0):
+                if any(line["losses"][index] is None for line in lines):
+                    continue
                 name = (f"mask slot {index}" if index else "next token") + (
                     "" if kind == "training" else ", validation"
                 )

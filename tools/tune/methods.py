@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters
+from spaceport.tools.tune.mask_embeddings import train_mask_embeddings
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.vocabulary import embedding_rows
 
@@ -43,8 +44,13 @@ def apply_method(model: PreTrainedModel, settings: TrainingSettings, new: Sequen
         adapter = gate_model(model, masks, settings.rank, settings.alpha, settings.targets or (ALL_LINEAR,))
         for parameter in trainable_parameters(model):
             parameter.requires_grad_(True)
-        _train_rows(model, masks)  # not an existing [Fork]: the base model's output must not change
-        return lambda: MergedModel(model, adapter)
+        merge_embeddings = train_mask_embeddings(model, masks)
+
+        def merge() -> MergedModel:
+            merge_embeddings()
+            return MergedModel(model, adapter)
+
+        return merge
     if settings.method == "lora":
         _check_targets(model, settings.targets)
         with warnings.catch_warnings():  # peft uses a deprecated transformers attribute

@@ -29,23 +29,23 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel, traits: Traits, mask_slots: int) -> None:
         super().__init__()
         self.model = model
-        self._traits = traits
-        self._mask_slots = mask_slots
+        self.traits = traits
+        self.mask_slots = mask_slots
         if traits.attention_hook == "interface":
             model.set_attn_implementation(NAME)
 
     @property
     def positions(self) -> int:
         """Maximum positions of the model."""
-        return self._traits.max_positions
+        return self.traits.max_positions
 
     def forward(self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor) -> Tensor:
         learned = targets != IGNORED
         logits = self.logits(ids, positions, visible, learned)
-        wanted, slots = targets[learned], mask_slots[learned]
-        each = cross_entropy(logits, wanted, reduction="none")
-        correct = (logits.detach().argmax(-1) == wanted).to(each.dtype)
-        sums = torch.zeros(3, self._mask_slots + 1, dtype=each.dtype, device=each.device)
+        return self._sums(*losses_of(logits, targets[learned]), mask_slots[learned])
+
+    def _sums(self, each: Tensor, correct: Tensor, slots: Tensor) -> Tensor:
+        sums = torch.zeros(3, self.mask_slots + 1, dtype=each.dtype, device=each.device)
         return sums.index_add(1, slots, torch.stack((each, correct, torch.ones_like(each))))
 
     def logits(self, ids: Tensor, positions: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
@@ -54,19 +54,26 @@ class PackedModel(nn.Module):
             output = self.model(
                 input_ids=ids,
                 position_ids=positions,
-                attention_mask=self._mask(visible, positions),
+                attention_mask=self._mask(visible, positions, positions),
                 use_cache=False,
             )
         return cast(Tensor, output.logits)[0].float()
 
-    def _mask(self, visible: Tensor, positions: Tensor) -> Tensor:
+    def _mask(self, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """The attention mask of rows (B x T x A, bool) at these positions."""
         planes = visible[:, None]
-        if self._traits.window is not None:
-            near = positions[:, :, None] - positions[:, None, :] < self._traits.window
+        if self.traits.window is not None:
+            near = queries[:, :, None] - keys[:, None, :] < self.traits.window
             planes = torch.cat((planes, (visible & near)[:, None]), dim=1)
-        if self._traits.attention_hook == "interface":
+        if self.traits.attention_hook == "interface":
             return planes
         return attention.additive_mask(planes, _working_type(self.model))
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of each row of logits, and whether its most probable token is the target."""
+    each = cross_entropy(logits, targets, reduction="none")
+    return each, (logits.detach().argmax(-1) == targets).to(each.dtype)
 
 
 def packed_model_of(model: PreTrainedModel, mask_slots: int) -> PackedModel:

@@ -123,16 +123,19 @@ def positions_and_visibility(parents: NDArray[np.int64]) -> tuple[NDArray[np.int
 
 
 def collate(rows: Sequence[PackedRow], multiple: int = 1) -> PackedBatch:
-    """Pad rows to one batch; padding sees only itself and has no loss."""
-    longest = max(row.ids.size for row in rows)
+    """Rows padded to a batch: tokens first, then mask groups from one column on; padding sees only itself, without a loss."""
+    tokens = [int(np.count_nonzero(row.mask_slots == 0)) for row in rows]
+    split = max(tokens)
+    longest = split + max(row.ids.size - count for row, count in zip(rows, tokens, strict=True))
     length = -(-longest // multiple) * multiple
     ids = np.zeros((len(rows), length), np.int64)
     parents = np.full((len(rows), length), NO_PARENT, np.int64)
     targets = np.full((len(rows), length), IGNORED, np.int64)
     slots = np.zeros((len(rows), length), np.int64)
-    for line, row in enumerate(rows):
-        size = row.ids.size
-        ids[line, :size], parents[line, :size] = row.ids, row.parents
-        targets[line, :size], slots[line, :size] = row.targets, row.mask_slots
+    for index, (row, count) in enumerate(zip(rows, tokens, strict=True)):
+        columns = np.r_[0:count, split : split + row.ids.size - count]
+        ids[index, columns], targets[index, columns], slots[index, columns] = row.ids, row.targets, row.mask_slots
+        shift = split - count  # of a parent that is itself a mask row
+        parents[index, columns] = np.where(row.parents >= count, row.parents + shift, row.parents)
     positions, visible = positions_and_visibility(parents)
     return PackedBatch(*(torch.from_numpy(array) for array in (ids, positions, visible, targets, slots)))

@@ -35,14 +35,14 @@ class TrainingMeasurement:
     steps: int  # in the whole training
     epoch: float
     learning_rate: float
-    losses: tuple[float, ...]
-    accuracies: tuple[float, ...]
+    losses: tuple[float | None, ...]  # None: not measured, as the next-token loss of a frozen base
+    accuracies: tuple[float | None, ...]
     tokens: int  # trained so far, mask slots included, padding excluded
     tokens_per_second: float
     seconds: float
 
     @property
-    def mask_accuracies(self) -> tuple[float, ...]:
+    def mask_accuracies(self) -> tuple[float | None, ...]:
         return self.accuracies[1:]
 
 
@@ -126,7 +126,7 @@ class Training:
         self._sums = torch.zeros_like(self._sums)
         self._since = (now, self.tokens)
         for loss in measured.losses:
-            if not math.isfinite(loss):
+            if loss is not None and not math.isfinite(loss):
                 self._diverged("loss", loss)
         return measured
 
@@ -177,13 +177,17 @@ class Training:
 
     def _measured(self, sums: Tensor, speed: float, seconds: float) -> TrainingMeasurement:
         counts = sums[COUNT].clamp(min=1)
+        losses = zip(
+            (sums[LOSS] / counts).tolist(), (sums[CORRECT] / counts).tolist(), sums[COUNT].tolist(), strict=True
+        )
+        shares = [(loss, accuracy) if count else (None, None) for loss, accuracy, count in losses]
         return TrainingMeasurement(
             step=self.step,
             steps=self.batches.steps,
             epoch=self.step / self.batches.epoch_steps,
             learning_rate=self.learning_rate(),
-            losses=tuple((sums[LOSS] / counts).tolist()),
-            accuracies=tuple((sums[CORRECT] / counts).tolist()),
+            losses=tuple(loss for loss, _ in shares),
+            accuracies=tuple(accuracy for _, accuracy in shares),
             tokens=self.tokens,
             tokens_per_second=speed,
             seconds=seconds,

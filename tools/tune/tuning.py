@@ -26,6 +26,7 @@ from spaceport.tools.tune.card import CardFacts, write_card
 from spaceport.tools.tune.conversation_encoder import ConversationError
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.distill import Distillation, distill, writer
+from spaceport.tools.tune.frozen_base import frozen_base_model_of
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.methods import Merge, apply_method
 from spaceport.tools.tune.packed_model import packed_model_of
@@ -75,6 +76,8 @@ def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOu
     require_forks(settings, prepared)
     batches = TrainingBatches(prepared, settings, tunable.tokens.mask)
     merge = _select_parameters(job, tunable, accelerator)
+    if settings.method == "gated-lora" and not job.recompute:  # recomputed layers run without a cache
+        packed_model = frozen_base_model_of(packed_model)
     validation = _validation_rows(job, texts, tunable, settings)
     states.create(settings, identity)
     training = Training(accelerator, packed_model, batches, settings)

@@ -92,7 +92,7 @@ def test_two_processes_train_like_one_even_after_a_resume(order: list[str], tmp_
     errors = {file.name: file.read_text() for file in tmp_path.glob("*-errors-*")}
     assert [json.loads(line) for line in done.stdout.splitlines()] == [[0], [130, 130], [0, 0]], errors
     assert errors["two-errors-1"] == ""
-    assert "7 samples, 4 steps, 1.33 epochs, 3 of them done" in errors["two-errors-0"]
+    assert "7 samples, 4 steps, 1.33 epochs, 3 done" in errors["two-errors-0"]
     assert not (tmp_path / "two.training").exists()
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6

@@ -72,10 +72,10 @@ def test_a_peer_is_measured_together_with_the_bundle(tiny_bundle: Path, tmp_path
     [
         ([], INPUT, "has no bundle of tiny: give --bundle, or add --setup"),
         (["--rounds", "0"], USAGE, "expected at least 1 of each"),
-        (["--rows", "1,x"], USAGE, "expected numbers"),
+        (["--rows", "1,x"], USAGE, "expected comma-separated numbers"),
         (["--peers", "nobody"], USAGE, "--peers names 'nobody'"),
         (["--gguf", "none.gguf"], INPUT, "none.gguf: no such file: expected a GGUF file"),
-        (["--plot", "none/there.svg"], USAGE, "there is no folder"),
+        (["--plot", "none/there.svg"], USAGE, "does not exist: create it first"),
     ],
 )
 def test_mistakes_are_reported_before_anything_is_measured(

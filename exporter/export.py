@@ -177,7 +177,7 @@ def manifest_for(
         tokens=checkpoint.tokens,
         max_mask_slots=checkpoint.max_mask_slots,
         max_positions=traits.max_positions,
-        family=str(checkpoint.config.model_type),
+        model_type=str(checkpoint.config.model_type),
         parameters=parameters,
         opset=options.opset,
         attention=options.attention_implementation,
@@ -185,7 +185,7 @@ def manifest_for(
         activations=options.activations,
         embeddings=decoder.quantization.embeddings,
         special_tokens=checkpoint.special_tokens,
-        generation=checkpoint.generation,
+        generation_config=checkpoint.generation,
         versions={
             "spaceport": __version__,
             "python": platform.python_version(),

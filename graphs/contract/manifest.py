@@ -12,7 +12,8 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
-SCHEMA = 3  # 1: without engines and quantized weights; 2: without quantized activations and embeddings
+# 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below
+SCHEMA = 4
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -83,13 +84,13 @@ class EngineRecord:
     sha256: str  # of the engine's file
     size: int
     graph: tuple[str, ...]  # sha256 of model.onnx and of its data file at build time
-    flavour: Flavour
+    backend: Flavour
     version: str  # of the library that built it; no other version can run it
     target: str  # GPU architecture, such as sm89
     capacity: int  # KV slots per request
     requests: int  # maximum requests per call
     step_rows: int  # maximum rows per request in the decode profile, for which CUDA graphs are captured
-    prompt_rows: int  # maximum rows per request in the prefill profile
+    prefill_rows: int  # maximum rows per request in the prefill profile
     refittable: bool = False
     decomposed: int = 0  # layers whose attention runs as matmuls because the library has no fused kernel for it
 
@@ -116,12 +117,12 @@ class Manifest:
     tokens: TokenIds
     max_mask_slots: int
     max_positions: int
-    family: str  # model_type of the checkpoint's configuration
+    model_type: str  # of the checkpoint's configuration
     parameters: int
     opset: int
     attention: str  # "plain" (matmuls) or "operator" (ONNX Attention)
     special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... as chat templates use them
-    generation: dict[str, Any] = field(
+    generation_config: dict[str, Any] = field(
         default_factory=dict
     )  # the checkpoint's generation_config.json, not used by the runtime
     weights: Weights = "same"  # how linear layers' weights are stored; "same": in the signature's dtype
@@ -172,10 +173,8 @@ def manifest_of(data: object) -> Manifest:
         raise NewerSchema(
             f"schema is {schema}, this version reads up to {SCHEMA}: update spaceport, or export again with this version"
         )
-    older = {1: {"weights": "same", "engines": {}}, 2: {}}
-    if schema in older:
-        defaults = {**older[schema], "activations": "float", "embeddings": "same"}
-        found = replace(found, value={**defaults, **found.object()})
+    if schema < SCHEMA:
+        found = replace(found, value=_upgraded(found.object(), schema))
     entries = found.entries(Manifest)
     manifest = Manifest(
         schema=schema,
@@ -183,12 +182,12 @@ def manifest_of(data: object) -> Manifest:
         tokens=_tokens(entries["tokens"]),
         max_mask_slots=entries["max_mask_slots"].whole(0),
         max_positions=entries["max_positions"].whole(1),
-        family=entries["family"].text(),
+        model_type=entries["model_type"].text(),
         parameters=entries["parameters"].whole(0),
         opset=entries["opset"].whole(1),
         attention=entries["attention"].text(),
         special_tokens=entries["special_tokens"].texts(),
-        generation=entries["generation"].object(),
+        generation_config=entries["generation_config"].object(),
         weights=entries["weights"].one_of(WEIGHTS),
         activations=entries["activations"].one_of(ACTIVATIONS),
         embeddings=entries["embeddings"].one_of(EMBEDDINGS),
@@ -198,6 +197,29 @@ def manifest_of(data: object) -> Manifest:
     )
     _check_consistency(manifest)
     return manifest
+
+
+def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
+    """The entries of an older manifest under their present names, with defaults for those that it could not have."""
+    defaults: dict[str, Any] = {} if schema > 2 else {"activations": "float", "embeddings": "same"}
+    if schema == 1:
+        defaults |= {"weights": "same", "engines": {}}
+    upgraded: dict[str, Any] = {
+        **defaults,
+        **_renamed(data, {"family": "model_type", "generation": "generation_config"}),
+    }
+    engines = upgraded.get("engines")
+    if isinstance(engines, dict):
+        names = {"flavour": "backend", "prompt_rows": "prefill_rows"}
+        upgraded["engines"] = {
+            name: _renamed(engine, names) if isinstance(engine, dict) else engine for name, engine in engines.items()
+        }
+    return upgraded
+
+
+def _renamed(entries: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The entries with some of them renamed; an entry stays if the new name is in use, and is then refused as unknown."""
+    return {name if names.get(name, name) in entries else names[name]: value for name, value in entries.items()}
 
 
 def _check_consistency(manifest: Manifest) -> None:
@@ -258,11 +280,11 @@ def _engine(name: str, found: JsonField) -> EngineRecord:
         sha256=_digest(entries["sha256"]),
         size=entries["size"].whole(0),
         graph=tuple(map(_digest, entries["graph"].items("digests"))),
-        flavour=entries["flavour"].one_of(FLAVOURS),
+        backend=entries["backend"].one_of(FLAVOURS),
         version=entries["version"].text(),
         target=entries["target"].text(),
         refittable=entries["refittable"].boolean(),
-        **{part: entries[part].whole(1) for part in ("capacity", "requests", "step_rows", "prompt_rows")},
+        **{part: entries[part].whole(1) for part in ("capacity", "requests", "step_rows", "prefill_rows")},
         decomposed=entries["decomposed"].whole(0),
     )
 

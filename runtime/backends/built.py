@@ -31,7 +31,7 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
     Without a version any will do: to ask before the library is loaded.
     """
     rules: tuple[tuple[Callable[[EngineRecord], bool], str], ...] = (
-        (lambda record: record.flavour == flavour, "flavour"),
+        (lambda record: record.backend == flavour, "backend"),
         (lambda record: record.graph == bundle.manifest.graph, "graph"),
         (lambda record: record.target == target, "target"),
         (lambda record: version is None or record.version == version, "version"),
@@ -82,7 +82,7 @@ def _lacking(
     build = f"`spaceport build {_quoted(bundle.path)} --backend {flavour}`"
     got = ", ".join(sorted({str(getattr(named.record, what)) for named in left})) if what != "graph" else ""
     told = {
-        "flavour": f"it holds no {flavour} engine: build one with {build}",
+        "backend": f"it holds no {flavour} engine: build one with {build}",
         "graph": f"its {flavour} engines were built from another graph: build them again with {build}",
         "target": f"its {flavour} engines are for {got}, this GPU is {target}: build one with {build} --target current",
         "version": f"its engines were built with {flavour} {got}, {version} is installed: build one with {build}",

@@ -75,14 +75,14 @@ class TensorRtEngine:
         self.signature = signature
         self.capacity = record.capacity
         self.requests = options.requests
-        self.rows = record.prompt_rows
+        self.rows = record.prefill_rows
         self.device = name
         self.notes: tuple[str, ...] = ()
         self._record, self._device, self._words = record, device, words
         self._engine: Any = engine
-        wanted = logit_rows(record.prompt_rows, signature.vocab_size)
-        self._limits = Limits(record.capacity, record.prompt_rows, wanted)
-        widest = CallShape(options.requests, record.prompt_rows, record.capacity, wanted)
+        wanted = logit_rows(record.prefill_rows, signature.vocab_size)
+        self._limits = Limits(record.capacity, record.prefill_rows, wanted)
+        widest = CallShape(options.requests, record.prefill_rows, record.capacity, wanted)
         # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
         layers = (2 * signature.layers, options.requests, signature.kv_heads, record.capacity, signature.head_dim)
         self._kv = device.zeros(layers, getattr(torch, signature.dtype))
@@ -120,7 +120,7 @@ class TensorRtEngine:
     def _compute(self, batch: Batch) -> CallShape:
         """Put a call on the stream, with its inputs; the sizes that it was filled up to."""
         if self._engine is None:
-            raise EngineFault(f"{self._record.flavour}: the engine is closed")
+            raise EngineFault(f"{self._record.backend}: the engine is closed")
         shape = filled_up(batch, self.signature, self._limits)
         used = self._block.write(batch, shape, self.capacity)
         self._rows[:used].copy_(self._rows_in[:used], non_blocking=True)
@@ -157,7 +157,7 @@ class TensorRtEngine:
 
         def plain() -> None:
             if not context.run.execute_async_v3(self._device.stream):
-                raise EngineFault(f"{self._record.flavour} failed in a step of shape {shape}: {self._words}")
+                raise EngineFault(f"{self._record.backend} failed in a step of shape {shape}: {self._words}")
 
         if step and self._captured is not None:
             self._captured.play((first, shape), plain, prepare)
@@ -170,7 +170,7 @@ class TensorRtEngine:
             return self._device.capture(work)
         except RuntimeError as error:
             raise EngineFault(
-                f"{self._record.flavour}: a step cannot be captured as a CUDA graph ({error}): {self._words}"
+                f"{self._record.backend}: a step cannot be captured as a CUDA graph ({error}): {self._words}"
             ) from error
 
     def _take(self, shape: CallShape) -> NDArray[np.float32]:
@@ -191,7 +191,7 @@ class TensorRtEngine:
         if not ready and self._words.memory_ended:
             raise MemoryError(str(self._words))
         if not ready:
-            raise EngineFault(f"{self._record.flavour} opens no context for profile {profile}: {self._words}")
+            raise EngineFault(f"{self._record.backend} opens no context for profile {profile}: {self._words}")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
         context.set_tensor_address("logits", self._logits.data_ptr())
         return _Context(context)
@@ -212,7 +212,7 @@ class TensorRtEngine:
     def _set(self, context: _Context, name: str, shape: tuple[int, ...], address: int) -> None:
         if not context.run.set_input_shape(name, shape) or not context.run.set_tensor_address(name, address):
             context.shape = None
-            raise EngineFault(f"{self._record.flavour} takes no {name} of shape {list(shape)}: {self._words}")
+            raise EngineFault(f"{self._record.backend} takes no {name} of shape {list(shape)}: {self._words}")
 
 
 def selection(logits: torch.Tensor) -> torch.Tensor:

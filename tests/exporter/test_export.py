@@ -42,11 +42,11 @@ def test_a_bundle_has_the_data_of_its_checkpoint(tiny_bundle: Path) -> None:
     assert manifest.tokens.mask == (4,)
     assert manifest.tokens.end == (1, 3)
     assert (manifest.max_mask_slots, manifest.max_positions) == (5, 1024)
-    assert (manifest.family, manifest.parameters, manifest.opset) == ("llama", 301_728, 23)
+    assert (manifest.model_type, manifest.parameters, manifest.opset) == ("llama", 301_728, 23)
     assert manifest.signature.vocab_size == 640
     assert Tokenizer.from_file(str(tiny_bundle / "tokenizer.json")).get_vocab_size() == 628
     assert manifest.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert manifest.generation["eos_token_id"] == [1, 3]
+    assert manifest.generation_config["eos_token_id"] == [1, 3]
     assert (tiny_bundle / "chat_template.jinja").read_text() == (TINY / "chat_template.jinja").read_text()
     assert set(manifest.files) == {file.name for file in tiny_bundle.iterdir()} - {"manifest.json"}
 

@@ -108,7 +108,7 @@ class Attending:
                 tokens=TokenIds(mask=(4,), end=(1,)),
                 max_mask_slots=2,
                 max_positions=POSITIONS,
-                family="attending",
+                model_type="attending",
                 parameters=1,
                 opset=24,
                 attention="operator",

@@ -79,7 +79,7 @@ def hash_runtime(
         tokens=TokenIds(mask=(MASKS * 3)[:5], fork=FORK, child=CHILD, end=(END,)),
         max_mask_slots=5,
         max_positions=4096,
-        family="llama",
+        model_type="llama",
         parameters=1,
         opset=23,
         attention="plain",

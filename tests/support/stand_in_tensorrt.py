@@ -284,8 +284,8 @@ class StandInEngine:
     def takes(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a shape is within a profile."""
         record = self.plan.record
-        rows = (record.step_rows, record.prompt_rows)[profile]
-        wanted = record.step_rows if profile == 0 else logit_rows(record.prompt_rows, self.plan.signature.vocab_size)
+        rows = (record.step_rows, record.prefill_rows)[profile]
+        wanted = record.step_rows if profile == 0 else logit_rows(record.prefill_rows, self.plan.signature.vocab_size)
         most = {"B": record.requests, "T": rows, "R": wanted, "A": record.capacity}
         expected = self._tensors[name].shape
         return len(shape) == len(expected) and all(

@@ -235,7 +235,7 @@ def _described(bundle: Path, outcome: BuildResult) -> str:
     activation = "" if outcome.activation is None else f", {size(outcome.activation)} of activation memory"
     state = "" if outcome.built else ", exists already"
     lines.append(
-        f"{bundle / 'engines' / outcome.name}: {record.flavour} {record.version}, {size(record.size)}{activation}{state}"
+        f"{bundle / 'engines' / outcome.name}: {record.backend} {record.version}, {size(record.size)}{activation}{state}"
     )
     return "\n".join(lines)
 

@@ -144,7 +144,7 @@ def command(
         return
     total = sum(record.size for record in manifest.files.values())
     drafts = f"up to {manifest.max_mask_slots} mask slots" if manifest.max_mask_slots else "no mask slots"
-    click.echo(f"{bundle}: {manifest.family}, {manifest.parameters:,} parameters, {size(total)}, {drafts}")
+    click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts}")
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def facts(manifest: Manifest) -> dict[str, object]:
     """Properties of the model by name."""
     signature, tokens = manifest.signature, manifest.tokens
     return {
-        "family": manifest.family,
+        "family": manifest.model_type,
         "parameters": f"{manifest.parameters:,}",
         "layers": f"{signature.layers} x {signature.kv_heads} KV heads of {signature.head_dim}",
         "vocabulary": f"{signature.vocab_size}",
@@ -143,11 +143,11 @@ def engines(bundle: Bundle) -> list[tuple[object, ...]]:
             record.capacity,
             record.requests,
             record.step_rows,
-            record.prompt_rows,
+            record.prefill_rows,
             f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''} decomposed"
             if record.decomposed
             else "fused",
-            f"{record.flavour} {record.version}",
+            f"{record.backend} {record.version}",
             found[name],
         )
         for name, record in bundle.manifest.engines.items()
@@ -205,5 +205,5 @@ def verdict(manifest: Manifest, found: Mapping[str, Any] | None) -> str:
         return "FAILED"
     compared = found.get("backends")
     checked = compared if isinstance(compared, list) else []
-    flavours = sorted({record.flavour for record in manifest.engines.values() if record.flavour not in checked})
+    flavours = sorted({record.backend for record in manifest.engines.values() if record.backend not in checked})
     return f"passed; {' and '.join(flavours)} engines were not compared" if flavours else "passed"

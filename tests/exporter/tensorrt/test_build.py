@@ -73,9 +73,9 @@ def test_an_engine_is_stored_in_the_bundle_with_its_record(bundle: Path, capfd: 
     plan = (bundle / ENGINES_FOLDER / name).read_bytes()
     assert (record.sha256, record.size) == (hashlib.sha256(plan).hexdigest(), len(plan))
     assert record.graph == (manifest.files["model.onnx"].sha256, manifest.files["model.onnx.data"].sha256)
-    assert (record.flavour, record.target) == ("tensorrt-rtx", "sm89")
+    assert (record.backend, record.target) == ("tensorrt-rtx", "sm89")
     assert record.version == open_library().version
-    assert (record.capacity, record.requests, record.step_rows, record.prompt_rows) == (960, 3, 36, 256)
+    assert (record.capacity, record.requests, record.step_rows, record.prefill_rows) == (960, 3, 36, 256)
     assert (record.refittable, record.decomposed) == (False, 0)
     assert trust.built_here(record.sha256)
     after = contents(bundle)

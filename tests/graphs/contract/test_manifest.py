@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def bundle(tmp_path: Path) -> Path:
         (b'{"schema": ' + b"1" * 5000 + b"}", "4300 digits"),
         (
             b'{"schema": 1}',
-            "manifest lacks .*'files'.*: expected activations, attention, embeddings, engines, family, files",
+            "manifest lacks .*'files'.*: expected activations, attention, embeddings, engines, files",
         ),
     ],
 )
@@ -52,7 +53,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(4, "schema is 4, this version reads up to 3: update spaceport")])
+@pytest.mark.parametrize(("schema", "message"), [(5, "schema is 5, this version reads up to 4: update spaceport")])
 def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: int, message: str) -> None:
     """A newer schema may have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
@@ -68,13 +69,13 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("max_positions",), [0, "9", None, {}], NUMBER),
     (("parameters",), [-1, "9", None], NUMBER),
     (("opset",), [0, "23", None], NUMBER),
-    (("family",), [5, None, ["llama"], {}], "family is .*: expected text"),
+    (("model_type",), [5, None, ["llama"], {}], "model_type is .*: expected text"),
     (("attention",), [5, None, True], "attention is .*: expected text"),
     (("special_tokens",), [5, None, [], "<s>"], "special_tokens is .*: expected an object"),
     (("special_tokens", "bos_token"), [5, None, ["<s>"]], "bos_token is .*: expected text"),
     (("versions",), [5, None, []], "versions is .*: expected an object"),
     (("versions", "spaceport"), [5, None], "spaceport is .*: expected text"),
-    (("generation",), [5, None, []], "generation is .*: expected an object"),
+    (("generation_config",), [5, None, []], "generation_config is .*: expected an object"),
     (("tokens",), [5, None, []], "tokens is .*: expected an object"),
     (
         ("tokens", "mask"),
@@ -116,13 +117,13 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("engines", ENGINE, "size"), [-1, "7", None], f"size is .*: {NUMBER}"),
     (("engines", ENGINE, "graph"), [5, None, "b" * 64], "expected a list of digests"),
     (("engines", ENGINE, "graph"), [[5], ["b" * 63], [None]], "expected 64 hexadecimal digits"),
-    (("engines", ENGINE, "flavour"), ["openvino", None, 5, []], "flavour is .*: expected tensorrt or tensorrt-rtx"),
+    (("engines", ENGINE, "backend"), ["openvino", None, 5, []], "backend is .*: expected tensorrt or tensorrt-rtx"),
     (("engines", ENGINE, "version"), [5, None], "version is .*: expected text"),
     (("engines", ENGINE, "target"), [89, None], "target is .*: expected text"),
     (("engines", ENGINE, "capacity"), [0, None, "9", True], f"capacity is .*: {NUMBER}"),
     (("engines", ENGINE, "requests"), [0, None], f"requests is .*: {NUMBER}"),
     (("engines", ENGINE, "step_rows"), [0, None], f"step_rows is .*: {NUMBER}"),
-    (("engines", ENGINE, "prompt_rows"), [0, None], f"prompt_rows is .*: {NUMBER}"),
+    (("engines", ENGINE, "prefill_rows"), [0, None], f"prefill_rows is .*: {NUMBER}"),
     (("engines", ENGINE, "decomposed"), [-1, None], f"decomposed is .*: {NUMBER}"),
     (("engines", ENGINE, "refittable"), [0, "no", None], "refittable is .*: expected true or false"),
 ]
@@ -218,6 +219,22 @@ def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> No
     edit(bundle, older)
     manifest = open_bundle(bundle).manifest
     assert (manifest.weights, manifest.activations, manifest.embeddings) == ("int4", "float", "same")
+
+
+def test_a_bundle_of_the_third_schema_opens_with_its_older_names(bundle: Path) -> None:
+    def older(manifest_data: dict[str, Any]) -> None:
+        manifest_data["schema"] = 3
+        manifest_data["family"] = manifest_data.pop("model_type")
+        manifest_data["generation"] = manifest_data.pop("generation_config")
+        for engine in manifest_data["engines"].values():
+            engine["flavour"] = engine.pop("backend")
+            engine["prompt_rows"] = engine.pop("prefill_rows")
+
+    newest = open_bundle(bundle).manifest
+    edit(bundle, older)
+    assert replace(open_bundle(bundle).manifest, schema=newest.schema) == newest
+    edit(bundle, lambda manifest_data: manifest_data.update(model_type="llama"))
+    refused(bundle, "has the unknown 'family'")
 
 
 JSON = st.recursive(

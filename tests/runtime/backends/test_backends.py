@@ -96,7 +96,7 @@ def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
         e={"capacity": 512, "requests": 2, "target": "sm80"},
         f={"capacity": 512, "requests": 2, "version": "1.6"},
         g={"capacity": 512, "requests": 2, "graph": ("d" * 64,)},
-        h={"capacity": 512, "requests": 2, "flavour": "tensorrt"},
+        h={"capacity": 512, "requests": 2, "backend": "tensorrt"},
     )
     assert chosen(found) == "d.engine"
     assert chosen(found, requests=1) == "b.engine"
@@ -110,7 +110,7 @@ def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"flavour": "tensorrt"}, "it holds no tensorrt-rtx engine: build one with `spaceport build .* --backend tens"),
+        ({"backend": "tensorrt"}, "it holds no tensorrt-rtx engine: build one with `spaceport build .* --backend tens"),
         ({"graph": ("d" * 64,)}, "its tensorrt-rtx engines were built from another graph: build them again with"),
         ({"target": "sm80"}, "its tensorrt-rtx engines are for sm80, this GPU is sm89: .*--target current"),
         ({"version": "1.6"}, "its engines were built with tensorrt-rtx 1.6, 1.7 is installed: build one"),
@@ -123,7 +123,7 @@ def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
 )
 def test_the_engine_that_comes_nearest_says_what_it_lacks(bundle: Bundle, told: dict[str, Any], message: str) -> None:
     # the other one lacks what is asked about first
-    other = {"flavour": "tensorrt"} if "flavour" in told else {"target": "sm75"} if "target" not in told else {}
+    other = {"backend": "tensorrt"} if "backend" in told else {"target": "sm75"} if "target" not in told else {}
     engines = with_engines(bundle, near=told, far={**told, **other})
     with pytest.raises(NoEngine, match=message):
         chosen(engines)
@@ -196,7 +196,7 @@ def test_the_note_is_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.usefixtures("with_gpu")
 def test_the_best_backend_is_the_first_that_runs_the_bundle(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "require_module", lambda backend: None)  # everything is installed
-    both = with_engines(bundle, a={}, b={"flavour": "tensorrt"})
+    both = with_engines(bundle, a={}, b={"backend": "tensorrt"})
     assert choose(both, OPTIONS) == ("tensorrt", ())
     name, (note,) = choose(bundle, OPTIONS)
     assert name == "tensorrt-rtx"

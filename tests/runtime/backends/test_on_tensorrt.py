@@ -305,7 +305,7 @@ def test_the_stand_in_refuses_what_lies_outside_a_profile(tiny_append_bundle: Pa
     bundle, plan = plan_of(tiny_append_bundle, 1024, step_rows=4, prompt_rows=8)
     engine: Any = opened(bundle, plan, StandInDevice())
     stood: Plan = plan
-    assert stood.record.prompt_rows == 8
+    assert stood.record.prefill_rows == 8
     batch = batch_of_rows(16)
     with pytest.raises(
         EngineFault, match=r"takes no input_ids of shape \[1, 16\]: setInputShape: .* not within profile 1"

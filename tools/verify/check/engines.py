@@ -112,7 +112,7 @@ def limits_of(manifest: Manifest, length_option: int | None, engines: Sequence[E
     """The longest prompt and the most requests and rows per call that all of these engines accept."""
     length = min(length_option or DEFAULT_LONG, manifest.max_positions)
     requests = min((REQUESTS, *(engine.requests for engine in engines)))
-    rows = min((PREFILL_ROWS, *(engine.prompt_rows for engine in engines)))
+    rows = min((PREFILL_ROWS, *(engine.prefill_rows for engine in engines)))
     for engine in engines if length_option is None else ():
         while length > SHORTEST and capacity_for(manifest, length + _GENERATED) > engine.capacity:
             length -= 1
@@ -141,7 +141,7 @@ def _largest(bundle: Bundle, options: CheckOptions) -> list[EngineRecord]:
         for record in bundle.manifest.engines.values()
         if record.graph == bundle.manifest.graph and record.target == gpu().target
     ]
-    by_flavour = [[record for record in fitting if record.flavour == flavour] for flavour in flavours]
+    by_flavour = [[record for record in fitting if record.backend == flavour] for flavour in flavours]
     return [max(records, key=lambda record: (record.capacity, record.requests)) for records in by_flavour if records]
 
 

@@ -88,9 +88,9 @@ def _on_onnxruntime(bundle: Bundle, checkpoint: Path | None, largest_logit: floa
 def _on_engine(
     bundle: Bundle, checkpoint: Path | None, largest_logit: float, path: Path, record: EngineRecord
 ) -> list[PolygraphyCommand]:
-    sizes = EngineSizes(record.capacity, record.requests, record.step_rows, record.prompt_rows)
-    library = _library(record.flavour)
-    name = f"{record.flavour} ({record.target})"
+    sizes = EngineSizes(record.capacity, record.requests, record.step_rows, record.prefill_rows)
+    library = _library(record.backend)
+    name = f"{record.backend} ({record.target})"
     return _comparison(bundle, checkpoint, largest_logit, sizes, library, str(path), name)
 
 

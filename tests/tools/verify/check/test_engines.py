@@ -160,7 +160,7 @@ def test_the_limits_are_the_sizes_that_the_engines_were_built_for(tmp_path: Path
     manifest = replace(manifest, signature=replace(manifest.signature, lowering="append"))
     none = limits_of(manifest, None, [])
     assert (none.length, none.requests, none.rows) == (1024, REQUESTS, 512)
-    small = replace(RECORD, capacity=896, requests=1, prompt_rows=128)
+    small = replace(RECORD, capacity=896, requests=1, prefill_rows=128)
     limits = limits_of(manifest, None, [RECORD, small])
     assert (limits.capacity, limits.requests, limits.rows) == (896, 1, 128)
     assert limits_of(manifest, limits.length + 1, [small]).capacity > 896, "a requested length is never reduced"

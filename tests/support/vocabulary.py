@@ -48,7 +48,7 @@ WORDS = (
     Word(
         "places?",
         "index, position, column, slot",
-        r"\bin[- ]place\b|\btakes? place\b|\bin place of\b|\bdecimal places?\b",
+        r"\bin(to)?[- ]place\b|\btakes? place\b|\bin place of\b|\bdecimal places?\b",
     ),
     Word("so (many|much|often)", "N, count, at most N"),
     Word(

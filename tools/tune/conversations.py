@@ -119,10 +119,10 @@ def _turns(data: dict[str, Any]) -> tuple[Turn, ...]:
 
 
 def _flag(data: dict[str, Any], name: str) -> bool:
-    told = data.get(name, True)
-    if not isinstance(told, bool):
-        raise InputFault(f'"{name}" is {_kind(told)}: expected true or false')
-    return told
+    given = data.get(name, True)
+    if not isinstance(given, bool):
+        raise InputFault(f'"{name}" is {_kind(given)}: expected true or false')
+    return given
 
 
 def _messages(messages: Any) -> tuple[Turn, ...]:
@@ -144,7 +144,7 @@ def _messages(messages: Any) -> tuple[Turn, ...]:
 
 
 def _in_order(number: int, role: str, before: list[Turn]) -> None:
-    """Refuse a turn that nobody can say at this place."""
+    """Refuse a turn whose role is not allowed at this point."""
     last = before[-1].role if before else None
     if role == "system" and before:
         raise InputFault(f"turn {number} is of the system: expected it first, or not at all")

@@ -45,7 +45,7 @@ def distill(
 ) -> list[Conversation]:
     """The conversations with the model's own last answers; plain texts stay as they are.
 
-    Answers are kept in `file` as they come, and what is there already is not written again.
+    Answers are stored in `file` as they come, and what is there already is not written again.
     """
     known = _known(file)
     found: list[Conversation] = []
@@ -107,7 +107,7 @@ def _prompt(runtime: Runtime, conversation: Conversation) -> Prompt:
 
 def _asked(conversation: Conversation) -> tuple[Turn, ...]:
     """The turns before the last answer."""
-    last = max(place for place, turn in enumerate(conversation.turns) if turn.role == "assistant")
+    last = max(index for index, turn in enumerate(conversation.turns) if turn.role == "assistant")
     return conversation.turns[:last]
 
 
@@ -116,8 +116,8 @@ def _known(file: Path) -> dict[int, dict[str, Any]]:
     found = {}
     for line in file.read_bytes().split(b"\n") if file.exists() else ():  # an answer may hold other line ends
         try:
-            told = json.loads(line)
+            answer = json.loads(line)
         except ValueError:  # half of an object, or of a character
             continue
-        found[int(told["line"])] = told
+        found[int(answer["line"])] = answer
     return found

@@ -42,8 +42,8 @@ def data(tmp_path: Path) -> Path:
 def forking(tmp_path: Path) -> Path:
     """A checkpoint with fork tokens."""
     folder = shutil.copytree(TINY, tmp_path / "checkpoint")
-    told = {"mask_tokens": ["[M]"], "mask_slots": 5, "fork_token": str(FORK), "child_token": str(CHILD)}
-    (folder / "sar_config.json").write_text(json.dumps(told))
+    config = {"mask_tokens": ["[M]"], "mask_slots": 5, "fork_token": str(FORK), "child_token": str(CHILD)}
+    (folder / "sar_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -56,7 +56,7 @@ def tried(*arguments: object) -> Result:
     return CliRunner().invoke(command, list(map(str, arguments)), standalone_mode=False)
 
 
-def told(*arguments: object) -> str:
+def printed(*arguments: object) -> str:
     result = tried(*arguments)
     if result.exception:
         raise result.exception
@@ -92,7 +92,7 @@ def test_a_report_of_no_tree_has_no_means(tmp_path: Path) -> None:
 
 
 def test_output_without_a_terminal_is_plain_text(data: Path) -> None:
-    blocks = told(data).split("\n\n")
+    blocks = printed(data).split("\n\n")
     table = [re.split(r"  +", line) for line in blocks[0].splitlines()]
     assert table == [
         ["what", str(data)],
@@ -122,23 +122,23 @@ def test_output_without_a_terminal_is_plain_text(data: Path) -> None:
 
 
 def test_an_example_is_chosen_by_its_line(data: Path) -> None:
-    drawn = told(data, "--example", 4).split("\n\n")[-1].splitlines()
-    assert drawn[:3] == [
+    tree = printed(data, "--example", 4).split("\n\n")[-1].splitlines()
+    assert tree[:3] == [
         f"{data} line 4: paragraphs, 4 forks",
         "  This is paragraph number 0.",
         "      Here it goes on.",
     ]
-    assert told(data, "--example", 5).endswith(f"\n\n{data} line 5: no tree: equals sign\n")
-    assert told(data, "--example", 8).endswith(f"\n\n{data} line 8: no tree: no answer in it\n")
+    assert printed(data, "--example", 5).endswith(f"\n\n{data} line 5: no tree: equals sign\n")
+    assert printed(data, "--example", 8).endswith(f"\n\n{data} line 8: no tree: no answer in it\n")
 
 
 def test_trailing_whitespace_is_not_shown(tmp_path: Path) -> None:
     file = written(tmp_path / "a.jsonl", [json.dumps({"prompt": "Which?", "response": PROSE + "\n"})])
-    assert told(file).endswith("  This is paragraph number 3.\n      Here it goes on.\n")
+    assert printed(file).endswith("  This is paragraph number 3.\n      Here it goes on.\n")
 
 
 def test_control_characters_are_not_printed(data: Path) -> None:
-    assert told(data, "--example", 7).endswith("  Done.\ufffd[2J\n")
+    assert printed(data, "--example", 7).endswith("  Done.\ufffd[2J\n")
 
 
 def read_to_the_end(screen: int) -> bytes:
@@ -165,7 +165,7 @@ def test_on_a_terminal_the_tree_is_shown_as_a_tree(data: Path) -> None:
 
 def test_without_a_tree_no_example_is_shown(tmp_path: Path) -> None:
     file = written(tmp_path / "a.jsonl", ['{"prompt": "Which?", "response": "Yes."}'])
-    assert told(file).split("\n\n")[1:] == [f"Answers without a tree\nreason{' ' * 19}{file}\n"
+    assert printed(file).split("\n\n")[1:] == [f"Answers without a tree\nreason{' ' * 19}{file}\n"
         f"fewer than 3 paragraphs  {'1'.rjust(len(str(file)))}\n"]  # fmt: skip
 
 
@@ -175,14 +175,14 @@ def test_a_line_marked_unforked_has_no_tree(forking: Path, tmp_path: Path) -> No
     file = written(tmp_path / "a.jsonl", [json.dumps(line), json.dumps({**line, "fork": True})])
     found = count_extractions([extraction_of(conversation) for conversation in read_conversations(file)])
     assert (found.answers, found.marked_unforked, found.lists, found.refusals) == (2, 1, 1, {})
-    assert told(file, "--example", 1).endswith(' line 1: no tree: the line has "fork": false\n')
-    told(file, "--checkpoint", forking, "--rows", tmp_path / "rows")
+    assert printed(file, "--example", 1).endswith(' line 1: no tree: the line has "fork": false\n')
+    printed(file, "--checkpoint", forking, "--rows", tmp_path / "rows")
     assert [row["ids"].count(FORK) for row in rows_in(tmp_path / "rows")] == [0, 3]
 
 
 def test_several_files_are_counted_separately_and_together(data: Path, tmp_path: Path) -> None:
     other = written(tmp_path / "b.jsonl", ['{"prompt": "Which?", "response": "https"}'])
-    table = [re.split(r"  +", line) for line in told(data, other).splitlines()]
+    table = [re.split(r"  +", line) for line in printed(data, other).splitlines()]
     assert table[:3] == [
         ["what", str(data), str(other), "all"],
         ["conversations", "7", "1", "8"],
@@ -193,7 +193,7 @@ def test_several_files_are_counted_separately_and_together(data: Path, tmp_path:
 
 
 def test_json_output_has_every_result_and_nothing_else_is_on_stdout(data: Path) -> None:
-    found = json.loads(told(data, "--json", "--example", 2))
+    found = json.loads(printed(data, "--json", "--example", 2))
     assert found["files"] == [{"file": str(data), **found["all"]}]
     assert found["all"]["forked"] == {"list": 2, "paragraphs": 1}
     assert found["all"]["forks_per_tree"] == {"mean": 10 / 3, "max": 4}
@@ -201,13 +201,13 @@ def test_json_output_has_every_result_and_nothing_else_is_on_stdout(data: Path) 
     joined = "".join(piece["head"] + (piece["detail"] or "") for piece in found["example"]["paragraphs"])
     assert (found["example"]["line"], found["example"]["kind"], joined) == (2, "list", LIST)
     assert found["written"] is None
-    assert json.loads(told(data, "--json", "--example", 3))["example"]["reason"] == "fewer than 3 paragraphs"
+    assert json.loads(printed(data, "--json", "--example", 3))["example"]["reason"] == "fewer than 3 paragraphs"
 
 
 @pytest.mark.torch
 def test_rows_are_written_in_the_files_order_and_forked(data: Path, forking: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
-    assert f"\n{target}: 14 rows\n" in told(data, data, "--checkpoint", forking, "--rows", target)
+    assert f"\n{target}: 14 rows\n" in printed(data, data, "--checkpoint", forking, "--rows", target)
     rows = rows_in(target)
     assert [(row["file"], row["line"]) for row in rows] == [(str(data), line) for line in range(2, 9)] * 2
     assert [row["ids"].count(FORK) for row in rows] == [3, 0, 4, 0, 0, 3, 0] * 2
@@ -216,10 +216,10 @@ def test_rows_are_written_in_the_files_order_and_forked(data: Path, forking: Pat
         ids, parents, learned = row["ids"], row["parents"], row["learned"]
         assert len(ids) == len(parents) == len(learned)
         assert parents[0] == -1
-        assert all(-1 < parent < place for place, parent in enumerate(parents) if place)
-        children = [place for place, token in enumerate(ids) if token == CHILD]
-        assert [ids[parents[place]] for place in children] == [FORK] * ids.count(FORK)
-        assert not any(learned[place] for place in children)
+        assert all(-1 < parent < index for index, parent in enumerate(parents) if index)
+        children = [index for index, token in enumerate(ids) if token == CHILD]
+        assert [ids[parents[index]] for index in children] == [FORK] * ids.count(FORK)
+        assert not any(learned[index] for index in children)
     taught = [token for token, counted in zip(rows[0]["ids"], rows[0]["learned"], strict=True) if counted]
     parts = tokenizer.decode([token for token in taught if token != FORK])
     assert parts == LIST
@@ -237,7 +237,7 @@ def test_rows_of_a_checkpoint_without_a_fork_token_do_not_fork(data: Path, tmp_p
 @pytest.mark.torch
 def test_a_row_ends_at_the_cutoff(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
-    told(data, "--checkpoint", TINY, "--rows", target, "--cutoff", 40)
+    printed(data, "--checkpoint", TINY, "--rows", target, "--cutoff", 40)
     assert max(len(row["ids"]) for row in rows_in(target)) == 40
     refused(OptionFault, "--cutoff is 7: expected at least 8", data, "--cutoff", 7)
 
@@ -249,7 +249,7 @@ def test_rows_overwrite_a_file_only_on_request(data: Path, tmp_path: Path) -> No
     order = [data, "--checkpoint", TINY, "--rows"]
     refused(InputFault, f"{target}: exists already: use --overwrite to replace it", *order, target)
     assert target.read_text() == "mine"
-    told(*order, target, "--overwrite")
+    printed(*order, target, "--overwrite")
     assert len(rows_in(target)) == 7
     kept = data.read_bytes()
     link = tmp_path / "link.jsonl"

@@ -85,9 +85,9 @@ def test_the_shipped_prompts_have_the_expected_answers(runtime: Runtime) -> None
     prompts = prompts_of(MODEL)
     assert list(prompts) == list(PRESETS["demo"].prompts)
     for fork in (False, True):
-        told = runtime.generate(prompts["fullmatch"], Decoding(max_tokens=160, fork=fork))
-        assert told.text == FULLMATCH
-        assert told.ending == "end"
+        completion = runtime.generate(prompts["fullmatch"], Decoding(max_tokens=160, fork=fork))
+        assert completion.text == FULLMATCH
+        assert completion.ending == "end"
     chains = [Decoding(mask_slots=slots, draft="chain", fork=False) for slots in (0, 1, 3, 5)]
     steps = [runtime.generate(prompts["fullmatch"], chain).statistics.steps for chain in chains]
     assert steps == [97, 49, 26, 18]

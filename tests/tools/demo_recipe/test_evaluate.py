@@ -52,9 +52,9 @@ def in_one_line(tokens: tuple[int, ...], steps: int) -> Answer:
 
 def forked(children: int, steps: int) -> Answer:
     """A root thread of seven tokens with forks at indices 1, 3 and 5."""
-    spine = line((10, FORK, 11, FORK, 12, FORK, 13))
-    details = [line((20, 21, 22, 23, 24), 2 * place + 1) for place in range(children)]
-    return Answer((spine, *details), Statistics(steps=steps))
+    root = line((10, FORK, 11, FORK, 12, FORK, 13))
+    details = [line((20, 21, 22, 23, 24), 2 * child + 1) for child in range(children)]
+    return Answer((root, *details), Statistics(steps=steps))
 
 
 def written(children: int = 3, text: str | None = None, drafted: bool = False) -> QuestionAnswers:
@@ -117,13 +117,17 @@ def test_drafting_cost_sums_the_steps_of_each_decoding_mode() -> None:
     sources = {0: [in_one_line((30, 31, 32), 4)], 1: [in_one_line((30, 31, 32), 2)]}
     plain, drafted = (cost_of(slots, chats, sources) for slots in (0, 1))
     assert (plain.parallel_steps, drafted.parallel_steps) == (2 * 12, 2 * 6)
-    assert plain.plain_steps == drafted.plain_steps == 2 * (4 + 3 * 5 + 1)  # spine, three details, the end
+    assert plain.plain_steps == drafted.plain_steps == 2 * (4 + 3 * 5 + 1)  # root, three details, the end
     assert (plain.sequential_steps, drafted.sequential_steps) == (2 * 26, 2 * 13)
     assert plain.sequential_tokens == drafted.sequential_tokens == 2 * (8 + 3 * 6)
     assert (drafted.chat_tokens, drafted.chat_steps, drafted.source_tokens, drafted.source_steps) == (8, 4, 4, 2)
-    told = drafted.as_dict()
-    assert (told["chat_tokens_per_step"], told["source_tokens_per_step"], told["thread_tokens_per_step"]) == (2, 2, 2)
-    assert told["fewer_steps"] == 20 / 6
+    values = drafted.as_dict()
+    assert (values["chat_tokens_per_step"], values["source_tokens_per_step"], values["thread_tokens_per_step"]) == (
+        2,
+        2,
+        2,
+    )
+    assert values["fewer_steps"] == 20 / 6
 
 
 def test_an_output_changed_by_drafts_is_counted() -> None:
@@ -162,15 +166,15 @@ def test_the_tables_warn_against_comparing_with_published_results(
     found: tuple[Evaluation, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(found[0], 1)
-    told = capsys.readouterr().out
-    assert NOTE in told
-    assert "Explain the parameters of f( a, b, c )\n  0 items, expected 3" in told
+    out = capsys.readouterr().out
+    assert NOTE in out
+    assert "Explain the parameters of f( a, b, c )\n  0 items, expected 3" in out
     assert _as_json(found[0])["note"] == NOTE
 
 
 def _as_json(found: Evaluation) -> dict[str, object]:
-    told: dict[str, object] = json.loads(json.dumps(found.as_dict()))
-    return told
+    values: dict[str, object] = json.loads(json.dumps(found.as_dict()))
+    return values
 
 
 def test_the_question_limit_applies_to_each_kind() -> None:

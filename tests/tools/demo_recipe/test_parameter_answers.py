@@ -67,7 +67,7 @@ def test_fewer_than_three_parameters_are_answered_with_a_sentence(source: str, t
 
 
 @pytest.mark.parametrize(
-    ("default", "told"),
+    ("default", "described"),
     [
         ("True", "the flag True"),
         ("12", "the number 12"),
@@ -88,10 +88,10 @@ def test_fewer_than_three_parameters_are_answered_with_a_sentence(source: str, t
         ("...", "not shown"),
     ],
 )
-def test_a_default_is_described_with_its_kind_or_hidden(default: str, told: str) -> None:
+def test_a_default_is_described_with_its_kind_or_hidden(default: str, described: str) -> None:
     function = one(f"def f(a, b, c={default}): ...")
-    assert answer(function).split("\n")[3].endswith(f" Its default is {told}.")
-    assert function.text == f"f( a, b, c = {'...' if told == 'not shown' else default} )"
+    assert answer(function).split("\n")[3].endswith(f" Its default is {described}.")
+    assert function.text == f"f( a, b, c = {'...' if described == 'not shown' else default} )"
     assert asked(question(function)) == function
 
 
@@ -160,9 +160,9 @@ def test_verify_names_each_mistake(old: str, new: str, found: int, wrong: set[in
     verdict = verify(one(EVERY_KIND), ANSWER.replace(old, new))
     assert not verdict.exact
     assert (verdict.expected, verdict.found) == (8, found)
-    assert {place for place, right in enumerate(verdict.correct, start=1) if not right} == wrong
-    (told,) = verdict.mistakes
-    assert re.search(mistake, told)
+    assert {number for number, right in enumerate(verdict.correct, start=1) if not right} == wrong
+    (found,) = verdict.mistakes
+    assert re.search(mistake, found)
 
 
 def test_an_item_is_correct_only_at_its_index() -> None:

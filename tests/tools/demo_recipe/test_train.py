@@ -49,9 +49,9 @@ def test_without_a_target_the_recipe_replaces_the_shipped_model() -> None:
 
 
 def test_the_code_preset_never_replaces_the_shipped_model() -> None:
-    told = CliRunner().invoke(main, ["--preset", "code"])
-    assert told.exit_code == 2
-    assert "--preset code without TARGET" in told.output
+    result = CliRunner().invoke(main, ["--preset", "code"])
+    assert result.exit_code == 2
+    assert "--preset code without TARGET" in result.output
 
 
 def test_packages_are_held_out_whole() -> None:

@@ -12,7 +12,7 @@ from spaceport.tools.tune.batches import TrainingBatches
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.tune.settings import TrainingSettings
 
-FORKED, FLAT, WHOLE = 1000, 2000, 3000  # first tokens, which tell the samples' kinds and numbers
+FORKED, FLAT, WHOLE = 1000, 2000, 3000  # first tokens, which identify the samples' kinds and numbers
 
 
 def sample(first: int, number: int) -> Sample:

@@ -70,8 +70,8 @@ def test_existing_answers_are_not_generated_again(torch_writer: Runtime, tmp_pat
     file = tmp_path / "answers.jsonl"
     whole = distill(CONVERSATIONS, torch_writer, file, CUTOFF, Counter())
     lines = file.read_text("utf-8").splitlines(keepends=True)
-    told = json.loads(lines[0])
-    file.write_text(json.dumps({**told, "text": "kept"}) + "\n" + lines[1][: len(lines[1]) // 2], "utf-8")
+    first = json.loads(lines[0])
+    file.write_text(json.dumps({**first, "text": "kept"}) + "\n" + lines[1][: len(lines[1]) // 2], "utf-8")
     again = distill(CONVERSATIONS, torch_writer, file, CUTOFF, Counter())
     assert again[0].answer == "kept"
     assert again[1:] == whole[1:]
@@ -82,9 +82,9 @@ def test_existing_answers_are_not_generated_again(torch_writer: Runtime, tmp_pat
 
 def test_a_bundle_with_another_tokenizer_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     foreign = shutil.copytree(TINY, tmp_path / "checkpoint")
-    told = json.loads((foreign / "tokenizer.json").read_text("utf-8"))
-    told["model"]["merges"].pop()
-    (foreign / "tokenizer.json").write_text(json.dumps(told), "utf-8")
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text("utf-8"))
+    tokenizer["model"]["merges"].pop()
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
     with (
         pytest.raises(InputFault, match=r"has another tokenizer than .*: expected the bundle of this checkpoint"),
         writer(foreign, Distillation(tiny_bundle), CUTOFF, False),

@@ -211,11 +211,11 @@ def lists(draw: st.DrawFn) -> str:
 
 @st.composite
 def prose(draw: st.DrawFn) -> str:
-    told = [
+    paragraphs = [
         f"This is how {words} {first}. " + "".join(word + mark for word, mark in rest) + end
         for words, first, rest, end in draw(st.lists(st.tuples(WORDS, WORDS, SENTENCES, ENDS), min_size=3, max_size=6))
     ]
-    return draw(LEADS) + "\n\n".join(told)
+    return draw(LEADS) + "\n\n".join(paragraphs)
 
 
 def whole(answer: str) -> bool:
@@ -257,4 +257,4 @@ def test_any_text_is_extracted_or_refused(answer: str) -> None:
     "piece", ["1. ", "\n", "\n ", "1. a: ", ". ", ".'", ":", "`", " ", "\r\n\r\n", "*", "1.\n\n", "a. b\n\n"]
 )
 def test_extraction_time_is_linear(piece: str) -> None:
-    whole(piece * (200_000 // len(piece)))  # with a search in every place of every other it would take minutes
+    whole(piece * (200_000 // len(piece)))  # a search at every index would take minutes

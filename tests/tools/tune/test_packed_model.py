@@ -27,7 +27,7 @@ def text(length: int, seed: int, line: int = 1, most: int = MASK) -> Sample:
 def test_every_family_trains_on_packed_rows(family: Family) -> None:
     model = build(family)  # packed_model_of proves its forward pass; windows are shorter than the text
     sample = text(40, 1)
-    rows = [pack(sample, [MaskGroup(place, 3) for place in (4, 20, 31)], (MASK,) * 3), pack(text(9, 2), (), ())]
+    rows = [pack(sample, [MaskGroup(anchor, 3) for anchor in (4, 20, 31)], (MASK,) * 3), pack(text(9, 2), (), ())]
     packed_model = packed_model_of(model, 3)
     sums = run(packed_model, collate(rows))
     sums[LOSS].sum().backward()  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ def test_twenty_texts_are_memorized_in_every_mask_slot(tied: bool) -> None:
     while training.step < batches.steps:
         training.run_step()
     rows = []
-    for sample in samples:  # every anchor whose prefix tells the texts apart
+    for sample in samples:  # every anchor whose prefix distinguishes the texts
         following = successors(sample)
         groups = [MaskGroup(anchor, 4) for anchor in anchors(following).tolist() if anchor >= 1]
         rows.append(pack(sample, groups, (MASK,) * 4))

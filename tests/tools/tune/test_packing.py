@@ -47,7 +47,7 @@ def chain(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
 
 
 def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
-    # place      0   1 | 2   3   4   5   6
+    # index      0   1 | 2   3   4   5   6
     # token      50  51 | 10  11  12  13  14      the first two are the prompt
     sample = chain([50, 51], [10, 11, 12, 13, 14])
     row = pack(sample, [MaskGroup(1, 3), MaskGroup(3, 2)], (M, M, M))
@@ -55,7 +55,7 @@ def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
     assert row.ids.tolist() == [50, 51, 10, 11, 12, 13, 14, M, M, M, M, M]
     assert row.parents.tolist() == [-1, 0, 1, 2, 3, 4, 5, 1, 7, 8, 3, 10]
     assert row.mask_slots.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 1, 2]
-    # the first group stands in the places of 10 11 12 and predicts 11 12 13, the second stands for 12 13: 13 14
+    # the first group stands at the positions of 10 11 12 and predicts 11 12 13, the second at 12 13: 13 14
     assert row.targets.tolist() == [IGNORED, 10, 11, 12, 13, 14, IGNORED, 11, 12, 13, 13, 14]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 4, 5]
     seen = ["".join(str(int(cell)) for cell in line) for line in batch.visible[0]]
@@ -112,8 +112,8 @@ def test_root_and_child_threads_have_their_own_targets() -> None:
     assert row.targets.tolist() == [10, FORK, 11, 20, 21, 9, IGNORED, FORK, 12, 30, 9, IGNORED, IGNORED]
     batch = collate([row])
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7, 5]
-    spine = torch.tensor([0, 1, 2, 7, 8, 12])
-    assert batch.visible[0, 12].nonzero().flatten().tolist() == spine.tolist()
+    root = torch.tensor([0, 1, 2, 7, 8, 12])
+    assert batch.visible[0, 12].nonzero().flatten().tolist() == root.tolist()
 
 
 def test_mask_groups_follow_root_and_child_threads() -> None:
@@ -121,7 +121,7 @@ def test_mask_groups_follow_root_and_child_threads() -> None:
     assert anchors(successors(sample)).tolist() == [0, 1, 2, 3, 4, 7, 9]
     row = pack(sample, [MaskGroup(1, 3), MaskGroup(3, 2), MaskGroup(2, 2)], (M, M, M))
     assert row.parents[13:].tolist() == [1, 13, 14, 3, 16, 2, 18]
-    # behind 10: F is skipped, then the spine's 11, [Fork], 12; behind [Child]: 21 and the end; behind [Fork]: the spine
+    # behind 10: F is skipped, then the root's 11, [Fork], 12; behind [Child]: 21 and the end; behind [Fork]: the root
     assert row.targets[13:].tolist() == [11, FORK, 12, 21, 9, FORK, 12]
 
 
@@ -307,20 +307,20 @@ def test_a_packed_answer_equals_its_unpacked_rows(name: str) -> None:
         batch = collate([row])
         whole = run(packed_model, batch)[LOSS, 0]
         logits = packed_model.logits(batch.ids, batch.positions, batch.visible, batch.targets != IGNORED)
-        of_place = dict(zip(np.flatnonzero(row.targets != IGNORED).tolist(), logits, strict=True))
-        total, told = torch.zeros(()), 0
-        for text, places in unpacked(sample):
+        logits_at = dict(zip(np.flatnonzero(row.targets != IGNORED).tolist(), logits, strict=True))
+        total, learned_tokens = torch.zeros(()), 0
+        for text, positions in unpacked(sample):
             single = Sample(1, np.array(text), np.arange(len(text)) - 1, np.zeros(len(text), np.bool_))
             opening = text.index(CHILD) + 1 if CHILD in text else 1  # a child learns what follows [Child]
             single.learned[opening:] = True
             alone = collate([pack(single, (), ())])
             learned = alone.targets != IGNORED
             found = packed_model.logits(alone.ids, alone.positions, alone.visible, learned)
-            for position, line in zip(np.array(places)[learned[0].numpy()].tolist(), found, strict=True):
-                assert (of_place[position] - line).abs().max() < 1e-5
+            for position, line in zip(np.array(positions)[learned[0].numpy()].tolist(), found, strict=True):
+                assert (logits_at[position] - line).abs().max() < 1e-5
             total += run(packed_model, alone)[LOSS, 0]
-            told += int(learned.sum())
-    assert told == len(of_place)
+            learned_tokens += int(learned.sum())
+    assert learned_tokens == len(logits_at)
     assert whole.item() == pytest.approx(total.item(), rel=1e-6)
 
 

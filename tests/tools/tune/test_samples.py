@@ -56,16 +56,18 @@ def spelt(text: str) -> list[int]:
     return ids
 
 
-def chat(*contents: str, **told: Any) -> Conversation:
+def chat(*contents: str, **options: Any) -> Conversation:
     """Alternating user and assistant turns."""
-    return Conversation(7, tuple(Turn(("user", "assistant")[n % 2], text) for n, text in enumerate(contents)), **told)
+    return Conversation(
+        7, tuple(Turn(("user", "assistant")[n % 2], text) for n, text in enumerate(contents)), **options
+    )
 
 
-def text(content: str, **told: Any) -> Conversation:
-    return Conversation(7, (Turn("text", content),), **told)
+def text(content: str, **options: Any) -> Conversation:
+    return Conversation(7, (Turn("text", content),), **options)
 
 
-def told(sample: Sample) -> tuple[list[int], list[int]]:
+def ids_of(sample: Sample) -> tuple[list[int], list[int]]:
     """All tokens of an unforked sample, and those with a loss."""
     assert sample.line == 7
     assert sample.parents.tolist() == list(range(-1, sample.size - 1))
@@ -81,7 +83,7 @@ def test_only_the_answer_and_its_end_token_have_a_loss() -> None:
     sample = only(prepare([chat("Hello", "Good morning.")], ENCODER, LONG))
     before = [BOS, START, *spelt("user\nHello"), END, *spelt("\n"), START, *spelt("assistant\n")]
     answer = [*spelt("Good morning."), END]
-    assert told(sample) == (before + answer, answer)
+    assert ids_of(sample) == (before + answer, answer)
 
 
 def test_all_answers_of_a_conversation_have_a_loss_and_other_turns_none() -> None:
@@ -89,13 +91,13 @@ def test_all_answers_of_a_conversation_have_a_loss_and_other_turns_none() -> Non
     first, second = [*spelt("Good."), END], [*spelt("See you."), END]
     before = [BOS, START, *spelt("user\nHello"), END, *spelt("\n"), START, *spelt("assistant\n")]
     between = [*spelt("\n"), START, *spelt("user\nBye"), END, *spelt("\n"), START, *spelt("assistant\n")]
-    assert told(sample) == (before + first + between + second, first + second)
+    assert ids_of(sample) == (before + first + between + second, first + second)
 
 
 def test_without_a_template_prompt_and_response_are_concatenated() -> None:
     sample = only(prepare([chat("Once upon", " a time.")], BARE, LONG))
     answer = [*spelt(" a time."), EOS]
-    assert told(sample) == ([BOS, *spelt("Once upon"), *answer], answer)
+    assert ids_of(sample) == ([BOS, *spelt("Once upon"), *answer], answer)
     with pytest.raises(ConversationError, match="line 7: has messages, but the tokenizer has no chat template"):
         prepare([chat("Hello", "Good.", "Bye", "See you.")], BARE, LONG)
 
@@ -103,14 +105,14 @@ def test_without_a_template_prompt_and_response_are_concatenated() -> None:
 def test_a_plain_text_has_a_loss_everywhere_and_an_end_token() -> None:
     source = "import json\n\nx = 1\n"
     ids = spelt(source)
-    assert told(only(prepare([text(source)], ENCODER, LONG))) == ([BOS, *ids, EOS], [*ids, EOS])
-    assert told(only(prepare([text(source, ends=False)], ENCODER, LONG))) == ([BOS, *ids], ids)
+    assert ids_of(only(prepare([text(source)], ENCODER, LONG))) == ([BOS, *ids, EOS], [*ids, EOS])
+    assert ids_of(only(prepare([text(source, ends=False)], ENCODER, LONG))) == ([BOS, *ids], ids)
 
 
 def test_without_start_tokens_the_first_token_of_a_text_has_no_loss() -> None:
     opened = replace(ENCODER, start=())
     ids = spelt("import json")
-    assert told(only(prepare([text("import json")], opened, LONG))) == ([*ids, EOS], [*ids[1:], EOS])
+    assert ids_of(only(prepare([text("import json")], opened, LONG))) == ([*ids, EOS], [*ids[1:], EOS])
     empty = prepare([text("a", ends=False)], opened, LONG)
     assert (empty.whole, empty.counts[TOO_SHORT]) == ([], 1)
 
@@ -132,7 +134,7 @@ def test_a_long_text_is_split_at_newlines_and_ends_once() -> None:
 def test_a_line_longer_than_the_cutoff_is_split() -> None:
     prepared = prepare([text("x = 1\n" + "word " * 60)], ENCODER, 30)
     bodies = [sample.ids.tolist()[1:] for sample in prepared.whole]
-    assert max(map(len, bodies)) == 28  # one place is kept for the beginning and one for the end
+    assert max(map(len, bodies)) == 28  # one index is reserved for the beginning and one for the end
     joined = [token for body in bodies for token in body]
     assert TOKENIZER.decode(joined[:-1]) == "x = 1\n" + "word " * 60
     assert not prepared.counts[TRUNCATED]
@@ -167,19 +169,19 @@ def test_an_answer_marked_unforked_does_not_fork() -> None:
     flat = prepare([chat("Which?", LIST, fork=False)], ENCODER, LONG)
     other = prepare([chat("Which?", LIST)], WHOLE, LONG)
     assert flat.forked == other.forked == []
-    assert told(flat.whole[0]) == told(other.whole[0])
-    assert told(flat.whole[0])[1] == [*spelt(LIST), END]
+    assert ids_of(flat.whole[0]) == ids_of(other.whole[0])
+    assert ids_of(flat.whole[0])[1] == [*spelt(LIST), END]
 
 
 def test_forked_answers_are_repeated_unforked_on_request() -> None:
     prepared = prepare([chat("Which?", LIST), chat("And?", "Yes.")], ENCODER, LONG, unforked=True)
     assert (len(prepared.forked), len(prepared.unforked), len(prepared.whole)) == (1, 1, 1)
-    assert told(prepared.unforked[0])[1] == [*spelt(LIST), END]
+    assert ids_of(prepared.unforked[0])[1] == [*spelt(LIST), END]
 
 
 def test_only_the_last_answer_forks() -> None:
     early = only(prepare([chat("Which?", LIST, "Thanks", "Welcome.")], ENCODER, LONG))
-    assert FORK not in told(early)[0]
+    assert FORK not in ids_of(early)[0]
     late = prepare([chat("Hello", "Good.", "Which?", LIST)], ENCODER, LONG).forked[0]
     assert (late.ids == FORK).sum() == (late.ids == CHILD).sum() == 3
     both = prepare([chat("Which?", LIST, "Again?", LIST)], ENCODER, LONG).forked[0]
@@ -230,7 +232,7 @@ def test_a_template_may_strip_message_content() -> None:
     )
     encoder = conversation_encoder(tokenizer(stripping), TOKENS)
     sample = only(prepare([chat(" Hello\n", "\nGood morning. \n")], encoder, LONG))
-    assert told(sample)[1] == [*spelt("Good morning."), END]
+    assert ids_of(sample)[1] == [*spelt("Good morning."), END]
     assert prepare([chat("Which?", f"\n\n{LIST}\n")], encoder, LONG).forked[0].ids[-1] == END
 
 
@@ -239,14 +241,14 @@ def test_text_that_a_template_adds_before_an_answer_has_a_loss() -> None:
         "{{ message['role'] }}\n", "{{ message['role'] }}\n"
     )
     sample = only(prepare([chat("Hello", "Good.")], conversation_encoder(tokenizer(leading), TOKENS), LONG))
-    assert told(sample)[1] == [*spelt("\nGood."), END]
+    assert ids_of(sample)[1] == [*spelt("\nGood."), END]
 
 
 def test_an_answer_without_a_rendered_end_token_gets_one() -> None:
     endless = template("{{ message['role'] }}: {{ message['content'] }}\n", "assistant:")
     encoder = conversation_encoder(tokenizer(endless), TOKENS)
     sample = only(prepare([chat("Hello", "Good.")], encoder, LONG))
-    assert told(sample) == ([*spelt("user: Hello\nassistant:"), *spelt(" Good."), EOS], [*spelt(" Good."), EOS])
+    assert ids_of(sample) == ([*spelt("user: Hello\nassistant:"), *spelt(" Good."), EOS], [*spelt(" Good."), EOS])
     two = only(prepare([chat("Hello", "Good.", "Bye", "See you.")], encoder, LONG))
     assert two.ids[two.learned].tolist() == [*spelt(" Good."), EOS, *spelt(" See you."), EOS]
     # the template writes no end, so what follows the first answer does not see one
@@ -265,7 +267,7 @@ def test_earlier_answers_rewritten_by_the_template_have_no_loss() -> None:
     sample = only(
         prepare([chat("Hello", "hm|Good.", "Bye", "ha|Bye.")], conversation_encoder(tokenizer(thinking), TOKENS), LONG)
     )
-    assert told(sample)[1] == [*spelt("ha|Bye."), END]
+    assert ids_of(sample)[1] == [*spelt("ha|Bye."), END]
     assert "hm" not in TOKENIZER.decode(sample.ids)
 
 
@@ -280,7 +282,7 @@ def test_text_pieces_are_encoded_like_the_whole_by_tokenizers_that_add_a_space()
     encoder = conversation_encoder(spaced, TokenIds(mask=(), fork=fork, child=child, end=(end,)))
     whole = backend.encode("a: " + LIST, add_special_tokens=False).ids
     flat = only(prepare([chat("a: ", LIST, fork=False)], encoder, LONG))
-    assert told(flat)[0] == [*whole, end]
+    assert ids_of(flat)[0] == [*whole, end]
     turns = (Turn("user", "a:"), Turn("assistant", "the b"), Turn("user", "the c"), Turn("assistant", "d"))
     spaced.chat_template = template("{{ message['content'] }}", "")
     several = only(prepare([Conversation(1, turns)], conversation_encoder(spaced, encoder.tokens), LONG))
@@ -335,22 +337,22 @@ def trees(draw: st.DrawFn) -> Sample:
     return Sample(7, np.array(ids), np.array(parents), np.array(learned))
 
 
-def path(sample: Sample, place: int) -> list[tuple[int, bool]]:
+def path(sample: Sample, index: int) -> list[tuple[int, bool]]:
     found = []
-    while place != NO_PARENT:
-        found.append((int(sample.ids[place]), bool(sample.learned[place])))
-        place = int(sample.parents[place])
+    while index != NO_PARENT:
+        found.append((int(sample.ids[index]), bool(sample.learned[index])))
+        index = int(sample.parents[index])
     return found[::-1]
 
 
 @given(trees(), st.integers(1, 30))
 def test_truncation_preserves_the_remaining_paths(sample: Sample, cutoff: int) -> None:
     kept = _truncate(sample, ENCODER, cutoff)
-    assert all(parent < place for place, parent in enumerate(kept.parents.tolist()))
+    assert all(parent < index for index, parent in enumerate(kept.parents.tolist()))
     assert kept.parents[0] == NO_PARENT
     assert NO_PARENT not in kept.parents[1:]
-    whole = [path(sample, place) for place in range(sample.size)]
+    whole = [path(sample, index) for index in range(sample.size)]
     short = [line for line in whole if len(line) <= cutoff]
     # what is gone beside the long paths is a [Child] whose whole detail is beyond the cutoff
     expected = [line for line in short if not (line[-1][0] == CHILD and len(line) == cutoff)]
-    assert [path(kept, place) for place in range(kept.size)] == expected
+    assert [path(kept, index) for index in range(kept.size)] == expected

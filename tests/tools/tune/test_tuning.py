@@ -77,8 +77,8 @@ def data(folder: Path) -> Path:
     return file
 
 
-def job(data: Path, target: Path, settings: TrainingSettings = SETTINGS, **told: Any) -> TuningJob:
-    return replace(TuningJob(TINY, target, (data,), settings, log_every=2, save_every=3), **told)
+def job(data: Path, target: Path, settings: TrainingSettings = SETTINGS, **options: Any) -> TuningJob:
+    return replace(TuningJob(TINY, target, (data,), settings, log_every=2, save_every=3), **options)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_a_truncated_metrics_line_is_measured_again(
 
 
 def rows_of(
-    data: Path, target: Path, monkeypatch: pytest.MonkeyPatch, settings: TrainingSettings, **told: Any
+    data: Path, target: Path, monkeypatch: pytest.MonkeyPatch, settings: TrainingSettings, **options: Any
 ) -> list[bytes]:
     """The rows of each training step."""
     seen: list[bytes] = []
@@ -205,7 +205,7 @@ def rows_of(
 
     with monkeypatch.context() as patch:
         patch.setattr(batches.TrainingBatches, "rows", rows)
-        tune(job(data, target, settings, **told))
+        tune(job(data, target, settings, **options))
     return seen
 
 
@@ -275,8 +275,8 @@ def logits_of(bundle: Path, ids: list[int]) -> Any:
     count = len(ids)
     visible = np.zeros((1, 1, count, visible_length(64)), np.bool_)
     visible[0, 0, :, :count] = np.tri(count, dtype=np.bool_)
-    places = np.arange(count)[None]
-    return engine.run(Batch(0, np.array([ids]), places, places, visible, places, visible))[0].copy()
+    indices = np.arange(count)[None]
+    return engine.run(Batch(0, np.array([ids]), indices, indices, visible, indices, visible))[0].copy()
 
 
 @pytest.mark.nightly
@@ -378,10 +378,10 @@ def test_distinct_adds_one_mask_token_per_slot(data: Path, tmp_path: Path) -> No
             data, tmp_path / "tuned", replace(SETTINGS, objective="sar", distinct=True, max_steps=1, learning_rate=1e-9)
         )
     )
-    told = json.loads((tmp_path / "tuned" / "sar_config.json").read_text())
-    assert (told["mask_tokens"], told["fork_token"]) == (["[M1]", "[M2]", "[M3]"], None)
+    config = json.loads((tmp_path / "tuned" / "sar_config.json").read_text())
+    assert (config["mask_tokens"], config["fork_token"]) == (["[M1]", "[M2]", "[M3]"], None)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tuned")
-    assert tokenizer.convert_tokens_to_ids(told["mask_tokens"]) == [TEXT_TOKENS, TEXT_TOKENS + 1, TEXT_TOKENS + 2]
+    assert tokenizer.convert_tokens_to_ids(config["mask_tokens"]) == [TEXT_TOKENS, TEXT_TOKENS + 1, TEXT_TOKENS + 2]
     rows, old = weights(tmp_path / "tuned")["model.embed_tokens.weight"], weights(TINY)["model.embed_tokens.weight"]
     mean = old[:TEXT_TOKENS].float().mean(0).half()
     assert all(torch.equal(row, mean) for row in rows[TEXT_TOKENS : TEXT_TOKENS + 3])
@@ -392,7 +392,7 @@ def test_distinct_adds_one_mask_token_per_slot(data: Path, tmp_path: Path) -> No
             checkpoint=tmp_path / "tuned",
         )
     )
-    assert json.loads((again / "sar_config.json").read_text()) == told
+    assert json.loads((again / "sar_config.json").read_text()) == config
 
 
 def test_tied_weights_stay_tied_after_a_cast() -> None:

@@ -28,7 +28,7 @@ from support.paths import TESTS, TINY
 pytestmark = pytest.mark.slow
 
 PROGRAM = "from spaceport.tools.cli import main; main()"
-# Runs a command; once a training has done so many steps no file can grow beyond a size. argv: steps, bytes, arguments.
+# Runs a command; after a number of training steps no file can grow beyond a size. argv: steps, bytes, arguments.
 FULL = """
 import resource, signal, sys
 from spaceport.tools.cli import run
@@ -319,10 +319,10 @@ def test_results_are_available_as_json_and_for_tensorboard(data: Path, tmp_path:
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     names = {
-        f"{kind}/{what}/{place}"
+        f"{kind}/{what}/{target}"
         for kind in ("training", "validation")
         for what in ("loss", "right")
-        for place in ("next_token", "mask_slot_1", "mask_slot_2")
+        for target in ("next_token", "mask_slot_1", "mask_slot_2")
     }
     assert set(events.Tags()["scalars"]) == {*names, "training/rate", "training/tokens_per_second"}
     values = [(event.step, event.value) for event in events.Scalars("training/loss/next_token")]

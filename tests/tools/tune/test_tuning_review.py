@@ -112,7 +112,7 @@ def test_curves_show_every_mask_slot(slots: int, tmp_path: Path) -> None:
         for kind in ("training", "validation")
         for step in (1, 2)
     ]
-    draw_curves(lines, tmp_path / "training.svg")  # matplotlib warns of a plot without room, and warnings are errors
+    draw_curves(lines, tmp_path / "training.svg")  # matplotlib warns of a plot without space, and warnings are errors
 
 
 def test_a_target_that_contains_an_input_is_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def open_reference(
     _set_threads(threads, bundle.manifest.parameters)
     signature = bundle.manifest.signature
     opened, weights = open_checkpoint(checkpoint, TokenFlags(), remote_code), bundle.manifest.weights
-    # Small weights are those of the bundle to the bit, whatever they are reckoned with: of a weight that is read in
+    # Small weights are those of the bundle to the bit, whatever they are computed with: of a weight that is read in
     # another type, another step may be the nearest.
     stored = dtype or signature.dtype if weights == "same" else signature.dtype
     activations = bundle.manifest.activations
@@ -64,7 +64,7 @@ def open_reference(
 
 
 def open_reference_runtime(bundle: Bundle, checkpoint: Path, max_seq_len: int | None, threads: int = 0) -> Runtime:
-    """A runtime over the PyTorch model, in the bundle's place."""
+    """A runtime over the PyTorch model of a bundle."""
     length = seq_len(bundle.manifest, max_seq_len)
     capacity = capacity_for(bundle.manifest, length)
     return Runtime(bundle, open_reference(bundle, checkpoint, capacity, 1, threads=threads), length)

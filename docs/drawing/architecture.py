@@ -129,8 +129,8 @@ def edge(item: Item) -> float:
 def offset(upper: Item, lower: Item) -> float:
     """Horizontal distance between the middle of a box and an arrow that ends there; several arrows end side by side."""
     order = sorted(lower.above, key=lambda other: other.x)
-    place_of = next(i for i, other in enumerate(order) if other is upper)
-    return (place_of - (len(order) - 1) / 2) * min(16.0, lower.width / (len(order) + 1))
+    order_of = next(i for i, other in enumerate(order) if other is upper)
+    return (order_of - (len(order) - 1) / 2) * min(16.0, lower.width / (len(order) + 1))
 
 
 if __name__ == "__main__":

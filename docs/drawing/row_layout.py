@@ -120,7 +120,7 @@ def arrange(lines: Sequence[list[Item]]) -> None:
 
 
 def spread(line: Sequence[Item], limits: Mapping[str, tuple[float, float]], wanted: Mapping[int, float]) -> None:
-    """Place the items of a row as close as possible to where they are wanted, in order and without overlap."""
+    """Set the items of a row as close as possible to where they are wanted, in order and without overlap."""
     for item in line:
         item.x = wanted[id(item)]
     for _ in range(60):

@@ -34,7 +34,7 @@ class Word:
 # To reject another word, add a row. Literal uses go into the third column.
 WORDS = (
     Word("guess|guesses|guessed", "candidate, draft token, prediction", "never guess(es)?"),
-    Word("processors?", "CPU", r"\(R\) Processor|pre-?processors?"),
+    Word("processors?", "CPU", r"\(R\) Processor|pre-?processors?|^processor\s*:.*|protocol.buffer"),
     Word("spines?", "root thread"),
     Word("hangs? (from|on)|hanging from|hung from", "child of, parent is"),
     Word("odds", "probability"),
@@ -59,6 +59,7 @@ WORDS = (
     Word(
         "(writes?|written|wrote|writing) (a |an |the |its |their |such |one |own |same |other )*(texts?|tokens?|answers?)",
         "generate, output, completion",
+        r"writes answers as JSON lines",
     ),
     Word("(drawn|draw|draws|drawing) (a |the |its |their |other )?(tokens?|texts?|samples?)", "sample, generate"),
     Word("drawn texts?|texts? drawn|drawn tokens?", "sampled"),

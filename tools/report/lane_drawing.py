@@ -118,7 +118,7 @@ def _draw_line(drawing: Element, lane: TraceLane, sheet: _Sheet) -> None:
 
 
 def _draw_cell(drawing: Element, record: Record, lane: TraceLane, cell: Cell, sheet: _Sheet) -> None:
-    """Draw the tokens of a thread in a step, linked to their text."""
+    """Draw the marks of a thread's tokens in a step, linked to their text."""
     rows, base = cell.rows, sheet.bases[lane.thread]
     x, width = sheet.scale.left(cell.step) + _GAP, sheet.scale.column - _GAP
     group = add(drawing, "a" if rows.generated else "g", {"class": f"cell {hue(lane)}"})

@@ -1,4 +1,4 @@
-"""Run an engine of your own: here a Markov model in numpy takes the place of the bundle's graph."""
+"""Run an engine of your own: here a Markov model in numpy replaces the bundle's graph."""
 
 import sys
 from collections import Counter, defaultdict

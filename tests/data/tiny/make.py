@@ -52,7 +52,7 @@ SHORTEST = 32  # tokens of the shortest one
 CHATS = 0.03  # share of the samples that are a chat
 STARTS = 0.05  # share of the other samples that stand at the start of a file
 ENDS = 0.03  # share of them that run to the end of a file and into </s>
-CHAT_LINES = 5  # a chat about a file answers with so many of its first lines
+CHAT_LINES = 5  # first lines of a file that a chat about it answers with
 
 SETTINGS = TrainingSettings(
     objective="sar",
@@ -102,11 +102,11 @@ def samples(tokenizer: PreTrainedTokenizerFast, sources: dict[str, str]) -> Iter
             name = names[rng.integers(len(names))]
             yield {"prompt": question(name), "response": "\n".join(sources[name].splitlines()[:CHAT_LINES])}
             continue
-        place = rng.random()
-        if place < STARTS + ENDS:
+        part = rng.random()
+        if part < STARTS + ENDS:
             name = names[rng.integers(len(names))]
             size = len(encoded[name].ids)
-            first = 0 if place < STARTS else size - int(rng.integers(SHORTEST, WINDOW))
+            first = 0 if part < STARTS else size - int(rng.integers(SHORTEST, WINDOW))
         else:
             name = names[rng.choice(len(names), p=sizes / sizes.sum())]
             size = len(encoded[name].ids)

@@ -50,7 +50,7 @@ def test_load_reports_throughput_and_latency_for_each_value_of_max_requests(demo
 @pytest.mark.parametrize("option", ["--max-requests", "--places"])
 @pytest.mark.parametrize("counts", ["", "a", "0", "1,0"])
 def test_load_needs_values_of_max_requests(demo_bundle: Path, capsys: Capture, option: str, counts: str) -> None:
-    """--places is the former name of --max-requests."""
+    """`--places` is the former name of `--max-requests`."""
     assert run(["bench", "load", str(demo_bundle), option, counts]) == USAGE
     assert f"--max-requests is {counts!r}: expected comma-separated numbers" in capsys.readouterr().err
 

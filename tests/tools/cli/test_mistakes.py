@@ -134,7 +134,7 @@ def test_an_invalid_option_is_a_usage_error(
         ),
         (["check", "{bundle}", TINY, "--seed", -3], "-3 is not in the range"),
         (["check", "{bundle}", TINY, "--threads", -1], "--threads is -1: expected 0"),
-        (["bench", "steps", "{bundle}", "--rows", "a"], "--rows is 'a': expected numbers"),
+        (["bench", "steps", "{bundle}", "--rows", "a"], "--rows is 'a': expected comma-separated numbers"),
         (["bench", "steps", "{bundle}", "--threads", -1], "--threads is -1: expected 0"),
     ],
 )

@@ -47,7 +47,7 @@ class FrozenBaseModel(PackedModel):
     ) -> tuple[Tensor, Tensor]:
         """Logits and last hidden states of the wanted rows from column `split` on; those before run without gradients.
 
-        With `heads`, only so many rows get logits.
+        With `heads`, only the first `heads` rows get logits.
         """
         prefix = RecordingCache()
         with torch.no_grad():

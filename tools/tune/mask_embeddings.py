@@ -23,7 +23,7 @@ def train_mask_embeddings(model: PreTrainedModel, masks: Sequence[int]) -> Calla
     ids = torch.tensor(sorted(set(masks)), device=embedding.weight.device)
     rows = nn.Parameter(embedding.weight.detach()[ids].clone())
     embedding.register_parameter(_NAME, rows)
-    scale = getattr(embedding, "embed_scale", 1.0)  # of families whose embedding module multiplies what it looks up
+    scale = getattr(embedding, "embed_scale", 1.0)  # of families whose embedding module scales its output
 
     def replace(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         (tokens, *_) = arguments

@@ -29,7 +29,7 @@ def text(length: int, seed: int) -> Sample:
 
 def batch() -> PackedBatch:
     masks = (MASK,) * 3
-    rows = [pack(text(40, 1), [MaskGroup(place, 3) for place in (4, 20, 31)], masks)]
+    rows = [pack(text(40, 1), [MaskGroup(anchor, 3) for anchor in (4, 20, 31)], masks)]
     return collate([*rows, pack(text(9, 2), [MaskGroup(2, 2)], masks), pack(text(12, 3), (), ())])
 
 
@@ -105,7 +105,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "nu
     "model",
     [
         LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=90)),
-        GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=16)),  # scales what it looks up
+        GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=16)),  # scales its embeddings
     ],
     ids=["padding", "scaled"],
 )

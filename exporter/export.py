@@ -26,6 +26,7 @@ from spaceport.graphs.contract.signature import Activations, Lowering, Precision
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
 from spaceport.graphs.quantize import ModelScales, quantize_model
 from spaceport.graphs.traits import Traits
+from spaceport.graphs.weight_quantization import Quantization
 
 # Called with the name of each stage when it begins.
 OnStage = Callable[[str], None]
@@ -89,6 +90,7 @@ def export(
         require_space(partial.parent, (parameters - quantized) * DTYPES[options.dtype].bytes + quantized)
         if quantized:
             on_stage(f"{quantized:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
+            on_stage(quantization_error(decoder.quantization))
         on_stage("tracing and writing the graph")
         to_onnx(decoder, partial, options.opset)
         if decoder.quantization.integers is not None:
@@ -100,6 +102,14 @@ def export(
             (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
         on_stage("writing the manifest")
         return write_manifest(partial, manifest_for(checkpoint, decoder, traits, options, parameters))
+
+
+def quantization_error(quantization: Quantization) -> str:
+    """The error of the quantized weights against the checkpoint's, in one line."""
+    errors = quantization.errors
+    worst = max(errors, key=errors.__getitem__)
+    mean = sum(errors.values()) / len(errors)
+    return f"relative RMS error of quantized weights: {mean:.2%} on average, at most {errors[worst]:.2%} ({worst})"
 
 
 def check_activations(options: ExportOptions) -> None:

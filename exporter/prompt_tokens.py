@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
-from spaceport.exporter.checkpoint import Checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.graphs.contract.faults import InputFault
 
 Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
@@ -29,9 +28,7 @@ def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Te
         )
     if not prompts:
         return ()
-    tokenizer = AutoTokenizer.from_pretrained(
-        checkpoint.folder, local_files_only=True, trust_remote_code=checkpoint.remote_code
-    )
+    tokenizer = load_tokenizer(checkpoint)
     found = []
     for number, prompt in enumerate(prompts, 1):
         if not isinstance(prompt, str) and checkpoint.template is None:

@@ -31,6 +31,7 @@ from spaceport.graphs.weight_quantization import (
     linear_modules,
     quantize_weight,
     quantize_weights,
+    replace_weight,
 )
 
 LIMBS: dict[Activations, int] = {"int8": 1, "int8x2": 2}
@@ -67,7 +68,8 @@ def quantize_model(
         scales = calibrate(model, modules, calibration_texts(model, prompts), limbs, tied)
     if missing := sorted(modules.keys() - scales.keys()):
         raise InputFault(f"no scale of {missing[0]}: expected one for each of {len(modules)} linear layers")
-    return Quantization("int8", integers=_integer_model(model, modules, scales, limbs))
+    integers, errors = _integer_model(model, modules, scales, limbs)
+    return Quantization("int8", integers=integers, errors=errors)
 
 
 def _with_embeddings(model: PreTrainedModel, quantization: Quantization, blocks: Sequence[int]) -> Quantization:
@@ -79,13 +81,17 @@ def _with_embeddings(model: PreTrainedModel, quantization: Quantization, blocks:
     (name,) = [name for name, module in model.named_modules() if module is head]
     table = QuantizedEmbedding(*quantize_rows(embedding.weight.detach()))
     untied_weights = table.codes.numel() if head.weight is embedding.weight else 0
-    head.weight = nn.Parameter(quantized_head.dequantized.T.contiguous(), requires_grad=False)
-    embedding.weight.data.copy_(table.dequantized)
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)  # untied
+    errors = {
+        name: replace_weight(head.weight, quantized_head.dequantized.T),
+        "input embedding": replace_weight(embedding.weight, table.dequantized),
+    }
     return replace(
         quantization,
         layers={**quantization.layers, name: quantized_head},
         embedding=table,
         untied_weights=untied_weights,
+        errors={**quantization.errors, **errors},
     )
 
 
@@ -100,8 +106,8 @@ def integer_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 def _integer_model(
     model: PreTrainedModel, modules: Mapping[str, nn.Linear], scales: ModelScales, limbs: int
-) -> IntegerModel:
-    """Quantize these modules and the input embedding to int8, in place."""
+) -> tuple[IntegerModel, dict[str, float]]:
+    """Quantize these modules and the input embedding to int8, in place; also return the error of each weight."""
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     tied = any(module.weight is embedding.weight for module in modules.values())
     table = QuantizedEmbedding(*quantize_rows(embedding.weight.detach()))
@@ -111,10 +117,13 @@ def _integer_model(
             layers[name] = IntegerLinear(table.codes.T, table.scale, scales[name].input)
         else:
             layers[name] = quantize_linear(module.weight.detach(), scales[name])
-    for name, module in modules.items():
-        module.weight.data.copy_(layers[name].dequantized.T)
-    embedding.weight.data.copy_(table.dequantized)
-    return IntegerModel(limbs, layers, table, tied)
+    errors = {
+        name: replace_weight(module.weight, layers[name].dequantized.T)
+        for name, module in modules.items()
+        if module.weight is not embedding.weight
+    }
+    errors["input embedding"] = replace_weight(embedding.weight, table.dequantized)
+    return IntegerModel(limbs, layers, table, tied), errors
 
 
 class QuantizedInputs:

@@ -55,6 +55,7 @@ class Quantization:
     integers: IntegerModel | None = None  # for int8 activations with int8 weights; `layers` is then empty
     embedding: QuantizedEmbedding | None = None  # input embedding, if `layers` contains the output embedding
     untied_weights: int = 0  # weights that the two embeddings shared before they were quantized separately
+    errors: Mapping[str, float] = field(default_factory=dict)  # relative RMS error of each quantized weight, by name
 
     @property
     def quantized_weights(self) -> int:
@@ -81,7 +82,8 @@ def quantize_weights(model: PreTrainedModel, weights: Weights, lowering: Lowerin
     """
     if weights == "same":
         return UNQUANTIZED
-    layers = {}
+    layers: dict[str, QuantizedWeight] = {}
+    errors: dict[str, float] = {}
     for name, module in linear_modules(model).items():
         try:
             quantized = quantize_weight(module.weight, weights, BLOCKS[lowering])
@@ -89,13 +91,13 @@ def quantize_weights(model: PreTrainedModel, weights: Weights, lowering: Lowerin
             raise UnsupportedModel(f"{class_name(model)}, {name}: {error}") from error
         if quantized is not None:
             layers[name] = quantized
-            module.weight.data.copy_(quantized.dequantized.T)
+            errors[name] = replace_weight(module.weight, quantized.dequantized.T)
     if not layers:
         raise OptionFault(
             f"weights is {weights}: {class_name(model)} has no linear layer that can be quantized (expected a number of "
             f"inputs divisible by {' or '.join(map(str, BLOCKS[lowering]))}): export it unquantized (--weights same)"
         )
-    return Quantization(weights, layers)
+    return Quantization(weights, layers, errors=errors)
 
 
 def quantize_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> QuantizedWeight | None:
@@ -109,6 +111,14 @@ def quantize_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> 
         return QuantizedWeight(codes.T.contiguous(), _stored_scale(scale, weight.dtype), None)
     block = next((block for block in blocks if weight.shape[1] % block == 0), None)
     return None if block is None else _int4(weight.detach(), block)
+
+
+def replace_weight(weight: Tensor, dequantized: Tensor) -> float:
+    """Overwrite a weight with its dequantized values; return the relative RMS error."""
+    norm = float(torch.linalg.vector_norm(weight.detach().float()))
+    error = float(torch.linalg.vector_norm(weight.detach().float() - dequantized.float()))
+    weight.data.copy_(dequantized)
+    return error / norm if norm else 0.0
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:

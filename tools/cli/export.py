@@ -125,7 +125,9 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Export CHECKPOINT, a Hugging Face folder, to the new folder BUNDLE: ONNX graph, weights, tokenizer and manifest.
+    """Export CHECKPOINT, a Hugging Face folder or GGUF file, to the new folder BUNDLE.
+
+    The bundle has an ONNX graph, weights, tokenizer and manifest.
 
     Without a mask token the bundle drafts with prompt lookup only.
     """

@@ -35,7 +35,7 @@ from spaceport.tools.tune.token_names import TokenNames
 @token_options
 @output_options
 def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool, **given: Any) -> None:
-    """Train CHECKPOINT (a Hugging Face folder) on DATA (JSONL files) and write the tuned checkpoint to TUNED.
+    """Train CHECKPOINT (a Hugging Face folder or a GGUF file) on DATA (JSONL files) and write the tuned checkpoint to TUNED.
 
     A line of DATA has the "messages" of a chat, "prompt" and "response", or plain "text". `spaceport tune data FILE`
     shows which answers fork. While the training runs, its state is saved in TUNED.training.

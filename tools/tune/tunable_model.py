@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint import Checkpoint, load_model
+from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
@@ -48,10 +48,10 @@ class TunableModel:
 
 def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, requested: TokenNames) -> TunableModel:
     """Open a checkpoint for tuning and add the special tokens that the objective needs."""
-    folder, remote_code = checkpoint.folder, checkpoint.remote_code
+    folder = checkpoint.folder
     if checkpoint.adapter is not None:
         raise InputFault(f"{folder}: has a mask adapter: expected plain weights; tune its base checkpoint instead")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+    tokenizer = load_tokenizer(checkpoint)
     tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files enable it
     tokenizer.backend_tokenizer.no_padding()
     model = load_model(checkpoint, "float32")

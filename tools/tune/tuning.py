@@ -162,7 +162,7 @@ def _select_parameters(job: TuningJob, tunable: TunableModel, accelerator: Accel
 
 def _identity(job: TuningJob) -> dict[str, list[str]]:
     """Inputs that, besides the settings, identify a training."""
-    own = map(job.checkpoint.joinpath, IDENTITY_FILES)
+    own = [job.checkpoint] if job.checkpoint.is_file() else map(job.checkpoint.joinpath, IDENTITY_FILES)
     return {
         "data": [f"{path.name} {_digest(path)}" for path in job.data],
         "validation": [f"{path.name} {_digest(path)}" for path in job.validation],

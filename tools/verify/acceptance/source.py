@@ -47,7 +47,9 @@ def open_source(
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, not a bundle."""
+    """Whether a path is a checkpoint folder or GGUF file, not a bundle."""
+    if folder.suffix.lower() == ".gguf":
+        return not folder.is_dir()
     return (folder / "config.json").exists() and not (folder / MANIFEST_FILE).exists()
 
 

@@ -1,0 +1,124 @@
+"""GGUF file: the metadata of a llama.cpp model file, checked for everything that cannot be loaded exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import MissingDependency
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # those whose logits the tests compare with the original model
+TENSOR_TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+)
+_PACKAGES = ("gguf", "accelerate")  # transformers needs both to load a GGUF file
+_HEAD_DIM_KEYS = ("attention.key_length", "attention.value_length")
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file without its tensor data."""
+
+    path: Path
+    architecture: str
+    metadata: Mapping[str, Any]  # arrays included
+    tensors: Mapping[str, str]  # type by name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value below `tokenizer.ggml.`."""
+        return self.metadata.get(f"tokenizer.ggml.{key}", default)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the metadata of a GGUF file; raise if its model cannot be loaded exactly."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise MissingDependency(
+            f"{path}: loading GGUF files needs the package {missing[0]}, which is not installed: pip install 'spaceport[gguf]'"
+        )
+    file = _read(path)
+    _check_architecture(file)
+    _check_tensors(file)
+    _check_metadata(file)
+    return file
+
+
+def head_dim(file: GgufFile) -> int:
+    """Size of an attention head; raise if keys, values and rotary embeddings have different sizes."""
+    metadata, arch = file.metadata, file.architecture
+    default = metadata[f"{arch}.embedding_length"] // metadata[f"{arch}.attention.head_count"]
+    size = int(metadata.get(f"{arch}.attention.key_length", default))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        stated = metadata.get(f"{arch}.{key}", size)
+        if stated != size:
+            raise CheckpointError(
+                f"{file.path}: {arch}.{key} is {stated}, the head size is {size}: expected equal sizes; export the original "
+                "checkpoint"
+            )
+    return size
+
+
+def _read(path: Path) -> GgufFile:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+        tensors = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    except (ValueError, KeyError, IndexError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: not a complete GGUF file ({error}): expected version 2 or 3; download or convert it again"
+        ) from error
+    return GgufFile(path, str(metadata.get("general.architecture")), metadata, tensors)
+
+
+def _check_architecture(file: GgufFile) -> None:
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise CheckpointError(f"{file.path}: general.type is {kind!r}: expected a model")
+    parts = file.metadata.get("split.count", 1)
+    if parts > 1:
+        raise CheckpointError(
+            f"{file.path}: one of {parts} parts: expected a single file; merge them with llama-gguf-split --merge"
+        )
+    if file.architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path}: architecture {file.architecture!r} is not supported in GGUF files: expected one of "
+            f"{', '.join(ARCHITECTURES)}; export the original checkpoint"
+        )
+
+
+def _check_tensors(file: GgufFile) -> None:
+    for name, kind in file.tensors.items():
+        if kind not in TENSOR_TYPES:
+            raise CheckpointError(
+                f"{file.path}: tensor {name} has type {kind}, which is not supported: expected one of "
+                f"{', '.join(TENSOR_TYPES)}; quantize the model to another type"
+            )
+
+
+def _check_metadata(file: GgufFile) -> None:
+    """Raise for hyperparameters that transformers ignores, such as RoPE scaling."""
+    mapping: Any = GGUF_CONFIG_MAPPING
+    known = {*mapping[file.architecture], *_HEAD_DIM_KEYS}
+    for key, value in file.metadata.items():
+        name = key.removeprefix(f"{file.architecture}.")
+        if name != key and name not in known and (name, value) != ("rope.scaling.type", "none"):
+            raise CheckpointError(
+                f"{file.path}: {key} is {value!r}, which cannot be loaded from GGUF files: expected a model without it; "
+                "export the original checkpoint"
+            )

@@ -1,0 +1,116 @@
+"""GGUF tokenizer: token ids equal those of the original tokenizer, and the file's metadata is verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import AutoTokenizer
+
+pytest.importorskip("gguf")
+
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.gguf_file import read_gguf
+from spaceport.exporter.gguf_tokenizer import _verify, end_tokens, gguf_tokenizer
+from spaceport.exporter.sar_config import CheckpointError
+from support.gguf_files import random_model, tokenizer_metadata, write_gguf
+from support.paths import TINY
+
+TEXTS = (
+    "Hello 1234 and 56",
+    "a   1",
+    "x = 22  # 3\n\n\tdef f(x):\n    return x's\n",
+    "  leading and trailing  ",
+    "Grüße, 中文 and 🎉!",
+    "user\n<|start|>assistant<|end|>",
+    "",
+)
+
+
+def metadata(tmp_path: Path, **changes: Any) -> Any:
+    named = {f"tokenizer.{key.replace('__', '.')}": value for key, value in changes.items()}
+    return read_gguf(write_gguf(tmp_path / "model.gguf", random_model(), changes=named))
+
+
+def test_tokenization_equals_the_original_tokenizer(tmp_path: Path) -> None:
+    original = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = gguf_tokenizer(metadata(tmp_path))
+    for text in TEXTS:
+        assert tokenizer(text).input_ids == original(text).input_ids, text
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "12"}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == original.apply_chat_template(turns, tokenize=False)
+    assert tokenizer.special_tokens_map == original.special_tokens_map
+
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def byte_level(*before: Any, own: bool) -> Any:
+    return pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)])
+
+
+@pytest.mark.parametrize(
+    ("pre", "splits", "words_first"),
+    [
+        ("gpt-2", byte_level(own=True), False),
+        ("smollm", byte_level(pre_tokenizers.Digits(individual_digits=True), own=True), False),
+        ("qwen2", byte_level(pre_tokenizers.Split(Regex(_WORDS + r"\p{N}" + _REST), "isolated"), own=False), False),
+        (
+            "llama-bpe",
+            byte_level(pre_tokenizers.Split(Regex(_WORDS + r"\p{N}{1,3}" + _REST), "isolated"), own=False),
+            True,
+        ),
+    ],
+    ids=["gpt-2", "smollm", "qwen2", "llama-bpe"],
+)
+def test_the_pre_tokenizer_is_the_one_that_the_file_names(
+    pre: str, splits: Any, words_first: bool, tmp_path: Path
+) -> None:
+    expected = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    expected.pre_tokenizer = splits
+    expected.model.ignore_merges = words_first
+    tokenizer = gguf_tokenizer(metadata(tmp_path, ggml__pre=pre))
+    for text in TEXTS:
+        assert tokenizer(text).input_ids == expected.encode(text).ids, text
+
+
+@pytest.mark.parametrize(("adds", "pre", "bos"), [(True, "gpt-2", [0]), (False, "gpt-2", []), (None, "llama-bpe", [0])])
+def test_bos_is_added_as_the_file_says(adds: bool | None, pre: str, bos: list[int], tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizer(metadata(tmp_path, ggml__add_bos_token=adds, ggml__pre=pre))
+    assert tokenizer("a").input_ids[:-1] == bos
+
+
+def test_every_end_token_of_the_file_ends_a_text(tmp_path: Path) -> None:
+    file = metadata(tmp_path, ggml__eot_token_id=3, ggml__eom_token_id=1)
+    assert end_tokens(file) == [1, 3]
+    assert open_checkpoint(file.path, TokenFlags()).tokens.end == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ggml__model": "llama"}, "tokenizer 'llama' is not supported in GGUF files: expected 'gpt2'"),
+        ({"ggml__pre": "strange"}, "pre-tokenizer 'strange' is not supported: expected one of llama3, "),
+        ({"ggml__pre": None}, "pre-tokenizer None is not supported"),
+        ({"ggml__add_eos_token": True}, "add_eos_token is true: expected false"),
+    ],
+)
+def test_an_unsupported_tokenizer_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        gguf_tokenizer(metadata(tmp_path, **changes))
+
+
+def test_a_tokenizer_that_differs_from_the_metadata_is_refused(tmp_path: Path) -> None:
+    file = metadata(tmp_path)
+    tokenizer = gguf_tokenizer(file)
+    _verify(file, tokenizer)
+    tokenizer.chat_template = "other"
+    with pytest.raises(CheckpointError, match=r"tokenizer.chat_template is 'other' after loading: expected "):
+        _verify(file, tokenizer)
+    tokenizer.chat_template = tokenizer_metadata()["tokenizer.chat_template"]
+    tokenizer.add_tokens(["another"])
+    with pytest.raises(CheckpointError, match=r"number of tokens is \d+ after loading: expected \d+"):
+        _verify(file, tokenizer)

@@ -1,0 +1,192 @@
+"""GGUF files: writes tiny models with the gguf package, as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from support.paths import TINY
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 64, 256, 4, 2, 16  # rows of 256 fit the blocks of K-quants
+CONTROL, NORMAL = 3, 1  # token types
+RANDOM_BLOCKS = {
+    "Q4_K": (256, 144),
+    "Q6_K": (256, 210),
+}  # weights and bytes per block; the package cannot quantize these
+_SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}  # offsets of the float16 scales in a block
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def random_model(family: str = "llama", tied: bool = True) -> PreTrainedModel:
+    """A seeded random model for the tiny tokenizer, with norms and biases that differ from their initial values."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(AutoTokenizer.from_pretrained(TINY)),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def gguf_name(name: str) -> str:
+    """The name of a tensor in a GGUF file."""
+    stem, _, kind = name.rpartition(".")
+    parts = stem.split(".")
+    if parts[:2] == ["model", "layers"]:
+        return f"blk.{parts[2]}.{_NAMES['.'.join(parts[3:])]}.{kind}"
+    return f"{_NAMES[stem]}.{kind}"
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key projection in llama.cpp's order: the two halves of a head alternate."""
+    order = [
+        head * HEAD_DIM + half * HEAD_DIM // 2 + index
+        for head in range(heads)
+        for index in range(HEAD_DIM // 2)
+        for half in range(2)
+    ]
+    rows: np.ndarray = weight[order]
+    return rows
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """The tensors of a model by their GGUF names, in llama.cpp's layout."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().numpy().astype(np.float32)
+        if model.config.model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = interleaved(weight, HEADS if "q_proj" in name else KV_HEADS)
+        found[gguf_name(name)] = weight
+    return found
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Random bytes of a K-quant with small finite scales."""
+    weights, size = RANDOM_BLOCKS[kind]
+    blocks = np.random.default_rng(seed).integers(0, 256, (shape[0] * shape[1] // weights, size), np.uint8)
+    for offset in _SCALES[kind]:
+        scale = np.random.default_rng(seed + 1).uniform(1e-4, 1e-3, len(blocks)).astype(np.float16)
+        blocks[:, offset : offset + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(shape[0], -1)
+
+
+def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Hyperparameters as llama.cpp's converter writes them."""
+    config, arch = model.config, model.config.model_type
+    values: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    if arch == "llama":
+        values |= {"vocab_size": config.vocab_size, "rope.dimension_count": HEAD_DIM}
+    return {f"{arch}.{key}": value for key, value in values.items()}
+
+
+def tokenizer_metadata(pre: str = "gpt-2") -> dict[str, Any]:
+    """The tiny tokenizer as llama.cpp's converter writes it."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    special = set(tokenizer.all_special_ids) | {
+        id for id, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [backend.id_to_token(token) for token in range(len(tokenizer))],
+        "tokenizer.ggml.token_type": [CONTROL if token in special else NORMAL for token in range(len(tokenizer))],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+
+
+def write_gguf(
+    file: Path,
+    model: PreTrainedModel,
+    types: Mapping[str, str] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """Write a model as a GGUF file.
+
+    `types` are tensor types by name, F32 otherwise. `changes` replace metadata; None removes an entry. `tensors` are added.
+    """
+    writer = GGUFWriter(file, model.config.model_type)
+    values = {**metadata_of(model), **tokenizer_metadata(), **(changes or {})}
+    for key, value in values.items():
+        _add(writer, key, value)
+    for seed, (name, weight) in enumerate({**stored_tensors(model), **(tensors or {})}.items()):
+        kind = (types or {}).get(name, "F32")
+        if kind in RANDOM_BLOCKS:
+            writer.add_tensor(name, random_blocks(kind, weight.shape, seed), raw_dtype=GGMLQuantizationType[kind])
+        elif kind == "F32":
+            writer.add_tensor(name, weight)
+        else:
+            wanted = GGMLQuantizationType[kind]
+            writer.add_tensor(name, quants.quantize(weight, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)

@@ -1,1 +1,1 @@
-"""Decode: one step of every request over an engine: plan, run, verify, keep."""
+"""Decode: decode steps of requests on an engine: plan, run, verify, keep."""

@@ -1,7 +1,7 @@
-"""Acceptance: how probable it is that draft tokens are accepted, by their source and depth.
+"""Acceptance: learned probabilities that draft tokens are accepted, by source and depth.
 
-Every written token says whether each source had predicted it, whether or not it was drafted. So nothing has to be tried
-in order to be known, but for mask slots that are not used.
+Every generated token shows whether each source had predicted it, also if it was not drafted. Only mask slots have to be
+fed to be measured.
 """
 
 from __future__ import annotations
@@ -12,36 +12,40 @@ from itertools import accumulate, takewhile
 
 from spaceport.runtime.decode.draft import Candidates
 
-_FIRST, _LATER = 0.7, 0.85  # of mask slots before anything is known: the first, and each behind one that was right
-_NEW = 0.1  # least weight of a step in an average
-_HOPE = 0.5  # of the way back to their first probabilities that mask slots have at the beginning of a request
-_PRIOR = 3  # steps that what is known at the beginning counts for
-_RETRY = 0.01  # how fast mask slots that are not used get their first probability back, so that they are tried again
+_FIRST, _LATER = 0.7, 0.85  # initial probabilities of mask slots: of the first, and of each behind an accepted one
+_NEW = 0.1  # minimum weight of a step in an average
+_HOPE = 0.5  # how far mask slots start back towards their initial probabilities in a new request
+_PRIOR = 3  # steps that the initial values count for
+_RETRY = 0.01  # share per step by which unused mask slots return to their initial probability, to be tried again
 _LEAST_RETRY = 0.0005
 _LEAST_TRUST, _MOST_TRUST = 0.1, 1.5
-_COPIED = (4, 16)  # looked-up tokens in a row that were right: few, many
-# Of prompt lookup behind 2, 3 or 4 equal tokens, and behind few or many looked-up tokens in a row that were right.
+_COPIED = (4, 16)  # accepted tokens of prompt lookup in a row: few, many
+# Initial probabilities of prompt lookup: after 2, 3 or 4 matching tokens, and after few or many accepted ones in a row.
 _LOOKUP = (0.3, 0.45, 0.6, 0.85, 0.95)
-_MASKS_SEEN, _TRUST_SEEN, _LOOKUP_SEEN = 0, 2, 3  # averages, by how much each has seen
+_MASKS_SEEN, _TRUST_SEEN, _LOOKUP_SEEN = 0, 2, 3  # indices into `seen`
 
 
 @dataclass
 class Acceptance:
-    """Probabilities of acceptance; each is a moving average over the steps of one request, or of all that share it."""
+    """Acceptance probabilities; each is a moving average over the steps of one request, or of all that share it."""
 
-    # By depth: how often mask slots added that many tokens to what prompt lookup had. Apart for texts that are copied.
+    # By depth: how often mask slots added that many tokens to those of prompt lookup; second list: while text is copied.
     masks: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    promised: list[float] = field(default_factory=list)  # by depth: probability that the mask slots gave to their token
-    accepted: list[float] = field(default_factory=list)  # by depth: how often it was right, behind one that was right
+    promised: list[float] = field(
+        default_factory=list
+    )  # by depth: probability that mask slots gave to their best token
+    accepted: list[float] = field(
+        default_factory=list
+    )  # by depth: how often that token was accepted, behind an accepted one
     lookup: list[float] = field(default_factory=lambda: list(_LOOKUP))  # by kind of match
     retry: float = _RETRY
     seen: list[int] = field(default_factory=lambda: [0] * (_LOOKUP_SEEN + len(_LOOKUP)))  # steps, by average
 
     def copy(self) -> Acceptance:
-        """What a request starts with.
+        """A copy that a new request starts with.
 
-        Mask slots start half way between what was seen and their first probabilities: texts in which they are right stand
-        beside texts in which they are not, and a trial costs little. Another thread may be learning meanwhile.
+        Mask slots start half way back to their initial probabilities: how well they predict differs between texts, and a
+        trial costs little. Another thread may change the original meanwhile.
         """
         accepted = list(self.accepted)
         first, copying = ([rate + _HOPE * max(0.0, _first(i) - rate) for i, rate in enumerate(m)] for m in self.masks)
@@ -62,20 +66,19 @@ class Acceptance:
         return list(accumulate(masks, min))
 
     def trust(self, depth: int) -> float:
-        """What the probabilities that mask slots give at a depth have to be multiplied with to be true."""
+        """Factor that corrects the probabilities that mask slots give at a depth."""
         if depth >= len(self.accepted):
             return self.trust(depth - 1) if depth else 1.0
         return min(_MOST_TRUST, max(_LEAST_TRUST, self.accepted[depth] / self.promised[depth]))
 
     def lookup_probabilities(self, equal: int, copied: int, count: int) -> list[float]:
-        """The probability of each looked-up token behind right ones; `equal` and `copied` as for `learn_lookup`."""
+        """Acceptance probability of each lookup token behind accepted ones; see `learn_lookup` for `equal` and `copied`."""
         return [self.lookup[_kind(equal + depth, copied + depth)] for depth in range(count)]
 
     def learn_lookup(self, lookup_tokens: Sequence[int], written: Sequence[int], equal: int, copied: int) -> int:
-        """Learn from the written tokens of a step; the number of looked-up tokens that were right.
+        """Learn from the tokens that a step generated; returns the number of correct lookup tokens.
 
-        `equal` is how many tokens before them were the same in both places, `copied` how many of these had been looked up
-        and were right.
+        `equal` is the number of matching tokens before them, `copied` how many of these were correct lookup tokens.
         """
         right = _common(lookup_tokens, written)
         for depth in range(min(right + 1, len(lookup_tokens), len(written))):
@@ -91,7 +94,7 @@ class Acceptance:
         copying: bool,
         steps: int = 1,
     ) -> None:
-        """Learn from the written tokens of a step; `looked_up` is how many of them prompt lookup had as well.
+        """Learn from the tokens that a step generated; `lookup_tokens` is how many of them prompt lookup predicted too.
 
         `steps` counts the step and those before it from which nothing was learned.
         """
@@ -123,13 +126,13 @@ class Acceptance:
             self.retry = _RETRY if added > 0 else max(_LEAST_RETRY, self.retry * 0.9)
 
     def _weight(self, average: int) -> float:
-        """The weight of the step that an average sees now: the first ones count more."""
+        """The weight of the next step in an average: the first steps count more."""
         self.seen[average] += 1
         return max(_NEW, 1 / (self.seen[average] + _PRIOR))
 
 
 def is_copying(copied: int) -> bool:
-    """Whether a text is being copied, by the number of looked-up tokens in a row that were right."""
+    """Whether text is being copied, by the number of correct lookup tokens in a row."""
     return copied >= _COPIED[0]
 
 
@@ -144,7 +147,7 @@ def _kind(equal: int, copied: int) -> int:
 
 
 def _common(tokens: Sequence[int], written: Sequence[int]) -> int:
-    """How many tokens at the beginning are the same."""
+    """Length of the common prefix."""
     for index, (token, other) in enumerate(zip(tokens, written, strict=False)):
         if token != other:
             return index

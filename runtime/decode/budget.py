@@ -1,34 +1,34 @@
-"""Budget: what a request may still spend on drafts and on planning them, as a small share of its time."""
+"""Budget: the time that a request may lose to drafts and to planning them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
-SHARE = 0.01  # of the time of plain decoding, that drafts may lose
-CREDIT = 2.5  # plain steps that they may lose at the beginning
-_REST, _TRY = 0.3, 0.6  # plain steps: with less, mask slots rest; with more, they are tried again
+SHARE = 0.01  # of the time of plain decoding that drafts may cost
+CREDIT = 2.5  # plain steps that drafts may cost at the start of a request
+_REST, _TRY = 0.3, 0.6  # plain steps: mask slots pause below the first, and are tried again above the second
 
 
 class DraftBudget:
-    """The time that drafts have saved a request, plus what they may lose, in plain steps; it never falls below 0."""
+    """The time that drafts have saved a request plus their allowance, in plain steps; never below 0."""
 
     def __init__(self) -> None:
         self.left = CREDIT
         self._resting = False
 
     def rows(self, times: Sequence[float]) -> int:
-        """The most rows of a step that can be paid for if nothing is accepted; `times` are of 1, 2, ... rows."""
+        """Maximum rows that the budget can pay for if nothing is accepted; `times` are those of 1, 2, ... rows."""
         return max(1, bisect_right(times, times[0] + self.left + SHARE))
 
     @property
     def allows_masks(self) -> bool:
-        """Whether mask slots may be fed: what is left when they have lost is kept for tokens that are at hand."""
+        """Whether mask slots may be fed; below a limit, the budget is reserved for draft tokens that already exist."""
         self._resting = self.left < (_TRY if self._resting else _REST)
         return not self._resting
 
     def spend(self, time: float, tokens: int) -> None:
-        """Note a step that took this time and wrote this many tokens."""
+        """Account for a step that took this time, in plain steps, and generated this many tokens."""
         self.left = max(0.0, self.left + tokens * (1 + SHARE) - time)
 
 
@@ -37,10 +37,10 @@ _LONGEST_PAUSE = 16  # steps
 
 
 class PlanningPause:
-    """Steps that a request takes without planning a draft, while the plans of earlier steps were all empty.
+    """Number of steps that a request takes without planning a draft, after plans that were all empty.
 
     A pause doubles with each empty plan, until planning takes no more than `SHARE` of the time. It is short where steps are
-    long: planning costs a large model nothing that matters.
+    long: for a large model planning takes a negligible share.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class PlanningPause:
         self._length = 0
 
     def skip(self) -> None:
-        """Note a step without a plan."""
+        """Count a step without a plan."""
         self.remaining -= 1
         self.skipped += 1
 
     def planned(self, rows: int, plain_seconds: float) -> None:
-        """Note a plan with this many rows; a plain step of this request takes `plain_seconds`."""
+        """Set the next pause after a plan with this many rows; a plain step takes `plain_seconds`."""
         longest = min(_LONGEST_PAUSE, int(PLANNING_SECONDS / (SHARE * plain_seconds)))
         self._length = min(longest, max(1, 2 * self._length)) if rows == 1 else 0
         self.remaining, self.skipped = self._length, 0

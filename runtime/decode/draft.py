@@ -1,4 +1,4 @@
-"""Draft: the candidates of a step as a tree, and how many masks stand behind each of its nodes."""
+"""Draft: the candidates of a step as a tree, and the number of mask slots behind each node."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 from spaceport.graphs.contract.faults import OptionFault
 
 Shape = Literal["chain", "tree"]
-Source = Literal["mask", "lookup", "both"]  # who proposed a candidate
+Source = Literal["mask", "lookup", "both"]  # what proposed a candidate
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a mask slot says comes at one place: its likeliest tokens, best first, and how likely each of them is."""
+    """Candidates for one position from a mask slot: its most probable tokens, best first, with their probabilities."""
 
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
@@ -22,13 +22,13 @@ class Candidates:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """How the threads of a request draft; it changes how long a text takes and never what it is."""
+    """Limits of the drafts of a request; they change its speed and never its output."""
 
-    mask_slots: int = 0  # most mask slots behind a node
+    mask_slots: int = 0  # maximum mask slots behind a node
     shape: Shape = "tree"
-    rows: int = 24  # most rows of a thread in a step; a chain has (mask_slots + 1)²
-    siblings: int = 3  # most candidates for one place, whoever proposed them; 1: the draft is one line
-    lookup: int = 0  # most tokens that are looked up in the text so far; 0: none are
+    rows: int = 24  # maximum rows of a thread in a step of a tree; a chain has (mask_slots + 1)²
+    siblings: int = 3  # maximum candidates for one position, of all sources; 1: the draft is a chain
+    lookup: int = 0  # maximum tokens from prompt lookup; 0: no prompt lookup
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0)):
@@ -39,7 +39,7 @@ class DraftConfig:
 
     @property
     def candidates(self) -> int:
-        """How many tokens of each mask slot are of use."""
+        """Number of candidates to take from each mask slot."""
         return 1 if self.shape == "chain" else self.siblings
 
 
@@ -51,29 +51,29 @@ class Draft:
     parents: tuple[int, ...] = ()  # node before each candidate
     masks: tuple[int, ...] = (0,)  # mask slots behind each node
     sources: tuple[Source, ...] = ()  # of each candidate
-    probabilities: tuple[float, ...] = ()  # that each candidate is accepted, as far as it was thought about
-    worth: tuple[float, ...] = ()  # tokens that 1, 2, ... rows are worth, the best rows first; empty: that is not known
-    order: tuple[int, ...] = ()  # of the rows behind the first: the node of a mask slot, or -1 for a candidate
+    probabilities: tuple[float, ...] = ()  # estimated acceptance probability of each candidate; empty in a chain
+    worth: tuple[float, ...] = ()  # expected tokens of 1, 2, ... rows, the best rows first; empty: unknown
+    order: tuple[int, ...] = ()  # of the rows after the first: the node of a mask slot, or -1 for a candidate
 
     @property
     def rows(self) -> int:
         return 1 + len(self.tokens) + sum(self.masks)
 
     def cut(self, rows: int) -> Draft:
-        """Its best rows, `rows` at most; a draft whose rows have no order stays whole."""
+        """The draft with its best rows only, at most `rows`; a draft without an order of rows is not cut."""
         if not self.order or rows >= self.rows:
             return self
         masks = list(self.masks)
         for node in self.order[rows - 1 :]:
             if node >= 0:
                 masks[node] -= 1
-        kept = self.order[: rows - 1].count(-1)
+        count = self.order[: rows - 1].count(-1)
         return Draft(
-            self.tokens[:kept],
-            self.parents[:kept],
-            tuple(masks[: kept + 1]),
-            self.sources[:kept],
-            self.probabilities[:kept],
+            self.tokens[:count],
+            self.parents[:count],
+            tuple(masks[: count + 1]),
+            self.sources[:count],
+            self.probabilities[:count],
             self.worth[:rows],
             self.order[: rows - 1],
         )
@@ -84,10 +84,10 @@ _MASK: Source = "mask"
 
 
 def chain(candidates: Sequence[int], mask_slots: int, remaining: int, rows: int | None = None) -> Draft:
-    """SPACE's draft: one line of candidates, and the same number of mask slots behind every node.
+    """SPACE's draft: a chain of candidates, and the same number of mask slots behind every node.
 
-    `room` is how many tokens the text may still grow by: what could only be written beyond it is not drafted. `rows` is
-    how many rows there may be, that of the last known token among them.
+    `remaining` is the number of tokens that the thread may still generate; nothing is drafted beyond it. `rows` is the
+    maximum number of rows, that of the last known token included.
     """
     tokens = tuple(candidates[: max(0, remaining - 1)])
     if rows is not None:

@@ -1,4 +1,4 @@
-"""Drafter: where the draft of a thread comes from; a new source of draft tokens is one more of these."""
+"""Drafter: the protocol of draft sources, and its implementations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spaceport.runtime.decode.planner import DraftPlanner, Sharing, Wish
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decode.tree import Curve, Outlook, tree
 
-_MOVED = 0.03  # change of a probability that is worth a round of value iteration
-_FEW_ROUNDS = 2  # for a request that goes on from what others have solved
+_MOVED = 0.03  # change of a probability that starts another round of value iteration
+_FEW_ROUNDS = 2  # for a request that starts from a solution of others
 _ROUND_SECONDS = 0.005  # of decoding for each round, which takes 0.1 ms: 2 % of the time
-_SHARE_EVERY = 4  # steps; what requests share changes slowly
+_SHARE_EVERY = 4  # steps between updates of what requests share; it changes slowly
 _PACE = 0.1  # weight of a step in the average of tokens and time
 
 
@@ -27,16 +27,16 @@ class Drafter(Protocol):
     """Proposes the draft of each thread of a request, and learns from what was accepted."""
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
-        """A draft for a thread that may write `remaining` more tokens, of at most `rows` rows with its last token.
+        """A draft for a thread that may generate `remaining` more tokens; at most `rows` rows, its last token included.
 
         Also called while a prompt is fed in chunks; such a draft is not used unless the chunk is the last one.
         """
 
     def learn(self, part: Part, verdict: Verdict) -> None:
-        """Note which draft tokens of a step were accepted.
+        """Learn which draft tokens of a step were accepted.
 
-        `part.draft` is the draft that was fed, an empty one for a chunk of a prompt; `part.thread` still has the guesses
-        of the step before, of which the draft was made.
+        `part.draft` is the draft that was fed, an empty one for a chunk of a prompt; `part.thread` still has the
+        candidates of the previous step, from which the draft was made.
         """
 
 
@@ -51,7 +51,7 @@ class ChainDrafter:
         return chain([candidate.tokens[0] for candidate in thread.candidates], self._mask_slots, remaining, rows)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
-        """A chain has one shape, whatever was accepted."""
+        """A chain always has the same shape."""
 
 
 class PlainDrafter:
@@ -61,16 +61,16 @@ class PlainDrafter:
         self._rows, self._planner = draft_config.rows, planner
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
-        if sharing.call is not None and sharing.fills_up:  # the drafts of other requests make its steps longer
+        if sharing.call is not None and sharing.fills_up:  # its rows are padded to those of requests with drafts
             sharing.call.wishes.append(Wish((1.0,), self._planner.curve(self._rows, sharing).times, 1.0, 0.0))
         return PLAIN
 
     def learn(self, part: Part, verdict: Verdict) -> None:
-        """There is nothing to learn."""
+        """Plain decoding learns nothing."""
 
 
 class TreeDrafter:
-    """The tree of mask-slot predictions and prompt lookup that writes the most tokens in the same time."""
+    """The draft tree of mask slots and prompt lookup that is expected to generate the most tokens per time."""
 
     def __init__(self, draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable) -> None:
         self._draft_config, self._planner, self._kind = draft_config, planner, kind
@@ -80,13 +80,13 @@ class TreeDrafter:
         self._budget = DraftBudget()
         self._pause = PlanningPause()
         self._skipped = 0  # steps without a plan before the last plan
-        self._least = 0.0  # tokens that a row of draft has to be worth, as of the last plan
-        self._tokens = self._time = 1.0  # of a step, on average
+        self._least = 0.0  # minimum expected tokens of a draft row, as of the last plan
+        self._tokens = self._time = 1.0  # of a step: moving averages
         self._steps = 0
-        self._next_round = 0.0  # step from which on there may be another round of value iteration
+        self._next_round = 0.0  # first step at which another round of value iteration may run
         self._planned: dict[tuple[int, ...], _Planned] = {}  # by thread
-        self._copied: dict[tuple[int, ...], int] = {}  # by thread: looked-up tokens in a row that were right
-        # By threads, requests and whether a text is copied: with what the last round of value iteration knew.
+        self._copied: dict[tuple[int, ...], int] = {}  # by thread: correct lookup tokens in a row
+        # By threads, requests and whether text is copied: the solution, and the inputs of its last round.
         self._long_runs: dict[tuple[int, int, bool], tuple[LongRun, list[float], Curve]] = {}
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
@@ -108,7 +108,7 @@ class TreeDrafter:
         return self._plan(thread, draft_config, remaining, rows, planned)
 
     def _plan(self, thread: Thread, draft_config: DraftConfig, remaining: int, rows: int, planned: _Planned) -> Draft:
-        """The draft that is worth the most."""
+        """The draft with the highest expected gain."""
         curve, sharing, lookup_tokens, equal, copied, _ = planned
         acceptance = self._acceptance
         long_run = self._long_run(curve, sharing, is_copying(copied))
@@ -152,14 +152,14 @@ class TreeDrafter:
         self._skipped = 0
 
     def _pauses(self, lookup_tokens: Sequence[int], equal: int, sharing: Sharing) -> bool:
-        """Whether this step goes without a plan: the last plans were empty, and no probable token was looked up."""
+        """Whether to skip planning: the last plans were empty, and prompt lookup has no probable token."""
         if not self._pause.remaining or sharing.threads > 1:
             return False
         if lookup_tokens:
             (probability,) = self._acceptance.lookup_probabilities(equal, 0, 1)
             if probability > self._least * (
                 1 - probability
-            ):  # of a long chain, all further tokens as probable as the first
+            ):  # value of a long chain whose tokens are all as probable as the first
                 return False
         self._pause.skip()
         return True
@@ -169,7 +169,7 @@ class TreeDrafter:
             sharing.call.wishes.append(Wish(draft.worth or (1.0,), curve.times, rate, self._budget.left))
 
     def _long_run(self, curve: Curve, sharing: Sharing, copying: bool) -> LongRun:
-        """The long run of threads that share a step in this way, improved from time to time."""
+        """The long-run values for threads that share a step in this way, improved from time to time."""
         mask_slots = self._draft_config.mask_slots
         key = (sharing.threads, sharing.requests, copying)
         shared_key = (self._kind, mask_slots, *key)
@@ -193,17 +193,17 @@ class TreeDrafter:
 
 
 class _Planned(NamedTuple):
-    """What a draft was planned with."""
+    """The inputs of a planned draft."""
 
     curve: Curve
     sharing: Sharing
     lookup_tokens: Sequence[int]
-    equal: int  # tokens before the looked-up ones that are the same in both places
-    copied: int  # looked-up tokens in a row that were right
-    paused: bool = False  # there was no plan
+    equal: int  # number of matching tokens before the lookup tokens
+    copied: int  # correct lookup tokens in a row before this step
+    paused: bool = False  # planning was skipped
 
     def time(self, rows: int) -> float:
-        """The share of a step in which a thread had this many rows, in plain steps."""
+        """Time of a step with this many rows of the thread, its share of the call, in plain steps."""
         call = self.sharing.call
         if self.sharing.fills_up and call is not None:
             rows = max(rows, call.width or 1)

@@ -1,4 +1,4 @@
-"""Events: what the decode loop reports of a request's threads while they write."""
+"""Events: what the decode loop reports about the threads of a request."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from spaceport.runtime.decode.threads import Thread
 
 
 class Listener(Protocol):
-    """Receives the tokens that the threads of a request write, and decides where a stop string ends them."""
+    """Receives the generated tokens of a request's threads, and decides where a stop string ends them."""
 
     def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
-        """A thread has one more token; returns whether its text ends with it."""
+        """Called after each generated token; returns whether the thread ends with it."""
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
-        """A child thread begins behind the [Fork] that its parent has just written."""
+        """Called when a child thread starts at the [Fork] that its parent has just generated."""
 
     def on_end(self, thread: Thread) -> None:
-        """A thread has ended."""
+        """Called when a thread has ended."""
 
     def is_cut_off(self, thread: Thread) -> bool:
-        """Whether everything that the thread may still write comes after a stop string."""
+        """Whether all further text of the thread would come after a stop string."""
 
 
 class NullListener:
@@ -40,12 +40,12 @@ class NullListener:
         return False
 
 
-# A token of a thread and whether it was drafted; a child thread that begins; None: the thread has ended.
+# A thread, what happened (a token, a child thread that starts, None: it ended), and whether a token was drafted.
 Event = tuple[Thread, int | Thread | None, bool]
 
 
 class EventLog:
-    """A listener that keeps the events for one that runs elsewhere; it ends no text."""
+    """A listener that stores events for another one to replay; it never ends a thread."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -75,7 +75,7 @@ class EventLog:
 
 
 def replay(events: Iterable[Event], listener: Listener) -> None:
-    """Report logged events to a listener, which sees threads as they are by now."""
+    """Report stored events to a listener; it sees the threads in their current state."""
     for thread, what, drafted in events:
         if what is None:
             listener.on_end(thread)

@@ -1,11 +1,11 @@
-"""Long run: what draft tokens at hand are worth when every later step is planned as well as it can be.
+"""Long run: the value of available draft tokens when all later steps are planned optimally.
 
-The mask slots of a step give the draft tokens of the next one, so a step is worth the tokens that it writes and the
-draft tokens that it leaves behind. Their worth is found by value iteration on a small model: its state is the number
-of draft tokens at hand, in a chain; an action verifies some of them and puts mask slots behind each; its reward is the
-expected number of tokens less what the same time yields otherwise.
+The mask slots of a step provide the draft tokens of the next one. The value of a step is therefore the tokens that it
+generates plus the value of the draft tokens that it leaves. Value iteration on a small model computes it: the state is
+the number of available draft tokens, in a chain; an action verifies some of them and puts mask slots behind each; the
+reward is the expected number of tokens less what the same time yields otherwise.
 
-Plain lists and no arrays: a round runs between two engine calls, which leave nothing of NumPy in the caches.
+Lists instead of arrays: a round runs between two engine calls, which evict NumPy's code from the caches.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-_ROUNDS = 60  # of value iteration; it converges in fewer
-_CLOSE = 1e-3  # relative change of the rate that is none
+_ROUNDS = 60  # of value iteration; fewer are enough to converge
+_CLOSE = 1e-3  # relative change of the rate that counts as none
 
 
 class PlannedStep(NamedTuple):
-    """The best step for a number of draft tokens at hand."""
+    """The best step for a number of available draft tokens."""
 
     at_hand: int
     masks: tuple[int, ...]  # mask slots behind the last known token, and behind each draft token that is verified
-    tokens: float  # that the step writes, on average
+    tokens: float  # expected tokens that the step generates
     time: float
 
     @property
@@ -35,25 +35,27 @@ class PlannedStep(NamedTuple):
 class _Best(NamedTuple):
     """The best step that verifies a number of draft tokens."""
 
-    value: float  # tokens, with the worth of those left at hand, less what the time yields otherwise
-    mask_slots: int  # in all
+    value: float  # expected tokens, plus the value of the draft tokens left, less what the time yields otherwise
+    mask_slots: int  # in total
     time: float
 
 
 @dataclass
 class LongRun:
-    """The best rate of tokens, and the worth of draft tokens at hand at that rate; improved round by round."""
+    """The best token rate, and the value of available draft tokens at that rate; improved round by round."""
 
     mask_slots: int
-    rate: float = 0.0  # tokens for the unit of time of the curves; 0: nothing is known yet
-    gains: list[float] = field(default_factory=list)  # tokens; worth of the first, the second, ... draft token at hand
+    rate: float = 0.0  # tokens per unit of time of the curves; 0: unknown
+    gains: list[float] = field(
+        default_factory=list
+    )  # tokens; value of the first, the second, ... available draft token
     settled: bool = False  # the last round changed nothing
 
     def __post_init__(self) -> None:
         self.gains = self.gains or [0.0] * self.mask_slots
 
     def copy(self) -> LongRun:
-        """The same, to be improved on its own."""
+        """A copy that is improved separately."""
         return replace(self, gains=list(self.gains))
 
     def solve(self, curve: Sequence[float], reach: Sequence[float], rounds: int = _ROUNDS) -> LongRun:
@@ -68,11 +70,11 @@ class LongRun:
         """One round of value iteration.
 
         `curve` is the time of a step by its rows, 1 row first. `reach` is the probability that the first, the first two,
-        ... draft tokens from mask slots are all accepted; it falls.
+        ... draft tokens from mask slots are all accepted, in falling order.
         """
         self.rate = self.rate or 1 / curve[0]
         steps = self._steps(curve, reach)
-        worth = list(accumulate((step.value for step in steps), max))  # verifying fewer than there are is allowed
+        worth = list(accumulate((step.value for step in steps), max))  # verifying fewer than available is allowed
         rate = max(self.rate + worth[0] / steps[0].time, 1 / curve[0])
         gains = _concave([0.0, *accumulate(min(b - a, 1.0) for a, b in pairwise(worth))])
         changed = max((abs(a - b) for a, b in zip(gains, self.gains, strict=True)), default=0.0)
@@ -80,7 +82,7 @@ class LongRun:
         self.rate, self.gains = rate, gains
 
     def policy(self, curve: Sequence[float], reach: Sequence[float]) -> list[PlannedStep]:
-        """The best step for each number of draft tokens at hand, from none on."""
+        """The best step for each number of available draft tokens, from 0 on."""
         steps, policy = self._steps(curve, reach), []
         for at_hand in range(self.mask_slots + 1):
             verified = max(range(at_hand + 1), key=lambda count: steps[count].value)
@@ -91,7 +93,7 @@ class LongRun:
         return policy
 
     def _steps(self, curve: Sequence[float], reach: Sequence[float]) -> list[_Best]:
-        """The best step by number of verified draft tokens; mask slots stand where they are worth the most."""
+        """The best step by number of verified draft tokens, with mask slots where their value is highest."""
         steps, tokens = [], 1.0
         for verified in range(min(self.mask_slots, len(curve) - 1) + 1):
             tokens += reach[verified - 1] if verified else 0.0
@@ -114,10 +116,10 @@ def _last(reach: Sequence[float], verified: int) -> list[float]:
 
 
 def _concave(worth: Sequence[float]) -> list[float]:
-    """The steps of the lowest concave curve above a rising one.
+    """The slopes of the lowest concave curve above a rising one.
 
-    Where a few rows cost nearly as much as many, single draft tokens are worth nothing and several are worth a lot; a mask
-    slot then counts as its share of these.
+    Where a few rows cost nearly as much as many, one draft token has no value and several have a high one; each then gets
+    its share of it.
     """
     steps: list[float] = []
     at = 0

@@ -1,38 +1,38 @@
-"""Lookup: what followed the last words of a text where they stood before."""
+"""Prompt lookup: n-gram candidates from the prompt and the text so far."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LONGEST, _SHORTEST = 4, 2  # words that have to be the same; a single one says too little about what follows it
+_LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
 
 
 class Lookup:
-    """The last place of every few tokens in a row; what followed them there is proposed to follow them again."""
+    """The last position of each n-gram of a thread; what followed it there is proposed to follow it again."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], int] = {}  # tokens -> place of what followed them
-        self._known = 0  # tokens of the text that are in it
+        self._positions: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
+        self._known = 0  # tokens of the thread that are indexed
 
     def copy(self) -> Lookup:
-        """The same for a text that goes on otherwise from here."""
+        """A copy for a thread that continues differently from here."""
         other = Lookup()
-        other._places = self._places.copy()
+        other._positions = self._positions.copy()
         other._known = self._known
         return other
 
     def following(self, tokens: Sequence[int], most: int) -> tuple[Sequence[int], int]:
-        """What followed the last tokens of a text before, and how many of these are equal; nothing if they are new.
+        """Up to `most` tokens that followed the last n-gram before, and the length of that n-gram; (), 0 without a match.
 
-        The text may only have grown since it was last asked about.
+        Since the last call, tokens may only have been appended.
         """
         end = len(tokens)
         for position in range(max(1, self._known), end):
-            for words in range(_SHORTEST, min(_LONGEST, position) + 1):
-                self._places[tuple(tokens[position - words : position])] = position
+            for length in range(_SHORTEST, min(_LONGEST, position) + 1):
+                self._positions[tuple(tokens[position - length : position])] = position
         self._known = max(self._known, end)
-        for words in range(min(_LONGEST, end), _SHORTEST - 1, -1):
-            position = self._places.get(tuple(tokens[end - words :]), end)
+        for length in range(min(_LONGEST, end), _SHORTEST - 1, -1):
+            position = self._positions.get(tuple(tokens[end - length :]), end)
             if position < end:
-                return tokens[position : position + most], words
+                return tokens[position : position + most], length
         return (), 0

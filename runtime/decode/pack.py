@@ -1,4 +1,4 @@
-"""Pack: the planned rows of several requests as the arrays of one engine call, and its logits as those of each."""
+"""Pack: the planned rows of requests as the arrays of one engine call, and the logits of each request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spaceport.runtime.decode.plan import Plan, sees, within
 from spaceport.runtime.decode.request import ScheduledStep
 from spaceport.runtime.engine import Batch, Engine
 
-_NO_ROWS = np.zeros((1, 1), np.int64)  # a graph gives the logits of one row at least
+_NO_ROWS = np.zeros((1, 1), np.int64)  # a graph returns the logits of at least one row
 
 
 def pack(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
@@ -23,9 +23,9 @@ def pack(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
 
 
 def pack_many(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
-    """Arrays as wide as the widest plan.
+    """The arrays of a call with several threads or requests, padded to the widest plan.
 
-    Padding rows and padding requests see slot 0, write where nobody reads and are never read themselves.
+    Padding rows see slot 0, write to a slot that no row sees, and their results are not read.
     """
     signature = engine.signature
     first = call[0].engine_index
@@ -45,12 +45,12 @@ def pack_many(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
     if count > len(call) or len({step.plan.rows for step in call}) > 1:
         _pad(batch, engine)
     for step in call:
-        _place(batch, signature, step)
+        _fill(batch, signature, step)
     return batch
 
 
 def pack_one(signature: Signature, step: ScheduledStep) -> Batch:
-    """What `pack_many` makes of one thread of one request: nothing is padded, so the plan's own arrays serve."""
+    """The same as `pack_many` for one thread of one request: without padding, the plan's own arrays are used."""
     (part,) = step.plan.parts
     slots = step.request.slots
     mask = sees(step.plan, step.slots, visible_length(slots.height))
@@ -88,7 +88,7 @@ def _pad(batch: Batch, engine: Engine) -> None:
         batch.slot_ids[:] = np.arange(engine.capacity - rows, engine.capacity)
 
 
-def _place(batch: Batch, signature: Signature, step: ScheduledStep) -> None:
+def _fill(batch: Batch, signature: Signature, step: ScheduledStep) -> None:
     line, plan, rows = step.engine_index - batch.first, step.plan, step.plan.rows
     positions = plan.positions
     visible = batch.attention_mask.shape[-1]

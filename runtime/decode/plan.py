@@ -1,4 +1,4 @@
-"""Plan: the rows of a step; each row's parent is stored, what it sees is derived."""
+"""Plan: the rows of a step; each row's parent is stored, its visible slots are derived."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from spaceport.runtime.decode.threads import Thread
 
 NO_PARENT = -1
 _NO_ROWS = np.zeros(0, np.int64)
-_KEPT = 4  # known tokens of layouts that are kept: longer ones are a prompt's, large, and seldom the same
+_CACHED = 4  # maximum known tokens of cached layouts: those of prefill chunks are large and seldom repeat
 
 
 @dataclass(frozen=True)
 class Layout:
     """The shape of one thread's rows: known tokens in a chain, then the draft tree with its mask slots."""
 
-    parents: NDArray[np.int64]  # rows; NO_PARENT: hangs from what the thread holds already
-    offsets: NDArray[np.int64]  # rows; position less that of the first row
-    mask_depths: NDArray[np.int64]  # rows; place of a mask slot in its group from 0, or -1
+    parents: NDArray[np.int64]  # rows; NO_PARENT: the parent is the thread's last token in the KV cache
+    offsets: NDArray[np.int64]  # rows; position minus that of the first row
+    mask_depths: NDArray[np.int64]  # rows; index of a mask slot in its group, or -1
     mask_rows: NDArray[np.int64]  # the rows of mask slots
     candidates: NDArray[np.int64]  # the row of each candidate
     known: int  # rows of known tokens
     nodes: tuple[int, ...]  # row of each node of the draft: the last known token, then the candidates
     groups: tuple[tuple[int, ...], ...]  # rows of the mask slots behind each node
     ancestry: NDArray[np.bool_]  # rows x rows; True = the row or one of its ancestors
-    wanted: NDArray[np.int64]  # rows whose logits are wanted: the last known token and everything behind it
+    wanted: NDArray[np.int64]  # rows whose logits are needed: the last known token and everything after it
     drafted: tuple[int, ...]  # candidates at each depth
     slot_ranks: NDArray[
         np.int64
@@ -44,7 +44,7 @@ class Layout:
 
     @cached_property
     def slot_order(self) -> NDArray[np.int64]:
-        """The rows in the order in which slots are given to them."""
+        """The rows in the order in which they get slots."""
         return np.argsort(self.slot_ranks, kind="stable")
 
 
@@ -56,13 +56,15 @@ class Part(NamedTuple):
     layout: Layout
     tokens: NDArray[np.int64]  # rows
     positions: NDArray[np.int64]  # rows
-    complete: bool  # False while more of the prompt is to come: then no logits are wanted
-    anchor: int | None = None  # row of the plan, another thread's [Fork], that this part's first row hangs from
-    echo: int | None = None  # place from which on the logits of known tokens' rows are wanted too
+    complete: bool  # False for a prefill chunk that is not the last: no logits are needed
+    anchor: int | None = (
+        None  # row of the plan with another thread's [Fork] that is the parent of this part's first row
+    )
+    echo: int | None = None  # first position from which the logits of known tokens are needed too
 
     @property
     def rows_wanted(self) -> NDArray[np.int64]:
-        """The rows whose logits are wanted."""
+        """The rows whose logits are needed."""
         layout = self.layout
         if self.echo is None:
             return layout.wanted if self.complete else _NO_ROWS
@@ -71,12 +73,12 @@ class Part(NamedTuple):
 
     @property
     def wanted(self) -> int:
-        """How many rows' logits are wanted."""
+        """Number of rows whose logits are needed."""
         return self.rows_wanted.size
 
     @property
     def first_wanted(self) -> int:
-        """The first row whose logits are wanted, of a complete part."""
+        """The first row of a complete part whose logits are needed."""
         return self.layout.known - 1 if self.echo is None else int(self.rows_wanted[0])
 
 
@@ -104,8 +106,8 @@ class Plan:
     def slot_order(self) -> NDArray[np.int64]:
         """The rows in the order in which slots are given to them.
 
-        The most probable path comes first: if it is accepted, its rows stand where plain decoding puts them, and the sums
-        of later rows are taken in the same order.
+        The most probable path comes first. If it is accepted, its rows are in the slots of plain decoding, and later rows
+        add up in the same order.
         """
         if len(self.parts) == 1:
             return self.parts[0].layout.slot_order
@@ -115,9 +117,9 @@ class Plan:
 def plan_thread(
     thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anchor: int | None = None, echo: int | None = None
 ) -> Part:
-    """The next rows of a thread: a chunk of what it knows but has not fed and, behind the last of that, the draft.
+    """The next rows of a thread: a chunk of the known tokens that were not fed yet, and the draft behind the last of them.
 
-    With an anchor, the [Fork] that the thread hangs from is fed by that row and not by one of its own.
+    With an anchor, that row feeds the [Fork] that started the thread.
     """
     begin = thread.fed + (anchor is not None)
     pending = len(thread.tokens) - begin
@@ -137,8 +139,8 @@ def plan_thread(
 
 
 def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) -> Layout:
-    """The rows for `known` tokens and a draft of this shape, a node's mask slots right behind it."""
-    return (_kept_layout if known <= _KEPT else _layout)(known, draft_parents, masks)
+    """The rows of `known` tokens and a draft of this shape; the mask slots of a node follow it directly."""
+    return (_cached_layout if known <= _CACHED else _layout)(known, draft_parents, masks)
 
 
 def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) -> Layout:
@@ -193,13 +195,13 @@ def _first_path(draft_parents: tuple[int, ...]) -> frozenset[int]:
     return frozenset(path)
 
 
-_kept_layout = lru_cache(maxsize=1024)(_layout)
+_cached_layout = lru_cache(maxsize=1024)(_layout)
 
 
 def sees(plan: Plan, slots: NDArray[np.int64], visible: int) -> NDArray[np.bool_]:
-    """What each row of a plan may see, rows x visible: all that its thread holds, its ancestors and itself.
+    """Visibility mask of a plan, rows x visible: the slots of the row's thread, its ancestors and itself.
 
-    The first rows of a forked thread may hang from a [Fork] that its parent feeds in the same step.
+    The first rows of a child thread may have the [Fork] as parent that another thread feeds in the same step.
     """
     mask = np.empty((plan.rows, visible), np.bool_)
     first = 0
@@ -222,7 +224,7 @@ def within(
 
 
 def _ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
-    lines: list[int] = []  # of each row, a bit for itself and one for each of its ancestors
+    lines: list[int] = []  # a bit for each row itself and for each of its ancestors
     for row, parent in enumerate(parents):
         lines.append(1 << row | (0 if parent == NO_PARENT else lines[parent]))
     size = (len(lines) + 7) // 8

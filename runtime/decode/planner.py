@@ -1,4 +1,4 @@
-"""Planner: what the requests of a runtime share to plan their drafts: step costs, and what was accepted so far."""
+"""Planner: step costs and acceptance rates that the requests of a runtime share to plan their drafts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from spaceport.runtime.decode.long_run import LongRun
 from spaceport.runtime.decode.tree import Curve
 
 _MOST_CURVES = 4096
-_VISIBLE = 256  # visible KV slots are rounded up to multiples of this: each multiple has curves of its own
+_VISIBLE = 256  # visible KV slots are rounded up to multiples of this; each multiple has its own curve
 
 
 class Wish(NamedTuple):
-    """What a request would do with the rows of a call that it shares with others."""
+    """The value that a request gets from the rows of a call that it shares with others."""
 
-    worth: Sequence[float]  # tokens that 1, 2, ... rows are worth
-    times: Sequence[float]  # its share of the call, if all have 1, 2, ... rows, in plain steps
-    rate: float  # tokens that it writes otherwise in the time of a plain step
-    left: float  # plain steps of its budget
+    worth: Sequence[float]  # expected tokens of 1, 2, ... rows
+    times: Sequence[float]  # its share of the call if all requests have 1, 2, ... rows, in plain steps
+    rate: float  # tokens per plain step that it generates otherwise
+    left: float  # remaining budget in plain steps
 
 
 @dataclass
 class SharedCall:
-    """The requests that share an engine call, in which all are filled up to the rows of the widest."""
+    """The requests that share an engine call; all are padded to the rows of the widest."""
 
     requests: int = 1
     wishes: list[Wish] = field(default_factory=list)
-    width: int | None = None  # rows of the widest request, once that is decided
+    width: int | None = None  # rows of the widest request, once decided
 
     def decide(self, least: int = 1) -> None:
-        """Take the width that is worth the most for its time to all together, if their budgets can pay for it."""
+        """Set the width with the highest value for all requests together that their budgets can pay for."""
         wishes = self.wishes
         if self.requests == 1 or not wishes:
             return
@@ -52,11 +52,11 @@ class SharedCall:
 
 
 class Sharing(NamedTuple):
-    """Who takes part in a step, beside a thread that plans its draft."""
+    """What a thread shares a step with: threads of its request, other requests, visible slots."""
 
-    threads: int = 1  # of the request, the one that plans included
+    threads: int = 1  # live threads of the request
     visible: int = 1  # KV slots
-    call: SharedCall | None = None  # none: no other request takes part
+    call: SharedCall | None = None  # None: no other request takes part
 
     @property
     def requests(self) -> int:
@@ -64,23 +64,23 @@ class Sharing(NamedTuple):
 
     @property
     def fills_up(self) -> bool:
-        """Whether the rows of other requests decide about the rows of this thread."""
+        """Whether this thread's rows are padded to those of other requests."""
         return self.requests > 1 and self.threads == 1
 
 
 class DraftPlanner:
-    """Costs, acceptance and long-run worth, shared between requests; used by one thread at a time."""
+    """Step costs, acceptance rates and long-run values that requests share; used by one OS thread at a time."""
 
     def __init__(self, costs: StepCosts, *, repeatable: bool = False) -> None:
         self.costs = costs
-        self._repeatable = repeatable  # requests learn nothing from each other: each takes the same steps every time
+        self._repeatable = repeatable  # requests share nothing, so each takes the same steps every time
         self._curves: dict[tuple[int, ...], Curve] = {}
         self._version = -1  # of the costs that the curves were made of
         self._acceptance: dict[Hashable, Acceptance] = {}
         self._long_runs: dict[Hashable, LongRun] = {}
 
     def curve(self, most: int, sharing: Sharing) -> Curve:
-        """The share of a step by the rows of each thread, up to `most`, in plain steps, if all threads have as many."""
+        """A thread's share of a step if all threads have 1 to `most` rows, in plain steps."""
         threads, requests = sharing.threads, sharing.requests
         blocks = -(-sharing.visible // _VISIBLE)
         if self._version != self.costs.version or len(self._curves) >= _MOST_CURVES:
@@ -95,17 +95,17 @@ class DraftPlanner:
         return curve
 
     def acceptance(self, kind: Hashable) -> Acceptance:
-        """What all requests of a kind have learned so far: temperatures, for example, are kinds."""
+        """Acceptance rates that all requests of a kind have learned; each temperature is a kind, for example."""
         if self._repeatable:
             return Acceptance()
         return self._acceptance.setdefault(kind, Acceptance())
 
     def long_run(self, key: Hashable, mask_slots: int) -> LongRun:
-        """The last solution under a key, for a request to go on from; unsolved if there is none."""
+        """A copy of the last shared solution, for a request to start from; unsolved if there is none."""
         known = self._long_runs.get(key)
         return LongRun(mask_slots) if known is None else known.copy()
 
     def keep(self, key: Hashable, solution: LongRun) -> None:
-        """Share a solution."""
+        """Share a solution with later requests."""
         if not self._repeatable:
             self._long_runs[key] = solution

@@ -1,4 +1,4 @@
-"""Request: one generation under way: its threads, the KV slots that they hold, and what its steps cost."""
+"""Request: a running generation: its threads, their KV slots, and its statistics."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from spaceport.runtime.engine import CPU_COSTS, NO_MOVES, Moves
 
 @dataclass(frozen=True)
 class RequestConfig:
-    """What a request may write and how it drafts; fixed when it is admitted."""
+    """Limits, token selection and drafts of a request; fixed when it is admitted."""
 
     tokens: TokenIds
     selector: TokenSelector
-    max_length: int  # tokens of a thread, the prompt and everything before its forks included
-    max_total: int  # new tokens of all threads together; 0: the request ends when its prompt is in the KV cache
+    max_length: int  # maximum tokens of a thread, the prompt and its ancestors' tokens included
+    max_total: int  # maximum new tokens of all threads; 0: the request ends after prefill
     draft_config: DraftConfig = field(default_factory=DraftConfig)
     planner: DraftPlanner = field(default_factory=lambda: DraftPlanner(fixed_costs(CPU_COSTS.row)))
-    kind: Hashable = None  # requests of one kind share what they learn about acceptance
-    max_rows: int | None = None  # rows of a step that the engine takes; None: any number
-    max_threads: int = 1  # threads that write at the same time; the others are queued
-    echo: int | None = None  # index of the first prompt token whose logits observers see too
+    kind: Hashable = None  # requests of one kind share their acceptance rates
+    max_rows: int | None = None  # maximum rows of a step on this engine; None: any number
+    max_threads: int = 1  # maximum threads that decode at the same time; the others wait
+    echo: int | None = None  # position of the first prompt token whose logits observers get
     end: frozenset[int] = frozenset()
 
 
 class ScheduledStep(NamedTuple):
-    """What one request takes to a step: its rows, and the KV slots that they are written to."""
+    """One request in a step: its rows and their KV slots."""
 
     request: Request
-    engine_index: int  # of the request in the engine
+    engine_index: int  # index of the request in the engine
     plan: Plan
     slots: NDArray[np.int64]  # one for each row
 
 
 class VerifiedStep(NamedTuple):
-    """A step of one request after verification, before any row of it is kept or released."""
+    """A step of one request after verification, before rows are retained or released."""
 
     request: Request
     engine_index: int
@@ -62,21 +62,21 @@ class VerifiedStep(NamedTuple):
     logits: list[
         NDArray[np.float32]
     ]  # of the wanted rows of each part, valid until the next engine call; [] if unneeded
-    held: int  # KV slots held during the step
+    held: int  # KV slots in use during the step
     queued: tuple[Thread, ...]  # threads that waited during the step
     engine_seconds: float  # of the call that the step was part of
     outside_seconds: float  # spent on earlier steps of the request outside the engine
 
 
 class Observer(Protocol):
-    """Sees every step of a request with its verdicts, and with its logits unless its `needs_logits` is False."""
+    """Receives every step of a request with its verdicts, and with its logits unless its `needs_logits` is False."""
 
     def on_step(self, verified: VerifiedStep) -> None:
-        """Called once per verified step; what it needs is in the step, so observers may come in any order."""
+        """Called once for each verified step; observers may run in any order."""
 
 
 class Request:
-    """One generation under way."""
+    """A running generation."""
 
     def __init__(
         self,
@@ -92,49 +92,49 @@ class Request:
         root = new_thread(prompt, capacity, lookup=config.draft_config.lookup > 0)
         self.config = config
         self.slots = Slots(capacity, lowering)
-        self.threads = [root]  # all that there were
-        self.live = [root]  # those that take part in the next step
-        self.queue: list[Thread] = []  # those that wait for one of these to end
+        self.threads = [root]  # all threads, also ended ones
+        self.live = [root]  # threads in the next step
+        self.queue: list[Thread] = []  # threads that wait for one of these to end
         self.observers = tuple(observers)
         self.statistics = Statistics(prompt_tokens=len(prompt))
-        # whether the best tokens of each row serve it as well as all logits do
+        # whether the best tokens of each row are enough, without all logits
         self.selects = getattr(config.selector, "selects", False) and not (
             config.echo is not None or any(getattr(observer, "needs_logits", True) for observer in observers)
         )
         self._listener = listener or NullListener()
         self._drafter = drafter or drafter_for(config.draft_config, config.planner, config.kind)
-        self._written = 0  # tokens, of all threads
+        self._generated = 0  # tokens, of all threads
         self._prefilled = False
 
     @property
     def prefilling(self) -> bool:
-        """Whether it has written nothing yet: its next step feeds a chunk of the prompt."""
+        """Whether it has generated nothing yet: its next step feeds a prefill chunk."""
         return not self._prefilled
 
     @property
     def added(self) -> int:
-        """Tokens behind the prompt, in all threads, each [Child] included."""
-        return self._written + len(self.threads) - 1
+        """Number of tokens after the prompt in all threads, each [Child] included."""
+        return self._generated + len(self.threads) - 1
 
     @property
     def silent_rows(self) -> int:
-        """Prompt rows to feed before the first one whose logits are wanted."""
+        """Number of prompt rows before the first one whose logits are needed."""
         root, echo = self.threads[0], self.config.echo
         return max(0, (len(root.tokens) if echo is None else echo) - root.fed)
 
     def draft(self, prefill_rows: int, call: SharedCall | None = None) -> list[Draft]:
-        """The drafts of the live threads; one thread in a call with other requests gets as many rows as these agree on."""
+        """The drafts of the live threads; in a call with other requests, a single thread gets the rows that they agree on."""
         sharing = Sharing(len(self.live), self.slots.height, call)
         return [self._draft(thread, prefill_rows, sharing) for thread in self.live]
 
     def plan(self, prefill_rows: int, drafts: Sequence[Draft] | None = None) -> Plan:
-        """The rows of the next step, those of every live thread; none of them feeds more known tokens than this."""
+        """The rows of the next step for every live thread, each with at most `prefill_rows` known tokens."""
         drafts = self.draft(prefill_rows) if drafts is None else drafts
         if len(self.live) == 1 and not self.live[0].waits_for_fork:
             return Plan((self._part(self.live[0], drafts[0], prefill_rows, None),))
         parts: list[Part] = []
         first = 0
-        feeding: dict[tuple[int, ...], int] = {}  # thread that feeds nothing but its last token -> that row
+        feeding: dict[tuple[int, ...], int] = {}  # path of a thread that feeds one known token -> its row
         for thread, draft in zip(self.live, drafts, strict=True):
             anchor = feeding.get(thread.path[:-1]) if thread.waits_for_fork else None
             part = self._part(thread, draft, prefill_rows, anchor)
@@ -145,9 +145,9 @@ class Request:
         return Plan(tuple(parts))
 
     def keep(self, step: VerifiedStep) -> Moves:
-        """Hold the slots of kept rows, release those of rejected rows, write the tokens; what the engine has to move."""
-        kept: list[NDArray[np.int64]] = []
-        written: list[int] = []
+        """Retain the slots of accepted rows, release the others, and append the tokens; returns the slots to move."""
+        retained: list[NDArray[np.int64]] = []
+        generated: list[int] = []
         first = 0
         for part, verdict in zip(step.plan.parts, step.verdicts, strict=True):
             slots = step.slots[first : first + part.layout.rows]
@@ -159,27 +159,27 @@ class Request:
                 rejected[list(verdict.retained)] = False
                 self.slots.release(slots[rejected])
             self._feed(part, own)
-            written.append(self._write(part, verdict, own))
-            kept.append(own)
+            generated.append(self._append(part, verdict, own))
+            retained.append(own)
             self._prefilled = self._prefilled or bool(verdict.tokens)
-        self.statistics.add_step(step.plan, step.verdicts, written, step.held)
+        self.statistics.add_step(step.plan, step.verdicts, generated, step.held)
         self._advance_queue()
-        return self._settle(kept)
+        return self._settle(retained)
 
     def finish(self, ending: Ending) -> None:
-        """End every thread where it is."""
+        """End every thread at its current token."""
         for thread in (*self.live, *self.queue):
             self._end(thread, ending)
         self._advance_queue()
 
     def abandon(self) -> None:
-        """Release everything without reporting it: the request failed."""
+        """Release all slots of a request that failed, without reporting its threads as ended."""
         self.live, self.queue = [], []
         self.slots.clear()
 
     def _draft(self, thread: Thread, prefill_rows: int, sharing: Sharing) -> Draft:
         config, rows = self.config, max(1, STEP_ROWS // len(self.live))
-        if config.max_rows is not None:  # the end of a prompt takes rows that its draft then cannot have
+        if config.max_rows is not None:  # the last prompt rows and the draft share the limit
             known = min(len(thread.tokens) - thread.fed, prefill_rows)
             rows = max(1, min(rows, config.max_rows // len(self.live) - known + 1))
         remaining = min(config.max_length - len(thread.tokens), config.max_total - self.added)
@@ -189,7 +189,7 @@ class Request:
         return plan_thread(thread, draft, self.config.tokens, prefill_rows, anchor, self.config.echo)
 
     def _feed(self, part: Part, own: NDArray[np.int64]) -> None:
-        """Note which of a thread's tokens its kept rows have put into the KV cache, also for the threads that share them."""
+        """Mark a thread's retained rows as fed and visible, also in child threads that share them."""
         thread = part.thread
         thread.sees[own] = True
         begin = int(part.positions[0])
@@ -203,12 +203,12 @@ class Request:
                 child.sees[slot] = True
                 child.fed += 1
 
-    def _write(self, part: Part, verdict: Verdict, own: NDArray[np.int64]) -> int:
-        """Add tokens one by one, as plain decoding would, so that the text ends where it would; the number added."""
+    def _append(self, part: Part, verdict: Verdict, own: NDArray[np.int64]) -> int:
+        """Append tokens one by one, so that limits apply as in plain decoding; returns the number appended."""
         thread, config = part.thread, self.config
-        self._drafter.learn(part, verdict)  # before the guesses that the draft was made of are replaced
+        self._drafter.learn(part, verdict)  # before the candidates that the draft was made from are replaced
         thread.candidates = verdict.candidates
-        before = self._written
+        before = self._generated
         for index, token in enumerate(verdict.tokens):
             if thread.ending is not None or self.added >= config.max_total:
                 break
@@ -218,7 +218,7 @@ class Request:
             accepted = index < verdict.accepted
             thread.tokens.append(token)
             thread.drafted.append(accepted)
-            self._written += 1
+            self._generated += 1
             stops = self._listener.on_token(thread, token, accepted)
             if token == config.tokens.fork and not stops and self.added < config.max_total:
                 self._fork(thread, own[part.layout.known + index + 1 :])
@@ -226,10 +226,10 @@ class Request:
                 self._end(thread, "stop")
             elif len(thread.tokens) >= config.max_length:
                 self._end(thread, "length")
-        return self._written - before
+        return self._generated - before
 
     def _fork(self, parent: Thread, unseen: NDArray[np.int64]) -> None:
-        """Begin the child thread behind a thread's last token; it does not see the parent's rows behind that."""
+        """Start the child thread at a parent's last token; it does not see the parent's rows after that."""
         assert self.config.tokens.child is not None
         child = parent.child(len(parent.tokens) - 1, self.config.tokens.child, unseen)
         self.slots.share(child.held)
@@ -241,7 +241,7 @@ class Request:
             self._end(child, "length")
 
     def _advance_queue(self) -> None:
-        """Drop the threads that have ended, and start queued ones in their place."""
+        """Remove the threads that have ended, and start queued ones instead."""
         if self._prefilled and self.added >= self.config.max_total:
             for thread in (*self.live, *self.queue):
                 self._end(thread, "total")
@@ -261,11 +261,11 @@ class Request:
             thread.sees[:] = False
             self._listener.on_end(thread)
 
-    def _settle(self, kept: Sequence[NDArray[np.int64]]) -> Moves:
-        """What an append engine has to move so that the kept rows take the lowest slots."""
+    def _settle(self, retained: Sequence[NDArray[np.int64]]) -> Moves:
+        """The moves that put the retained rows of an append engine into the lowest slots."""
         if self.slots.lowering == "scatter" or not self.live:
             return NO_MOVES
-        moves = self.slots.settle(self.slots.still_held(np.concatenate(kept)))
+        moves = self.slots.settle(self.slots.still_held(np.concatenate(retained)))
         if moves[0].size:
             for thread in (*self.live, *self.queue):
                 thread.move(*moves)

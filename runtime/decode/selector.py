@@ -1,4 +1,4 @@
-"""Token selector: which token a row of logits stands for, as the decode loop asks for it."""
+"""Token selector: the protocol by which the decode loop selects tokens from logits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from spaceport.runtime.decode.threads import Thread
 
 
 class NotANumber(RuntimeError):
-    """An engine returned logits that are NaN or infinite."""
+    """The logits of a request hold NaN; check the bundle with `spaceport check`."""
 
 
 class TokenSelector(Protocol):
-    """Chooses tokens from logits; for the same text and the same logits it always chooses the same.
+    """Selects tokens from logits, always the same ones for the same text and logits.
 
-    One with a true attribute `selects` takes the best tokens of rows too, as `runtime.selection.SelectedRows`.
+    A selector whose attribute `selects` is true also takes `runtime.selection.SelectedRows` instead of logits.
     """
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        """The token after a thread's tokens and those `ahead` of them, which this step has chosen already."""
+        """The next token after a thread's tokens and the tokens `ahead` that this step has already selected."""
 
     def candidates(
         self, logits: NDArray[np.float32], thread: Thread, position: int, most: int

@@ -1,4 +1,4 @@
-"""Slots: who holds which slot of one request's KV buffers."""
+"""Slots: which KV slots of a request are in use, and by how many threads."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from spaceport.runtime.engine import NO_MOVES, Moves
 
 
 class SlotsExhausted(RuntimeError):
-    """A step needs more slots than are free."""
+    """A step needs more KV slots than are free."""
 
 
 class Slots:
-    """The slots of one request: each is free or held by one thread or more.
+    """The KV slots of one request: each is free, or held by one or more threads.
 
-    A scatter engine writes rows to any slots: the lowest free ones are given, in an order that the caller chooses.
-    An append engine writes them to a run:
-    the run starts behind the highest held slot, and `settle` says which kept rows then move down into the gaps.
-    The last slot is never given: padding rows write there.
+    A scatter engine writes rows to any slots: it gets the lowest free ones, in an order that the caller sets.
+    An append engine writes rows to consecutive slots, after the highest one in use.
+    `settle` returns the moves that then put the retained rows into the gaps.
+    The last slot is reserved for padding rows.
     """
 
     def __init__(self, capacity: int, lowering: Lowering) -> None:
         self.capacity = capacity
-        self.positions = np.zeros(capacity, np.int64)  # place in the text of what a slot holds
-        self.held = 0  # slots with a holder
-        self.height = 0  # one more than the highest held slot
+        self.positions = np.zeros(capacity, np.int64)  # position of the token that each slot holds
+        self.held = 0  # number of slots in use
+        self.height = 0  # one more than the highest slot in use
         self.lowering = lowering
         self._holders = np.zeros(capacity, np.int32)
 
     @property
     def spare(self) -> int:
-        """The slot that nobody ever holds."""
+        """The slot that is reserved for padding rows."""
         return self.capacity - 1
 
     def take(self, positions: NDArray[np.int64], order: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """Slots for rows at these positions of the text, each held once from now on.
+        """Take free slots for rows at these positions.
 
-        With an order, its first row gets the lowest slot, and so on; the run of an append engine is in the order of rows.
+        With an order, its first row gets the lowest slot, and so on; an append engine ignores it.
         """
         count = positions.size
         end = min(self.height + count, self.spare)
@@ -48,7 +48,7 @@ class Slots:
             (free,) = np.nonzero(self._holders[:end] == 0)
             slots = free[:count]
         if slots.size < count:
-            raise SlotsExhausted(f"step needs {count} slots, {slots.size} are free: raise max_seq_len (--max-seq-len)")
+            raise SlotsExhausted(f"step needs {count} slots, {slots.size} are free: raise max_seq_len")
         self.height = max(self.height, int(slots[-1]) + 1)
         if order is not None and count > 1 and self.lowering == "scatter":
             ascending, slots = slots, np.empty_like(slots)
@@ -59,13 +59,13 @@ class Slots:
         return slots
 
     def share(self, slots: NDArray[np.int64]) -> None:
-        """One holder more for each of these slots."""
+        """Add a holder to each of these slots."""
         if not np.all(self._holders[slots] > 0):
             raise ValueError("only held slots can be shared")
         self._holders[slots] += 1
 
     def release(self, slots: NDArray[np.int64]) -> None:
-        """One holder less for each of these slots; without holders a slot is free."""
+        """Remove a holder from each of these slots; a slot without holders is free."""
         if not slots.size:
             return
         holders = self._holders[slots]
@@ -77,16 +77,16 @@ class Slots:
         self._lower()
 
     def still_held(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of these slots that have a holder."""
+        """Those of these slots that are in use."""
         return slots[self._holders[slots] > 0]
 
     def clear(self) -> None:
-        """Free all slots, whoever holds them."""
+        """Free all slots."""
         self._holders[:] = 0
         self.held = self.height = 0
 
     def settle(self, slots: NDArray[np.int64]) -> Moves:
-        """Where the rows just kept in `slots` are to move, as sources and targets; an append engine only."""
+        """The moves, as sources and targets, that put rows just retained into the lowest slots; append engines only."""
         if self.lowering == "scatter" or not slots.size:
             return NO_MOVES
         below = slots.max() + 1
@@ -104,6 +104,6 @@ class Slots:
         return sources, targets
 
     def _lower(self) -> None:
-        """Let the height follow after slots at the top were freed."""
+        """Lower the height after slots at the top were freed."""
         while self.height and not self._holders[self.height - 1]:
             self.height -= 1

@@ -1,4 +1,4 @@
-"""Step: the decode loop's one step: plan, run, verify, keep."""
+"""Step: one step of the decode loop: plan, run, verify, keep."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from spaceport.runtime.decode.request import Request, ScheduledStep, VerifiedSte
 from spaceport.runtime.engine import NO_MOVES, Batch, Engine
 from spaceport.runtime.selection import SelectedRows, selecting
 
-PREFILL_ROWS = 512  # prompt rows of a call: keeps matrix products busy, and a call short enough to be interrupted
+PREFILL_ROWS = 512  # prompt rows of a call: enough for efficient matrix products, few enough to interrupt a prompt soon
 
 Call = Sequence[ScheduledStep]
 Grouping = Callable[[Sequence[ScheduledStep]], Sequence[Call]]
-# Called with the index of a request that failed, and why; the other requests of the step go on. When a whole call fails
-# it is called for each request of it, also for those that failed before or have ended in this step.
+# Called with the index of a request that failed, and its error; the other requests of the step continue. When a whole
+# call fails, it is called for each request of the call, also for those that failed before or ended in this step.
 OnFailure = Callable[[int, Exception], None]
-OnCall = Callable[[int, int, int, float], None]  # called with the rows, requests, visible slots and seconds of a call
+OnCall = Callable[
+    [int, int, int, float], None
+]  # called after each call with its rows, requests, visible slots and seconds
 
 
 class StepInput(NamedTuple):
-    """A request that takes part in a step."""
+    """A request in a step."""
 
     request: Request
-    engine_index: int = 0  # of its KV buffers
-    prefill_rows: int = PREFILL_ROWS  # most known tokens of a thread that this step feeds
+    engine_index: int = 0  # index of its KV buffers in the engine
+    prefill_rows: int = PREFILL_ROWS  # maximum known tokens of a thread to feed in this step
 
 
 class Ran(NamedTuple):
-    """One engine call that has run."""
+    """The result of one engine call."""
 
     first: int  # index of the first request of the call
-    requests: int  # from the first to the last one, with those between that took no part
-    logits: NDArray[np.float32] | list[SelectedRows]  # requests x wanted rows x vocabulary, or what stands for them
+    requests: int  # number of requests from the first to the last one, idle ones between them included
+    logits: NDArray[np.float32] | list[SelectedRows]  # requests x needed rows x vocabulary, or the best tokens instead
     seconds: float
     shape: tuple[int, int, int]  # rows of each request, requests, visible KV slots
 
@@ -58,9 +60,9 @@ def step(
     on_failure: OnFailure | None = None,
     on_call: OnCall | None = None,
 ) -> float:
-    """Feed a prompt chunk or write at least one token in every live thread; the seconds spent in the engine.
+    """Feed a prefill chunk or generate at least one token in every live thread; returns the seconds spent in the engine.
 
-    `inputs` are in the order of their indices. Without `on_failure`, the error of a request is raised.
+    `inputs` are in the order of their indices. Without `on_failure`, an error of a request is raised.
     """
     seconds = 0.0
     for call in group(plan(inputs, on_failure)):
@@ -80,7 +82,7 @@ def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> li
     drafts = draft(inputs, on_failure)
     for each in inputs:
         if each.engine_index not in drafts:
-            continue  # it failed
+            continue  # its draft failed
         with _Isolated((each,), on_failure):
             planned = each.request.plan(each.prefill_rows, drafts[each.engine_index])
             slots = each.request.slots.take(planned.positions, planned.slot_order)
@@ -89,7 +91,7 @@ def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> li
 
 
 def draft(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> dict[int, list[Draft]]:
-    """The drafts of each request by its index, as wide as they pay for all that share the call."""
+    """The drafts of each request by its index; requests in one call get the width that pays for all of them."""
     decoding = [each for each in inputs if not each.request.prefilling]
     call = SharedCall(len(decoding)) if len(decoding) > 1 else None
     drafts: dict[int, list[Draft]] = {}
@@ -108,7 +110,7 @@ def draft(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> d
 
 
 def run(engine: Engine, call: Call) -> Ran:
-    """The logits of a call; its time counts for every request of it."""
+    """Run a call; its time counts for each of its requests."""
     batch = pack(engine, call)
     started = perf_counter()
     logits = _logits(engine, call, batch)
@@ -120,7 +122,7 @@ def run(engine: Engine, call: Call) -> Ran:
 
 
 def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:
-    """Which rows of each request are accepted, by the tokens that the network itself chooses."""
+    """The accepted rows of each request, by the tokens that the model itself selects."""
     verified = []
     for each in call:
         with _Isolated((each,), on_failure):
@@ -132,7 +134,7 @@ def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[Ve
 
 
 def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure: OnFailure | None = None) -> None:
-    """Hold the slots of accepted rows, release those of rejected rows, and write the accepted tokens."""
+    """Retain the slots of accepted rows, release those of rejected rows, and append the accepted tokens."""
     moves = [NO_MOVES] * ran.requests
     for each in verified:
         with _Isolated((each,), on_failure):
@@ -141,7 +143,7 @@ def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure:
 
 
 def _logits(engine: Engine, call: Call, batch: Batch) -> NDArray[np.float32] | list[SelectedRows]:
-    """The logits of the wanted rows, or the tokens that the engine selects if no request needs more."""
+    """The logits of the needed rows, or their best tokens if no request needs more."""
     selector = selecting(engine)
     if selector is not None and all(each.request.selects for each in call):
         return selector.select(batch)
@@ -151,7 +153,7 @@ def _logits(engine: Engine, call: Call, batch: Batch) -> NDArray[np.float32] | l
 def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
     request, index, planned, slots = each
     config = request.config
-    # selected rows only come to selectors that take them, and are cut into parts like logits
+    # selected rows are only made for selectors that take them, and are split like logits
     logits = split(planned, cast(NDArray[np.float32], ran.logits[index - ran.first]))
     verdicts = [
         accept(part, own, config.selector, config.draft_config.candidates)
@@ -163,7 +165,7 @@ def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
 
 
 class _Isolated:
-    """Reports an error of its block as that of these requests, and goes on; raises it if nobody takes reports."""
+    """Context manager that reports an error of its block for these requests; raises it without `on_failure`."""
 
     __slots__ = ("_on_failure", "_steps")
 

@@ -1,4 +1,4 @@
-"""Tree: the draft that is worth the most for the time of its rows."""
+"""Tree: the draft with the highest expected gain for the time of its rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Source
 
-_MOST = 0.97  # no prediction is so sure that nothing needs to be ready for its failure
+_MOST = 0.97  # maximum probability of a prediction, so that alternatives are still considered
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Curve:
 
     @cached_property
     def slopes(self) -> list[float]:
-        """By number of rows: the lowest time of a further row that any wider step has on average."""
+        """By number of rows: the lowest average time per further row of any wider step."""
         found: list[float] = []
         for rows, time in enumerate(self.times, 1):
             wider = self.times[rows:]
@@ -31,13 +31,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a draft is planned with: what rows cost, how probable acceptance is, and what tokens are worth."""
+    """Inputs of a plan: cost of rows, acceptance probabilities, and value of draft tokens."""
 
     curve: Curve
-    rate: float  # tokens that are written otherwise in the time of a plain step
-    gains: Sequence[float]  # tokens: worth of the first, the second, ... draft token at hand in the next step
-    trust: Sequence[float] = ()  # by depth: factor on the probabilities that mask slots give; the last one: all deeper
-    lookup: Sequence[float] = ()  # by depth: probability of a looked-up token, behind one that was accepted
+    rate: float  # tokens per plain step that are generated otherwise
+    gains: Sequence[float]  # tokens: value of the first, the second, ... draft token in the next step
+    trust: Sequence[
+        float
+    ] = ()  # by depth: factor for the probabilities of mask slots; the last one applies to all deeper ones
+    lookup: Sequence[float] = ()  # by depth: probability of a lookup token behind an accepted one
 
 
 def tree(
@@ -48,10 +50,10 @@ def tree(
     rows: int,
     outlook: Outlook,
 ) -> Draft:
-    """The rows that are worth more than their time, in the best number of rows.
+    """The draft whose rows have the highest value for their time.
 
-    A candidate is worth the probability that it is accepted. A mask slot is worth a draft token in the next step, if the
-    node that it stands behind is the last one that is accepted. `rows` is the maximum, the last known token's included.
+    The value of a candidate is its acceptance probability. The value of a mask slot is a draft token in the next step,
+    times the probability that its node is the last accepted one. `rows` is the maximum, the last known token included.
     """
     growth = _Growth(candidates, lookup_tokens, draft_config, remaining, outlook)
     best = growth.grow(min(rows, len(outlook.curve.times)))
@@ -59,7 +61,7 @@ def tree(
 
 
 class _Growth:
-    """A tree that grows row by row; the heap holds what could come next: a candidate or a mask slot."""
+    """A tree that grows row by row; the heap holds the possible next rows: candidates and mask slots."""
 
     def __init__(
         self,
@@ -74,18 +76,18 @@ class _Growth:
         self._masks: list[int] = [0]
         self._sources: list[Source] = []
         self._probabilities: list[float] = []
-        self._order: list[int] = []  # of the rows: the node of a mask slot, or -1 for a candidate
+        self._order: list[int] = []  # by row: the node of a mask slot, or -1 for a candidate
         self._worth = [1.0]
-        self._candidates, self._looked_up, self._outlook = candidates, lookup_tokens, outlook
+        self._candidates, self._lookup_tokens, self._outlook = candidates, lookup_tokens, outlook
         self._mask_slots, self._siblings, self._remaining = draft_config.mask_slots, draft_config.siblings, remaining
         self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
         self._followers = [0]  # candidates behind each node
         self._heap: list[tuple[float, int, Source | None, int, int, int, float]] = []
         self._offered = 0
-        self._least = outlook.rate * min(outlook.curve.slopes)  # what a row has to be worth in any step
+        self._least = outlook.rate * min(outlook.curve.slopes)  # minimum value of a row in any step
 
     def grow(self, rows: int) -> int:
-        """Add rows while any further ones can be worth their time; the best number of rows."""
+        """Add rows while further ones may pay; returns the best number of rows."""
         times, slopes, rate = self._outlook.curve.times, self._outlook.curve.slopes, self._outlook.rate
         count, worth = 1, 1.0
         best_count, best = 1, worth - rate * times[0]
@@ -118,7 +120,7 @@ class _Growth:
     def _take(
         self, source: Source | None, node: int, depth: int, rank: int, probability: float, promise: float
     ) -> bool:
-        """Whether what was offered takes a row."""
+        """Add an offered row; returns whether it needs a row of its own."""
         if source is None:
             self._order.append(node)
             self._masks[node] += 1
@@ -129,8 +131,8 @@ class _Growth:
         return self._add(source, node, depth, rank, promise)
 
     def _add(self, source: Source, parent: int, depth: int, rank: int, probability: float) -> bool:
-        """A candidate behind a node: one row, unless the other source has proposed it already or there are enough."""
-        token = self._candidates[depth].tokens[rank] if source == "mask" else self._looked_up[depth]
+        """Add a candidate behind a node, unless the other source has proposed it or the node has enough siblings."""
+        token = self._candidates[depth].tokens[rank] if source == "mask" else self._lookup_tokens[depth]
         node = self._nodes.get((parent, token))
         fresh = node is None
         if node is None:
@@ -156,39 +158,39 @@ class _Growth:
         return fresh
 
     def _behind(self, node: int, depth: int, probability: float, with_mask: bool) -> None:
-        """Offer what may follow a node that is reached with these odds."""
+        """Offer the possible rows behind a node that is reached with this probability."""
         last = probability
         if depth < len(self._candidates) and self._candidates[depth].tokens:
             self._offer("mask", node, depth, 0, probability)
             last *= 1 - self._mask_probability(depth, 0)
-        if node == 0 and self._looked_up:
+        if node == 0 and self._lookup_tokens:
             last *= 1 - self._lookup_probability(0)
         if with_mask:
             self._offer_mask(node, depth, last)
 
     def _offer(self, source: Source, node: int, depth: int, rank: int, probability: float) -> None:
-        """Offer the candidate of this rank behind a node that is reached with these odds."""
+        """Offer the candidate of this rank behind a node that is reached with this probability."""
         if depth + 1 >= self._remaining:
             return
         if source == "lookup":
-            if depth < len(self._looked_up):
+            if depth < len(self._lookup_tokens):
                 self._push(probability * self._lookup_probability(depth), source, node, depth, rank, probability)
         elif rank < min(self._siblings, len(self._candidates[depth].tokens)):
             self._push(probability * self._mask_probability(depth, rank), source, node, depth, rank, probability)
 
     def _lookup_probability(self, depth: int) -> float:
-        """Of a looked-up token, behind one that was accepted."""
-        return min(_MOST, self._outlook.lookup[depth]) if depth < len(self._looked_up) else 0.0
+        """Probability of a lookup token behind an accepted one."""
+        return min(_MOST, self._outlook.lookup[depth]) if depth < len(self._lookup_tokens) else 0.0
 
     def _mask_probability(self, depth: int, rank: int) -> float:
-        """Of a mask slot's token, behind one that was accepted."""
+        """Probability of a mask slot's candidate behind an accepted one."""
         trust = self._outlook.trust
         return min(_MOST, self._candidates[depth].probabilities[rank]) * (
             trust[min(depth, len(trust) - 1)] if trust else 1.0
         )
 
     def _offer_mask(self, node: int, depth: int, probability: float) -> None:
-        """Offer one mask slot more behind a node that is the last accepted one with these odds."""
+        """Offer one more mask slot behind a node that is the last accepted one with this probability."""
         index = self._masks[node]
         if index < min(self._mask_slots, self._remaining - 2 - depth):
             self._push(probability * self._outlook.gains[index], None, node, depth, 0, probability)
@@ -197,5 +199,5 @@ class _Growth:
         self, promise: float, source: Source | None, node: int, depth: int, rank: int, probability: float
     ) -> None:
         if promise > self._least:
-            self._offered += 1  # of equals the first comes first
+            self._offered += 1  # among equals, the first comes first
             heappush(self._heap, (-promise, self._offered, source, node, depth, rank, probability))

@@ -1,4 +1,4 @@
-"""Bundle: an exported folder, opened only after everything in it has been checked."""
+"""Bundle: an exported folder, with its files checked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a bundle folder, its files not yet checked."""
+    """The manifest of a bundle folder, without checking its files."""
     file = folder / MANIFEST_FILE
     if not folder.is_dir():
         got = "is a file" if folder.exists() else "no such folder"
@@ -71,18 +71,18 @@ def read_manifest(folder: Path) -> Manifest:
     except NewerSchema as error:
         raise BundleError(f"{file}: {error}") from error
     except OSError as error:
-        raise BundleError(f"{file}: {error.strerror}: expected a file that can be read") from error
+        raise BundleError(f"{file}: {error.strerror}: expected a readable file") from error
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits, ManifestError
         raise BundleError(f"{file}: {error}; {_AGAIN}") from error
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """A graph may name any file below it for its weights, so nothing in the folder may stand for something outside."""
+    """Raise for links: a graph may name any file in the folder for its weights, so none may point outside."""
     for file in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # it is not there any more, such as an engine that took its place just now
+        with suppress(FileNotFoundError):  # it was removed meanwhile, such as a replaced engine
             status = os.lstat(file)
             if not stat.S_ISDIR(status.st_mode):
-                _hold_regular(file, status)
+                _check_status(file, status)
 
 
 def _check(folder: Path, name: str, record: FileRecord) -> None:
@@ -98,7 +98,7 @@ def _check(folder: Path, name: str, record: FileRecord) -> None:
         with file.open("rb") as stream:
             found = record_of(stream)
     except OSError as error:
-        raise BundleError(f"{file}: {error.strerror}: expected a file that can be read") from error
+        raise BundleError(f"{file}: {error.strerror}: expected a readable file") from error
     if found != record:
         raise BundleError(f"{file}: sha256 is {found.sha256[:12]}…, the manifest says {record.sha256[:12]}…: {_AGAIN}")
 
@@ -108,10 +108,10 @@ def _check_regular(file: Path) -> None:
         status = os.lstat(file)
     except OSError as error:
         raise BundleError(f"{file}: {error.strerror}: {_AGAIN}") from error
-    _hold_regular(file, status)
+    _check_status(file, status)
 
 
-def _hold_regular(file: Path, status: os.stat_result) -> None:
+def _check_status(file: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise BundleError(f"{file}: not a regular file: copy the bundle with its links resolved (cp -rL)")
     if status.st_nlink != 1:

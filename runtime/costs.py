@@ -8,35 +8,38 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Literal
 
-# Of Python code around a call, until real rounds have shown it; see docs/performance.md.
+# Initial seconds of Python code for each request, draft and row; see docs/performance.md.
 _OUTSIDE_REQUEST, _OUTSIDE_DRAFT, _OUTSIDE_ROW = 5e-5, 1e-4, 8e-6
-_LEVEL, _POINT = 0.1, 0.02  # weight of a step for the speed of the machine, and for the points of the table next to it
-_WRONG = 3  # large errors in a row
-_OBSERVE_EVERY = 8  # steps, for each point: costs change slowly, and looking at each step would cost something itself
-_RARE, _MOST_POINT = 0.01, 0.5  # weight of a step for a point that was not seen for long: for each step since then
-_RIGHT = 0.1  # an error that says that the table is right
-_PLAIN_AFTER, _MOST_PLAIN_AFTER = 24, 1024  # steps with drafts until a plain step shows what these are compared with
+_LEVEL, _POINT = 0.1, 0.02  # weight of a step for the overall speed, and for the nearest points of the table
+_WRONG = 3  # large errors in a row that show that the table is wrong
+_OBSERVE_EVERY = 8  # steps for each point: costs change slowly, and observing takes time
+_RARE, _MOST_POINT = (
+    0.01,
+    0.5,
+)  # weight of a step for a point, for each step since it was last corrected; and its maximum
+_RIGHT = 0.1  # maximum error that confirms the table
+_PLAIN_AFTER, _MOST_PLAIN_AFTER = 24, 1024  # steps with drafts until a plain step is measured again
 _MOST_ERROR = 0.3  # a step that took longer than e^0.3 times the expected time was disturbed
 _DISTURBED = 4  # times the expected time: Python code that takes longer was disturbed
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
-_SHORTEST, _LONGEST = 1e-9, 1e6  # seconds of a call that may be true
-_CHANGED = 0.03  # a table whose points have moved by less is still the same table to a planner
+_SHORTEST, _LONGEST = 1e-9, 1e6  # valid range of a call, in seconds
+_CHANGED = 0.03  # smaller changes of the table do not trigger new plans
 
-# Where a runtime takes its costs from; free: drafts are as wide as they may be.
+# Source of a runtime's step costs; "free": rows cost nothing.
 CostSource = Literal["measured", "standard", "free"]
 Points = tuple[tuple[int, float], ...]  # rows of each request, seconds; rows ascending
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """What was measured of one engine."""
+    """Measured costs of one engine."""
 
-    visible: int  # visible KV slots of the calls below
+    visible: int  # visible KV slots of the measured calls
     single: Points  # calls of one request
-    requests: int = 1  # of the batched calls
-    batched: Points = ()  # calls of that many requests; empty where the engine takes one
-    slot: float = 0.0  # seconds that one more visible slot adds to a call of one row
-    row_slot: float = 0.0  # and to each further row
+    requests: int = 1  # number of requests in the batched calls
+    batched: Points = ()  # calls of that number of requests; empty if the engine takes one
+    slot: float = 0.0  # seconds for each further visible slot in a call of one row
+    row_slot: float = 0.0  # the same for each further row
 
     def __post_init__(self) -> None:
         points = (*self.single, *self.batched)
@@ -49,7 +52,7 @@ class CostTable:
 
 
 def linear_table(row: float) -> CostTable:
-    """A table in steps of one row, in which each further row costs `row`."""
+    """A table in which a step of one row costs 1 and each further row `row`."""
     return CostTable(0, ((1, 1.0), (2, 1.0 + row)))
 
 
@@ -58,25 +61,25 @@ class StepCosts:
 
     def __init__(self, table: CostTable, *, fixed: bool = False) -> None:
         self.table = table
-        self.fixed = fixed  # steps that run refine nothing, and Python code around them counts nothing
+        self.fixed = fixed  # steps do not refine the table, and Python code counts as free
         self._observed = 0  # steps
-        self._seen: dict[tuple[bool, int], int] = {}  # when a point was last corrected
+        self._seen: dict[tuple[bool, int], int] = {}  # step at which a point was last corrected
         self._since_plain, self._plain_after = 0, _PLAIN_AFTER  # steps
-        self._wrong, self._last = 0, 0.0  # large errors of one sign in a row, and the last error
-        self.version = 0  # changes when plans that were made from these costs are worth making again
+        self._wrong, self._last = 0, 0.0  # number of large errors of one sign in a row, and the last error
+        self.version = 0  # changes when plans should be made again
         self._single = [log(seconds) for _, seconds in table.single]
         self._batched = [log(seconds) for _, seconds in table.batched]
         # Seconds of Python code: for each request, and for its draft.
         self._outside = [_OUTSIDE_REQUEST, _OUTSIDE_DRAFT]
-        self._planned = self._shape()  # as of this version
+        self._planned = self._shape()  # shape of this version
 
     def seconds(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
-        """A step with this many rows for each of its requests, the Python code around the engine included."""
+        """Seconds of a step with this many rows for each of its requests, Python code included."""
         found = self._engine(rows, requests, visible)
         return found if self.fixed else found + self._beside(rows, requests)
 
     def curve(self, most: int, threads: int = 1, requests: int = 1, visible: int | None = None) -> list[float]:
-        """What a step costs one of the threads that share it, by the rows of each of them: 1 to `most`."""
+        """A thread's share of a step's seconds if each thread has 1 to `most` rows."""
         sharers = threads * requests
         shared = [self.seconds(threads * rows, requests, visible) / sharers for rows in range(1, most + 1)]
         for index in range(1, most):  # noise: a wider step is never cheaper
@@ -85,7 +88,7 @@ class StepCosts:
 
     @property
     def call_rows(self) -> int:
-        """The number of rows that cost as much as a call's fixed part."""
+        """Number of rows that cost as much as the fixed part of a call."""
         one, many = self._engine(1), self._engine(33)
         return min(1024, max(1, round(32 * one / max(many - one, one / 32))))
 
@@ -95,21 +98,21 @@ class StepCosts:
             return
         table = self.table
         points, logs = (table.single, self._single) if requests == 1 else (table.batched, self._batched)
-        if not points or rows > 2 * points[-1][0]:  # a chunk of a prompt
+        if not points or rows > 2 * points[-1][0]:  # a prefill chunk
             return
         self._observed += 1
         self._since_plain = 0 if rows == 1 else self._since_plain + 1
-        nearest = requests > 1, _place(points, rows)[0]
+        nearest = requests > 1, _bracket(points, rows)[0]
         unseen = self._observed - self._seen.get(nearest, 0)
         if unseen < _OBSERVE_EVERY and not self._wrong:
             return
         self._seen[nearest] = self._observed
         found = log(seconds / self._engine(rows, requests, visible))
         error = _clipped(found)
-        # One step beyond that was disturbed; several of the same kind show that the table is wrong.
+        # A single larger error is a disturbance; several of the same sign show that the table is wrong.
         self._wrong = self._wrong + 1 if abs(found) > _MOST_ERROR and found * self._last > 0 else 0
         self._last = found
-        if self._wrong >= _WRONG and rows == 1:  # the machine has become slower, or faster
+        if self._wrong >= _WRONG and rows == 1:  # the whole machine has become slower or faster
             _shift(self._single, _MOST_POINT * found)
             _shift(self._batched, _MOST_POINT * found)
         elif self._wrong >= _WRONG:
@@ -126,14 +129,14 @@ class StepCosts:
             self.version += 1
 
     def take_plain_step(self) -> bool:
-        """Whether the next step should be plain, to compare the steps of drafts with: seldom, and ever more seldom."""
+        """Whether the next step should be plain, to measure the baseline of drafts; it becomes rarer while the table is right."""
         if self.fixed or self._since_plain < self._plain_after:
             return False
         self._since_plain = 0
         return True
 
     def observe_outside(self, rows: int, requests: int, seconds: float) -> None:
-        """Refine what the Python code around a call takes."""
+        """Refine the seconds of Python code around a call."""
         if self.fixed or not seconds > 0:
             return
         seconds = min(seconds, _DISTURBED * self._beside(rows, requests)) / requests
@@ -144,12 +147,12 @@ class StepCosts:
             self._outside[1] += _LEVEL * (draft - self._outside[1])
 
     def _beside(self, rows: int, requests: int) -> float:
-        """What the Python code around a call takes."""
+        """Seconds of Python code around a call."""
         draft = self._outside[1] + _OUTSIDE_ROW * (rows - 1) if rows > 1 else 0.0
         return requests * (self._outside[0] + draft)
 
     def _shape(self) -> list[float]:
-        """What plans depend on: all costs in proportion to the narrowest call."""
+        """All costs relative to the narrowest call, on which plans depend."""
         level = self._single[0]
         points = [point - level for point in (*self._single, *self._batched)]
         return points + [seconds / exp(level) for seconds in self._outside]
@@ -162,7 +165,7 @@ class StepCosts:
             same = _interpolated(table.single, self._single, rows * table.requests)
             found *= 1 + (apart / same - 1) * min(1.0, (requests - 1) / (table.requests - 1))
         if visible is not None:
-            slots = max(visible - table.visible, -table.visible // 2)  # a slope says little about very short texts
+            slots = max(visible - table.visible, -table.visible // 2)  # the slope does not hold for very short texts
             found = max(_LEAST_SHARE * found, found + slots * requests * (table.slot + table.row_slot * (rows - 1)))
         return found
 
@@ -187,13 +190,13 @@ def _shift(logs: list[float], by: float) -> None:
 
 def _correct(logs: list[float], points: Points, rows: int, by: float) -> None:
     """Move the points on both sides of a number of rows, the nearer one more."""
-    left, share = _place(points, rows)
+    left, share = _bracket(points, rows)
     logs[left] += by * (1 - min(1.0, share))
     if share > 0:
         logs[left + 1] += by * min(1.0, share)
 
 
-def _place(points: Points, rows: int) -> tuple[int, float]:
+def _bracket(points: Points, rows: int) -> tuple[int, float]:
     """The point at or before a number of rows, and how far that is on the way to the next; beyond the last one: > 1."""
     if len(points) == 1 or rows <= points[0][0]:
         return 0, 0.0
@@ -202,6 +205,6 @@ def _place(points: Points, rows: int) -> tuple[int, float]:
 
 
 def _interpolated(points: Points, logs: Sequence[float], rows: int) -> float:
-    left, share = _place(points, rows)
+    left, share = _bracket(points, rows)
     first = exp(logs[left])
     return first + share * max(0.0, exp(logs[left + 1]) - first) if share else first

@@ -1,4 +1,4 @@
-"""Engine: the interface of a compiled graph, and the arrays of one call; all that a backend has to know."""
+"""Engine: the protocol that backends implement, and the arrays of one call."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ NO_MOVES: Moves = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class EngineFault(RuntimeError):
-    """An engine refused a call or failed in it; the message names the engine."""
+    """An engine call failed; the message names the engine."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What rows and calls of an engine cost, so that drafts and batches are no wider than they pay."""
+    """Standard costs of rows and calls of an engine, used where they are not measured."""
 
-    row: float  # time that one more row adds to a call, in calls of one row
-    call_rows: int  # number of rows whose time equals the fixed cost of a call
-    prompt_rows: int = 512  # prompt rows of a call: many keep matrix products busy, few keep a call short
+    row: float  # cost of each further row, relative to a call of one row
+    call_rows: int  # number of rows that cost as much as the fixed part of a call
+    prompt_rows: int = 512  # prompt rows of a call: many are efficient, few keep calls short
 
 
-# Of a CPU; measured, see docs/performance.md. Attention scores of more prompt rows do not fit into its caches.
+# Of a CPU, see docs/performance.md. Attention scores of more prompt rows do not fit into its caches.
 CPU_COSTS = Costs(0.08, 16, 128)
-UNTIMED = Costs(0.08, 16)  # of a GPU whose calls were not timed
+UNTIMED = Costs(0.08, 16)  # of a GPU
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Batch:
 
 
 class Engine(Protocol):
-    """Runs calls over KV buffers that it owns; a request is a number to it."""
+    """Runs calls on KV buffers that it owns; requests are numbered from 0."""
 
     @property
     def signature(self) -> Signature: ...
@@ -67,7 +67,7 @@ class Engine(Protocol):
 
     @property
     def requests(self) -> int:
-        """Number of requests that it has KV buffers for."""
+        """Number of requests with KV buffers."""
 
     @property
     def rows(self) -> int:
@@ -78,19 +78,19 @@ class Engine(Protocol):
 
     @property
     def costs(self) -> Costs:
-        """What its rows and calls cost."""
+        """Standard costs of its rows and calls."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user who opened it should know, one sentence each."""
+        """Notes for the user, one sentence each."""
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits of the wanted rows, B x R x V; valid until the next call."""
+        """Logits of the needed rows, B x R x V; valid until the next call."""
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         """Copy KV slots in all layers, for the requests from `first` on."""
 
     def clear(self, request: int) -> None:
-        """Zero the KV buffers of a request: NaN in them would spread to the next request that uses them."""
+        """Zero the KV buffers of a request, since NaN in them would spread to the next request."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Selection: the best tokens of each row of a call, chosen where the logits are, so that these need not be copied."""
+"""Token selection: the best tokens of each row, computed on the device, so that logits need not be copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spaceport.runtime.engine import Batch, Engine
 
 
 class SelectedRows:
-    """The best tokens of some rows, and their logits, which are copied only when they are asked for."""
+    """The best tokens of some rows; their logits are copied only on request."""
 
     def __init__(self, packed: NDArray[np.float32], logits: Callable[[], NDArray[np.float32]]) -> None:
         self._packed = packed  # rows x (2n + 1): scores of the n best tokens, those tokens, log of the sum of all exp
@@ -29,10 +29,10 @@ class SelectedRows:
         return self._logits()
 
     def best(self, banned: Collection[int]) -> list[int] | None:
-        """The token with the highest score in each row that is not banned, of equals the lowest; None: not known.
+        """The best token of each row that is not banned, the lowest id among equals; None if it is unknown.
 
-        It is unknown where all selected tokens are banned, where tokens that were not selected may have the same score,
-        and where a logit is not a number.
+        It is unknown if all selected tokens are banned, if tokens that were not selected may have the same score, or if a
+        logit is NaN.
         """
         found = []
         for line in self._packed.tolist():
@@ -42,7 +42,7 @@ class SelectedRows:
         return found
 
     def probable(self, most: int, least: float, banned: Collection[int]) -> list[list[tuple[int, float]]]:
-        """Up to `most` tokens of each row whose probability is `least` or more, with it."""
+        """Up to `most` tokens of each row with a probability of at least `least`, with their probabilities."""
         found = []
         for *line, total in self._packed.tolist():
             count = len(line) // 2
@@ -56,21 +56,21 @@ class SelectedRows:
 
 
 class SelectingEngine(Engine, Protocol):
-    """An engine that can select tokens where its logits are."""
+    """An engine that can select the best tokens on its device."""
 
     def select(self, batch: Batch) -> list[SelectedRows]:
-        """The best tokens of the wanted rows of each request; valid until the next call."""
+        """The best tokens of the needed rows of each request; valid until the next call."""
 
 
 def selecting(engine: Engine) -> SelectingEngine | None:
-    """The engine, if it can select tokens and that saves time."""
+    """The engine if it selects tokens on its device, else None."""
     return cast(SelectingEngine, engine) if getattr(engine, "selects", False) else None
 
 
 def selected_rows(
     packed: NDArray[np.float32], logits: Callable[[], NDArray[np.float32]], wanted: int
 ) -> list[SelectedRows]:
-    """The rows of each request, of a call that was filled up to more wanted rows."""
+    """The rows of each request, from a call with padding rows."""
 
     def of(request: int) -> Callable[[], NDArray[np.float32]]:
         return lambda: logits()[request, :wanted]

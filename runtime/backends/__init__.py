@@ -1,4 +1,4 @@
-"""Backends: what can run a compiled graph, and the one place where they are opened."""
+"""Backends: the backends that can run a bundle, and the function that opens them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Engine
 
-MOST_THREADS = 1024  # a mistyped number beyond it would keep the machine busy with nothing but threads
+MOST_THREADS = 1024  # against typing errors that would overload the machine with threads
 
 
 class Backend(NamedTuple):
-    """A way to run a bundle."""
+    """A backend: its module and what it requires."""
 
-    opener: str  # our module
-    module: str  # that must be importable
-    extra: str  # that brings it
-    flavour: Flavour | None = None  # of the engines that it runs; none: it runs the graph itself
+    opener: str  # module of this package with `open_engine`
+    module: str  # Python module that it needs
+    extra: str  # extra of spaceport that installs it
+    flavour: Flavour | None = None  # flavour of its compiled engines; None: it runs the graph itself
     gpu: bool = True
 
 
-# The best first: that is the one that `auto` takes, if it can run the bundle here.
+# In the order in which `auto` tries them.
 BACKENDS = {
     "tensorrt": Backend("on_tensorrt", LIBRARIES["tensorrt"], "tensorrt", "tensorrt"),
     "tensorrt-rtx": Backend("on_tensorrt", LIBRARIES["tensorrt-rtx"], "tensorrt-rtx", "tensorrt-rtx"),
@@ -41,22 +41,22 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """The backend that runs a bundle here."""
+    """An opened backend."""
 
     name: str
     engine: Engine
-    notes: tuple[str, ...]  # why better backends were passed over, one sentence each
+    notes: tuple[str, ...]  # why better backends were not used, one sentence each
 
 
 class MissingBackend(MissingDependency):
-    """No backend is installed, or no device here, that could run the bundle; the message says what to do."""
+    """No installed backend or device can run the bundle; the message says what to install."""
 
 
-_REASONS = (MissingDependency, InputFault, OptionFault)  # why a backend cannot run a bundle
+_REASONS = (MissingDependency, InputFault, OptionFault)  # errors that say why a backend cannot run a bundle
 
 
 def resolve(bundle: Bundle, backend: str, options: EngineOptions) -> Resolved:
-    """The backend of this name, or with `auto` the best one that can run the bundle here, opened."""
+    """Open the backend of this name, or with `auto` the best one that can run the bundle here."""
     if backend not in ("auto", *BACKENDS):
         raise OptionFault(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
     check_threads(options.threads)
@@ -69,14 +69,14 @@ def resolve(bundle: Bundle, backend: str, options: EngineOptions) -> Resolved:
 
 
 def open_engine(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
-    """The engine of `resolve`, for callers that need no more."""
+    """The engine of the backend that `resolve` opens."""
     return resolve(bundle, backend, options).engine
 
 
 def choose(bundle: Bundle, options: EngineOptions) -> tuple[str, tuple[str, ...]]:
     """The best backend that can run the bundle here, and why the better ones cannot.
 
-    The reasons are left out where nobody would expect a better one: without a GPU, for a bundle without engines.
+    The reasons are left out where no better one is expected: without a GPU, for a bundle without engines.
     Raises the reason of the last backend if none of them can.
     """
     reasons: dict[str, str] = {}
@@ -102,14 +102,13 @@ def _open(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
     except MemoryError as error:
         gigabytes = bundle.manifest.signature.kv_bytes(options.requests, options.capacity) / 1e9
         raise OptionFault(
-            f"{gigabytes:.1f} GB of KV buffers for {options.capacity} slots do not fit into the memory: lower max_seq_len "
-            "(--max-seq-len)"
+            f"{gigabytes:.1f} GB of KV buffers for {options.capacity} slots do not fit into memory: lower max_seq_len"
         ) from error
     return opened
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[str]:
-    """A line for each reason why backends do not run, those that share it together."""
+    """One line for each reason, with all backends that it applies to."""
     shared: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         shared.setdefault(reason.removeprefix(f"backend {name} "), []).append(name)
@@ -117,7 +116,7 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
 
 
 def why_not(bundle: Bundle, backend: str, options: EngineOptions) -> str | None:
-    """Why a backend cannot run the bundle here; nothing if it can."""
+    """Why a backend cannot run the bundle here; None if it can."""
     try:
         require(bundle, backend, options)
     except _REASONS as error:
@@ -126,7 +125,7 @@ def why_not(bundle: Bundle, backend: str, options: EngineOptions) -> str | None:
 
 
 def require(bundle: Bundle, backend: str, options: EngineOptions) -> None:
-    """Raise if a backend cannot run the bundle here; asked of what is installed and recorded, nothing big is loaded."""
+    """Raise if a backend cannot run the bundle here; loads no weights and no engine."""
     flavour, signature = BACKENDS[backend].flavour, bundle.manifest.signature
     require_device(backend)
     if flavour is not None and signature.lowering != "append":
@@ -155,13 +154,13 @@ def require(bundle: Bundle, backend: str, options: EngineOptions) -> None:
 
 
 def require_device(backend: str) -> None:
-    """Raise if this machine has nothing that a backend could run on."""
+    """Raise if this machine has no device for a backend."""
     if BACKENDS[backend].gpu and (reason := no_gpu()) is not None:
         raise MissingBackend(f"backend {backend} needs an NVIDIA GPU: {reason}")
 
 
 def require_module(backend: str) -> None:
-    """Raise if a backend's module is not there, or not the one that it needs."""
+    """Raise if a backend's Python module is missing or unsuitable."""
     module, extra = BACKENDS[backend].module, BACKENDS[backend].extra
     install = install_command(extra)
     if backend == "onnxruntime-cuda" and (clash := clashing()) is not None:
@@ -182,7 +181,7 @@ def require_module(backend: str) -> None:
 
 
 def require_torch(backend: str, install: str) -> None:
-    """Raise if there is no torch that a backend could keep its buffers in."""
+    """Raise if there is no torch with CUDA, which the backend needs for its buffers."""
     try:
         torch = import_module("torch")
     except ImportError as error:
@@ -197,7 +196,7 @@ def require_torch(backend: str, install: str) -> None:
 
 
 def clashing() -> str | None:
-    """Why the packages of onnxruntime that are installed stand in each other's way; nothing if they do not."""
+    """Why the installed packages of onnxruntime conflict; None if they do not."""
     for package in ("onnxruntime", "onnxruntime-gpu"):
         try:
             version(package)
@@ -210,6 +209,6 @@ def clashing() -> str | None:
 
 
 def check_threads(threads: int) -> None:
-    """Raise for a number of processor threads that cannot be meant."""
+    """Raise for an invalid number of CPU threads."""
     if not 0 <= threads <= MOST_THREADS:
         raise OptionFault(f"threads is {threads}: expected 0 (one for each core) to {MOST_THREADS}")

@@ -1,4 +1,4 @@
-"""Built: which of a bundle's engines runs on this machine, and its bytes once they may be run."""
+"""Built engines: selects the engine of a bundle that runs on this machine, and reads it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Named(NamedTuple):
 
 
 class NoEngine(InputFault):
-    """A bundle has no engine that would run here; the message says what comes nearest, and how to build one."""
+    """A bundle has no engine for this machine; the message says why, and how to build one."""
 
 
 def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: str, options: EngineOptions) -> Named:
-    """The engine that this library and GPU run and that has room enough; of several the one with the least room.
+    """The engine for this library and GPU with enough capacity; of several, the smallest.
 
-    Without a version any will do: to ask before the library is loaded.
+    Without a version, engines of all versions count, so that the library need not be loaded to find out.
     """
     rules: tuple[tuple[Callable[[EngineRecord], bool], str], ...] = (
         (lambda record: record.backend == flavour, "backend"),
@@ -38,8 +38,8 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
         (lambda record: record.requests >= options.requests, "requests"),
         (lambda record: record.capacity >= options.capacity, "capacity"),
     )
-    folder, told = bundle.path / ENGINES_FOLDER, sorted(bundle.manifest.engines.items())
-    left = [Named(name, record) for name, record in told if (folder / name).is_file()]  # who removes one is rid of it
+    folder, recorded = bundle.path / ENGINES_FOLDER, sorted(bundle.manifest.engines.items())
+    left = [Named(name, record) for name, record in recorded if (folder / name).is_file()]
     for fits, what in rules:
         fitting = [named for named in left if fits(named.record)]
         if not fitting:
@@ -49,7 +49,7 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
 
 
 def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
-    """An engine's bytes, which are those that the manifest tells of, and trusted."""
+    """The bytes of an engine, if they match the manifest and are trusted."""
     file = bundle.path / ENGINES_FOLDER / named.name
     try:
         plan = file.read_bytes()
@@ -64,7 +64,7 @@ def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
     if not trusted and not trust.built_here(digest):
         raise BundleError(
             f"{file}: it was not built on this machine, and an engine is code that runs: build it here with `spaceport "
-            "build`, or trust who made it (--trust-engines, trust_engines=True)"
+            "build`, or set trust_engines=True if you trust who built it"
         )
     return plan
 
@@ -78,20 +78,20 @@ def _lacking(
     target: str,
     options: EngineOptions,
 ) -> str:
-    """Why none of these engines fits, when `what` is the first thing about them that does not."""
+    """Why none of these engines fits; `what` is the first property that does not."""
     build = f"`spaceport build {_quoted(bundle.path)} --backend {flavour}`"
     got = ", ".join(sorted({str(getattr(named.record, what)) for named in left})) if what != "graph" else ""
-    told = {
+    reasons = {
         "backend": f"it holds no {flavour} engine: build one with {build}",
         "graph": f"its {flavour} engines were built from another graph: build them again with {build}",
         "target": f"its {flavour} engines are for {got}, this GPU is {target}: build one with {build} --target current",
         "version": f"its engines were built with {flavour} {got}, {version} is installed: build one with {build}",
-        "requests": f"its engines take {got} requests at most, {options.requests} are asked for: lower max_requests "
-        f"(--max-requests), or build one with {build} --max-requests {options.requests}",
-        "capacity": f"its engines have {got} slots, {options.capacity} are needed: lower max_seq_len (--max-seq-len), "
+        "requests": f"its engines take {got} requests at most, max_requests is {options.requests}: lower it, "
+        f"or build one with {build} --max-requests {options.requests}",
+        "capacity": f"its engines have {got} slots, {options.capacity} are needed: lower max_seq_len, "
         f"or build one with {build} and a higher --max-seq-len",
     }
-    return f"{bundle.path}: {told[what]}"
+    return f"{bundle.path}: {reasons[what]}"
 
 
 def _quoted(path: Path) -> str:

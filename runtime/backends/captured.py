@@ -1,4 +1,4 @@
-"""Captured: calls that come again, kept as graphs that a GPU starts at once."""
+"""CUDA graphs of calls with frequent shapes, least recently used first to go."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Hashable
 
 Work = Callable[[], None]
 
-_MOST = 256  # graphs: each holds some megabytes of the device
-_MOST_SEEN = 4096  # calls that are counted
-_FIRST = 2  # the time at which a call is captured: one that never comes again is not worth it
+_MOST = 256  # graphs; each takes some megabytes of GPU memory
+_MOST_SEEN = 4096  # shapes that are counted
+_FIRST = 2  # the call of a shape that is captured: many shapes come only once
 
 
 class Captured:
-    """Graphs by what they do; the least recently used one goes first."""
+    """CUDA graphs by key; the least recently used one is dropped first."""
 
     def __init__(self, capture: Callable[[Work], Work], most: int = _MOST) -> None:
         self._capture = capture
@@ -22,14 +22,14 @@ class Captured:
         self._seen: Counter[Hashable] = Counter()
 
     def play(self, key: Hashable, plain: Work, prepare: Work) -> None:
-        """Do what a key stands for: by its graph, if there is one, else plainly, `prepare` first."""
+        """Run the work of a key: replay its graph, or call `prepare` and `plain`."""
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
             graph()
             return
         prepare()
-        plain()  # before it is captured, too: what TensorRT does once for new shapes is not to be in a graph
+        plain()  # also before the capture: a graph must not contain what TensorRT does once for a new shape
         self._seen[key] += 1
         if self._seen[key] >= _FIRST and self._most:
             self._graphs[key] = self._capture(plain)

@@ -1,4 +1,4 @@
-"""Device: the NVIDIA GPU as its driver tells of it, asked without loading any library that needs one."""
+"""Device: the NVIDIA GPU as its driver reports it, without loading any CUDA library."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Gpu:
     """A GPU."""
 
     name: str
-    target: str  # what an engine for it is built for, such as sm89
+    target: str  # architecture that engines are built for, such as sm89
     memory: int  # bytes
 
 
 class NoGpu(RuntimeError):
-    """There is no GPU that could be used; the message says why."""
+    """There is no usable GPU; the message says why."""
 
 
 @lru_cache(maxsize=1)
@@ -45,12 +45,12 @@ def gpu() -> Gpu:
         driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device),
     )
     if any(codes):
-        raise NoGpu(f"the NVIDIA driver does not tell what GPU it has (codes {codes}): look at nvidia-smi")
+        raise NoGpu(f"the NVIDIA driver does not report its GPU (codes {codes}): look at nvidia-smi")
     return Gpu(name.value.decode("utf-8", "replace"), f"sm{major.value}{minor.value}", memory.value)
 
 
 def no_gpu() -> str | None:
-    """Why there is no GPU to run on; nothing if there is one."""
+    """Why there is no usable GPU; None if there is one."""
     try:
         gpu()
     except NoGpu as error:

@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import onnxruntime as ort
 
-# Without VNNI the usual kernels of x86 CPUs add two products in 16 bits, where the sum of large ones is cut off. This setting
-# of a session chooses others, which are slower: 36 rows of a 107M model take four times as long with it.
+# Without VNNI, the default kernels of x86 CPUs add two products in 16 bits, where large sums saturate. This session option
+# selects other kernels, which are slower: 36 rows of a 107M model take four times as long.
 EXACT_SETTING = ("session.x64quantprecision", "1")
 
 # MatMulIntegerToFloat of a [rows, 64] by a constant [64, 32] of 127, with scales 1 and the zero point 0 (docs/int8.md).
@@ -25,7 +25,7 @@ _LARGEST = 255
 
 @cache
 def is_exact(setting: bool) -> bool:
-    """Whether sums of the largest products come out as they are, in a session with the setting or without."""
+    """Whether sums of the largest products are exact, in a session with or without the setting."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     if setting:

@@ -1,4 +1,4 @@
-"""Kernels: what TensorRT-RTX compiles for a shape when it first meets it, kept from one process to the next."""
+"""Kernels: the cache of kernels that TensorRT-RTX compiles for each new shape, shared between processes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _FOLDER = "kernels"
 
 
 class Kernels:
-    """Execution contexts of one engine; where it compiles while it runs, they share what was compiled."""
+    """Execution contexts of one engine, which share the kernels that are compiled while it runs."""
 
     def __init__(self, api: Any, engine: Any, name: str) -> None:
         self._api, self._engine = api, engine
         self._file = trust.state_folder() / _FOLDER / name
         self._cache: Any = None
         self._content = b""
-        self._configs: list[Any] = []  # contexts read theirs as long as they live, and nothing else holds them
+        self._configs: list[Any] = []  # contexts need theirs as long as they live
         if self._compiles:
             self._cache = engine.create_runtime_config().create_runtime_cache()
             self._content = self._read()
             if self._content:
                 self._cache.deserialize(
                     self._content
-                )  # it takes nothing of another driver or GPU: that is compiled anew
+                )  # kernels of another driver or GPU are ignored and compiled again
 
     def context(self, at_once: bool) -> Any:
         """A context whose memory is given to it. Kernels for a new shape are compiled at once, or beside the work, while
@@ -43,18 +43,18 @@ class Kernels:
         return self._engine.create_execution_context(config)
 
     def keep(self) -> None:
-        """Let the next process find what was compiled."""
+        """Store the compiled kernels for the next process."""
         if self._cache is None:
             return
         content = bytes(self._cache.serialize())
         if content == self._content:
             return
-        with contextlib.suppress(OSError):  # without it the next process compiles again
+        with contextlib.suppress(OSError):  # without the file, the next process compiles again
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             replace_bytes(self._file, content)
 
     def let_go(self) -> None:
-        """Hold nothing of the engine any more; its contexts are gone."""
+        """Release everything of the engine, after its contexts."""
         self._engine = self._cache = None
         self._configs.clear()
 

@@ -1,4 +1,4 @@
-"""On a device: a scatter-lowered graph in an onnxruntime session, all that it reads and writes in memory of one device."""
+"""Scatter-lowered graphs in an onnxruntime session whose inputs and outputs are in the memory of one device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from spaceport.runtime.selection import SelectedRows, selected_rows
 _UINT8 = 2  # onnx.TensorProto.UINT8; numpy has no bfloat16, so types are named by their numbers
 
 _LEAST = 1 << 14  # bytes of the smallest block
-MOST_GRAPHS = 128  # each holds some megabytes of the device
-_GRAPH_ROWS = 64  # wider calls take longer than their start does
-_COMMON = 3  # a call that came so often comes again
-PLAIN = -1  # the graph id of a call that is neither captured nor replayed
+MOST_GRAPHS = 128  # each takes some megabytes of GPU memory
+_GRAPH_ROWS = 64  # for wider calls, launch overhead is negligible
+_COMMON = 3  # calls of a shape before it is captured
+PLAIN = -1  # graph id of a call that is neither captured nor replayed
 
 
 class Graphs:
-    """Which calls onnxruntime keeps as CUDA graphs: those of few rows that come again; all others run plainly."""
+    """Decides which calls onnxruntime captures as CUDA graphs: frequent ones with few rows."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -38,7 +38,7 @@ class Graphs:
         self._options: dict[int, ort.RunOptions] = {}
 
     def options(self, first: int, shape: CallShape) -> ort.RunOptions:
-        """How a call of the requests from `first` on is to run."""
+        """Run options of a call for the requests from `first` on."""
         number = self.number(first, shape)
         if number not in self._options:
             self._options[number] = ort.RunOptions()
@@ -46,7 +46,7 @@ class Graphs:
         return self._options[number]
 
     def number(self, first: int, shape: CallShape) -> int:
-        """The id of a call's graph; a graph holds the addresses of its requests' buffers, so it is theirs alone."""
+        """The graph id of a call; a graph contains buffer addresses, so it belongs to the call's requests."""
         key = (first, shape)
         if (known := self._ids.get(key)) is not None:
             return known
@@ -60,7 +60,7 @@ class Graphs:
 
 
 class Staged(NamedTuple):
-    """A block of the host and the one of the device that it is copied to."""
+    """A block of host memory and the device memory that it is copied to."""
 
     block: Block
     memory: ort.OrtValue
@@ -84,7 +84,7 @@ class DeviceEngine:
         device: str,
         graphs: bool = False,
         notes: tuple[str, ...] = (),
-        selection: ort.InferenceSession | None = None,  # of the bundle's graph that selects tokens
+        selection: ort.InferenceSession | None = None,  # session of the bundle's graph for token selection
     ) -> None:
         self.selects = selection is not None
         self.signature = signature
@@ -98,24 +98,24 @@ class DeviceEngine:
         # one block of 2 * layers x requests x Hkv x S x D; zeroed, since 0 * NaN is NaN
         kv = np.zeros(signature.kv_bytes(options.requests, options.capacity), np.uint8)
         self._kv = ort.OrtValue.ortvalue_from_numpy(kv, kind, 0)
-        self._staged: dict[int, Staged] = {}  # by its bytes
+        self._staged: dict[int, Staged] = {}  # by size in bytes
         self._logits: dict[int, ort.OrtValue] = {}  # the same
         self._selected: dict[int, ort.OrtValue] = {}  # the same
         self._graphs = Graphs(MOST_GRAPHS if graphs else 0)
-        # onnxruntime keeps graphs by the OS thread that captured them, and as long as the session: all are of this one,
-        # since the runtime's worker ends when it has nothing to do, and those of another thread would be captured again
+        # onnxruntime stores graphs for the OS thread that captured them. This thread captures all, since the worker thread
+        # ends when it is idle and graphs would be captured again
         self._thread = ThreadPoolExecutor(1, "spaceport-graphs") if graphs else None
         self._binding = session.io_binding()
         self._selection = selection
-        self._shape: CallShape | None = None  # of the call that is bound
-        self._range: tuple[int, int] | None = None  # of requests whose buffers are bound
+        self._shape: CallShape | None = None  # shape of the call whose buffers are bound
+        self._range: tuple[int, int] | None = None  # range of requests whose buffers are bound
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self._compute(batch)
         return self._copied()[:, : batch.logit_rows.shape[1]]
 
     def select(self, batch: Batch) -> list[SelectedRows]:
-        """The best tokens of the wanted rows of each request; only these are copied to the host."""
+        """The best tokens of the needed rows of each request; only these are copied to the host."""
         assert self._selection is not None
         shape = self._compute(batch)
         logits = (shape.requests, shape.wanted, self.signature.vocab_size)
@@ -132,7 +132,7 @@ class DeviceEngine:
         return selected_rows(found, self._copied, batch.logit_rows.shape[1])
 
     def _compute(self, batch: Batch) -> CallShape:
-        """Run a call, whose logits then are in the device's memory; the sizes that it was filled up to."""
+        """Run a call, which leaves its logits in device memory; returns its padded shape."""
         if self._session is None:
             raise EngineFault(f"onnxruntime on {self.device}: the engine is closed")
         shape = filled_up(batch, self.signature, self._limits)
@@ -147,7 +147,7 @@ class DeviceEngine:
         return shape
 
     def _copied(self) -> NDArray[np.float32]:
-        """The logits of the last call; they were bound first, so only they are copied, and only the rows of the call."""
+        """The logits of the last call, without padding rows, copied to the host."""
         try:
             logits: NDArray[np.float32] = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
         except FAULTS as error:
@@ -174,7 +174,7 @@ class DeviceEngine:
         if self._thread is not None:
             self._thread.shutdown()
         self._session = self._binding = self._selection = (
-            None  # the graphs that hold addresses go before the memory does
+            None  # CUDA graphs contain addresses: release them before the memory
         )
         self._staged.clear()
         self._logits.clear()
@@ -183,19 +183,19 @@ class DeviceEngine:
 
     @property
     def _bytes_of_request(self) -> int:
-        """Of one of its buffers."""
+        """Shape of one KV buffer."""
         signature = self.signature
         return signature.kv_heads * self.capacity * signature.head_dim * DTYPES[signature.dtype].bytes
 
     def _start(self, session: ort.InferenceSession, options: ort.RunOptions) -> None:
-        """Do what is bound."""
+        """Run a session with the bound buffers."""
         if self._thread is None:
             session.run_with_iobinding(self._binding, options)
         else:
             self._thread.submit(session.run_with_iobinding, self._binding, options).result()
 
     def _stage(self, size: int) -> Staged:
-        """The block for a call of so many bytes; blocks are powers of two, since a copy takes all of one."""
+        """The smallest block that holds this number of bytes; sizes are powers of two, since a whole block is copied."""
         size = _power(size)
         if size not in self._staged:
             block = Block(np.zeros(size, np.uint8), self.signature)
@@ -203,7 +203,7 @@ class DeviceEngine:
         return self._staged[size]
 
     def _logits_memory(self, shape: tuple[int, ...], selected: bool = False) -> ort.OrtValue:
-        """The memory that logits of a shape are written to, or their selection."""
+        """The device memory for logits of a shape, or for their selection."""
         size, kept = _power(DTYPES["float32"].bytes * int(np.prod(shape))), self._selected if selected else self._logits
         if size not in kept:
             kept[size] = self._memory(size)
@@ -213,14 +213,14 @@ class DeviceEngine:
         return ort.OrtValue.ortvalue_from_shape_and_type((size,), _UINT8, self._kind, 0)
 
     def _view(self, address: int, size: int) -> ort.OrtValue:
-        """Some bytes of the device as a value: onnxruntime makes none of an address but as what an output is bound to."""
+        """Device memory as an OrtValue: onnxruntime creates one from an address only by binding it as an output."""
         assert self._session is not None
         binding = self._session.io_binding()
         binding.bind_output("logits", self._kind, 0, _UINT8, (size,), address)
         return binding.get_outputs()[0]
 
     def _bind(self, first: int, shape: CallShape, rows: int) -> None:
-        """Tell the session where all of a call is, as far as that is new."""
+        """Bind the inputs and outputs of a call that are not bound yet."""
         if self._shape != shape:
             types = {tensor.name: DTYPES[tensor.dtype].onnx for tensor in self.signature.rows}
             for name, part in ranges_of(self.signature, shape).items():

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: KV buffers bound once, the same memory in and out."""
+"""ONNX Runtime on the CPU; KV buffers are bound once as inputs and outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, Moves
 
-# onnxruntime's exceptions share no base of their own; on broken files it lets Python's slip through as well.
+# onnxruntime's exceptions have no common base class; broken files also raise Python's own.
 FAULTS: tuple[type[Exception], ...] = (
     *(
         kind
@@ -31,9 +31,8 @@ FAULTS: tuple[type[Exception], ...] = (
     UnicodeDecodeError,
 )
 
-# How products with small weights are computed. Level 4 rounds their inputs to int8, which leaves drafts exact in one line
-# only (see Manifest.exact_drafts); level 1 does not. Packed float8 is slow, see
-# docs/performance.md.
+# How products with quantized weights are computed. Level 4 quantizes their inputs to int8, so drafts are exact as chains
+# only (see Manifest.exact_drafts); level 1 does not. Packed float8 is slow, see docs/performance.md.
 _SETTINGS: dict[tuple[Weights, Activations], tuple[str, str]] = {
     ("int4", "float"): ("session.qdq_matmulnbits_accuracy_level", "1"),
     ("int4", "int8"): ("session.qdq_matmulnbits_accuracy_level", "4"),
@@ -54,7 +53,7 @@ class OnnxRuntimeEngine:
         self.capacity = capacity
         self.requests = requests
         self.rows = capacity
-        # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
+        # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
         size = requests * signature.kv_heads * capacity * signature.head_dim
         self._memory = np.zeros((2 * signature.layers, size), NUMPY[signature.dtype])
         self._kv = self._laid_out(capacity)
@@ -91,16 +90,16 @@ class OnnxRuntimeEngine:
         self._session = None
 
     def _laid_out(self, slots: int) -> NDArray[np.generic]:
-        """The front of the memory as buffers of this length."""
+        """The KV buffers with this number of slots, in the same memory."""
         heads, dim = self.signature.kv_heads, self.signature.head_dim
         size = self.requests * heads * slots * dim
         return self._memory[:, :size].reshape(len(self._memory), self.requests, heads, slots, dim)
 
     def _fit(self, batch: Batch) -> None:
-        """Keep the buffers of a single request as long as what its rows may see: such buffers are read without a copy.
+        """Fit the KV buffers of a single request to the visible slots: such buffers are read without a copy.
 
-        The visible part covers every slot that the request holds. Drafts lengthen it by turns, so buffers become shorter
-        only where less than half of them is enough.
+        The visible part covers every slot that the request holds. Drafts change its length from step to step, so buffers
+        shrink only if less than half of them is needed.
         """
         if self.requests > 1 or self.signature.lowering == "append":  # padding rows, which need the last slot, or moves
             return
@@ -111,9 +110,9 @@ class OnnxRuntimeEngine:
             return
         fitted = self._laid_out(visible)
         for old, new in zip(self._kv, fitted, strict=True):
-            kept = old[:, :, : min(slots, visible)].copy()
-            new[:, :, : kept.shape[2]] = kept
-            new[:, :, kept.shape[2] :] = 0
+            copied = old[:, :, : min(slots, visible)].copy()
+            new[:, :, : copied.shape[2]] = copied
+            new[:, :, copied.shape[2] :] = 0
         self._kv, self._bound = fitted, None
 
     def _bind_buffers(self, first: int, count: int) -> None:
@@ -138,7 +137,7 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
     if bundle.manifest.integer_matmuls and not (is_exact(setting=False) or is_exact(setting=True)):
         raise BundleError(
             f"{bundle.path}: its weights are int8, and ONNX Runtime {ort.__version__} cuts sums of 8-bit products off on this CPU, "
-            "which has no VNNI: texts would not be the model's; export the checkpoint with --weights int4, or as it is"
+            "which has no VNNI, so outputs would be wrong: export the checkpoint with --weights int4, or as it is"
         )
     settings = session_options(options.threads, bundle.manifest.weights, bundle.manifest.activations)
     try:
@@ -149,7 +148,7 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
 
 
 def session_options(threads: int, weights: Weights, activations: Activations = "float") -> ort.SessionOptions:
-    """The options of a session whose shapes change from step to step, and that tells what goes wrong only to us."""
+    """Session options for shapes that change from step to step, without onnxruntime's own log output."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -163,17 +162,17 @@ def session_options(threads: int, weights: Weights, activations: Activations = "
 
 
 def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
-    """The bundle's graph in a session, held to its contract; onnxruntime's own faults come through."""
+    """A session of the bundle's graph, checked against the manifest; raises onnxruntime's own errors."""
     path = bundle.path / MODEL_FILE
     session = ort.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
-    _hold_to_contract(session, bundle.manifest.signature, path)
+    _check_signature(session, bundle.manifest.signature, path)
     return session
 
 
 def open_selection(bundle: Bundle, providers: Sequence[Any]) -> ort.InferenceSession | None:
-    """The bundle's graph from logits to the best tokens, if it has one, in a session of these providers.
+    """A session of the bundle's graph for token selection, if it has one.
 
-    It is for devices from which logits would have to be copied: on a CPU it takes longer than numpy's argmax.
+    It is used on devices, where it saves copying logits; on a CPU it takes longer than numpy's argmax.
     """
     if SELECTION_FILE not in bundle.manifest.files:
         return None
@@ -184,28 +183,28 @@ def open_selection(bundle: Bundle, providers: Sequence[Any]) -> ort.InferenceSes
         "output": (session.get_outputs(), Tensor("selection", "float32", ("B", "R", selection_width(size)))),
     }
     for kind, (values, tensor) in tensors.items():
-        _hold_to(path, kind, values, (tensor,))
+        _check_tensors(path, kind, values, (tensor,))
     return session
 
 
 def unloadable(bundle: Bundle, error: Exception) -> BundleError:
-    """What to say of a graph that onnxruntime does not load."""
+    """The error for a graph that onnxruntime cannot load."""
     return BundleError(
         f"onnxruntime {ort.__version__} does not load {bundle.path / MODEL_FILE}: {error}: export it again, or update "
         "onnxruntime"
     )
 
 
-def _hold_to_contract(session: ort.InferenceSession, signature: Signature, path: Path) -> None:
-    """Raise if a graph is not the one that the manifest tells of: it would fail in the middle of a text."""
+def _check_signature(session: ort.InferenceSession, signature: Signature, path: Path) -> None:
+    """Raise if the inputs and outputs of a graph are not those of the manifest."""
     for kind, values, tensors in (
         ("input", session.get_inputs(), signature.inputs),
         ("output", session.get_outputs(), signature.outputs),
     ):
-        _hold_to(path, kind, values, tensors)
+        _check_tensors(path, kind, values, tensors)
 
 
-def _hold_to(path: Path, kind: str, values: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+def _check_tensors(path: Path, kind: str, values: Sequence[Any], tensors: Sequence[Tensor]) -> None:
     got = [_tensor(value.name, value.type, value.shape) for value in values]
     expected = [_tensor(tensor.name, f"tensor({DTYPES[tensor.dtype].onnxruntime})", tensor.shape) for tensor in tensors]
     for ours, theirs in zip_longest(got, expected, fillvalue="nothing more"):

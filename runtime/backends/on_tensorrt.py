@@ -1,4 +1,4 @@
-"""TensorRT: an engine built from the bundle's graph; its KV buffers are bound once and written in place."""
+"""TensorRT: engines built from the bundle's graph; KV buffers are bound once and updated in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.kernels import Kernels
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
-from spaceport.runtime.backends.tensorrt_contract import hold_to_contract
+from spaceport.runtime.backends.tensorrt_contract import check_contract
 from spaceport.runtime.backends.torch_device import Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
@@ -32,26 +32,26 @@ STEPS, PROMPTS = 0, 1  # profiles of an engine
 
 
 class Words:
-    """What a library says while it works; it is told to users only if something fails."""
+    """Log messages of a library; they are shown only if something fails."""
 
     def __init__(self) -> None:
         self.said: deque[str] = deque(maxlen=3)
 
     def __str__(self) -> str:
-        return "; ".join(self.said) or "no reason is told"
+        return "; ".join(self.said) or "it gives no reason"
 
     @property
     def memory_ended(self) -> bool:
-        """Whether the last of it is that there is no more memory."""
+        """Whether the last message is about missing memory."""
         return any("out of memory" in one.lower() or "OutOfMemory" in one for one in self.said)
 
 
 @dataclass
 class _Context:
-    """One profile of the engine, ready to run, and what is bound to it."""
+    """An execution context for one profile of the engine, and what is bound to it."""
 
     run: Any  # IExecutionContext
-    first: int = -1  # request whose buffers are bound first
+    first: int = -1  # first request whose buffers are bound
     shape: CallShape | None = None
 
 
@@ -83,7 +83,7 @@ class TensorRtEngine:
         wanted = logit_rows(record.prefill_rows, signature.vocab_size)
         self._limits = Limits(record.capacity, record.prefill_rows, wanted)
         widest = CallShape(options.requests, record.prefill_rows, record.capacity, wanted)
-        # one block, so that a move of slots over all layers is one statement; zeroed, since 0 * NaN is NaN
+        # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
         layers = (2 * signature.layers, options.requests, signature.kv_heads, record.capacity, signature.head_dim)
         self._kv = device.zeros(layers, getattr(torch, signature.dtype))
         block = device.host(end_of(signature, widest))
@@ -92,7 +92,9 @@ class TensorRtEngine:
         self._logits = device.zeros((options.requests * wanted * signature.vocab_size,), torch.float32)
         self._logits_out = device.host(4 * self._logits.numel()).view(torch.float32)
         scratch = max(engine.get_device_memory_size_for_profile_v2(profile) for profile in (STEPS, PROMPTS))
-        self._scratch = device.zeros((max(1, scratch),), torch.uint8)  # for both: only one runs at a time
+        self._scratch = device.zeros(
+            (max(1, scratch),), torch.uint8
+        )  # shared by both contexts: only one runs at a time
         self._kernels = Kernels(api, engine, f"{record.sha256[:32]}-{record.version}")
         self._contexts = [self._context(profile, options.graphs) for profile in (STEPS, PROMPTS)]
         self._captured = Captured(self._capture) if options.graphs else None
@@ -104,7 +106,7 @@ class TensorRtEngine:
         return logits[:, : batch.logit_rows.shape[1]]
 
     def select(self, batch: Batch) -> list[SelectedRows]:
-        """The best tokens of the wanted rows of each request; only these are copied to the host."""
+        """The best tokens of the needed rows of each request; only these are copied to the host."""
         with self._device.working():
             shape = self._compute(batch)
             size = shape.requests * shape.wanted * self.signature.vocab_size
@@ -118,7 +120,7 @@ class TensorRtEngine:
         return selected_rows(found, logits, batch.logit_rows.shape[1])
 
     def _compute(self, batch: Batch) -> CallShape:
-        """Put a call on the stream, with its inputs; the sizes that it was filled up to."""
+        """Copy the inputs of a call and enqueue it; returns its padded shape."""
         if self._engine is None:
             raise EngineFault(f"{self._record.backend}: the engine is closed")
         shape = filled_up(batch, self.signature, self._limits)
@@ -139,16 +141,16 @@ class TensorRtEngine:
         if self._engine is not None:
             self._device.wait()
             self._kernels.keep()
-            self._captured, self._contexts = None, []  # graphs go before contexts, and those before their engine
+            self._captured, self._contexts = None, []  # release graphs before contexts, and contexts before the engine
             self._kernels.let_go()
             self._engine = None
             self._kv = self._kv.new_zeros((0, *self._kv.shape[1:]))
             self._rows = self._logits = self._scratch = self._rows_in = self._logits_out = self._kv
             self._block = Block(np.zeros(0, np.uint8), self.signature)
-            self._device.give_back()
+            self._device.release_cached()
 
     def _play(self, first: int, shape: CallShape) -> None:
-        """Put a call on the stream: by its graph where there is one."""
+        """Enqueue a call, by its CUDA graph if there is one."""
         step = max(shape.rows, shape.wanted) <= self._record.step_rows
         context = self._contexts[STEPS if step else PROMPTS]
 
@@ -174,7 +176,7 @@ class TensorRtEngine:
             ) from error
 
     def _take(self, shape: CallShape) -> NDArray[np.float32]:
-        """The logits of a call, in one copy."""
+        """The logits of a call, copied to the host."""
         size = shape.requests * shape.wanted * self.signature.vocab_size
         self._logits_out[:size].copy_(self._logits[:size], non_blocking=True)
         self._device.wait()
@@ -182,11 +184,11 @@ class TensorRtEngine:
         return taken.reshape(shape.requests, shape.wanted, self.signature.vocab_size)
 
     def _context(self, profile: int, graphs: bool) -> _Context:
-        """A profile with all that never changes bound to it."""
+        """A context for a profile, with everything bound that never changes."""
         context = self._kernels.context(at_once=profile == STEPS and graphs)
         try:
             ready = context is not None and context.set_optimization_profile_async(profile, self._device.stream)
-        except RuntimeError:  # what TensorRT's bindings make of a refusal
+        except RuntimeError:  # raised by TensorRT's bindings if it fails
             ready = False
         if not ready and self._words.memory_ended:
             raise MemoryError(str(self._words))
@@ -197,7 +199,7 @@ class TensorRtEngine:
         return _Context(context)
 
     def _bind(self, context: _Context, first: int, shape: CallShape) -> None:
-        """Tell a context where the inputs of a call are, as far as that is new."""
+        """Bind the inputs of a call that are not bound yet."""
         if context.shape != shape:
             base = self._rows.data_ptr()
             for name, part in ranges_of(self.signature, shape).items():
@@ -222,7 +224,7 @@ def selection(logits: torch.Tensor) -> torch.Tensor:
 
 
 def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
-    """Copy slots of some requests over all layers, all read before any is written; kv is 2L x requests x Hkv x S x D."""
+    """Copy slots of some requests in all layers, reading all before writing any; kv is 2L x requests x Hkv x S x D."""
     busy = [(request, *move) for request, move in enumerate(moves, first) if move[0].size]
     if not busy:
         return
@@ -243,9 +245,9 @@ def open_engine(bundle: Bundle, options: EngineOptions, flavour: Flavour) -> Ten
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         gigabytes = bundle.manifest.signature.kv_bytes(options.requests, named.record.capacity) / 1e9
         raise OptionFault(
-            f"{named.record.size / 1e9:.1f} GB of engine, {gigabytes:.1f} GB of KV buffers and what else it needs do not fit "
-            f"into the GPU's {gpu().memory / 1e9:.1f} GB: lower max_requests (--max-requests), or build with a lower "
-            "--max-seq-len"
+            f"{named.record.size / 1e9:.1f} GB of engine, {gigabytes:.1f} GB of KV buffers and its activations do not fit "
+            f"into the GPU's {gpu().memory / 1e9:.1f} GB: lower max_requests, or run `spaceport build` with "
+            "a shorter --max-seq-len"
         ) from error
     return engine
 
@@ -253,7 +255,7 @@ def open_engine(bundle: Bundle, options: EngineOptions, flavour: Flavour) -> Ten
 def deserialized(
     api: Any, plan: bytes, named: Named, bundle: Bundle, options: EngineOptions, device: Device, name: str
 ) -> TensorRtEngine:
-    """An engine of its bytes, held to the contract."""
+    """An engine from its bytes, checked against the manifest."""
     words, logger = _listening(api)
     words.said.clear()
     runtime = api.Runtime(logger)
@@ -262,13 +264,13 @@ def deserialized(
         raise MemoryError(str(words))
     if engine is None:
         raise BundleError(f"{bundle.path}: {named.name} does not open: {words}: build it again with `spaceport build`")
-    hold_to_contract(api, engine, bundle.manifest.signature, named)
+    check_contract(api, engine, bundle.manifest.signature, named)
     return TensorRtEngine(api, engine, named.record, bundle.manifest.signature, options, device, name, words)
 
 
 @cache
 def _listening(api: Any) -> tuple[Words, Any]:
-    """What a library says when something goes wrong, and the logger that hears it.
+    """Messages of a library about failures, and the logger that receives them.
 
     There is one of each in a process: a library keeps the first logger that it is given, by its address, until nothing of
     it is left, and tells it of all that is opened in the meantime.

@@ -1,4 +1,4 @@
-"""PyTorch: any module with the contract's inputs and outputs as an engine; the reference for all others."""
+"""PyTorch: a module with the graph's inputs and outputs as an engine; the reference for all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spaceport.runtime.engine import CPU_COSTS, Batch, Moves
 
 
 class TorchEngine:
-    """A module called step by step; it writes its rows into the buffers that it is given."""
+    """A module as an engine; it updates the KV buffers in place."""
 
     costs = CPU_COSTS
     notes: tuple[str, ...] = ()
@@ -37,7 +37,9 @@ class TorchEngine:
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         last = batch.first + batch.requests
-        arrays = [np.require(array, requirements="W") for _, array in batch.arrays(self.signature)]  # torch wants that
+        arrays = [
+            np.require(array, requirements="W") for _, array in batch.arrays(self.signature)
+        ]  # torch warns otherwise
         rows = [torch.from_numpy(array).to(self.device) for array in arrays]
         past = [buffer[batch.first : last] for buffer in self._kv]
         with torch.inference_mode():

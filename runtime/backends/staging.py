@@ -1,5 +1,7 @@
-"""Staging: the rows of a call in one block of memory, filled up to one of few shapes, so that one copy takes them to a
-GPU and few shapes are ever compiled or captured there."""
+"""Staging: the inputs of a call in one block of memory, padded to one of few shapes.
+
+One copy takes them to a GPU, and few shapes have to be compiled or captured there.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from spaceport.graphs.contract.dtypes import NUMPY
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.engine import Batch
 
-# Rows that calls are filled up to: the widths that steps have most often, and multiples of 64 beyond.
+# Rows that calls are padded to: the most frequent widths of steps, then multiples of 64.
 _ROWS = (1, 2, 4, 6, 9, 12, 16, 20, 24, 30, 36, 48, 64)
 _MANY = 64
-_ALIGNED = 256  # bytes: what GPUs and their libraries like addresses to be multiples of
+_ALIGNED = 256  # bytes: alignment that GPUs and their libraries prefer
 
 
 class CallShape(NamedTuple):
-    """The sizes of a call."""
+    """The shape of a call."""
 
     requests: int  # B
     rows: int  # T
@@ -30,13 +32,13 @@ class CallShape(NamedTuple):
     wanted: int  # R
 
     def __str__(self) -> str:
-        """The sizes by the contract's names of the dimensions, for messages."""
+        """The shape with the names of the graph's dimensions, for messages."""
         return f"(B {self.requests}, T {self.rows}, A {self.visible}, R {self.wanted})"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that calls of an engine may have."""
+    """The largest call of an engine."""
 
     capacity: int  # slots of a request
     rows: int
@@ -44,18 +46,18 @@ class Limits:
 
 
 def shape_of(batch: Batch) -> CallShape:
-    """The sizes of a call as it is."""
+    """The shape of a call without padding."""
     requests, rows = batch.input_ids.shape
     return CallShape(requests, rows, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
 
 
 def filled_up(batch: Batch, signature: Signature, limits: Limits) -> CallShape:
-    """The sizes that a call is filled up to: not less in any, as few different ones as possible."""
+    """The shape that a call is padded to; there are as few of them as possible."""
     requests, rows, visible, wanted = shape_of(batch)
     most = limits.rows
-    if signature.lowering == "append":  # a run of rows must not reach beyond the buffer
+    if signature.lowering == "append":  # consecutive rows must not reach beyond the buffer
         starts = batch.slot_ids[:, 0]
-        busy = starts[starts != limits.capacity - rows]  # the others only fill up, and move where there is room
+        busy = starts[starts != limits.capacity - rows]  # padding requests are moved to where they fit
         most = min(most, limits.capacity - int(busy.max(initial=0)))
     return CallShape(
         requests,
@@ -72,14 +74,14 @@ def _wide(rows: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _long(visible: int) -> int:
-    """A visible length of three binary digits: at most a quarter longer."""
+    """The visible length rounded up to three binary digits: at most a quarter longer."""
     units = -(-visible // VISIBLE_STEP)
     step = 1 << max(0, units.bit_length() - 3)
     return -(-units // step) * step * VISIBLE_STEP
 
 
 class Block:
-    """Memory that the inputs of any call lie in, one behind the other, each of its own size."""
+    """Memory for all inputs of a call, one after the other."""
 
     def __init__(self, memory: NDArray[np.uint8], signature: Signature) -> None:
         self.memory = memory
@@ -87,9 +89,9 @@ class Block:
         self._views: dict[CallShape, dict[str, NDArray[Any]]] = {}
 
     def write(self, batch: Batch, shape: CallShape, capacity: int) -> int:
-        """Put a call into the block, filled up to a shape; how many bytes of the block it takes.
+        """Write a call into the block, padded to a shape; returns the number of bytes used.
 
-        Rows that only fill up see slot 0, write where nobody reads and are never read themselves.
+        Padding rows see slot 0, write to a slot that no row sees, and their results are not read.
         """
         views = self._of(shape)
         _, rows, visible, wanted = shape_of(batch)
@@ -129,7 +131,7 @@ class Block:
 
 
 class BlockRange(NamedTuple):
-    """Where an input lies in a block."""
+    """The location of an input in a block."""
 
     offset: int  # bytes
     bytes: int
@@ -139,7 +141,7 @@ class BlockRange(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def ranges_of(signature: Signature, shape: CallShape) -> Mapping[str, BlockRange]:
-    """Where each input of a call lies in a block."""
+    """The location of each input of a call in a block."""
     sizes = {"B": shape.requests, "T": shape.rows, "A": shape.visible, "R": shape.wanted}
     found, offset = {}, 0
     for tensor in signature.rows:
@@ -152,6 +154,6 @@ def ranges_of(signature: Signature, shape: CallShape) -> Mapping[str, BlockRange
 
 
 def end_of(signature: Signature, shape: CallShape) -> int:
-    """The bytes of a block that a call takes."""
+    """Number of bytes that a call uses in a block."""
     last = [*ranges_of(signature, shape).values()][-1]
     return last.offset + last.bytes

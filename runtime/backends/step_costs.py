@@ -1,4 +1,4 @@
-"""Step costs of an engine: measured once for a machine and a bundle, and kept in the user's cache folder."""
+"""Step costs of an engine: measured once for a machine and a bundle, and stored in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from spaceport.runtime.engine import Engine
 
 _SCHEMA = 3
 _PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
-_MOST_BYTES = 100_000  # of a file; a larger one is none of ours
+_MOST_BYTES = 100_000  # maximum size of a file
 
 
 def step_costs(bundle: Bundle, backend: str, engine: Engine, options: EngineOptions, source: CostSource) -> StepCosts:
-    """What steps cost on an engine that has just been opened: as measured here, the constants of its kind, or nothing."""
+    """The step costs of an opened engine: measured here, standard constants, or free."""
     if source not in get_args(CostSource):
         raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
     if source != "measured":
@@ -35,13 +35,13 @@ def step_costs(bundle: Bundle, backend: str, engine: Engine, options: EngineOpti
     table = load(file)
     if table is None or table.requests != batched_requests(engine):
         table = measure(engine)
-        with suppress(OSError):  # a full disk, a read-only folder: it is measured again the next time
+        with suppress(OSError):  # full disk or read-only folder: they are measured again next time
             store(file, table)
     return StepCosts(table)
 
 
 def load(file: Path) -> CostTable | None:
-    """The table in a file; nothing if there is none that could be used."""
+    """The table in a file; None if there is no valid one."""
     try:
         with file.open("rb") as stream:
             found = json.loads(stream.read(_MOST_BYTES))
@@ -60,24 +60,24 @@ def load(file: Path) -> CostTable | None:
 
 
 def store(file: Path, table: CostTable) -> None:
-    """Write a table; another process that does the same at the same time does no harm."""
+    """Write a table; other processes may do so at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, json.dumps({"schema": _SCHEMA, **asdict(table)}))
 
 
 def cache_folder() -> Path:
-    """Where the tables of this user are."""
+    """The folder with this user's tables."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         try:
             cache = Path.home() / ".cache"
-        except RuntimeError:  # the machine knows no home of this user
+        except RuntimeError:  # the user has no home folder
             cache = Path(os.devnull)
     return cache / "spaceport" / "step-costs"
 
 
 def _key(bundle: Bundle, backend: str, engine: Engine, options: EngineOptions) -> str:
-    """A digest of everything that the costs depend on; times and dates are not among it, so clocks may be wrong."""
+    """A digest of everything that the costs depend on."""
     facts = (
         bundle.manifest.graph,
         backend,
@@ -110,5 +110,5 @@ def _cpu_name() -> str:
 
 
 def _cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

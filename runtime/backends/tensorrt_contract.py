@@ -1,4 +1,4 @@
-"""Contract: what a TensorRT engine's inputs and outputs have to be, asked of the engine itself."""
+"""Contract: compares the inputs and outputs of a TensorRT engine with the manifest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from spaceport.runtime.bundle import BundleError
 _PROFILES = 2
 
 
-def hold_to_contract(api: Any, engine: Any, signature: Signature, named: Named) -> None:
-    """Raise if an engine is not the one that the manifest tells of, or would not write its buffers in place."""
+def check_contract(api: Any, engine: Any, signature: Signature, named: Named) -> None:
+    """Raise if an engine differs from its record in the manifest, or does not update its KV buffers in place."""
     got = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     expected = {tensor.name for tensor in (*signature.inputs, *signature.outputs)}
     if got != expected:

@@ -1,4 +1,4 @@
-"""Timing: the step costs of an engine, measured on requests that nobody uses yet."""
+"""Timing: measures the step costs of an engine before it serves requests."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from spaceport.runtime.costs import CostTable, Points
 from spaceport.runtime.engine import Batch, Engine
 
-SECONDS = 2.0  # of measuring, at most by one call
-_ROUNDS, _FEWEST = 7, 3  # calls of each shape: all of a small model's, and those that a shape is not left without
+SECONDS = 2.0  # maximum time of a measurement, plus one call
+_ROUNDS, _FEWEST = 7, 3  # calls of each shape: usual and minimum number
 _VISIBLE, _FAR = 256, 1024  # KV slots
-# The most telling first: a large model has no time for all. GPUs take jumps at 8/9, 17, 33 and 64 rows.
+# The most informative first: with a large model there is no time for all. GPU times jump at 8/9, 17, 33 and 64 rows.
 _SINGLE = (1, 4, 16, 9, 36, 2, 24, 6, 12, 64, 8, 17, 33)
 _BATCHED = (1, 4, 9)
 _FAR_ROWS = (1, 16)
-_MOST_REQUESTS = 8  # of a call: more of them take long, and show little that these do not
-_NEEDED = (1, 4)  # one point alone would say that rows are free; these are timed whatever it takes
-_LEAST_ROW = 0.01  # of a call of one row: what a further one costs on a CPU at least; less is a disturbed measurement
+_MOST_REQUESTS = 8  # maximum requests of a call: more of them take long and show little more
+_NEEDED = (1, 4)  # always timed: with one point alone, rows would look free
+_LEAST_ROW = 0.01  # minimum cost of a further row on a CPU, relative to a one-row call; less is a disturbed measurement
 
 
 class _Shape(NamedTuple):
@@ -30,11 +30,11 @@ class _Shape(NamedTuple):
 
 
 def measure(engine: Engine, budget: float = SECONDS, clock: Callable[[], float] = perf_counter) -> CostTable:
-    """The costs of an engine's calls. Shapes take turns, so that they share a busy machine's moods."""
+    """The costs of an engine's calls; shapes alternate, so that a busy machine affects all alike."""
     deadline = clock() + budget
     times: dict[_Shape, list[float]] = {}
-    for shape in _shapes(engine):  # calls of a new shape load, compile and capture: their first times do not count
-        again = _FEWEST * sum(map(min, times.values()))  # the time of a few more rounds
+    for shape in _shapes(engine):  # the first call of a shape compiles and captures: its time does not count
+        again = _FEWEST * sum(map(min, times.values()))  # time of a few more rounds
         if shape.rows not in _NEEDED and clock() + again + 2 * max(map(min, times.values())) > deadline:
             break
         _call(engine, shape, clock)
@@ -48,7 +48,7 @@ def measure(engine: Engine, budget: float = SECONDS, clock: Callable[[], float] 
 
 
 def idle(engine: Engine, rows: int, requests: int = 1, visible: int = _VISIBLE) -> Batch:
-    """A call that computes as any other, and writes what nobody sees."""
+    """A call that computes like any other and writes to unused slots."""
     visible = min(visible, engine.capacity)
     ids = np.zeros((requests, rows), np.int64)
     mask = np.zeros((requests, 1, rows, visible), np.bool_)
@@ -83,7 +83,7 @@ def _call(engine: Engine, shape: _Shape, clock: Callable[[], float]) -> float:
 
 
 def _table(engine: Engine, times: dict[_Shape, list[float]]) -> CostTable:
-    seconds = {shape: min(found) for shape, found in times.items()}  # whatever disturbs a call makes it longer
+    seconds = {shape: min(found) for shape, found in times.items()}  # disturbances only make calls longer
     near = min(shape.visible for shape in seconds)
     least = _LEAST_ROW if engine.device == "cpu" else 0.0
     single = _points(seconds, 1, near, least)
@@ -101,7 +101,7 @@ def _table(engine: Engine, times: dict[_Shape, list[float]]) -> CostTable:
 
 
 def _points(seconds: dict[_Shape, float], requests: int, visible: int, least: float) -> Points:
-    """The points of calls of one kind; a narrower call never takes longer than a wider one, and rows cost the least."""
+    """The points of calls of one kind; a narrower call never takes longer, and each row costs at least `least`."""
     found: list[tuple[int, float]] = []
     for shape, time in sorted(seconds.items(), reverse=True):
         if (shape.requests, shape.visible) == (requests, visible):

@@ -1,4 +1,4 @@
-"""Device: a GPU's memory, its one stream and its graphs, by way of torch."""
+"""Device: GPU memory, one stream and CUDA graphs, through torch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 
 
 class Device(Protocol):
-    """What an engine needs of a GPU; all its work goes to one stream, in order."""
+    """The GPU functions that an engine needs; all work goes to one stream, in order."""
 
     @property
     def stream(self) -> int:
         """The handle of the stream."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the device."""
+        """Zeroed device memory."""
 
     def host(self, size: int) -> torch.Tensor:
-        """Bytes of the host that the device copies from and to by itself."""
+        """Pinned host memory."""
 
     def working(self) -> AbstractContextManager[None]:
-        """A context within which torch's work goes to the stream."""
+        """A context in which torch's work goes to the stream."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What `work` puts on the stream, as one thing to put there again; it is not done yet."""
+        """Capture `work` as a CUDA graph; returns the function that replays it."""
 
     def wait(self) -> None:
-        """Until all that is on the stream is done."""
+        """Wait until the stream is idle."""
 
-    def give_back(self) -> None:
-        """Leave what nothing holds any more to others than torch, which keeps it for itself."""
+    def release_cached(self) -> None:
+        """Release cached GPU memory."""
 
 
 class Cuda:
@@ -60,7 +60,7 @@ class Cuda:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the GPU meanwhile; only what this one does is captured.
+        # Other threads may use the GPU meanwhile; only the work of this one is captured.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
@@ -68,5 +68,5 @@ class Cuda:
     def wait(self) -> None:
         self._stream.synchronize()
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         torch.cuda.empty_cache()

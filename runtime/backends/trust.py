@@ -1,4 +1,4 @@
-"""Trust: the engines that were built on this machine; any other is code of strangers and runs only if it is said to."""
+"""Trust: the list of engines built on this machine; others run only with `trust_engines`, since engines are code."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 from pathlib import Path
 
 _FILE = "built-engines"
-_NOWHERE = Path(os.devnull)  # nothing can be read or written below it
+_NOWHERE = Path(os.devnull)  # not a folder: reading and writing below it fails
 
 
 def remember(sha256: str) -> bool:
-    """Note that an engine was built here; whether that could be noted."""
+    """Record that an engine was built here; returns whether that was possible."""
     if built_here(sha256):
         return True
     file = _file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with file.open("a") as stream:  # one short line: written in one piece, whoever else writes
+        with file.open("a") as stream:  # one short line is appended atomically
             stream.write(f"{sha256}\n")
     except OSError:
         return False
@@ -32,12 +32,12 @@ def built_here(sha256: str) -> bool:
 
 
 def state_folder() -> Path:
-    """Where this user's machine keeps what it knows of engines."""
+    """The folder for this user's state."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():
         try:
             state = Path.home() / ".local" / "state"
-        except RuntimeError:  # the machine knows no name of this user
+        except RuntimeError:  # the user has no home folder
             state = _NOWHERE
     return state / "spaceport"
 

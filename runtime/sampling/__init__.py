@@ -1,1 +1,1 @@
-"""Sampling: which token a row of logits stands for, and how probable tokens are."""
+"""Sampling: selects tokens from logits, and computes log probabilities."""

@@ -1,4 +1,4 @@
-"""Choice: which token logits mean in a line of text, and what may not be written there."""
+"""Choice: greedy token selection, candidates of mask slots, and bans."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from spaceport.runtime.decode.selector import not_a_number
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.selection import SelectedRows
 
-_LEAST = -7.0  # a candidate whose logit is so far below the best is not worth a row in any tree
-_LEAST_ODDS = 2e-3  # nor one with such odds
-_LEAST_PROBABILITY = 1e-3  # the same of candidates whose probability is known exactly
-_MANY = 512  # tokens near the best: a line with more says little, and is held to odds instead
-_SAMPLE = 32  # one token in so many is looked at to tell what the unlikely ones weigh
+_LEAST = -7.0  # logit of a candidate relative to the best; less is never worth a row
+_LEAST_SHARE = 2e-3  # estimated probability of a candidate; less is never worth a row
+_LEAST_PROBABILITY = 1e-3  # the same where the probability is known exactly
+_MANY = 512  # tokens near the best; if there are more, the limit on probabilities applies instead
+_SAMPLE = 32  # one token in 32 is sampled to estimate the weight of improbable ones
 
 
 @dataclass(frozen=True)
 class Bans:
-    """The tokens that may not be written, everywhere or in some places."""
+    """The tokens that must not be generated, everywhere or at some positions."""
 
     never: frozenset[int]
-    fork: int | None = None  # may not follow itself nor [Child], nor be written by threads that are too deep
+    fork: int | None = None  # must not follow itself or [Child], and is banned in threads that are too deep
     child: int | None = None
-    depth: int = 0  # how often the way to a thread may fork
+    depth: int = 0  # maximum number of forks from the root thread to a thread
 
     def at(self, thread: Thread, ahead: Sequence[int]) -> frozenset[int]:
-        """What may not follow these tokens of a thread."""
+        """The banned tokens after these tokens of a thread."""
         if self.fork is None:
             return self.never
         last = ahead[-1] if ahead else thread.tokens[-1]
@@ -41,7 +41,7 @@ class Bans:
         return self.never
 
     def among_candidates(self, thread: Thread) -> frozenset[int]:
-        """What no mask slot of a thread needs to propose, whatever stands before it."""
+        """Tokens that no mask slot of a thread may propose, whatever is before it."""
         return self._no_fork if self.fork is not None and len(thread.path) >= self.depth else self.never
 
     @cached_property
@@ -51,7 +51,7 @@ class Bans:
 
 @dataclass(frozen=True)
 class Greedy:
-    """The likeliest token that is not banned; of equals the lowest id."""
+    """Greedy selection: the most probable token that is not banned; the lowest id among equals."""
 
     bans: Bans
     selects: ClassVar = True
@@ -61,7 +61,7 @@ class Greedy:
             best = logits.best(self.bans.at(thread, ahead))
             return self.token(logits.logits[0], thread, ahead) if best is None else best[0]
         token = int(logits.argmax())
-        if (score := logits[token]) != score:  # NaN, at a fraction of the price of np.isnan
+        if (score := logits[token]) != score:  # NaN; much faster than np.isnan
             raise not_a_number(len(thread.tokens) + len(ahead))
         if token in (banned := self.bans.at(thread, ahead)):
             token = int(without(logits, banned).argmax())
@@ -78,7 +78,7 @@ class Greedy:
                 return tuple([Candidates((token,), (1.0,)) for token in known])
             return self.candidates(logits.logits, thread, position, most)
         if most > 1:
-            return likeliest(logits, most, banned)
+            return top_candidates(logits, most, banned)
         best = logits.argmax(axis=-1).tolist()
         if not banned.isdisjoint(best):
             best = without(logits, banned).argmax(axis=-1).tolist()
@@ -86,7 +86,7 @@ class Greedy:
 
 
 def greedy(banned: Collection[int] = ()) -> Greedy:
-    """The likeliest token but for these."""
+    """Greedy selection with banned tokens."""
     return Greedy(Bans(frozenset(banned)))
 
 
@@ -97,25 +97,25 @@ def without(logits: NDArray[np.float32], banned: Collection[int]) -> NDArray[np.
     return allowed
 
 
-def likeliest(scores: NDArray[np.float32], most: int, banned: Collection[int] = ()) -> tuple[Candidates, ...]:
-    """The best tokens of each line of scores, and about how likely a softmax over the line makes them.
+def top_candidates(scores: NDArray[np.float32], most: int, banned: Collection[int] = ()) -> tuple[Candidates, ...]:
+    """The best tokens of each line of scores with estimated softmax probabilities.
 
-    All but a few tokens of a line are too unlikely to be looked at; what they weigh together is taken from a sample. A
-    line that says nothing gives no tokens.
+    Only a few tokens of a line matter; the weight of the others is estimated from a sample of them. A line without a
+    probable token gives no candidates.
     """
-    with np.errstate(all="ignore"):  # what is not a number is nobody's guess
-        return tuple([_likeliest(line, most, banned) for line in scores])
+    with np.errstate(all="ignore"):  # NaN gives no candidates
+        return tuple([_top_candidates(line, most, banned) for line in scores])
 
 
-def _likeliest(line: NDArray[np.float32], most: int, banned: Collection[int]) -> Candidates:
+def _top_candidates(line: NDArray[np.float32], most: int, banned: Collection[int]) -> Candidates:
     highest = line[line.argmax()]
     sampled = line[::_SAMPLE] - highest
     likely = sampled > _LEAST
     weights = np.exp(sampled, out=sampled)
     least = _LEAST
     if np.count_nonzero(likely) > _MANY // _SAMPLE:
-        least = np.log(weights.sum() * _SAMPLE * _LEAST_ODDS)
-        likely = weights > weights.sum() * _SAMPLE * _LEAST_ODDS
+        least = np.log(weights.sum() * _SAMPLE * _LEAST_SHARE)
+        likely = weights > weights.sum() * _SAMPLE * _LEAST_SHARE
     weights[likely] = 0
     tokens = (line > highest + least).nonzero()[0]
     found = np.exp(line[tokens] - highest).tolist()
@@ -128,7 +128,7 @@ def _candidates(ranked: list[tuple[int, float]]) -> Candidates:
 
 
 def _best(tokens: list[int], weights: list[float], total: float, most: int, banned: Collection[int]) -> Candidates:
-    """The guess that the likely tokens of a line make, by what they and all others weigh."""
-    order = sorted(range(len(tokens)), key=weights.__getitem__, reverse=True)  # of equals the lowest id comes first
+    """Candidates from the probable tokens of a line, by their weights and the total."""
+    order = sorted(range(len(tokens)), key=weights.__getitem__, reverse=True)  # the lowest id first among equals
     allowed = [index for index in order[: most + len(banned)] if tokens[index] not in banned][:most]
     return Candidates(tuple([tokens[index] for index in allowed]), tuple([weights[index] / total for index in allowed]))

@@ -1,4 +1,4 @@
-"""Noise: the Gumbel noise of each token at each place of a text, as docs/sampling.md specifies it."""
+"""Noise: the Gumbel noise of each token at each position, as docs/sampling.md specifies it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BLOCK = 16384  # tokens at a time, so that their arrays stay in the cache
 
 
 def noise_key(seed: int, path: tuple[int, ...], position: int) -> int:
-    """What the noise of one place of one thread is made from."""
+    """The key of the noise at one position of one thread."""
     packed = struct.pack(f"<{len(path) + 3}Q", seed, len(path), *path, position)
     return int.from_bytes(hashlib.blake2b(packed).digest()[:8], "little")
 
 
 def gumbels(key: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The noise of these tokens under a key: that of each depends on no other."""
+    """The noise of these tokens under a key; each is independent of the others."""
     noise = np.empty(tokens.size, np.float64)
     scratch = np.empty(min(_BLOCK, tokens.size), np.uint64)
     for first in range(0, tokens.size, _BLOCK):
@@ -34,7 +34,7 @@ def gumbels(key: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _from_counters(noise: NDArray[np.float64], key: np.uint64, scratch: NDArray[np.uint64]) -> None:
-    """Make noise of the counters that stand in its memory: the rules of SplitMix64, then two logarithms."""
+    """Turn the counters in this memory into noise, in place: SplitMix64, then two logarithms."""
     bits = noise.view(np.uint64)
     bits *= _GAMMA
     bits += key

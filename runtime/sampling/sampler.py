@@ -1,4 +1,4 @@
-"""Sampling: tokens drawn so that the text depends on its seed and never on its drafts; docs/sampling.md says how."""
+"""Sampler: sampled tokens that depend on the seed and never on drafts, as docs/sampling.md describes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.filters import best, survivors
 from spaceport.runtime.sampling.noise import gumbels, noise_key
 
-_FAINT = -10.0  # score below which a guess is right so seldom that its noise is not worth computing
-_UNLIKELY = 1e-3  # odds below which a guess is not worth a row
+_FAINT = -10.0  # score below which a candidate is too improbable to compute its noise
+_UNLIKELY = 1e-3  # probability below which a candidate is not worth a row
 
 
 @dataclass(frozen=True)
@@ -58,45 +58,45 @@ class Sampling:
         ):
             if not isinstance(given := getattr(self, name), kind):
                 raise OptionFault(f"{name} is {given!r}: expected {kinds}")
-        _number("temperature", self.temperature, 0, 100, "0 writes the likeliest token always")
-        _number("top_p", self.top_p, 0, 1, "1 keeps all tokens")
-        _number("min_p", self.min_p, 0, 1, "0 keeps all tokens")
+        _number("temperature", self.temperature, 0, 100, "0 is greedy decoding")
+        _number("top_p", self.top_p, 0, 1, "1 allows all tokens")
+        _number("min_p", self.min_p, 0, 1, "0 allows all tokens")
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100, "1 changes nothing")
         _number("presence_penalty", self.presence_penalty, -2, 2, "0 changes nothing")
         _number("frequency_penalty", self.frequency_penalty, -2, 2, "0 changes nothing")
-        _integer("top_k", self.top_k, 2**63 - 1, "0 keeps all tokens")
+        _integer("top_k", self.top_k, 2**63 - 1, "0 allows all tokens")
         if self.seed is not None:
-            _integer("seed", self.seed, 2**64 - 1, "leave it out for another text each time")
+            _integer("seed", self.seed, 2**64 - 1, "leave it out for a random one")
         for token in self.banned:
-            _integer("a token id in banned", token, 2**63 - 1, "they are ids, not text")
+            _integer("a token id in banned", token, 2**63 - 1, "token ids, not text")
         for token, bias in self.logit_bias.items():
-            _integer("a token id in logit_bias", token, 2**63 - 1, "they are ids, not text")
+            _integer("a token id in logit_bias", token, 2**63 - 1, "token ids, not text")
             _number(f"the logit_bias of token {token}", bias, -100, 100, "to forbid a token, put it in banned")
         object.__setattr__(self, "banned", frozenset(self.banned))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def check(self, vocab_size: int) -> None:
-        """Refuse token ids that a vocabulary does not hold."""
+        """Raise for token ids outside the vocabulary."""
         for name, tokens in (("banned", self.banned), ("logit_bias", self.logit_bias)):
             beyond = [token for token in tokens if token >= vocab_size]
             if beyond:
                 raise OptionFault(f"{name} holds the token id {min(beyond)}: expected ids from 0 to {vocab_size - 1}")
         if len(self.banned) >= vocab_size:
-            raise OptionFault(f"banned holds all {vocab_size} tokens: expected at least one that may be written")
+            raise OptionFault(f"banned holds all {vocab_size} tokens: expected at least one allowed token")
 
     @property
     def penalises(self) -> bool:
-        """Whether what is written changes what may follow."""
+        """Whether penalties make tokens depend on the text before them."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 def seeded(sampling: Sampling) -> Sampling:
-    """The same with a seed: one that nobody knows yet if it has none."""
+    """The same options with a seed, a random one if it has none."""
     return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(64))
 
 
 def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> TokenSelector:
-    """What chooses the tokens of one request, whose prompt is so long."""
+    """The token selector of one request with a prompt of this length."""
     bans = replace(bans, never=bans.never | frozenset(sampling.banned))
     if sampling.temperature == 0 and not sampling.penalises and not sampling.logit_bias:
         return Greedy(bans)
@@ -107,17 +107,17 @@ def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> TokenSelector
 
 @dataclass
 class _Counts:
-    """Which tokens a line of text holds, and how often each of them stands behind the prompt."""
+    """The distinct tokens of a thread, and how often each is in the text after the prompt."""
 
     thread: Thread
     prompt_length: int
-    counted: int = 0  # tokens of the thread
+    counted: int = 0  # number of the thread's tokens counted so far
     index: dict[int, int] = field(default_factory=dict)
     tokens: array[int] = field(default_factory=lambda: array("q"))
-    own: array[int] = field(default_factory=lambda: array("q"))  # how often behind the prompt
+    own: array[int] = field(default_factory=lambda: array("q"))  # occurrences after the prompt
 
     def follow(self) -> None:
-        """Count what the thread has grown by: its tokens never change, they only become more."""
+        """Count the thread's new tokens; its tokens never change, they are only appended."""
         prompt = max(self.counted, self.prompt_length)
         self.add(self.thread.tokens[self.counted : prompt], 0)
         self.add(self.thread.tokens[prompt:], 1)
@@ -132,7 +132,7 @@ class _Counts:
             self.own[index] += own
 
     def and_then(self, ahead: Sequence[int]) -> _Counts:
-        """These and the tokens of a step that the thread does not hold yet."""
+        """The counts including tokens that a step has selected but the thread does not have yet."""
         if not ahead:
             return self
         longer = replace(self, index=self.index.copy(), tokens=self.tokens[:], own=self.own[:])
@@ -142,10 +142,10 @@ class _Counts:
 
 @dataclass
 class Sampled:
-    """The token whose log-probability and noise are together the highest; the noise belongs to its place in the text.
+    """Sampling with the Gumbel-max trick: the token with the highest sum of log probability and noise.
 
-    The token at a place is a function of its logits, the tokens before it, its place, its thread's path and the seed:
-    nothing is drawn in an order, so drafts, trees, chunks and other threads cannot change it.
+    The token at a position is a function of its logits, the tokens before it, the position, the thread's path and the
+    seed, so drafts, prefill chunks and other threads cannot change it.
     """
 
     sampling: Sampling
@@ -173,22 +173,22 @@ class Sampled:
     def candidates(
         self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
     ) -> tuple[Candidates, ...]:
-        """What the mask slots would write, drawn with the noise of the places: then the network likely draws the same."""
+        """Candidates of mask slots, sampled with the noise of their positions, so that the model likely samples the same."""
         banned = self.bans.among_candidates(thread)
         found = []
         for at, line in enumerate(logits, position):
             scores = self._scores(line, banned, thread, ())
             if np.isfinite(scores.max()):
                 found.append(self._candidates(scores, thread.path, at, most))
-            else:  # a draft must not end a text that goes on without it
+            else:  # an error here must not end a completion that continues without the draft
                 found.append(Candidates((int(scores.argmax()),), (0.0,)))
         return tuple(found)
 
     def _candidates(self, scores: NDArray[np.float64], path: tuple[int, ...], position: int, most: int) -> Candidates:
-        """The tokens that pass the filters, best first; how likely the network draws them says a softmax over all.
+        """The tokens that pass the filters, best first, with the probability that the model samples them.
 
-        How far a mask slot is off depends neither on the filters nor on the temperature, so the softmax is over logits
-        to which the noise is added times the temperature. Measured on the demo model: docs/sampling.md.
+        The error of a mask slot depends neither on the filters nor on the temperature, so the probabilities are a softmax
+        over logits + temperature * noise. Measured on the demo model: docs/sampling.md.
         """
         sampling = self.sampling
         temperature = sampling.temperature
@@ -200,21 +200,21 @@ class Sampled:
         else:
             scores -= scores.max()
         (tokens,) = np.nonzero(scores >= _FAINT)
-        drawn = scores[tokens]
+        noised_scores = scores[tokens]
         if temperature > 0:
-            drawn += gumbels(noise_key(self.seed, path, position), tokens)
-            drawn *= temperature
-        weights = np.exp(drawn - drawn.max())
+            noised_scores += gumbels(noise_key(self.seed, path, position), tokens)
+            noised_scores *= temperature
+        weights = np.exp(noised_scores - noised_scores.max())
         probabilities = weights / weights.sum()
         (allowed,) = np.nonzero(passing[tokens])
-        order = allowed[best(drawn[allowed], most)]
+        order = allowed[best(noised_scores[allowed], most)]
         order = order[: max(1, np.count_nonzero(probabilities[order] > _UNLIKELY))]
         return Candidates(tuple(tokens[order].tolist()), tuple(probabilities[order].tolist()))
 
     def _scores(
         self, logits: NDArray[np.float32], banned: frozenset[int], thread: Thread, ahead: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Logits with all that bears on single tokens; bans last, so that nothing lifts them."""
+        """Logits with bias, penalties and bans; bans come last, so that nothing lifts them."""
         scores = logits.astype(np.float64)
         for token, bias in self.sampling.logit_bias.items():
             scores[token] += bias
@@ -224,13 +224,13 @@ class Sampled:
         return scores
 
     def _tempered(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Log-probabilities but for a constant: the highest is 0; `scores` is used up."""
+        """Log probabilities up to a constant, the highest is 0; overwrites `scores`."""
         top = scores.max()
-        if top == np.inf:  # the limit of ever larger logits
+        if top == np.inf:  # the limit for growing logits
             return np.where(scores == top, 0.0, -np.inf)
         scores -= top
         if self.sampling.temperature != 1:
-            with np.errstate(over="ignore"):  # -inf is right
+            with np.errstate(over="ignore"):  # -inf is the right result
                 scores /= self.sampling.temperature
         return scores
 

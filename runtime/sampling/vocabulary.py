@@ -1,4 +1,4 @@
-"""Vocabulary: the tokens of a bundle as a grammar reads them."""
+"""Vocabulary: the tokens of a bundle for constrained decoding with llguidance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spaceport.graphs.contract.installation import install_command
 
 
 class Matcher(Protocol):
-    """What is used of llguidance's LLMatcher: a grammar, and where in it a text is."""
+    """The used part of llguidance's LLMatcher: a grammar and the state of a text in it."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
     def validate_tokens(self, tokens: list[int]) -> int: ...
@@ -29,7 +29,7 @@ class Matcher(Protocol):
 
 
 class Spelling(Protocol):
-    """What is used of llguidance's LLTokenizer: the bytes of tokens."""
+    """The used part of llguidance's LLTokenizer: the bytes of tokens."""
 
     def is_special_token(self, token: int) -> bool: ...
     def decode_bytes(self, tokens: list[int]) -> bytes: ...
@@ -38,18 +38,17 @@ class Spelling(Protocol):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a bundle as a grammar reads them."""
+    """The tokens of a bundle for constrained decoding."""
 
     tokenizer: Tokenizer
-    matcher: Callable[[str], Matcher]  # of a grammar, before the first token
-    text: NDArray[np.bool_]  # V, True = writes text
-    ends: NDArray[np.bool_]  # V, True = ends a text
-    # A token that writes less as the first of a text -> the tokens that write as much elsewhere: some decoders take the
-    # first space of a text away.
+    matcher: Callable[[str], Matcher]  # creates the matcher of a grammar, before the first token
+    text: NDArray[np.bool_]  # V, True = has text
+    ends: NDArray[np.bool_]  # V, True = ends a completion
+    # First token of a text -> tokens with the same text elsewhere: some decoders remove the first space of a text.
     openings: dict[int, list[int]]
 
     def allowed(self, matcher: Matcher, first: bool) -> NDArray[np.bool_]:
-        """V, True = may follow where a matcher is; nothing may where it fails."""
+        """Mask of the tokens that a matcher allows next: V, True = allowed; all False if it fails."""
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         fits = np.unpackbits(bits, count=self.text.size, bitorder="little").view(np.bool_)
         if matcher.is_error():
@@ -71,7 +70,7 @@ class Vocabulary:
 
     @cached_property
     def _openings(self) -> tuple[NDArray[np.int64], ...]:
-        """Openings that write nothing; the others, and the first piece of each; those of several pieces."""
+        """First tokens without text; the others, and the first piece of each; those of several pieces."""
         blank = [token for token, pieces in self.openings.items() if not pieces]
         heads = {token: pieces[0] for token, pieces in self.openings.items() if pieces}
         longer = [token for token, pieces in self.openings.items() if len(pieces) > 1]
@@ -81,10 +80,10 @@ class Vocabulary:
 def open_vocabulary(
     tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int], never: Collection[int] = ()
 ) -> Vocabulary:
-    """The vocabulary of a model with this tokenizer: once for all texts, since it takes a while.
+    """The vocabulary of a model with this tokenizer; slow, so it is built once for all requests.
 
-    A model may have more tokens than its tokenizer. `never` are tokens that are no text although they are not special,
-    and all that the inner choice bans.
+    A model may have more tokens than its tokenizer. `never` are further tokens without text, and all tokens that the
+    inner selector bans.
     """
     encoder, matcher = _library(tokenizer, vocab_size, end_tokens)
     count = min(tokenizer.get_vocab_size(), vocab_size)
@@ -119,13 +118,13 @@ def _library(
     try:
         if not ends:
             raise ValueError(f"none of the end tokens {sorted(end_tokens)} is among its {size} tokens")
-        if beyond:  # the library would panic
+        if beyond:  # llguidance would panic
             raise ValueError(f"it has {size} tokens, and one with the id {beyond[0]}")
         opened = LLTokenizer(tokenizer.to_str(), n_vocab=max(size, vocab_size), eos_token=ends)
     except ValueError as error:
         raise OptionFault(
             f"the bundle's tokenizer cannot be used with a grammar: {error}: expected a byte-level one or one with byte "
-            "fallback, and an end token; ask for a text without a grammar"
+            "fallback, and an end token; decode without a grammar"
         ) from error
-    limits = LLParserLimits(verbose_errors=False)  # an error would hold the whole grammar
+    limits = LLParserLimits(verbose_errors=False)  # else errors contain the whole grammar
     return opened, lambda grammar: LLMatcher(opened, grammar, log_level=0, limits=limits)

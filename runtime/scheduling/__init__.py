@@ -1,1 +1,1 @@
-"""Scheduling: many requests on one engine, from their admission to the stream of what they write."""
+"""Scheduling: many requests on one engine, from admission to streams."""

@@ -1,4 +1,4 @@
-"""Admission: a prompt and how to decode it as a request, or what keeps them from being one."""
+"""Admission: turns a prompt and a Decoding into a request, or raises if they are invalid."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from spaceport.runtime.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Admission:
-    """What requests on one engine have to keep to."""
+    """The limits of requests on one engine."""
 
     bundle: Bundle
     tokenizer: Tokenizer
     engine: Engine
-    max_seq_len: int  # longest prompt and text of one thread
-    max_slots: int  # most tokens of a prompt and all its threads
+    max_seq_len: int  # maximum tokens of a thread, prompt included
+    max_slots: int  # maximum tokens of a prompt and all its threads
     planner: DraftPlanner
 
     @cached_property
     def prompts(self) -> PromptEncoder:
-        """Prompts as tokens."""
+        """Encoder of prompts."""
         return PromptEncoder(self.bundle, self.tokenizer)
 
     @cached_property
@@ -52,7 +52,7 @@ class Admission:
         return Speller(self.tokenizer)
 
     def generation(self, prompt: Prompt, decoding: Decoding, deliver: Deliver) -> Generation:
-        """A request for text that cannot run out of KV slots half way."""
+        """A request for a completion, with enough KV slots for all its limits."""
         if not isinstance(decoding, Decoding):
             raise OptionFault(f"decoding is {shown(decoding)}: expected a Decoding, such as Decoding(max_tokens=64)")
         ids = self.prompts.tokens_of(prompt)
@@ -91,7 +91,7 @@ class Admission:
         )
 
     def scoring(self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int) -> ScoringTask:
-        """A request that writes nothing, and observes how likely its tokens are."""
+        """A request that generates nothing and scores its tokens."""
         ids, start = self.prompts.parts_of(prompt, continuation)
         if len(ids) > self.max_seq_len:
             raise self._too_long(ids, "text")
@@ -149,41 +149,37 @@ class Admission:
         return able and decoding.grammar is None if decoding.fork is None else decoding.fork
 
     def _max_length(self, ids: Sequence[int], max_tokens: int | None) -> int:
-        room = self.max_seq_len - len(ids)
-        if room < 1:
+        free = self.max_seq_len - len(ids)
+        if free < 1:
             raise self._too_long(ids, "prompt")
         if max_tokens is None:
             return self.max_seq_len
-        if max_tokens > room:
+        if max_tokens > free:
             raise OptionFault(
                 f"{len(ids)} prompt tokens and max_tokens {max_tokens} make {len(ids) + max_tokens}, max_seq_len is "
-                f"{self.max_seq_len}: lower max_tokens to {room}, or raise max_seq_len (--max-seq-len)"
+                f"{self.max_seq_len}: lower max_tokens to {free}, or raise max_seq_len"
             )
         return len(ids) + max_tokens
 
     def _too_long(self, ids: Sequence[int], what: str) -> OptionFault:
         return OptionFault(
             f"the {what} has {len(ids)} tokens, max_seq_len is {self.max_seq_len}: shorten the {what}, or raise max_seq_len "
-            f"(--max-seq-len; the model goes up to {self.bundle.manifest.max_positions})"
+            f"(the model's limit is {self.bundle.manifest.max_positions})"
         )
 
     def _max_total(self, ids: Sequence[int], max_total_tokens: int | None) -> int:
-        room = self.max_slots - len(ids)
+        free = self.max_slots - len(ids)
         if max_total_tokens is None:
-            return room
-        if max_total_tokens > room:
+            return free
+        if max_total_tokens > free:
             raise OptionFault(
                 f"{len(ids)} prompt tokens and max_total_tokens {max_total_tokens} make {len(ids) + max_total_tokens} slots, "
-                f"max_slots is {self.max_slots}: lower max_total_tokens to {room}, or raise max_slots (--max-slots)"
+                f"max_slots is {self.max_slots}: lower max_total_tokens to {free}, or raise max_slots"
             )
         return max_total_tokens
 
     def _check_mask_slots(self, mask_slots: int) -> None:
         most = self.bundle.manifest.max_mask_slots
         if not 0 <= mask_slots <= most:
-            reason = (
-                f"the bundle was exported with up to {most} mask slots"
-                if most
-                else "the bundle has no mask token and only decodes plainly"
-            )
+            reason = f"the bundle was exported with up to {most} mask slots" if most else "the bundle has no mask token"
             raise OptionFault(f"mask_slots is {mask_slots}: expected 0 to {most} ({reason})")

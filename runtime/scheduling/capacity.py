@@ -1,4 +1,4 @@
-"""Capacity: how long the texts of a runtime may become, and how many KV slots they need."""
+"""Capacity: context length and KV slots of a runtime."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ DEFAULT_SEQ_LEN = 4096
 
 
 def seq_len(manifest: Manifest, max_seq_len: int | None) -> int:
-    """The longest text that a runtime makes room for."""
+    """The context length of a runtime, in tokens."""
     if max_seq_len is None:
         return min(manifest.max_positions, DEFAULT_SEQ_LEN)
     if not 2 <= max_seq_len <= manifest.max_positions:
-        raise OptionFault(
-            f"max_seq_len is {max_seq_len}: expected 2 to {manifest.max_positions}, the positions that the model knows"
-        )
+        raise OptionFault(f"max_seq_len is {max_seq_len}: expected 2 to {manifest.max_positions}, the model's limit")
     return max_seq_len
 
 
 def slots_for(max_seq_len: int, max_slots: int | None) -> int:
-    """The most tokens that a prompt and all its threads may have."""
+    """Maximum tokens of a prompt and all its threads."""
     if max_slots is None:
         return max_seq_len
     if max_slots < max_seq_len:
         raise OptionFault(
-            f"max_slots is {max_slots}: expected at least max_seq_len, {max_seq_len}, so that one thread can be as long as that"
+            f"max_slots is {max_slots}: expected at least max_seq_len, {max_seq_len}, so that one thread can reach it"
         )
     return max_slots
 
 
 def capacity_for(manifest: Manifest, max_slots: int) -> int:
-    """KV slots of a request: all its tokens, the rows of its widest step, and one that padding rows write to."""
+    """KV slots of a request: its tokens, the rows of its widest step, and one for padding rows."""
     widest = STEP_ROWS
     if manifest.signature.lowering == "append":
-        widest += PREFILL_ROWS  # all requests of a call write runs of one length: a prompt's last rows and a draft's
+        widest += (
+            PREFILL_ROWS  # all requests of a call write the same number of consecutive slots: those of a prefill chunk
+        )
     return visible_length(max_slots + widest + 1)

@@ -1,4 +1,4 @@
-"""Generation: a request whose text somebody reads, and one that only scores a given text."""
+"""Generation: a request that generates a completion, and one that scores given text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spaceport.runtime.text.piece import Piece, ThreadText
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 
-_PATIENCE = 32  # events that a patient reader is woken for: its work on them fits into a step
+_PATIENCE = 32  # events after which a patient reader is woken: it processes them within a step
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
 
-# What a step added to a text: its pieces, or the events that the reader makes them of.
+# What a step added to a completion: pieces, or the events that the reader turns into pieces.
 Delivery = list[Piece] | list[Event]
 
-# Takes what each step added, and None when there will be no more; called from the worker's OS thread or from the one that
-# closes the runtime.
+# Receives what each step added, and None at the end; called from the worker thread or from the thread that closes the
+# runtime.
 Deliver = Callable[[Delivery | None], None]
 
 
@@ -32,7 +32,7 @@ Deliver = Callable[[Delivery | None], None]
 class Completion:
     """A finished completion.
 
-    - `text`: The generated text, with the text of each thread in the place of its `[Fork]`.
+    - `text`: The generated text, with the text of each child thread instead of its `[Fork]`.
     - `tokens`: The generated token ids, in the same order.
     - `ending`: Why generation ended: "total", "deadline" or "cancelled" if that ended any thread, else the ending of the
       root thread.
@@ -57,20 +57,20 @@ class Completion:
 
 @dataclass(eq=False, kw_only=True)
 class Generation(Task):
-    """A request that writes a text, with the text so far.
+    """A request that generates a completion, with its text so far.
 
-    Without stop strings the text decides nothing, so it is made where it is read, while the engine runs: `events` holds
-    what the transcript has not seen. With stop strings there are no `events`: the transcript listens to the request.
+    Without stop strings, the reader's thread turns `events` into text while the engine runs. With stop strings there are
+    no `events`: the transcript listens to the request itself.
     """
 
     transcript: Transcript
     events: EventLog | None
     deliver: Deliver
-    seed: int | None  # None: nothing is sampled
+    seed: int | None  # None: greedy decoding
     trace: Trace | None
 
-    patient: bool = False  # set by a reader that waits for the whole text: it need not wake up for each step
-    text_fault: Exception | None = None  # why its text could not be read
+    patient: bool = False  # set by a reader that waits for the whole completion and need not be woken for each step
+    text_fault: Exception | None = None  # error while events were turned into text
 
     def on_progress(self) -> None:
         if self.patient and not self.done and self.events is not None and self.events.count < _PATIENCE:
@@ -82,7 +82,7 @@ class Generation(Task):
             self.deliver(None)
 
     def read(self, delivery: Delivery) -> list[Piece]:
-        """The pieces of a delivery; called by the reader, once for each delivery and in their order."""
+        """The pieces of a delivery; the reader calls it once for each delivery, in order."""
         if self.events is None:
             return cast(list[Piece], delivery)
         try:
@@ -93,7 +93,7 @@ class Generation(Task):
             raise
 
     def completion(self) -> Completion:
-        """The finished text, once all deliveries were read; raises the error that the request failed with."""
+        """The completion, after all deliveries were read; raises the error of a failed request."""
         if (fault := self.fault or self.text_fault) is not None:
             raise fault
         root = self.request.threads[0]
@@ -114,16 +114,16 @@ class Generation(Task):
 
 def _fed() -> Future[None]:
     future: Future[None] = Future()
-    future.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
+    future.set_running_or_notify_cancel()  # so that waiting callers cannot cancel it
     return future
 
 
 @dataclass(eq=False, kw_only=True)
 class ScoringTask(Task):
-    """A request that writes nothing, with the log-probabilities of its tokens so far."""
+    """A request that scores given text."""
 
     scoring: Scoring
-    fed: Future[None] = field(default_factory=_fed)  # done when the whole text has been fed
+    fed: Future[None] = field(default_factory=_fed)  # done when the whole text was fed
 
     def on_progress(self) -> None:
         if not self.done or self.fed.done():

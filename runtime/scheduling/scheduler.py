@@ -1,4 +1,4 @@
-"""Scheduler: many requests on one engine: which are admitted, which take part in a step, which have to end."""
+"""Scheduler: continuous batching of many requests on one engine."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from spaceport.runtime.engine import Engine
 from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.task import Task
 
-BESIDE_ROWS = 128  # prompt rows in a round in which other requests decode: these wait for the prompt
+BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, which wait for them
 
 
 class QueueFull(RuntimeError):
-    """More requests wait than are allowed to."""
+    """The queue of waiting requests is full; try again later."""
 
 
 class Scheduler:
-    """Requests in, rounds of steps out; `submit` may be called from any OS thread, everything else from one at a time."""
+    """Runs rounds of steps for requests; `submit` may be called from any OS thread, everything else from one at a time."""
 
     def __init__(
         self,
         engine: Engine,
         queue_limit: int,
-        prompt_rows: int | None = None,  # of a call; none: as many as suit the engine
+        prompt_rows: int | None = None,  # maximum prompt rows of a call; None: the engine's default
         clock: Callable[[], float] = monotonic,
         costs: StepCosts | None = None,
     ) -> None:
@@ -40,16 +40,16 @@ class Scheduler:
         self.queue_limit = queue_limit
         self._prompt_rows = min(prompt_rows or engine.costs.prompt_rows, engine.rows)
         self._costs = costs or fixed_costs(engine.costs.row)
-        self._clock = clock  # what deadlines are measured with
+        self._clock = clock  # for deadlines
         self._waiting: deque[Task] = deque()
-        self._lock = Lock()  # over the waiting tasks
-        self._running: dict[int, Task] = {}  # by index in the engine; the first one is next to have its prompt fed
-        self._free = list(range(engine.requests))  # a heap
-        self._spoilt: set[int] = set()  # of these: indices whose buffers a failed request has left behind
+        self._lock = Lock()  # guards the waiting tasks
+        self._running: dict[int, Task] = {}  # by index in the engine; the first one gets the next prefill chunk
+        self._free = list(range(engine.requests))  # heap of free indices
+        self._spoilt: set[int] = set()  # free indices with KV buffers of failed requests, to be cleared
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether any request waits or runs."""
         return bool(self._running or self._waiting)
 
     def submit(self, task: Task) -> None:
@@ -63,7 +63,7 @@ class Scheduler:
             self._waiting.append(task)
 
     def round(self) -> None:
-        """One step of every decoding request, and a chunk of the prompts of those that do not decode yet."""
+        """Run one step of every decoding request, and prefill chunks of others."""
         started = perf_counter()
         self._dismiss()
         self._admit()
@@ -84,7 +84,7 @@ class Scheduler:
             self._report(task)
 
     def fail(self, error: BaseException) -> None:
-        """Let everything that waits or runs fail with this error."""
+        """Fail all waiting and running requests with this error."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         for task in (*waiting, *self._running.values()):
@@ -92,7 +92,7 @@ class Scheduler:
             self._report(task)
 
     def _dismiss(self) -> None:
-        """End what was cancelled and what is past its deadline."""
+        """End requests that were cancelled or are past their deadline."""
         now = self._clock()
         tasks = list(self._running.values())
         if self._waiting:
@@ -104,14 +104,14 @@ class Scheduler:
         for task in gone:
             try:
                 task.request.finish("cancelled" if task.cancelled else "deadline")
-            except Exception as error:  # noqa: BLE001  (an error of its listener: the request fails with it)
+            except Exception as error:  # noqa: BLE001  (an error of its listener fails the request)
                 self._give_up(task, error)
             self._report(task)
         with self._lock:
             self._waiting = deque(task for task in self._waiting if not task.done)
 
     def _admit(self) -> None:
-        """Give each free index to the request that waits longest."""
+        """Give free indices to waiting requests, first come, first served."""
         while self._waiting and (admitted := self._next()) is not None:
             index, task = admitted
             self._running[index] = task
@@ -119,7 +119,7 @@ class Scheduler:
             if index in self._spoilt:
                 try:
                     self.engine.clear(index)
-                except Exception as error:  # noqa: BLE001  (the request that would have had these buffers fails)
+                except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
                     self._give_up(task, error)
                     self._report(task)
                 else:
@@ -130,11 +130,11 @@ class Scheduler:
             if not self._free or not self._waiting:
                 return None
             task = self._waiting.popleft()
-            task.index = heappop(self._free)  # the lowest: calls stay narrow
+            task.index = heappop(self._free)  # the lowest one, so that calls have few idle requests
             return task.index, task
 
     def _inputs(self) -> list[StepInput]:
-        """The requests that take part in this round, in the order of their indices."""
+        """The requests of this round, in the order of their indices."""
         decoding = [
             StepInput(task.request, index, self._prompt_rows)
             for index, task in self._running.items()
@@ -145,7 +145,7 @@ class Scheduler:
         return sorted(decoding, key=itemgetter(1)) if len(decoding) > 1 else decoding  # by engine index
 
     def _prefilling(self, beside: bool) -> list[StepInput]:
-        """The requests whose prompts are fed in this round: as many as there are rows for, the longest waiting first."""
+        """The requests that get a prefill chunk in this round, the longest waiting first."""
         rows = min(BESIDE_ROWS, self._prompt_rows) if beside else self._prompt_rows
         lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.vocab_size))  # rows of logits
         chosen: list[StepInput] = []
@@ -159,7 +159,7 @@ class Scheduler:
                 if echoes:
                     lines -= max(0, feeds - request.silent_rows)
                 chosen.append(StepInput(request, index, budget))
-                self._running[index] = self._running.pop(index)  # behind the others: no prompt keeps others waiting
+                self._running[index] = self._running.pop(index)  # to the end: prompts take turns
         return chosen
 
     def _group(self, steps: Sequence[ScheduledStep]) -> Sequence[Call]:
@@ -180,18 +180,18 @@ class Scheduler:
         self._give_up(self._running[index], error)
 
     def _give_up(self, task: Task, error: BaseException) -> None:
-        """Let a request that has not ended yet fail with this error."""
+        """Fail a request that has not ended yet."""
         if task.request.live:
             task.fault = error
             task.request.abandon()
 
     def _report(self, task: Task) -> None:
-        """Pass on the progress of a request, and release its index if it has ended."""
+        """Report the progress of a request, and release its index if it has ended."""
         if not task.request.live:
             self._release(task)
         try:
             task.on_progress()
-        except Exception as error:  # noqa: BLE001  (the request fails with it; its reader is told if it can be told)
+        except Exception as error:  # noqa: BLE001  (fails the request; its reader gets the error if possible)
             if not task.done:
                 self._give_up(task, error)
                 self._report(task)

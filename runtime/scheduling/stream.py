@@ -1,4 +1,4 @@
-"""Stream: a text that is being written, as its reader sees it."""
+"""Stream: the pieces of a completion while it is generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spaceport.runtime.text.piece import Piece
 
 
 class _Reader:
-    """A generation with the pieces that were delivered and not read yet."""
+    """A generation with its delivered, unread pieces."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -24,18 +24,18 @@ class _Reader:
 
     @property
     def statistics(self) -> Statistics:
-        """What the text has cost so far."""
+        """Counts and times of the request so far."""
         return self._generation.request.statistics
 
     def close(self) -> None:
-        """End the text where it is, if it has not ended; its slots are free after the step that is under way."""
+        """Cancel the request, if it has not ended; its KV slots are free after the current step."""
         self._generation.cancelled = True
 
     def __del__(self) -> None:
         self._generation.cancelled = True
 
     def _receive(self, delivered: Delivery | None) -> bool:
-        """Take a delivery; whether it was the last one."""
+        """Store the pieces of a delivery; returns whether it was the last one."""
         if delivered is not None:
             self._pieces.extend(self._generation.read(delivered))
             return False
@@ -44,11 +44,11 @@ class _Reader:
 
 
 class Stream(_Reader):
-    """A text under way: iterate for its pieces, then ask for the completion; closing it early ends it."""
+    """A running completion: iterate over its pieces, then call `completion`; closing it early cancels the request."""
 
     def __init__(self, generation: Generation, deliveries: SimpleQueue[Delivery | None]) -> None:
         super().__init__(generation)
-        self._reading = Lock()  # deliveries are read one at a time and in their order
+        self._reading = Lock()  # deliveries are read one at a time, in order
         self._deliveries = deliveries
 
     def __iter__(self) -> Iterator[Piece]:
@@ -72,7 +72,7 @@ class Stream(_Reader):
         self.close()
 
     def completion(self) -> Completion:
-        """The whole text, run to its end."""
+        """Wait for the end and return the completion."""
         self._generation.patient = True
         for _ in self:
             pass
@@ -80,7 +80,7 @@ class Stream(_Reader):
 
 
 class AsyncStream(_Reader):
-    """The same for asyncio: what is written meanwhile waits in order; leaving the `async with` early ends the text."""
+    """A running completion for asyncio: unread pieces are queued; leaving the `async with` early cancels the request."""
 
     def __init__(self, generation: Generation, deliveries: asyncio.Queue[Delivery | None]) -> None:
         super().__init__(generation)
@@ -113,7 +113,7 @@ class AsyncStream(_Reader):
         self.close()
 
     async def completion(self) -> Completion:
-        """The whole text, when it has ended."""
+        """Wait for the end and return the completion."""
         self._generation.patient = True
         async for _ in self:
             pass
@@ -121,9 +121,9 @@ class AsyncStream(_Reader):
 
 
 def deliver_to_loop(queue: asyncio.Queue[Delivery | None], loop: asyncio.AbstractEventLoop) -> Deliver:
-    """Puts deliveries into a queue of an event loop, from any OS thread."""
+    """A function that puts deliveries into a queue of an event loop, from any OS thread."""
 
     def put(delivered: Delivery | None) -> None:
-        loop.call_soon_threadsafe(queue.put_nowait, delivered)  # raises once the loop is closed: that ends the text
+        loop.call_soon_threadsafe(queue.put_nowait, delivered)  # raises once the loop is closed, which ends the request
 
     return put

@@ -1,4 +1,4 @@
-"""Task: a request on its way through the scheduler."""
+"""Task: a request in the scheduler."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from spaceport.runtime.decode.request import Request
 
 @dataclass(eq=False, kw_only=True)
 class Task:
-    """A request from its submission to its end; what is done with its progress is for subclasses to say."""
+    """A request from its submission to its end; subclasses handle its progress."""
 
     request: Request
     deadline: float | None = None  # seconds of the scheduler's clock
     cancelled: bool = False  # set from any OS thread
-    # Written by the scheduler alone:
-    index: int | None = None  # of the KV buffers in the engine that the request has or had; None: it still waits
+    # Set by the scheduler only:
+    index: int | None = None  # index of its KV buffers in the engine; None: it still waits
     fault: BaseException | None = None  # why it failed
     done: bool = False
     submitted: float = field(default_factory=perf_counter)

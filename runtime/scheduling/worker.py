@@ -1,4 +1,4 @@
-"""Worker: the OS thread on which a scheduler's rounds run."""
+"""Worker: the OS thread that runs the scheduler's rounds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from threading import Condition, Thread
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.task import Task
 
-PATIENCE = 5.0  # seconds without work after which the OS thread ends; the next request begins another
+PATIENCE = 5.0  # idle seconds after which the OS thread ends; the next request starts another
 
 
 class RuntimeClosed(RuntimeError):
-    """The runtime was closed."""
+    """The runtime was closed before the request ended, or before it was submitted."""
 
 
 class Worker:
-    """Runs rounds while there is work; requests may come from any OS thread."""
+    """Runs rounds while there are requests, which may be submitted from any OS thread."""
 
     def __init__(self, scheduler: Scheduler, patience: float = PATIENCE) -> None:
         self._scheduler = scheduler
@@ -28,7 +28,7 @@ class Worker:
         self._process = os.getpid()
 
     def submit(self, task: Task) -> None:
-        """Hand a request over."""
+        """Submit a request."""
         with self._change:
             if self._closing:
                 raise RuntimeClosed("the runtime is closed")
@@ -40,7 +40,7 @@ class Worker:
             self._change.notify()
 
     def close(self) -> None:
-        """End everything that waits or runs, when the step that is under way is over."""
+        """End all requests after the current step."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -49,11 +49,11 @@ class Worker:
             thread.join()
         with self._change:
             atexit.unregister(self.close)
-            self._scheduler.fail(RuntimeClosed("the runtime was closed before the text ended"))
+            self._scheduler.fail(RuntimeClosed("the runtime was closed before the completion ended"))
 
     def _begin(self) -> Thread:
-        # A daemon: a program that ends without closing its runtimes does not wait for their texts. It does wait for
-        # the step that is under way: an OS thread that is inside an engine while Python goes away aborts the process.
+        # A daemon thread: a program that ends without closing its runtimes does not wait for their completions. It waits
+        # for the current step, since an OS thread inside an engine aborts the process when Python exits.
         thread = Thread(target=self._work, name="spaceport", daemon=True)
         thread.start()
         atexit.register(self.close)
@@ -63,7 +63,7 @@ class Worker:
         while self._has_work():
             try:
                 self._scheduler.round()
-            except BaseException as error:  # noqa: BLE001  (everybody is told)
+            except BaseException as error:  # noqa: BLE001  (fails all requests)
                 self._scheduler.fail(error)
 
     def _has_work(self) -> bool:

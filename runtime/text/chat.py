@@ -1,4 +1,4 @@
-"""Chat: messages to a prompt, through the model's own template in a sandbox."""
+"""Chat: renders messages with the model's chat template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import Bundle
 
-# Nested loops would hang the caller or fill the memory: the sandbox bounds a range, these bound all loops together.
+# Nested loops could hang the caller or fill the memory: the sandbox limits each range, these limit all loops together.
 _LONGEST_PROMPT = 10_000_000  # characters
 _MOST_ROUNDS = 1_000_000
 
@@ -25,13 +25,13 @@ Message = Mapping[str, Any]
 
 
 class TemplateError(OptionFault):
-    """Messages that a chat template cannot render, or no template at all; the message says which."""
+    """The chat template cannot render the messages, or the bundle has none."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag around what the assistant says: it matters in training only, here its body is rendered."""
+    """The `generation` tag around assistant text, which matters in training only: renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+    tags = {"generation"}  # noqa: RUF012  (as declared by jinja2)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -39,7 +39,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def render(bundle: Bundle, messages: Sequence[Message], ask: bool = True) -> str:
-    """The text of these messages, and up to where the assistant begins to answer if that is what is asked for."""
+    """The text of these messages; with `ask`, up to where the assistant starts to answer."""
     if TEMPLATE_FILE not in bundle.manifest.files:
         raise TemplateError(
             f"{bundle.path}: the checkpoint had no chat template: give a plain prompt instead of messages"
@@ -47,7 +47,7 @@ def render(bundle: Bundle, messages: Sequence[Message], ask: bool = True) -> str
     given = {
         **bundle.manifest.special_tokens,
         "messages": _plain(messages),
-        "tools": None,  # as transformers gives them: many templates ask whether tools are none
+        "tools": None,  # as in transformers: many templates test whether tools are none
         "documents": None,
         "add_generation_prompt": ask,
     }
@@ -55,23 +55,23 @@ def render(bundle: Bundle, messages: Sequence[Message], ask: bool = True) -> str
         return _joined(_template((bundle.path / TEMPLATE_FILE).read_text("utf-8")).generate(given))
     except TemplateError:
         raise
-    except Exception as error:  # a template is a program of its own, which may raise anything
+    except Exception as error:  # a template is a program and may raise anything
         raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
 
 
 def _plain(messages: Sequence[Message]) -> list[Any]:
-    """A copy as plain data: of anything else a template could call the methods."""
+    """A copy as plain data, since a template could call methods of other objects."""
     if not messages:
         raise TemplateError("messages are empty: expected at least one {'role': …, 'content': …}")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise TemplateError(f"message {number} is {message!r}: expected {{'role': …, 'content': …}}")
-    # What is None is left out, as transformers does: many templates would write it, or fail on it.
+    # None values are left out, as in transformers: many templates would print them or fail.
     said = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         return list(json.loads(json.dumps(said)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise TemplateError(f"messages: {error}: expected what JSON can hold") from error
+        raise TemplateError(f"messages: {error}: expected JSON values") from error
 
 
 def _joined(pieces: Iterable[str]) -> str:
@@ -85,7 +85,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _template(source: str) -> jinja2.Template:
-    """Jinja as the templates in the field expect it, without access to anything but what they are given."""
+    """A template with the functions and filters that chat templates expect, in a sandbox."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
@@ -101,7 +101,7 @@ def _template(source: str) -> jinja2.Template:
 
 
 def _counter() -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """A filter that counts the rounds of all loops that it stands in."""
+    """A filter that counts the iterations of all loops that use it."""
     rounds = 0
 
     def counted(items: Iterable[Any]) -> Iterator[Any]:
@@ -109,7 +109,7 @@ def _counter() -> Callable[[Iterable[Any]], Iterator[Any]]:
         for item in items:
             rounds += 1
             if rounds > _MOST_ROUNDS:
-                raise TemplateError(f"chat template: its loops go around more than {_MOST_ROUNDS} times")
+                raise TemplateError(f"chat template: its loops have more than {_MOST_ROUNDS} iterations")
             yield item
 
     return counted

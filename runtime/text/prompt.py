@@ -1,4 +1,4 @@
-"""Prompt: what a request is about, as tokens."""
+"""Prompt: encodes text, token ids or chat messages as tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Turns prompts into tokens of a bundle's model, or says what is wrong with them."""
+    """Encodes prompts as tokens of a bundle's model; raises if they are invalid."""
 
     bundle: Bundle
     tokenizer: Tokenizer
@@ -44,14 +44,12 @@ class PromptEncoder:
         return ids
 
     def parts_of(self, prompt: Prompt, continuation: str | Sequence[int] | None) -> tuple[list[int], int]:
-        """The tokens of a prompt and what continues it, and the place of the first one of which that is to be told."""
+        """The tokens of a prompt and its continuation, and the index of the first token to score."""
         ids = self.tokens_of(prompt)
         if continuation is None:
             return ids, 1
         if not continuation:
-            raise OptionFault(
-                "the continuation is empty: expected at least one token, or none at all to score the prompt"
-            )
+            raise OptionFault("the continuation is empty: expected at least one token, or None to score the prompt")
         if not isinstance(continuation, str):
             return [*ids, *self.tokens_of(continuation)], len(ids)
         if isinstance(prompt[0], int):
@@ -62,7 +60,7 @@ class PromptEncoder:
         ids, start = encode_parts(self.tokenizer, text, continuation, special=isinstance(prompt, str))
         if not 0 < start < len(ids):
             empty = "continuation" if start else "prompt"
-            raise OptionFault(f"the {empty} has no token of its own: expected a longer one, or both as token ids")
+            raise OptionFault(f"the {empty} has no token of its own: expected a longer text, or both as token ids")
         self._check_tokens(ids)
         return ids, start
 

@@ -17,41 +17,41 @@ from spaceport.runtime.text.tokenizer import StopSearch, TextStream, context_of
 
 @dataclass
 class _Segment:
-    """What a thread writes between two forks."""
+    """Text of a thread between two forks."""
 
     stream: TextStream
-    start: int = 0  # tokens of the thread before it
-    parts: list[str] = field(default_factory=list)  # what each of its tokens said, stop strings and all
+    start: int = 0  # number of the thread's tokens before it
+    parts: list[str] = field(default_factory=list)  # text of each token, stop strings included
 
     @property
     def end(self) -> int:
-        """One more than the place of its last token in the thread."""
+        """One more than the index of its last token in the thread."""
         return self.start + len(self.parts)
 
 
 @dataclass
 class _ThreadState:
-    """What one thread has written so far."""
+    """Text and tokens of one thread so far."""
 
     path: Path
     segments: list[_Segment]
     parent: _ThreadState | None = None
-    fork: int = -1  # place of the [Fork] among the parent's tokens
+    fork: int = -1  # index of the [Fork] among the parent's tokens
     tokens: list[int] = field(default_factory=list)
     children: list[_ThreadState | None] = field(
         default_factory=list
-    )  # what stands between two segments, if anything does
-    read: int = 0  # segments that the reading has left behind
+    )  # child thread between two segments; None: it has not started
+    read: int = 0  # number of segments that were read completely
     ending: Ending | None = None
 
 
 class Transcript:
-    """The text of one request, whose threads write in any order.
+    """The text of one request, whose threads generate in any order.
 
-    In reading order a child's whole text stands in place of the [Fork] that it hangs from. The text ends before the
-    first stop string in that order, however fast each thread writes. A stop string between two forks of a thread is
-    found with the token that completes it; one that reaches across a fork or the end of a thread as soon as all before
-    it can be read. So `Piece.text` may show what turns out to stand behind a stop string; `Piece.reading` never does.
+    In reading order, a child's whole text replaces the [Fork] that started it. The text ends before the first stop string
+    in that order, independent of the speed of threads. A stop string between two forks of a thread is found with the
+    token that completes it; one across a fork or the end of a thread is found once all text before it is known. So
+    `Piece.text` may show text that turns out to be after a stop string; `Piece.reading` never does.
     """
 
     def __init__(
@@ -59,31 +59,31 @@ class Transcript:
         tokenizer: Tokenizer,
         stops: tuple[str, ...] = (),
         fork: int | None = None,
-        logprobs: Logprobs | None = None,  # that observes the same request
+        logprobs: Logprobs | None = None,  # observer of the same request
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._fork = fork
         self._logprobs = logprobs
-        self._spine = _ThreadState((), [_Segment(TextStream(tokenizer, stops))])
-        self._lines: dict[Path, _ThreadState] = {(): self._spine}
-        self._front: _ThreadState | None = self._spine  # all before its last segment has been read
+        self._root = _ThreadState((), [_Segment(TextStream(tokenizer, stops))])
+        self._lines: dict[Path, _ThreadState] = {(): self._root}
+        self._front: _ThreadState | None = self._root  # the thread that is read next
         self._search = StopSearch(stops)
         self._shown: list[str] = []
         self._pieces: list[Piece] = []
-        self._own: list[int] = []  # of each piece: index of its token among those of its thread, or -1
-        self._bound: tuple[float, ...] | None = None  # threads that end behind it are cut off
+        self._own: list[int] = []  # for each piece: index of its token in its thread, or -1
+        self._bound: tuple[float, ...] | None = None  # end of reading: threads after it are cut off
         self._cut: tuple[_ThreadState, int] | None = (
-            None  # who completed the first stop string, with which of its tokens
+            None  # the thread that completed the first stop string, and its number of tokens then
         )
 
     @property
     def text(self) -> str:
-        """What can be read so far."""
+        """The text in reading order so far."""
         return "".join(self._shown)
 
     def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
-        """Take a thread's next token; whether its text ends with it."""
+        """Add a thread's next token; returns whether the thread ends with it."""
         if self.is_cut_off(thread):
             return True
         line = self._lines[thread.path]
@@ -102,7 +102,7 @@ class Transcript:
         return segment.stream.stopped or self._search.stopped
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
-        """A thread hangs from the last token of its parent."""
+        """Add a child thread at the last token of its parent."""
         line = self._lines[parent.path]
         stream = TextStream(self._tokenizer, self._stops, line.segments[-1].stream.context)
         new = _ThreadState(child.path, [_Segment(stream)], line, len(line.tokens) - 1)
@@ -111,7 +111,7 @@ class Transcript:
             self._front = new
 
     def on_end(self, thread: Thread) -> None:
-        """A thread writes no more."""
+        """Release the text that an ended thread held back."""
         line = self._lines[thread.path]
         line.ending = thread.ending
         if self.is_cut_off(thread):
@@ -124,7 +124,7 @@ class Transcript:
             self._lengthen(thread, text, reading)
 
     def is_cut_off(self, thread: Thread) -> bool:
-        """Whether all that a thread may still write stands behind a stop string."""
+        """Whether all further text of a thread is after a stop string."""
         return self._bound is not None and _end(thread.path) > self._bound
 
     def take(self) -> list[Piece]:
@@ -140,29 +140,29 @@ class Transcript:
     def finished(self) -> tuple[ThreadText, ...]:
         """The text of each thread once all have ended, parents before their children.
 
-        What stands behind the first stop string is left out: later threads are, and the others end, by "stop", with the
-        token that completed it or with the [Fork] on the way to that token.
+        Text after the first stop string is left out: later threads are missing, and the others end with "stop" at the token
+        that completed it, or at the [Fork] towards that token.
         """
-        kept = self._kept()
+        cuts = self._cuts()
         texts: dict[Path, str] = {}
         left = len(self.text)
-        for line, segment in _in_order(self._spine, kept):
+        for line, segment in _in_order(self._root, cuts):
             text = "".join(segment.parts)[:left]
             left -= len(text)
             texts[line.path] = texts.get(line.path, "") + text
-        return tuple(self._thread_text(self._lines[path], text, kept) for path, text in texts.items())
+        return tuple(self._thread_text(self._lines[path], text, cuts) for path, text in texts.items())
 
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the finished text in reading order, without any [Fork]."""
         return tuple(token for line, part in self._parts() for token in line.tokens[part])
 
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of these tokens, if that was asked for."""
+        """The log probabilities of these tokens, if they were requested."""
         return tuple(one for line, part in self._parts() for one in self._logprobs_of(line, part))
 
     def _split(self, line: _ThreadState, thread: Thread) -> None:
-        """Begin the segment behind a [Fork]."""
-        # up to the [Fork]: when events are replayed, the thread may be longer by now
+        """Start the segment after a [Fork]."""
+        # up to the [Fork]: when events are replayed, the thread may have more tokens already
         context = context_of(self._tokenizer, thread.tokens[: thread.start + len(line.tokens)])
         line.segments.append(_Segment(TextStream(self._tokenizer, self._stops, context), len(line.tokens)))
         line.children.append(None)
@@ -170,7 +170,7 @@ class Transcript:
             line.read += 1
 
     def _close(self, line: _ThreadState) -> str:
-        """What can be read of what a line's last segment has let out at its end."""
+        """Readable text that the end of a thread's last segment releases."""
         segment = line.segments[-1]
         if not segment.stream.fresh:
             return ""
@@ -178,14 +178,14 @@ class Transcript:
         return self._follow(line)
 
     def _follow(self, line: _ThreadState) -> str:
-        """What can be read of what a line's stream has just let out."""
+        """Readable text that a thread's stream has just released."""
         segment = line.segments[-1]
         if segment.stream.stopped:
             self._bound = _end(line.path)
         return self._read(line, segment.stream.fresh, segment.end) if line is self._front else ""
 
     def _advance(self) -> str:
-        """What can be read now that the line at the front has ended."""
+        """Readable text after the thread that is read has ended."""
         found = []
         while (line := self._front) is not None and self._cut is None:
             if line.read < len(line.children):
@@ -200,81 +200,81 @@ class Transcript:
         return "".join(found)
 
     def _catch_up(self) -> str:
-        """What can be read of what stands at the front already."""
+        """Readable text that the next segment has already."""
         line = self._front
         if line is None:
             self._shown.append(self._search.finish())
             return self._shown[-1]
         segment = line.segments[line.read]
         found = []
-        for place, part in enumerate(segment.parts):
-            found.append(self._read(line, part, segment.start + place + 1))
+        for index, part in enumerate(segment.parts):
+            found.append(self._read(line, part, segment.start + index + 1))
             if self._cut is not None:
                 break
         return "".join(found)
 
-    def _read(self, line: _ThreadState, part: str, kept: int) -> str:
-        """What can be read of a part of a line's text that ends with so many of its tokens."""
+    def _read(self, line: _ThreadState, part: str, count: int) -> str:
+        """Readable text of a part of a thread's text; `count` is the number of the thread's tokens at its end."""
         shown = self._search.push(part)
         self._shown.append(shown)
         if self._search.stopped:
-            self._cut, self._bound = (line, kept), ()
+            self._cut, self._bound = (line, count), ()
         return shown
 
     def _lengthen(self, thread: Thread, text: str, reading: str) -> None:
-        """Hand out text that no token of its own lets out."""
-        for place in reversed(range(len(self._pieces))):
-            piece = self._pieces[place]
+        """Add released text to the thread's last piece, or as a piece without a token."""
+        for index in reversed(range(len(self._pieces))):
+            piece = self._pieces[index]
             if piece.thread == thread.path:
-                self._pieces[place] = replace(piece, text=piece.text + text, reading=piece.reading + reading)
+                self._pieces[index] = replace(piece, text=piece.text + text, reading=piece.reading + reading)
                 return
             if reading and piece.reading:
-                break  # what is read later has to come later
+                break  # text that is read later must come later
         self._pieces.append(Piece(text, None, False, thread.path, reading))
         self._own.append(-1)
 
     def _parts(self) -> Iterator[tuple[_ThreadState, slice]]:
-        """Which tokens of which lines are the finished text, in reading order, without any [Fork]."""
-        kept = self._kept()
-        for line, segment in _in_order(self._spine, kept):
-            yield line, slice(segment.start, min(segment.end, kept.get(line.path, segment.end)))
+        """The tokens of the finished text as slices of threads, in reading order, without any [Fork]."""
+        cuts = self._cuts()
+        for line, segment in _in_order(self._root, cuts):
+            yield line, slice(segment.start, min(segment.end, cuts.get(line.path, segment.end)))
 
     def _logprobs_of(self, line: _ThreadState, part: slice) -> list[TokenLogprob]:
-        """The log-probabilities of some tokens of a line; none if they were not asked for."""
+        """The log probabilities of some tokens of a thread; empty if they were not requested."""
         if self._logprobs is None:
             return []
         return [self._logprobs.at(line.path, index) for index in range(*part.indices(len(line.tokens)))]
 
-    def _kept(self) -> dict[Path, int]:
-        """How many of their tokens are left to the threads that the first stop string cuts off."""
-        kept: dict[Path, int] = {}
+    def _cuts(self) -> dict[Path, int]:
+        """Number of remaining tokens of each thread that the first stop string cuts."""
+        cuts: dict[Path, int] = {}
         if self._cut is not None:
             line, count = self._cut
-            kept[line.path] = count
+            cuts[line.path] = count
             while line.parent is not None:
-                kept[line.parent.path] = line.fork + 1
+                cuts[line.parent.path] = line.fork + 1
                 line = line.parent
-        return kept
+        return cuts
 
-    def _thread_text(self, line: _ThreadState, text: str, kept: Mapping[Path, int]) -> ThreadText:
-        part = slice(0, kept.get(line.path))
+    def _thread_text(self, line: _ThreadState, text: str, cuts: Mapping[Path, int]) -> ThreadText:
+        part = slice(0, cuts.get(line.path))
         tokens, logprobs = line.tokens[part], self._logprobs_of(line, part)
-        ending = "stop" if line.path in kept else line.ending
+        ending = "stop" if line.path in cuts else line.ending
         assert ending is not None
         fork = None if line.parent is None else line.fork
         return ThreadText(line.path, fork, text, tuple(tokens), ending, tuple(logprobs))
 
 
-def _in_order(line: _ThreadState, kept: Mapping[Path, int]) -> Iterator[tuple[_ThreadState, _Segment]]:
-    """The segments of a line and of all that hangs from what is kept of it, in reading order."""
-    if line.ending is None and line.path not in kept:
+def _in_order(line: _ThreadState, cuts: Mapping[Path, int]) -> Iterator[tuple[_ThreadState, _Segment]]:
+    """The segments of a thread and its children that are not cut off, in reading order."""
+    if line.ending is None and line.path not in cuts:
         raise ValueError(f"thread {line.path} has not ended: there is no finished text")
     for segment, child in zip_longest(line.segments, line.children):
         yield line, segment
-        if child is not None and child.fork < kept.get(line.path, math.inf):
-            yield from _in_order(child, kept)
+        if child is not None and child.fork < cuts.get(line.path, math.inf):
+            yield from _in_order(child, cuts)
 
 
 def _end(path: Path) -> tuple[float, ...]:
-    """Where a thread ends in reading order: behind all its children, before its parent and later siblings do."""
+    """Sort key of a thread's end in reading order: after all its children, before its parent and later siblings."""
     return (*path, math.inf)

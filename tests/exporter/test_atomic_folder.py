@@ -307,7 +307,7 @@ def test_missing_permissions_are_reported(public: Path) -> None:
                 path.chmod(mode)
             output, _ = python(STRANGER, bundle, public / "new").communicate()
             reading, writing_there = output.splitlines()
-            assert reading == f"BundleError {bundle / message}: Permission denied: expected a file that can be read"
+            assert reading == f"BundleError {bundle / message}: Permission denied: expected a readable file"
             assert writing_there == (
                 f"TargetError {public}: no permission to write in it: choose another folder for the bundle"
             )

@@ -182,7 +182,7 @@ def test_a_runtime_that_is_closed_tells_whoever_awaits() -> None:
         text = asyncio.create_task(runtime.agenerate([1, 2, 3], PLAIN))
         await asyncio.to_thread(engine.wait)
         await asyncio.to_thread(close_between_steps, runtime, engine)
-        with pytest.raises(RuntimeClosed, match="before the text ended"):
+        with pytest.raises(RuntimeClosed, match="before the completion ended"):
             await text
         with pytest.raises(RuntimeClosed, match="the runtime is closed"):
             await runtime.agenerate([1])

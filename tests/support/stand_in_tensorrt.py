@@ -104,7 +104,7 @@ class StandInDevice:
     def wait(self) -> None:
         self.waited += 1
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         self.given_back += 1
 
     def do(self, work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""CUDA: what runs on a GPU runs on the processor here, and gives what the plain engine gives."""
+"""CUDA: what runs on a GPU runs on the CPU here, and gives what the plain engine gives."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
 def test_what_runs_on_the_processor_is_named(tiny_bundle: Path) -> None:
     session = session_of(open_bundle(tiny_bundle))
     (note,) = on_cuda.left_behind(session)
-    assert note.startswith("on the processor, not on the GPU: ")
+    assert note.startswith("on the CPU, not on the GPU: ")
     assert "RMSNormalization node_RMSNormalization" in note
     assert " Shape " not in note
     assert note.endswith(" more")
@@ -308,10 +308,10 @@ def test_a_full_gpu_is_told_from_a_broken_graph(said: str, expected: bool) -> No
 
 def test_what_a_full_gpu_had_to_hold_is_told(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_cuda, "gpu", lambda: Gpu("NVIDIA Test", "sm89", 24 * 10**9))
-    message = on_cuda.no_room(open_bundle(tiny_bundle), EngineOptions(10**6, 8))
+    message = on_cuda.out_of_memory(open_bundle(tiny_bundle), EngineOptions(10**6, 8))
     assert message == (
         "0.0 GB of weights and 6.1 GB of KV buffers (8 requests of 1000000 slots) do not fit into the 24.0 GB of the NVIDIA "
-        "Test: lower max_seq_len (--max-seq-len) or max_requests (--max-requests)"
+        "Test: lower max_seq_len or max_requests"
     )
 
 

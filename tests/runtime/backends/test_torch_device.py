@@ -1,4 +1,4 @@
-"""Torch's device: what a TensorRT engine asks of a GPU does there what it does on the processor, by torch alone."""
+"""Torch's device: what a TensorRT engine asks of a GPU does there what it does on the CPU, by torch alone."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_memory_that_is_let_go_of_is_there_for_others() -> None:
     device.wait()
     assert before - torch.cuda.mem_get_info()[0] >= 1 << 30
     del held
-    device.give_back()
+    device.release_cached()
     assert before - torch.cuda.mem_get_info()[0] < 1 << 28
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.runtime.decode.threads import Thread, new_thread
-from spaceport.runtime.sampling.choice import Bans, Greedy, likeliest
+from spaceport.runtime.sampling.choice import Bans, Greedy, top_candidates
 
 FORK, CHILD = 7, 8
 
@@ -35,7 +35,7 @@ def test_the_likeliest_tokens_are_those_of_a_softmax(
         line[random.choice(size, peaks, replace=False)] += random.uniform(8, 12, peaks).astype(np.float32)
     weights = np.exp(lines.astype(np.float64))
     odds = weights / weights.sum(axis=-1, keepdims=True)
-    for candidate, line in zip(likeliest(lines, most, banned), odds, strict=True):
+    for candidate, line in zip(top_candidates(lines, most, banned), odds, strict=True):
         ranked = [token for token in np.argsort(-line, kind="stable").tolist() if token not in banned]
         likely = [token for token in ranked[:most] if line[token] > 0.01]
         assert list(candidate.tokens[: len(likely)]) == likely
@@ -46,12 +46,12 @@ def test_the_likeliest_tokens_are_those_of_a_softmax(
 
 def test_a_line_that_says_nothing_gives_no_guess() -> None:
     flat = np.stack([np.zeros(40_000), np.full(40_000, np.nan), np.random.default_rng(0).normal(size=40_000)])
-    assert [candidate.tokens for candidate in likeliest(flat.astype(np.float32), 3)] == [(), (), ()]
+    assert [candidate.tokens for candidate in top_candidates(flat.astype(np.float32), 3)] == [(), (), ()]
 
 
 def test_a_banned_token_is_no_guess_though_it_is_the_likeliest() -> None:
     logits = np.array([[0, 9, 8, 1]], np.float32)
-    assert likeliest(logits, 1, {1})[0].tokens == (2,)
+    assert top_candidates(logits, 1, {1})[0].tokens == (2,)
     assert Greedy(Bans(frozenset({1}))).candidates(logits, thread((), 0), 1, 1)[0].tokens == (2,)
 
 

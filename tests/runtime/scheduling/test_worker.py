@@ -101,7 +101,7 @@ def test_closing_ends_every_text_and_leaves_no_os_thread() -> None:
         texts = [pool.submit(stream.completion) for stream in streams]
         close_between_steps(runtime, engine)
         for text in texts:
-            with pytest.raises(RuntimeClosed, match="the runtime was closed before the text ended"):
+            with pytest.raises(RuntimeClosed, match="the runtime was closed before the completion ended"):
                 text.result(60)
     assert not workers()
     with pytest.raises(RuntimeClosed, match="the runtime is closed"):

@@ -251,5 +251,5 @@ def test_text_that_no_encoding_can_hold_is_an_error_that_says_where() -> None:
 def test_a_file_that_is_no_tokenizer_is_an_error_that_names_it(content: bytes, tmp_path: Path) -> None:
     (tmp_path / TOKENIZER_FILE).write_bytes(content)
     manifest = Manifest(Signature(1, 1, 1, 1, "float32", "scatter"), TokenIds(), 0, 1, "llama", 1, 23, "plain")
-    with pytest.raises(BundleError, match="not a tokenizer that can be read"):
+    with pytest.raises(BundleError, match="not a readable tokenizer"):
         open_tokenizer(Bundle(tmp_path, manifest))

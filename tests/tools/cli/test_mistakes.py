@@ -80,7 +80,7 @@ def put(bundle: Path, name: str, content: bytes) -> None:
             "2 prompt tokens and --max-tokens 5000 make 5002, .* lower --max-tokens to 1022, or",
         ),
         (["a", "--max-tokens", "many"], "'many' is not a valid integer"),
-        (["a", "--max-seq-len", 1], "--max-seq-len is 1: expected 2 to 1024, the positions that the model knows"),
+        (["a", "--max-seq-len", 1], "--max-seq-len is 1: expected 2 to 1024, the model.s limit"),
         (["a", "--max-seq-len", 1025], "--max-seq-len is 1025: expected 2 to 1024"),
         (
             ["a", "--mask-slots", 6],
@@ -171,7 +171,7 @@ def without_masks(bundle: Path) -> None:
 
 def test_mask_slots_without_a_mask_token_are_a_usage_error(damaged: Path, capfd: Capture) -> None:
     without_masks(damaged)
-    message = r"--mask-slots is 1: expected 0 to 0 \(the bundle has no mask token and only decodes plainly\)"
+    message = r"--mask-slots is 1: expected 0 to 0 \(the bundle has no mask token\)"
     fails(capfd, USAGE, message, "generate", damaged, "a", "--mask-slots", 1)
     assert run(["generate", str(damaged), "a", "--mask-slots", "0", "--max-tokens", "3"]) == OK
 
@@ -205,7 +205,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 # Found only when text is generated.
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no tokenizer": (lambda b: put(b, TOKENIZER_FILE, b"{}"), "tokenizer.json: not a tokenizer that can be read"),
+    "no tokenizer": (lambda b: put(b, TOKENIZER_FILE, b"{}"), "tokenizer.json: not a readable tokenizer"),
     "no graph": (lambda b: put(b, MODEL_FILE, b"junk"), r"does not load .*model\.onnx: .*export it again"),
     "no data": (lambda b: put(b, "model.onnx.data", b"junk"), r"does not load .*model\.onnx: .*export it again"),
     **{

@@ -202,14 +202,14 @@ def _events(folder: Path) -> Iterator[Callable[[TrainingMeasurement, str], None]
     with SummaryWriter(str(folder)) as writer:
 
         def write(found: TrainingMeasurement, kind: str) -> None:
-            for index, (loss, right) in enumerate(zip(found.losses, found.accuracies, strict=True)):
-                if loss is None or right is None:
+            for index, (loss, accuracy) in enumerate(zip(found.losses, found.accuracies, strict=True)):
+                if loss is None or accuracy is None:
                     continue
                 name = f"mask_slot_{index}" if index else "next_token"
                 writer.add_scalar(f"{kind}/loss/{name}", loss, found.step)
-                writer.add_scalar(f"{kind}/right/{name}", right, found.step)
+                writer.add_scalar(f"{kind}/accuracy/{name}", accuracy, found.step)
             if kind == "training":
-                writer.add_scalar("training/rate", found.learning_rate, found.step)
+                writer.add_scalar("training/learning_rate", found.learning_rate, found.step)
                 writer.add_scalar("training/tokens_per_second", found.tokens_per_second, found.step)
 
         yield write

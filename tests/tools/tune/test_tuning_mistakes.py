@@ -321,10 +321,10 @@ def test_results_are_available_as_json_and_for_tensorboard(data: Path, tmp_path:
     names = {
         f"{kind}/{what}/{target}"
         for kind in ("training", "validation")
-        for what in ("loss", "right")
+        for what in ("loss", "accuracy")
         for target in ("next_token", "mask_slot_1", "mask_slot_2")
     }
-    assert set(events.Tags()["scalars"]) == {*names, "training/rate", "training/tokens_per_second"}
+    assert set(events.Tags()["scalars"]) == {*names, "training/learning_rate", "training/tokens_per_second"}
     values = [(event.step, event.value) for event in events.Scalars("training/loss/next_token")]
     assert [step for step, _ in values] == [1, 2, 3, 4]
     assert values[-1][1] == pytest.approx(found["training"]["losses"][0])

@@ -60,8 +60,8 @@ def remove_quantizer(model: PreTrainedModel) -> None:
 
 def _check_all_used(file: GgufFile, model: PreTrainedModel) -> None:
     """Raise for tensors that transformers ignored, such as RoPE factors."""
-    processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-    used: dict[str, str] = get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
+    mapper: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+    used: dict[str, str] = get_gguf_hf_weights_map(model, mapper(config=model.config.to_dict()))
     ignored = sorted(file.tensors.keys() - used.keys())
     if ignored:
         raise CheckpointError(

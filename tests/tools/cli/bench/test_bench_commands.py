@@ -80,7 +80,7 @@ def test_the_gpu_benchmark_reads_the_json_of_a_command_or_its_last_error(demo_bu
 
     found = run_command(["inspect", str(demo_bundle)])
     assert (found.exit_code, found.failure) == (OK, "")
-    assert found.answer["family"] == "llama"
+    assert found.answer["model_type"] == "llama"
     failed = run_command(["inspect", str(tmp_path / "none")])
     assert failed == CommandResult(failed.exit_code, None, failed.failure)
     assert failed.exit_code != OK

@@ -98,25 +98,19 @@ _OTHER = "; TensorRT itself builds for the GPU that it runs on (--backend tensor
 
 
 def target_of(library: Library, requested: str, here: str | None, why_none: str) -> str:
-    """The requested target, where "current" means this machine's GPU `here`.
-
-    Raises if the library cannot build for the target; `why_none` states why this machine has no GPU."""
-    alternatives = (
-        f"expected {', '.join(library.targets)}" if library.targets else "it builds for the GPU of the machine"
-    )
+    """The requested target, with "current" resolved to this machine's GPU `here`; `why_none`: why it has none."""
+    choices = f"expected {', '.join(library.targets)}" if library.targets else "it builds for the GPU of the machine"
     if requested == "current" and here is None:
-        raise OptionFault(f"--target current: {why_none}; {alternatives}")
+        raise OptionFault(f"--target current: {why_none}; {choices}")
     target = here if requested == "current" else requested
     if target in library.targets or (not library.targets and target is not None and target == here):
         return target
     if requested == "current":
         raise OptionFault(
-            f"--target current: this GPU is {here}, for which {library.name} has no kernels; {alternatives}{_OTHER}"
+            f"--target current: this GPU is {here}, for which {library.name} has no kernels; {choices}{_OTHER}"
         )
     other = _OTHER if library.targets else ""
-    raise OptionFault(
-        f"--target is {requested}: {library.name} does not build for it here; {alternatives}, or current{other}"
-    )
+    raise OptionFault(f"--target is {requested}: {library.name} cannot build for it; {choices}, or current{other}")
 
 
 def attention_of(model: onnx.ModelProto, signature: Signature) -> AttentionPlan:
@@ -257,14 +251,10 @@ def _add_profiles(library: Library, builder: Any, config: Any, network: Any, all
 
 def read_cache(config: Any, messages: BuildMessages, file: Path) -> Any:
     """The timing cache of earlier builds, to which the build adds; empty if the file does not exist."""
-    content = file.read_bytes() if file.exists() else b""
     before = len(messages.errors) + len(messages.warnings)
-    cache = config.create_timing_cache(content)
-    if (
-        cache is None
-        or len(messages.errors) + len(messages.warnings) > before
-        or not config.set_timing_cache(cache, False)
-    ):
+    cache = config.create_timing_cache(file.read_bytes() if file.exists() else b"")
+    reported = len(messages.errors) + len(messages.warnings) > before
+    if cache is None or reported or not config.set_timing_cache(cache, False):
         raise InputFault(
             f"{file}: not a timing cache of this TensorRT and GPU: expected one that a build on this machine wrote; choose another "
             "file name to start a new one"

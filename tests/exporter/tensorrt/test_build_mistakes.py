@@ -78,7 +78,7 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
     [
         (
             ("--target", "sm90"),
-            f"--target is sm90: tensorrt-rtx .* does not build for it here; expected {KNOWN}, or current; TensorRT itself .*--backend tensorrt",
+            f"--target is sm90: tensorrt-rtx .* cannot build for it; expected {KNOWN}, or current; TensorRT itself .*--backend tensorrt",
         ),
         (("--target", "hopper"), f"--target is hopper: .*; expected {KNOWN}, or current"),
         (("--target", "sm89,"), "--target is 'sm89,': expected names separated by commas, such as sm80,sm89"),

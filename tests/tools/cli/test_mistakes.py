@@ -69,7 +69,10 @@ def put(bundle: Path, name: str, content: bytes) -> None:
         (["a", "--prompt-file", __file__], "PROMPT and --prompt-file are both given: expected either"),
         (["a", "b"], r"unexpected extra argument \(b\)"),
         ([""], "the prompt is empty: expected at least one character"),
-        (["x" * 3000], r"prompt has \d+ tokens, --max-seq-len is 1024: shorten the prompt, or raise .*goes up to 1024"),
+        (
+            ["x" * 3000],
+            r"prompt has \d+ tokens, --max-seq-len is 1024: shorten the prompt, or raise .*the model.s limit is 1024",
+        ),
         (
             ["a", "--max-seq-len", 2],
             "prompt has 2 tokens, --max-seq-len is 2: shorten the prompt, or raise --max-seq-len",
@@ -178,7 +181,7 @@ def test_mask_slots_without_a_mask_token_are_a_usage_error(damaged: Path, capfd:
 
 def test_a_kv_cache_that_does_not_fit_is_a_usage_error(damaged: Path, capfd: Capture) -> None:
     edit(damaged, lambda manifest: manifest.update(max_positions=10**12))
-    message = r"\d+\.\d GB of KV buffers for \d+ slots do not fit into the memory: lower --max-seq-len"
+    message = r"\d+\.\d GB of KV buffers for \d+ slots do not fit into memory: lower --max-seq-len"
     fails(capfd, USAGE, message, "generate", damaged, "a", "--max-seq-len", 10**12)
 
 

@@ -25,7 +25,7 @@ from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.card import CardFacts, write_card
 from spaceport.tools.tune.conversation_encoder import ConversationError
 from spaceport.tools.tune.conversations import Conversation, read_conversations
-from spaceport.tools.tune.distill import Distillation, distill, writer
+from spaceport.tools.tune.distill import Distillation, distill, open_generator
 from spaceport.tools.tune.frozen_base import frozen_base_model_of
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.methods import Merge, apply_method
@@ -118,10 +118,13 @@ def _distilled(
 ) -> dict[Path, list[Conversation]]:
     """The conversations with the model's own answers; the main process generates them for all."""
     found = {}
-    with accelerator.main_process_first(), writer(job.checkpoint, distillation, cutoff, job.remote_code) as runtime:
+    with (
+        accelerator.main_process_first(),
+        open_generator(job.checkpoint, distillation, cutoff, job.remote_code) as runtime,
+    ):
         for number, file in enumerate(job.data):
             answers = states.folder / f"answers-{number}.jsonl"
-            found[file] = distill(texts[file], runtime, answers, cutoff, counts)
+            found[file] = distill(texts[file], runtime, answers, cutoff, counts, distillation.requests)
     return found
 
 

@@ -18,7 +18,8 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
-from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, Distillation, distill, writer
+from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, Distillation, distill, open_generator
+from spaceport.tools.tune.own_answers import stored_answers
 from support.paths import TINY
 
 KNOWN = ("scanner", "encoder", "tool")  # the tiny model answers with the first lines of these files
@@ -37,46 +38,46 @@ CONVERSATIONS = [
 
 
 @pytest.fixture(scope="module")
-def torch_writer() -> Iterator[Runtime]:
-    with writer(TINY, Distillation(None), CUTOFF, False) as runtime:
+def torch_generator() -> Iterator[Runtime]:
+    with open_generator(TINY, Distillation(None), CUTOFF, False) as runtime:
         yield runtime
 
 
 def test_checkpoint_and_bundle_generate_the_same_answers(
-    torch_writer: Runtime, tiny_bundle: Path, tmp_path: Path
+    torch_generator: Runtime, tiny_bundle: Path, tmp_path: Path
 ) -> None:
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    found = distill(CONVERSATIONS, torch_writer, tmp_path / "torch.jsonl", CUTOFF, counts[0])
-    with writer(TINY, Distillation(tiny_bundle), CUTOFF, False) as runtime:
-        other = distill(CONVERSATIONS, runtime, tmp_path / "bundle.jsonl", CUTOFF, counts[1])
+    found = distill(CONVERSATIONS, torch_generator, tmp_path / "torch.jsonl", CUTOFF, counts[0])
+    with open_generator(TINY, Distillation(tiny_bundle), CUTOFF, False) as runtime:
+        other = distill(CONVERSATIONS, runtime, tmp_path / "bundle.jsonl", CUTOFF, counts[1], requests=8)
     assert found == other
     assert counts[0] == counts[1] == {WRITTEN: 3, LONG: 1}
     assert [conversation.line for conversation in found] == [1, 2, 3, 4]
     assert found[3] == CONVERSATIONS[3]
     messages: Any = [{"role": "user", "content": "How does json/tool.py begin?"}]
-    assert found[2].answer == torch_writer.generate(messages, Decoding(max_tokens=100)).text
+    assert found[2].answer == torch_generator.generate(messages, Decoding(max_tokens=100)).text
     assert found[2].answer not in (None, "Not this.")
-    assert (tmp_path / "torch.jsonl").read_bytes() == (tmp_path / "bundle.jsonl").read_bytes()
+    assert stored_answers(tmp_path / "torch.jsonl") == stored_answers(tmp_path / "bundle.jsonl")
 
 
-def test_answers_without_an_end_are_dropped_and_counted(torch_writer: Runtime, tmp_path: Path) -> None:
-    prompt = len(torch_writer.tokens_of([{"role": "user", "content": "How does json/tool.py begin?"}]))
+def test_answers_without_an_end_are_dropped_and_counted(torch_generator: Runtime, tmp_path: Path) -> None:
+    prompt = len(torch_generator.tokens_of([{"role": "user", "content": "How does json/tool.py begin?"}]))
     counts: Counter[str] = Counter()
-    found = distill([CONVERSATIONS[2]], torch_writer, tmp_path / "answers.jsonl", prompt + 5, counts)
+    found = distill([CONVERSATIONS[2]], torch_generator, tmp_path / "answers.jsonl", prompt + 5, counts)
     assert (found, counts) == ([], {UNFINISHED: 1})
 
 
-def test_existing_answers_are_not_generated_again(torch_writer: Runtime, tmp_path: Path) -> None:
+def test_existing_answers_are_not_generated_again(torch_generator: Runtime, tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
-    whole = distill(CONVERSATIONS, torch_writer, file, CUTOFF, Counter())
+    whole = distill(CONVERSATIONS, torch_generator, file, CUTOFF, Counter())
     lines = file.read_text("utf-8").splitlines(keepends=True)
     first = json.loads(lines[0])
     file.write_text(json.dumps({**first, "text": "kept"}) + "\n" + lines[1][: len(lines[1]) // 2], "utf-8")
-    again = distill(CONVERSATIONS, torch_writer, file, CUTOFF, Counter())
+    again = distill(CONVERSATIONS, torch_generator, file, CUTOFF, Counter())
     assert again[0].answer == "kept"
     assert again[1:] == whole[1:]
     before = file.read_bytes()
-    assert distill(CONVERSATIONS, torch_writer, file, CUTOFF, Counter()) == again
+    assert distill(CONVERSATIONS, torch_generator, file, CUTOFF, Counter()) == again
     assert file.read_bytes() == before
 
 
@@ -87,7 +88,7 @@ def test_a_bundle_with_another_tokenizer_is_refused(tiny_bundle: Path, tmp_path:
     (foreign / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
     with (
         pytest.raises(InputFault, match=r"has another tokenizer than .*: expected the bundle of this checkpoint"),
-        writer(foreign, Distillation(tiny_bundle), CUTOFF, False),
+        open_generator(foreign, Distillation(tiny_bundle), CUTOFF, False),
     ):
         pass
     assert TOKENIZER_FILE in {file.name for file in tiny_bundle.iterdir()}

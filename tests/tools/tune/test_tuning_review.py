@@ -22,7 +22,7 @@ from spaceport.tools.tune.batches import require_forks
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder_with
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 from spaceport.tools.tune.curves import draw_curves
-from spaceport.tools.tune.distill import WRITTEN, distill
+from spaceport.tools.tune.distill import distill
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.packing import successors
@@ -98,7 +98,7 @@ def test_tokenizer_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
 
 def test_saved_answers_may_contain_any_line_end_and_a_partial_character(tmp_path: Path) -> None:
     file, answer = tmp_path / "answers.jsonl", "a\u20285\u2028b\x85c"
-    line = json.dumps({"line": 1, "outcome": WRITTEN, "text": answer}, ensure_ascii=False)
+    line = json.dumps({"line": 1, "outcome": "finished", "text": answer}, ensure_ascii=False)
     file.write_bytes(line.encode() + b'\n{"line": 2, "text": "\xe2\x80')
     nobody = cast(Runtime, None)  # the answer is there already, so nothing is written
     (found,) = distill([asked("Which?", "old")], nobody, file, 64, Counter())

@@ -272,8 +272,8 @@ def deserialized(
 def _listening(api: Any) -> tuple[Words, Any]:
     """Messages of a library about failures, and the logger that receives them.
 
-    There is one of each in a process: a library keeps the first logger that it is given, by its address, until nothing of
-    it is left, and tells it of all that is opened in the meantime.
+    There is one of each in a process: a library uses the first logger that it gets for everything that is opened until
+    all of its objects are released.
     """
     words = Words()
 

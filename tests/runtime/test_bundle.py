@@ -58,11 +58,11 @@ def test_a_file_that_is_gone_is_refused(bundle: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [MODEL_FILE, TOKENIZER_FILE])
 def test_a_manifest_without_a_needed_file_is_refused(bundle: Path, name: str) -> None:
-    edit(bundle, lambda told: told["files"].pop(name))
+    edit(bundle, lambda reported: reported["files"].pop(name))
     refused(bundle, f"the manifest lists no {name}: expected one; export")
 
 
-def test_what_is_no_bundle_at_all_is_told_apart(tmp_path: Path) -> None:
+def test_what_is_no_bundle_is_refused_with_its_reason(tmp_path: Path) -> None:
     refused(tmp_path / "nothing", "no such folder: expected a bundle, the folder that `spaceport export` wrote")
     (tmp_path / "file").write_text("text")
     refused(tmp_path / "file", "is a file: expected a bundle, the folder that `spaceport export` wrote")
@@ -82,14 +82,14 @@ def test_what_is_no_bundle_at_all_is_told_apart(tmp_path: Path) -> None:
 def test_a_name_that_leads_elsewhere_is_refused(bundle: Path, name: str) -> None:
     (bundle.parent / "outside").write_bytes(b"")
     (bundle / "a").mkdir()
-    edit(bundle, lambda told: told["files"].update({name: {"sha256": "0" * 64, "size": 0}}))
+    edit(bundle, lambda reported: reported["files"].update({name: {"sha256": "0" * 64, "size": 0}}))
     refused(
         bundle, f"the manifest names .*: expected a path inside the folder|{re.escape(str(bundle))}: not a regular file"
     )
 
 
 def test_a_very_long_name_is_refused(bundle: Path) -> None:
-    edit(bundle, lambda told: told["files"].update({"a" * 5000: {"sha256": "0" * 64, "size": 0}}))
+    edit(bundle, lambda reported: reported["files"].update({"a" * 5000: {"sha256": "0" * 64, "size": 0}}))
     refused(bundle, "File name too long")
 
 
@@ -105,7 +105,7 @@ def add_engine(bundle: Path) -> Path:
     file = bundle / "engines" / "one.engine"
     file.parent.mkdir()
     shutil.copy(bundle / MODEL_FILE, file)
-    edit(bundle, lambda told: told["files"].update({"engines/one.engine": told["files"][MODEL_FILE]}))
+    edit(bundle, lambda reported: reported["files"].update({"engines/one.engine": reported["files"][MODEL_FILE]}))
     return file
 
 
@@ -144,7 +144,7 @@ def test_a_linked_file_that_no_manifest_lists_is_refused_as_well(bundle: Path, n
 def test_a_linked_folder_is_refused(bundle: Path, listed: bool) -> None:
     add_engine(bundle)
     if not listed:
-        edit(bundle, lambda told: told["files"].pop("engines/one.engine"))
+        edit(bundle, lambda reported: reported["files"].pop("engines/one.engine"))
     outside = bundle.parent / "engines"
     (bundle / "engines").rename(outside)
     (bundle / "engines").symlink_to(outside)

@@ -136,7 +136,7 @@ def test_a_trace_is_kept_if_it_is_asked_for(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "reported"),
     [
         ({"max_tokens": 0}, "max_tokens is 0: expected at least 1"),
         ({"max_total_tokens": 0}, "max_total_tokens is 0: expected at least 1"),
@@ -170,8 +170,8 @@ def test_a_trace_is_kept_if_it_is_asked_for(tiny_bundle: Path) -> None:
         ({"fork": True, "grammar": GRAMMAR}, "fork is True with a grammar: a constrained completion cannot fork"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_at_once(asked: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionFault, match=told):
+def test_what_cannot_be_meant_is_refused_at_once(asked: dict[str, Any], reported: str) -> None:
+    with pytest.raises(OptionFault, match=reported):
         Decoding(**asked)
 
 
@@ -185,8 +185,8 @@ def test_what_is_no_prompt_is_refused(tiny_bundle: Path, prompt: Any) -> None:
 
 def test_what_says_how_to_decode_is_a_decoding(tiny_bundle: Path) -> None:
     how: Any = {"max_tokens": 3}
-    told = r"decoding is \{'max_tokens': 3\}: expected a Decoding"
-    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime, pytest.raises(OptionFault, match=told):
+    reported = r"decoding is \{'max_tokens': 3\}: expected a Decoding"
+    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime, pytest.raises(OptionFault, match=reported):
         runtime.stream(PROMPT, how)
 
 
@@ -199,7 +199,7 @@ def test_a_stream_that_two_read_ends_for_both(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "reported"),
     [
         ({"max_tokens": 500}, "max_tokens 500 make"),
         ({"max_total_tokens": 500}, "lower max_total_tokens to"),
@@ -210,9 +210,9 @@ def test_a_stream_that_two_read_ends_for_both(tiny_bundle: Path) -> None:
     ],
 )
 def test_what_a_bundle_cannot_do_is_refused_before_anything_is_written(
-    tiny_bundle: Path, asked: dict[str, Any], told: str
+    tiny_bundle: Path, asked: dict[str, Any], reported: str
 ) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
-        with pytest.raises(OptionFault, match=told):
+        with pytest.raises(OptionFault, match=reported):
             runtime.stream(PROMPT, Decoding(**asked))
         assert runtime.generate(PROMPT, Decoding(max_tokens=1)).statistics.tokens == 1

@@ -47,7 +47,7 @@ def asking(port: int, asked: object) -> Iterator[HTTPResponse]:
             yield response
 
 
-def told(port: int, asked: object) -> tuple[int, dict[str, Any], str]:
+def reported(port: int, asked: object) -> tuple[int, dict[str, Any], str]:
     """What the service answers when it streams nothing."""
     with asking(port, asked) as response:
         return response.status, json.loads(response.read()), response.headers.get("retry-after", "")
@@ -117,8 +117,8 @@ def test_four_clients_at_once_get_what_each_gets_alone(port: int) -> None:
         ([], "list indices"),
     ],
 )
-def test_what_cannot_be_meant_is_told(port: int, asked: object, message: str) -> None:
-    status, said, _ = told(port, asked)
+def test_an_invalid_request_is_answered_with_its_error(port: int, asked: object, message: str) -> None:
+    status, said, _ = reported(port, asked)
     assert status == 400
     assert message in said["error"]
 
@@ -144,7 +144,7 @@ def serving(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
             thread.join(60)
 
 
-def test_a_client_that_goes_away_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_disconnects_frees_its_kv_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, engine = stepwise_runtime(Language(3, end_every=10**9))
     with serving(runtime, monkeypatch) as port, ThreadPoolExecutor(2) as pool:
         engine.leave.release(3)
@@ -170,7 +170,7 @@ def test_who_comes_when_all_is_full_is_asked_to_come_back(monkeypatch: pytest.Mo
     with serving(runtime, monkeypatch) as port, ThreadPoolExecutor(1) as pool:
         first = pool.submit(written, port, {"prompt": [1, 2, 3], "max_tokens": 3})
         engine.wait()
-        status, said, retry = told(port, {"prompt": [4]})
+        status, said, retry = reported(port, {"prompt": [4]})
         assert (status, retry) == (503, "1")
         assert "try again later" in said["error"]
         engine.go()

@@ -39,7 +39,7 @@ def runtime(any_demo_bundle: Path) -> Iterator[Runtime]:
 
 
 @pytest.fixture(scope="module")
-def told(runtime: Runtime) -> dict[str, Completion]:
+def reported(runtime: Runtime) -> dict[str, Completion]:
     """What is said plainly, one thread after the other."""
     plain = Decoding(mask_slots=0, max_threads=1, max_tokens=150)
     return {name: runtime.generate(prompt, plain) for name, prompt in QUESTIONS.items()}
@@ -48,11 +48,11 @@ def told(runtime: Runtime) -> dict[str, Completion]:
 @pytest.mark.parametrize("max_threads", [1, 2, 16])
 @pytest.mark.parametrize("drafts", [{}, {"mask_slots": 0}, *DRAFTS], ids=str)
 def test_no_draft_and_no_order_changes_what_a_thread_says(
-    runtime: Runtime, told: dict[str, Completion], drafts: dict[str, Any], max_threads: int
+    runtime: Runtime, reported: dict[str, Completion], drafts: dict[str, Any], max_threads: int
 ) -> None:
     for name, prompt in QUESTIONS.items():
         found = runtime.generate(prompt, Decoding(max_tokens=150, max_threads=max_threads, **drafts))
-        expected = told[name]
+        expected = reported[name]
         assert (found.text, found.tokens, found.ending) == (expected.text, expected.tokens, expected.ending)
         assert sorted(thread.path for thread in found.threads) == sorted(thread.path for thread in expected.threads)
         assert {thread.path: thread for thread in found.threads} == {thread.path: thread for thread in expected.threads}
@@ -61,7 +61,7 @@ def test_no_draft_and_no_order_changes_what_a_thread_says(
 
 def test_a_text_is_a_tree_of_threads_that_are_read_where_they_fork(runtime: Runtime) -> None:
     found = runtime.generate(QUESTIONS["three"])
-    spine, *children = found.threads
+    root, *children = found.threads
     fork = runtime.bundle.manifest.tokens.fork
     assert [(thread.path, thread.ending) for thread in found.threads] == [
         ((), "end"),
@@ -70,11 +70,11 @@ def test_a_text_is_a_tree_of_threads_that_are_read_where_they_fork(runtime: Runt
         ((2,), "end"),
     ]
     assert [thread.fork for thread in children] == [
-        position for position, token in enumerate(spine.tokens) if token == fork
+        position for position, token in enumerate(root.tokens) if token == fork
     ]
-    assert spine.fork is None
+    assert root.fork is None
     assert [child.text.strip().split(",")[0] for child in children] == ["It is optional"] * 3
-    read, rest = "", spine.text
+    read, rest = "", root.text
     for number, child in enumerate(children, 1):
         head, rest = rest.split(f"{number}.", 1)
         name, rest = rest.split(":", 1)
@@ -85,7 +85,7 @@ def test_a_text_is_a_tree_of_threads_that_are_read_where_they_fork(runtime: Runt
 
 
 @pytest.mark.parametrize("max_threads", [1, 16])
-def test_pieces_tell_whose_they_are_and_how_far_the_text_can_be_read(runtime: Runtime, max_threads: int) -> None:
+def test_pieces_name_their_thread_and_the_readable_text(runtime: Runtime, max_threads: int) -> None:
     with runtime.stream(QUESTIONS["three"], Decoding(max_threads=max_threads)) as stream:
         pieces = list(stream)
         found = stream.completion()
@@ -95,8 +95,8 @@ def test_pieces_tell_whose_they_are_and_how_far_the_text_can_be_read(runtime: Ru
         assert "".join(piece.text for piece in own) == thread.text
         assert tuple(piece.token for piece in own if piece.token is not None) == thread.tokens
     order = [piece.thread for piece in pieces]
-    spine_ends = len(order) - order[::-1].index(())
-    assert ((2,) in order[:spine_ends]) == (max_threads > 1)
+    root_ends = len(order) - order[::-1].index(())
+    assert ((2,) in order[:root_ends]) == (max_threads > 1)
 
 
 def test_threads_side_by_side_take_fewer_steps(runtime: Runtime) -> None:
@@ -128,9 +128,9 @@ def test_text_that_may_not_fork_is_one_line(runtime: Runtime) -> None:
 @pytest.mark.parametrize("stop", ["2. high", "second value", "default", "value. Its", ".\n", ":\n1", "Of these"])
 @pytest.mark.parametrize("max_threads", [1, 16])
 def test_a_stop_string_cuts_a_forked_text_where_it_is_read(
-    runtime: Runtime, told: dict[str, Completion], stop: str, max_threads: int
+    runtime: Runtime, reported: dict[str, Completion], stop: str, max_threads: int
 ) -> None:
-    whole = told["three"].text
+    whole = reported["three"].text
     for drafts in ({}, {"mask_slots": 0}, {"draft": "chain"}):
         found = runtime.generate(QUESTIONS["three"], Decoding(stop=stop, max_threads=max_threads, **drafts))
         assert found.text == whole[: whole.index(stop)]
@@ -149,8 +149,8 @@ def test_the_limit_on_all_threads_together_holds_to_the_token(runtime: Runtime, 
 @pytest.mark.parametrize("max_threads", [1, 16])
 def test_each_thread_may_be_as_long_as_max_tokens_with_all_before_it(runtime: Runtime, max_threads: int) -> None:
     found = runtime.generate(QUESTIONS["three"], Decoding(max_tokens=40, max_threads=max_threads))
-    spine, *children = found.threads
-    assert (spine.ending, len(spine.tokens)) == ("length", 40)
+    root, *children = found.threads
+    assert (root.ending, len(root.tokens)) == ("length", 40)
     for child in children:
         assert child.fork is not None
         length = child.fork + 2 + len(child.tokens)

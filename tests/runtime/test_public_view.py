@@ -29,7 +29,7 @@ from support.hash_runtime import hash_runtime
         logprobs=st.none() | st.just(1),
     ),
 )
-def test_pieces_threads_and_the_completion_tell_one_text(
+def test_pieces_threads_and_the_completion_have_the_same_text(
     seed: int, prompt: list[int], fork_every: int, decoding: Decoding
 ) -> None:
     language = Language(seed, 80, end_every=12, fork_every=fork_every)

@@ -200,7 +200,7 @@ def how_far_off(found: Sequence[Sequence[int]], table: Table, sampling: Sampling
     )
 
 
-def drawn(sampling: Sampling, path: tuple[int, ...], logits: NDArray[np.float32], count: int) -> list[int]:
+def sampled_tokens(sampling: Sampling, path: tuple[int, ...], logits: NDArray[np.float32], count: int) -> list[int]:
     """The text of a network that says the same everywhere."""
     choose, thread = chooser(sampling, Bans(frozenset()), 1), Thread(path, [0], 1, np.zeros(1, np.bool_))
     for _ in range(count):
@@ -218,17 +218,19 @@ def drawn(sampling: Sampling, path: tuple[int, ...], logits: NDArray[np.float32]
         Sampling(1.0, top_p=0.7, min_p=0.2, seed=4),
     ],
 )
-def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
+def test_tokens_are_sampled_as_often_as_they_are_probable(sampling: Sampling) -> None:
     """Four times 50,000 places; tokens next to each other, and those at one place of two threads, are independent."""
     logits = np.random.default_rng(5).normal(0, 1.5, 12).astype(np.float32)
-    odds = dict(
+    probabilities = dict(
         enumerate(probabilities_slowly(scores_slowly(logits.tolist(), sampling, (), (), sampling.banned), sampling))
     )
-    pairs = {(one, other): odds[one] * odds[other] for one in odds for other in odds}
-    spine, child = (drawn(sampling, path, logits, 25_000) for path in ((), (0,)))
-    assert excess([(Counter(spine + child), odds)]) < 4
-    assert excess([(Counter(zip(spine[::2], spine[1::2], strict=True)), pairs)]) < 4
-    assert excess([(Counter(zip(spine, child, strict=True)), pairs)]) < 4
+    pairs = {
+        (one, other): probabilities[one] * probabilities[other] for one in probabilities for other in probabilities
+    }
+    root, child = (sampled_tokens(sampling, path, logits, 25_000) for path in ((), (0,)))
+    assert excess([(Counter(root + child), probabilities)]) < 4
+    assert excess([(Counter(zip(root[::2], root[1::2], strict=True)), pairs)]) < 4
+    assert excess([(Counter(zip(root, child, strict=True)), pairs)]) < 4
 
 
 def test_a_seed_writes_the_same_in_every_process() -> None:
@@ -268,13 +270,13 @@ def test_drafted_tokens_and_pairs_are_written_as_often_as_they_are_likely(sampli
 
 
 @pytest.mark.slow
-def test_a_rule_that_is_wrong_is_seen_in_the_odds() -> None:
+def test_a_wrong_acceptance_rule_shows_in_the_frequencies() -> None:
     table = Table(4, tokens=LIKELY)
     found, _ = texts(Resampled, table, Sampling(1.0), 600)
     assert min(how_far_off(found, table, Sampling(1.0))) > 8
 
 
-def test_candidates_drawn_with_the_noise_of_their_places_are_accepted_more_often() -> None:
+def test_candidates_sampled_with_the_noise_of_their_positions_are_accepted_more_often() -> None:
     table = Table(4, tokens=LIKELY)
     coupled, uncoupled = (texts(kind, table, Sampling(1.0), 200) for kind in (Sampled, Uncoupled))
     assert coupled[0] == uncoupled[0]

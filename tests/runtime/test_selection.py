@@ -52,7 +52,7 @@ def thread() -> Thread:
     return new_thread([1, 2, 3], 8)
 
 
-def told(selector: Greedy, rows: Logits | SelectedRows, index: int) -> int | str:
+def reported(selector: Greedy, rows: Logits | SelectedRows, index: int) -> int | str:
     try:
         return selector.token(rows[index], thread(), ())
     except NotANumber as error:
@@ -81,7 +81,7 @@ def test_greedy_tokens_are_those_of_the_logits(
     assert packed.shape == (1, 4, selection_width(logits.shape[-1]))
     rows = rows_of(packed, logits)
     for index in range(4):
-        assert told(selector, rows, index) == told(selector, logits[0], index)
+        assert reported(selector, rows, index) == reported(selector, logits[0], index)
     plain, selected = (selector.candidates(found, thread(), 3, 1) for found in (logits[0, 1:], rows[1:]))
     assert selected == plain
 
@@ -93,7 +93,7 @@ def test_tokens_that_torch_selects_are_those_of_the_logits(case: tuple[Logits, f
     logits, banned = case
     rows, selector = rows_of(by_torch(logits), logits), greedy(banned)
     for index in range(4):
-        assert told(selector, rows, index) == told(selector, logits[0], index)
+        assert reported(selector, rows, index) == reported(selector, logits[0], index)
 
 
 def test_of_equal_logits_the_lowest_token_is_best(session: Callable[[int], ort.InferenceSession]) -> None:

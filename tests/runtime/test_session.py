@@ -124,7 +124,7 @@ def test_a_text_ends_at_max_seq_len_whatever_is_drafted(tiny_bundle: Path) -> No
         assert len(tokens) == 64 - len(opened.tokens_of(DECODER))
 
 
-def test_pieces_make_up_the_text_and_tell_which_tokens_were_drafted(runtime: Runtime) -> None:
+def test_pieces_make_up_the_text_and_mark_accepted_draft_tokens(runtime: Runtime) -> None:
     with runtime.stream(DECODER, chain(5)) as stream:
         pieces = list(stream)
         found = stream.completion()

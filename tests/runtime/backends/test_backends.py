@@ -71,7 +71,9 @@ def with_engines(bundle: Bundle, **engines: dict[str, Any]) -> Bundle:
     usual = replace(
         RECORD, graph=bundle.manifest.graph, sha256=hashlib.sha256(PLAN).hexdigest(), size=len(PLAN), version="1.7"
     )
-    records: dict[str, EngineRecord] = {f"{name}.engine": replace(usual, **told) for name, told in engines.items()}
+    records: dict[str, EngineRecord] = {
+        f"{name}.engine": replace(usual, **reported) for name, reported in engines.items()
+    }
     for name in records:
         (bundle.path / ENGINES_FOLDER / name).write_bytes(PLAN)
     return Bundle(bundle.path, replace(bundle.manifest, engines=records))
@@ -86,7 +88,7 @@ def chosen(bundle: Bundle, **options: Any) -> str:
     return engine_for(bundle, "tensorrt-rtx", "1.7", "sm89", replace(OPTIONS, **options)).name
 
 
-def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
+def test_of_engines_with_enough_capacity_the_smallest_runs(bundle: Bundle) -> None:
     found = with_engines(
         bundle,
         a={"capacity": 4096, "requests": 4},
@@ -108,7 +110,7 @@ def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("reported", "message"),
     [
         ({"backend": "tensorrt"}, "it holds no tensorrt-rtx engine: build one with `spaceport build .* --backend tens"),
         ({"graph": ("d" * 64,)}, "its tensorrt-rtx engines were built from another graph: build them again with"),
@@ -124,10 +126,12 @@ def test_of_engines_with_room_the_smallest_runs(bundle: Bundle) -> None:
         ),
     ],
 )
-def test_the_engine_that_comes_nearest_says_what_it_lacks(bundle: Bundle, told: dict[str, Any], message: str) -> None:
+def test_the_engine_that_comes_nearest_says_what_it_lacks(
+    bundle: Bundle, reported: dict[str, Any], message: str
+) -> None:
     # the other one lacks what is asked about first
-    other = {"backend": "tensorrt"} if "backend" in told else {"target": "sm75"} if "target" not in told else {}
-    engines = with_engines(bundle, near=told, far={**told, **other})
+    other = {"backend": "tensorrt"} if "backend" in reported else {"target": "sm75"} if "target" not in reported else {}
+    engines = with_engines(bundle, near=reported, far={**reported, **other})
     with pytest.raises(NoEngine, match=message):
         chosen(engines)
 
@@ -258,7 +262,7 @@ def test_a_backend_that_needs_a_gpu_says_so_before_all_else(bundle: Bundle, back
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_an_onnxruntime_without_cuda_is_told_from_one_with_it(bundle: Bundle) -> None:
+def test_an_onnxruntime_without_cuda_is_distinguished_from_one_with_it(bundle: Bundle) -> None:
     ort = pytest.importorskip("onnxruntime")
     if "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("this onnxruntime has CUDA")

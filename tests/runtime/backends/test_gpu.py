@@ -127,7 +127,7 @@ def test_many_texts_at_once_are_each_alone_up_to_rounding(runtime: Runtime) -> N
     assert all(completion.ending in ("end", "length") for completion in found)
 
 
-def test_rows_cost_less_than_on_a_processor(runtime: Runtime) -> None:
+def test_rows_cost_less_than_on_a_cpu(runtime: Runtime) -> None:
     assert 0 < runtime.engine.costs.row < 0.08
     assert runtime.engine.notes == ()
 

@@ -265,7 +265,7 @@ def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
     assert graphs.options(0, other).get_run_config_entry("gpu_graph_id") == "-1"
 
 
-def test_what_runs_on_the_processor_is_named(tiny_bundle: Path) -> None:
+def test_nodes_on_the_cpu_are_named(tiny_bundle: Path) -> None:
     session = session_of(open_bundle(tiny_bundle))
     (note,) = on_cuda.left_behind(session)
     assert note.startswith("on the CPU, not on the GPU: ")
@@ -302,11 +302,11 @@ def test_a_provider_that_does_not_start_is_an_error_and_no_slow_engine(tiny_bund
         ("Load model from model.onnx failed:Protobuf parsing failed.", False),
     ],
 )
-def test_a_full_gpu_is_told_from_a_broken_graph(said: str, expected: bool) -> None:
+def test_a_full_gpu_is_distinguished_from_a_broken_graph(said: str, expected: bool) -> None:
     assert (on_cuda._NO_MEMORY.search(said) is not None) == expected
 
 
-def test_what_a_full_gpu_had_to_hold_is_told(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_full_gpu_names_weights_and_buffers(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_cuda, "gpu", lambda: Gpu("NVIDIA Test", "sm89", 24 * 10**9))
     message = on_cuda.out_of_memory(open_bundle(tiny_bundle), EngineOptions(10**6, 8))
     assert message == (
@@ -328,7 +328,7 @@ def gpu_bundle(tiny_bundle: Path) -> Bundle:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [True, False])
-def test_texts_on_a_gpu_are_those_on_the_processor(gpu_bundle: Bundle, graphs: bool) -> None:
+def test_completions_on_a_gpu_are_those_on_the_cpu(gpu_bundle: Bundle, graphs: bool) -> None:
     at = options_of(gpu_bundle)
     engine = open_engine(gpu_bundle, "onnxruntime-cuda", EngineOptions(at.capacity, at.requests, graphs=graphs))
     assert engine.notes == ()

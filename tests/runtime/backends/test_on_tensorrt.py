@@ -95,13 +95,13 @@ def chain_of(
     rows: int, first: int, count: int, height: int, held: NDArray[np.bool_], dice: np.random.Generator
 ) -> Batch:
     """Rows behind whatever each request has written before, which differs from request to request."""
-    places = np.tile(np.arange(height, height + rows), (count, 1))
+    addresses_of = np.tile(np.arange(height, height + rows), (count, 1))
     held[first : first + count, height:] = False
     mask = np.repeat(held[first : first + count, None, None, :192], rows, axis=2)
     mask[:, 0, :, height : height + rows] = np.tri(rows, dtype=np.bool_)
     held[first : first + count, height : height + rows] = True
     ids = dice.integers(8, 400, (count, rows))
-    return Batch(first, ids, places, places, mask, np.tile(np.arange(rows), (count, 1)))
+    return Batch(first, ids, addresses_of, addresses_of, mask, np.tile(np.arange(rows), (count, 1)))
 
 
 def test_forked_threads_are_those_of_onnx_runtime(demo_append: Path) -> None:

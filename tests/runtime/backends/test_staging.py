@@ -61,24 +61,24 @@ def test_a_call_is_found_in_its_block_and_nothing_else_is_seen(
         assert all(least <= most for least, most in zip(shape_of(batch), shape, strict=True))
         used = block.write(batch, shape, CAPACITY)
         (count, rows), visible = batch.input_ids.shape, batch.attention_mask.shape[-1]
-        told = {
+        reported = {
             name: block.memory[p.offset : p.offset + p.bytes].view(p.dtype).reshape(p.shape)
             for name, p in ranges_of(contract, shape).items()
         }
-        assert [*told] == [tensor.name for tensor in contract.rows]
+        assert [*reported] == [tensor.name for tensor in contract.rows]
         assert used == max(p.offset + p.bytes for p in ranges_of(contract, shape).values()) == end_of(contract, shape)
         assert all(p.offset % 256 == 0 for p in ranges_of(contract, shape).values())
         for name in ("input_ids", "position_ids"):
-            assert np.array_equal(told[name][:, :rows], getattr(batch, name))
+            assert np.array_equal(reported[name][:, :rows], getattr(batch, name))
         for name in ("attention_mask", "sliding_attention_mask")[: 2 if window else 1]:
-            assert np.array_equal(told[name][:, :, :rows, :visible], getattr(batch, name))
-            assert not told[name][:, :, :rows, visible:].any()
-            assert told[name][:, :, rows:, 0].all()
-            assert not told[name][:, :, rows:, 1:].any()
-        assert np.array_equal(told["logit_rows"][:, : batch.logit_rows.shape[1]], batch.logit_rows)
-        assert told["logit_rows"].max() < shape.rows
-        check_slots(lowering, batch, told["slot_ids"], shape)
-        assert (told["input_ids"][:, rows:] == 0).all()
+            assert np.array_equal(reported[name][:, :, :rows, :visible], getattr(batch, name))
+            assert not reported[name][:, :, :rows, visible:].any()
+            assert reported[name][:, :, rows:, 0].all()
+            assert not reported[name][:, :, rows:, 1:].any()
+        assert np.array_equal(reported["logit_rows"][:, : batch.logit_rows.shape[1]], batch.logit_rows)
+        assert reported["logit_rows"].max() < shape.rows
+        check_slots(lowering, batch, reported["slot_ids"], shape)
+        assert (reported["input_ids"][:, rows:] == 0).all()
         assert count == shape.requests
 
 

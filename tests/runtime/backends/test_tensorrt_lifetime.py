@@ -57,7 +57,7 @@ def test_a_step_that_cannot_be_captured_is_an_engine_fault(tiny_append_bundle: P
         engine.run(batch_of_rows(1))
 
 
-def test_engines_beside_each_other_each_tell_what_failed(tiny_append_bundle: Path) -> None:
+def test_each_of_several_engines_reports_its_own_failure(tiny_append_bundle: Path) -> None:
     """The library knows the logger of the first one only, and may tell it something when that one is closed."""
     bundle, plan = plan_of(tiny_append_bundle, 1024)
     device = StandInDevice()
@@ -80,7 +80,7 @@ def test_engines_beside_each_other_each_tell_what_failed(tiny_append_bundle: Pat
         "[executionContext.cpp::ExecutionContext::470] Error Code 2: OutOfMemory (no further information)",
     ],
 )
-def test_a_full_gpu_is_told_from_a_broken_engine(said: str, tiny_append_bundle: Path) -> None:
+def test_a_full_gpu_is_distinguished_from_a_broken_engine(said: str, tiny_append_bundle: Path) -> None:
     bundle, plan = plan_of(tiny_append_bundle, 1024)
     plan.opens, plan.why_not = False, said
     api = api_of(plan, StandInDevice())

@@ -59,7 +59,7 @@ def test_measuring_takes_no_longer_than_the_budget_by_much(call: float, most: in
     assert table.single[0][0] == 1
 
 
-def test_calls_of_many_requests_are_told_from_those_of_eight() -> None:
+def test_costs_of_many_requests_are_extrapolated_from_eight() -> None:
     """Calls of all would take longer than there is time, and memory that nobody may ever need."""
     engine = TickingEngine(Language(1), 2048, 64)
     table = measure(engine, 1e9, lambda: engine.time)

@@ -25,7 +25,7 @@ def on_another_thread(work: Callable[[], T]) -> T:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch has CUDA here")
-def test_a_torch_without_cuda_is_told_before_an_engine_is_opened() -> None:
+def test_a_torch_without_cuda_raises_before_an_engine_is_opened() -> None:
     with pytest.raises(MissingBackend, match=r"backend tensorrt keeps its buffers in torch, and torch .* has no CUDA"):
         require_torch("tensorrt", "pip install it")
     pytest.importorskip("tensorrt_rtx")
@@ -74,7 +74,7 @@ def test_graphs_of_one_thread_are_played_on_another() -> None:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_moves_on_a_gpu_are_those_on_the_processor(dtype: torch.dtype) -> None:
+def test_moves_on_a_gpu_are_those_on_the_cpu(dtype: torch.dtype) -> None:
     device, dice = Cuda(), np.random.default_rng(1)
     here = torch.from_numpy(dice.random((6, 3, 2, 64, 8), np.float32)).to(dtype)
     there = device.zeros(here.shape, dtype)

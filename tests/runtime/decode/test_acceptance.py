@@ -10,9 +10,9 @@ from spaceport.runtime.decode.acceptance import Acceptance, is_copying
 from spaceport.runtime.decode.draft import Candidates
 
 
-def guesses_of(*tokens: int, odds: float = 0.5) -> tuple[Candidates, ...]:
+def candidates_of(*tokens: int, probability: float = 0.5) -> tuple[Candidates, ...]:
     """What mask slots predict, one token each."""
-    return tuple(Candidates((token,), (odds,)) for token in tokens)
+    return tuple(Candidates((token,), (probability,)) for token in tokens)
 
 
 def learned(
@@ -39,19 +39,19 @@ def learned(
 def test_the_reach_is_how_many_tokens_mask_slots_add(
     written: tuple[int, ...], lookup_tokens: int, reach: list[float]
 ) -> None:
-    found = learned(guesses_of(7, 8, 9), written, lookup_tokens)
+    found = learned(candidates_of(7, 8, 9), written, lookup_tokens)
     assert found.reach(3, copying=False) == pytest.approx(reach, abs=1e-3)
 
 
 def test_what_a_plain_step_does_not_show_stays_unknown() -> None:
     """One token was written and predicted: of the second nothing is known."""
-    found = learned(guesses_of(7, 8), (7,))
+    found = learned(candidates_of(7, 8), (7,))
     assert found.reach(2, copying=False) == pytest.approx([1, Acceptance().reach(2, copying=False)[1]], abs=1e-3)
 
 
 def test_a_mask_slot_that_predicts_nothing_ends_the_prediction() -> None:
     """Its tokens may all be banned or too unlikely, while the mask slot behind it is sure of one."""
-    candidates = (*guesses_of(7), Candidates((), ()), *guesses_of(8, odds=0.9))
+    candidates = (*candidates_of(7), Candidates((), ()), *candidates_of(8, probability=0.9))
     found = learned(candidates, (7, 8, 1))
     assert found.reach(3, copying=False) == pytest.approx([1, 0, 0], abs=1e-3)
     assert (len(found.accepted), len(found.promised)) == (1, 1)
@@ -62,14 +62,14 @@ def test_a_mask_slot_that_predicts_nothing_ends_the_prediction() -> None:
 def test_texts_that_are_copied_have_rates_of_their_own() -> None:
     found = Acceptance()
     for _ in range(300):
-        found.learn_masks(guesses_of(7, 8), (1,), 0, copying=True)
+        found.learn_masks(candidates_of(7, 8), (1,), 0, copying=True)
     assert found.reach(2, copying=True) == pytest.approx([0, 0], abs=1e-3)
     assert found.reach(2, copying=False) == Acceptance().reach(2, copying=False)
 
 
 def test_depths_without_predictions_slowly_get_their_first_rate_back() -> None:
     first = Acceptance().reach(3, copying=False)
-    found = learned(guesses_of(7, 8, 9), (1,))
+    found = learned(candidates_of(7, 8, 9), (1,))
     after = found.reach(3, copying=False)
     for _ in range(20_000):
         found.learn_masks((), (1,), 0, copying=False)
@@ -82,7 +82,7 @@ def test_mask_slots_that_fail_again_and_again_are_tried_less_and_less_often() ->
     first = Acceptance().reach(1, copying=False)[0]
 
     def regained(failures: int) -> float:
-        found = learned(guesses_of(7), (1,), times=failures)
+        found = learned(candidates_of(7), (1,), times=failures)
         (before,) = found.reach(1, copying=False)
         for _ in range(20):
             found.learn_masks((), (1,), 0, copying=False)
@@ -117,19 +117,21 @@ def test_looked_up_tokens_that_were_not_drafted_are_learned_too() -> None:
 
 def test_a_step_without_lookup_says_nothing_about_it() -> None:
     assert Acceptance().learn_lookup((), (1, 2), 0, 0) == 0
-    assert learned(guesses_of(7, 8), (7, 8, 9)).lookup == Acceptance().lookup
+    assert learned(candidates_of(7, 8), (7, 8, 9)).lookup == Acceptance().lookup
 
 
 def test_trust_is_what_mask_slots_kept_of_what_they_promised_at_each_depth() -> None:
     found = Acceptance()
     for step in range(600):
-        found.learn_masks(guesses_of(7, 8, odds=0.8), ((7, 8, 1), (7, 1), (1,), (1,))[step % 4], 0, copying=False)
+        found.learn_masks(
+            candidates_of(7, 8, probability=0.8), ((7, 8, 1), (7, 1), (1,), (1,))[step % 4], 0, copying=False
+        )
     assert found.trust(0) == pytest.approx(0.5 / 0.8, rel=0.25)
     assert found.trust(5) == found.trust(1)
 
 
 def test_depths_behind_a_wrong_token_say_nothing_about_trust() -> None:
-    found = learned(guesses_of(7, 8, odds=0.8), (1, 8))
+    found = learned(candidates_of(7, 8, probability=0.8), (1, 8))
     assert found.trust(0) == pytest.approx(0.1)
     assert len(found.accepted) == 1
 
@@ -144,7 +146,7 @@ def test_a_copy_learns_for_itself() -> None:
     shared = Acceptance()
     copy = shared.copy()
     for _ in range(9):
-        copy.learn_masks(guesses_of(7), (1,), 0, copying=False)
+        copy.learn_masks(candidates_of(7), (1,), 0, copying=False)
         copy.learn_lookup((7,), (1,), 2, 0)
     assert shared == Acceptance()
     assert copy.reach(1, copying=False) < shared.reach(1, copying=False)
@@ -172,5 +174,5 @@ def test_a_request_may_begin_while_another_thread_learns_a_new_depth() -> None:
     shared.promised, shared.accepted = Growing([0.7]), Growing([0.7])
     started = shared.copy()
     assert started.trust(2) == pytest.approx(1.0)
-    started.learn_masks(guesses_of(7, 8, 9), (7, 8, 9, 1), 0, copying=False)
+    started.learn_masks(candidates_of(7, 8, 9), (7, 8, 9, 1), 0, copying=False)
     assert len(started.promised) == len(started.accepted) == 3

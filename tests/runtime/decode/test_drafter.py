@@ -75,8 +75,8 @@ def fates(draw: st.DrawFn) -> Fate:
 @given(TABLES, fates(), st.integers(1, 8), st.integers(30, 300))
 @settings(max_examples=60)
 def test_no_fate_of_drafts_costs_more_than_the_bound(table: CostTable, fate: Fate, slots: int, length: int) -> None:
-    told = decode(planner(table), DraftConfig(slots), fate, length)
-    assert told.time <= (1 + SHARE) * told.tokens + CREDIT + 1e-9
+    reported = decode(planner(table), DraftConfig(slots), fate, length)
+    assert reported.time <= (1 + SHARE) * reported.tokens + CREDIT + 1e-9
 
 
 @pytest.mark.parametrize("table", [FLOAT32, INT8, INT4, FLAT, JUMPS])
@@ -89,8 +89,8 @@ def test_drafts_that_are_never_right_stop(table: CostTable) -> None:
     [(FLOAT32, 0.79, 1.75), (INT8, 0.79, 1.75), (INT4, 0.79, 1.0), (FLAT, 0.79, 3.0), (FLOAT32, 0.46, 1.15)],
 )
 def test_drafts_that_are_right_pay(table: CostTable, accepted: float, least: float) -> None:
-    told = decode(planner(table), DraftConfig(5, siblings=1), coin(accepted), 3000)
-    assert told.speedup >= least
+    reported = decode(planner(table), DraftConfig(5, siblings=1), coin(accepted), 3000)
+    assert reported.speedup >= least
 
 
 def test_what_one_request_learned_the_next_one_knows() -> None:
@@ -126,8 +126,8 @@ def test_a_table_that_is_badly_wrong_is_put_right_by_the_steps_that_run(accepted
     speeds = []
     for _ in range(6):
         spent.clear()
-        told = decode(wrong, DraftConfig(5), lambda index, depth: draws.random() < accepted, 500, on_step=run)
-        speeds.append(told.tokens * 0.02 / sum(spent))
+        reported = decode(wrong, DraftConfig(5), lambda index, depth: draws.random() < accepted, 500, on_step=run)
+        speeds.append(reported.tokens * 0.02 / sum(spent))
     assert speeds[-1] >= 0.95
 
 
@@ -161,8 +161,8 @@ def test_short_steps_skip_planning_where_drafts_are_never_right(
 
 def test_planning_goes_on_where_drafts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many steps as tokens / 6, and hardly any without a plan."""
-    told = decode(small_model(5e-4), DraftConfig(5, lookup=0), lambda index, depth: True, 1000)
-    assert plans_of(small_model(5e-4), lambda index, depth: True, 1000, monkeypatch) >= 0.95 * told.steps
+    reported = decode(small_model(5e-4), DraftConfig(5, lookup=0), lambda index, depth: True, 1000)
+    assert plans_of(small_model(5e-4), lambda index, depth: True, 1000, monkeypatch) >= 0.95 * reported.steps
 
 
 class LookupText:
@@ -235,9 +235,9 @@ def test_steps_without_a_plan_count_when_acceptance_is_learned(monkeypatch: pyte
 
     monkeypatch.setattr(Acceptance, "learn_masks", counting)
     monkeypatch.setattr("spaceport.runtime.decode.drafter._SHARE_EVERY", 10**9)  # the request's own alone
-    told = decode(small_model(5e-4), DraftConfig(5, lookup=0), lambda index, depth: False, 1000)
+    reported = decode(small_model(5e-4), DraftConfig(5, lookup=0), lambda index, depth: False, 1000)
     assert max(counted) > 10
-    assert told.steps - 20 <= sum(counted) <= told.steps
+    assert reported.steps - 20 <= sum(counted) <= reported.steps
 
 
 def test_a_request_without_drafts_counts_when_others_choose_the_width_of_a_call() -> None:

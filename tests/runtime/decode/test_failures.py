@@ -45,7 +45,7 @@ def test_buffers_that_a_failed_request_leaves_behind_are_cleared_before_the_next
     assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
 
 
-def test_when_buffers_cannot_be_cleared_those_who_would_have_had_them_are_told() -> None:
+def test_when_buffers_cannot_be_cleared_the_next_request_fails() -> None:
     arrivals = [Arrival([1], trouble="number", when=2), Arrival([2]), Arrival([3])]
     scene = Scene(Language(8, end_every=10**9), arrivals, 1)
 
@@ -58,7 +58,7 @@ def test_when_buffers_cannot_be_cleared_those_who_would_have_had_them_are_told()
     assert all(task.done for task in scene.tasks)
 
 
-def test_giving_up_tells_everybody_even_if_somebody_does_not_want_to_hear_it() -> None:
+def test_failing_all_requests_reports_to_each_even_if_one_raises() -> None:
     arrivals = [Arrival([1], trouble="progress", when=1), *(Arrival([2]) for _ in range(4))]
     scene = Scene(Language(8, end_every=10**9), arrivals, 2)
     scene.turn()
@@ -68,7 +68,7 @@ def test_giving_up_tells_everybody_even_if_somebody_does_not_want_to_hear_it() -
     assert not scene.scheduler.busy
 
 
-def test_who_raises_when_it_is_told_of_a_step_takes_no_other() -> None:
+def test_an_observer_that_raises_affects_no_other_request() -> None:
     scene = Scene(Language(8, end_every=10**9), [Arrival([1], trouble="progress", when=2), Arrival([2])], 2)
     scene.play()
     assert isinstance(scene.tasks[0].fault, Trap)

@@ -59,7 +59,7 @@ def test_a_thread_that_waits_begins_in_the_step_after_another_has_ended() -> Non
 
 @pytest.mark.parametrize("mask_slots", [0, 1, 4])
 @pytest.mark.parametrize(
-    ("spine", "ending", "child", "its_ending"),
+    ("root", "ending", "child", "its_ending"),
     [
         # room for six tokens behind the prompt; the child would like to write A1 A2 B1
         ([A, B, A, B, A, FORK], "length", [], "length"),  # [Child] would stand beyond the limit
@@ -72,10 +72,10 @@ def test_a_thread_that_waits_begins_in_the_step_after_another_has_ended() -> Non
     ],
 )
 def test_the_limit_counts_along_the_way_to_a_thread(
-    spine: list[int], ending: Ending, child: list[int], its_ending: Ending, mask_slots: int
+    root: list[int], ending: Ending, child: list[int], its_ending: Ending, mask_slots: int
 ) -> None:
-    scene = Scene({(): spine, (0,): [A1, A2, B1]}, mask_slots, max_tokens=6).run()
-    assert scene.said == {(): spine, (0,): child}
+    scene = Scene({(): root, (0,): [A1, A2, B1]}, mask_slots, max_tokens=6).run()
+    assert scene.said == {(): root, (0,): child}
     assert scene.endings == {(): ending, (0,): its_ending}
     assert scene.held == set()
     assert all(row.position < len(PROMPT) + 6 for row in scene.rows)
@@ -130,8 +130,8 @@ def test_mask_slots_propose_no_fork_to_a_thread_that_is_too_deep() -> None:
     logits = np.zeros((2, 16), np.float32)
     logits[:, [CHILD, FORK, B]] = 9, 8, 7
     for most in (1, 2):
-        spine, child = (greedy.candidates(logits, thread_at(path, A), 3, most) for path in ((), (0,)))
-        assert [candidate.tokens[0] for candidate in spine] == [FORK, FORK]
+        root, child = (greedy.candidates(logits, thread_at(path, A), 3, most) for path in ((), (0,)))
+        assert [candidate.tokens[0] for candidate in root] == [FORK, FORK]
         assert [candidate.tokens[0] for candidate in child] == [B, B]
 
 

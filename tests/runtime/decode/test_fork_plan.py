@@ -29,7 +29,7 @@ TABLE = """
 """
 CELLS = [line.split() for line in TABLE.strip().split("\n")]
 THREADS = {"t0": (), "t1": (0,), "t2": (1,)}
-PLACES = [(THREADS[thread], int(position)) for _, _, thread, _, position, _ in CELLS]  # of each row of the table
+POSITIONS = [(THREADS[thread], int(position)) for _, _, thread, _, position, _ in CELLS]  # of each row of the table
 EXAMPLE: Texts = {(): [A, FORK, B, FORK, LAST], (0,): [A1, A2], (1,): [B1]}
 
 
@@ -38,13 +38,13 @@ def test_the_worked_example_is_fed_row_by_row() -> None:
     scene = Scene(EXAMPLE).run()
     found = {(row.path, row.position): row for row in scene.rows}
     written = [
-        (position, name, sees) for position, (_, name, *_, sees) in zip(PLACES, CELLS, strict=True) if name != "eos"
+        (position, name, sees) for position, (_, name, *_, sees) in zip(POSITIONS, CELLS, strict=True) if name != "eos"
     ]
     assert len(scene.rows) == len(found) == len(written)
     for position, name, sees in written:
         assert found[position].token == NAMES[name]
         assert [(row.path, row.position) for row in found[position].seen] == [
-            other for other, bit in zip(PLACES[: len(sees) - 1], sees[:-1], strict=True) if int(bit)
+            other for other, bit in zip(POSITIONS[: len(sees) - 1], sees[:-1], strict=True) if int(bit)
         ]
     scene.check_rows()
 
@@ -66,7 +66,7 @@ def test_fork_and_child_are_fed_in_the_same_step() -> None:
 
 
 def test_what_a_thread_alone_could_see_is_free_when_it_ends() -> None:
-    rows = dict(enumerate(PLACES))
+    rows = dict(enumerate(POSITIONS))
     scene = Scene({**EXAMPLE, (1,): [B1, B1, B1]}).run(until=(0,))
     assert scene.held == {rows[row] for row in (0, 1, 2, 3, 4, 6, 10)}  # 5, 7 and 9 are free; 8 is not fed yet
     scene.run(until=())
@@ -87,7 +87,7 @@ def test_a_childs_first_window_is_child_and_its_masks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spine", "beside", "steps"),
+    ("root", "beside", "steps"),
     [
         # four mask slots: the first step writes a token, the second accepts four and adds one, and so on
         ([A, B, FORK, A, B, A], [False], [2]),
@@ -101,14 +101,14 @@ def test_a_childs_first_window_is_child_and_its_masks() -> None:
         ([A, FORK, B, A, B, FORK, A, B, FORK, B], [False, True, False], [2, 2, 3]),
     ],
 )
-def test_a_fork_in_any_place_of_a_draft_begets_its_child_one_step_later(
-    spine: list[int], beside: list[bool], steps: list[int]
+def test_a_fork_anywhere_in_a_draft_starts_its_child_one_step_later(
+    root: list[int], beside: list[bool], steps: list[int]
 ) -> None:
-    texts: Texts = {(child,): [A1, A2, B1, A1, A2, B1][child:] for child in range(len(beside))} | {(): spine}
+    texts: Texts = {(child,): [A1, A2, B1, A1, A2, B1][child:] for child in range(len(beside))} | {(): root}
     scene = Scene(texts, mask_slots=4).run()
     assert scene.said == texts
     scene.check_rows()
-    forks = [position for position, token in enumerate(spine) if token == FORK]
+    forks = [position for position, token in enumerate(root) if token == FORK]
     assert [scene.generated.in_step[()][position] for position in forks] == steps
     for child, written in enumerate(steps):
         first = next(row for row in scene.rows if row.path == (child,))

@@ -133,7 +133,7 @@ def test_a_window_counts_positions_and_not_slots(window: int) -> None:
     assert seen == [position for position in range(4) if 3 - position < window]
 
 
-def test_an_echo_wants_the_rows_of_a_prompt_from_a_place_on() -> None:
+def test_an_echo_needs_the_rows_of_a_prompt_from_a_position_on() -> None:
     thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
     wanted = [plan_thread(thread, PLAIN, IDS, 3, echo=position).rows_wanted.tolist() for position in range(5)]
     assert wanted == [[0, 1, 2], [1, 2], [2], [], []]
@@ -199,7 +199,7 @@ def test_a_prompts_last_chunk_keeps_its_known_rows_and_what_is_accepted() -> Non
     assert accept(part, lines(31, 6, 5, 7), greedy()) == Verdict((0, 1, 2, 4), (31, 5), with_mask(7))
 
 
-def test_siblings_are_guessed_from_the_best_on_with_their_odds() -> None:
+def test_siblings_are_candidates_from_the_best_on_with_their_probabilities() -> None:
     logits = lines(5, 6, 7)
     logits[1, [6, 8]] = (9, 8)
     logits[2, 7] = 99

@@ -74,14 +74,14 @@ def test_requests_together_never_lose_more_than_their_budgets(
 ) -> None:
     planner = DraftPlanner(StepCosts(table, fixed=True))
     fates = [coin(rate, seed + index) for index, rate in enumerate(accepted)]
-    told = decode_together(planner, DraftConfig(5, siblings=1), fates, steps)
-    assert told.time * len(fates) <= (1 + SHARE) * told.tokens + CREDIT * len(fates) + 1e-6
+    reported = decode_together(planner, DraftConfig(5, siblings=1), fates, steps)
+    assert reported.time * len(fates) <= (1 + SHARE) * reported.tokens + CREDIT * len(fates) + 1e-6
 
 
 def test_drafts_pay_under_load_where_rows_are_cheap() -> None:
     planner = DraftPlanner(StepCosts(FLAT, fixed=True))
-    told = decode_together(planner, DraftConfig(5, siblings=1), [coin(0.8, seed) for seed in range(8)], 200)
-    assert told.tokens / 8 / told.time > 2
+    reported = decode_together(planner, DraftConfig(5, siblings=1), [coin(0.8, seed) for seed in range(8)], 200)
+    assert reported.tokens / 8 / reported.time > 2
 
 
 def test_curves_are_kept_until_costs_change() -> None:

@@ -81,10 +81,10 @@ def test_drafts_in_one_line_leave_every_token_in_the_slot_that_plain_decoding_gi
     (thread,) = request.threads
     while request.live:
         advance(engine, request, chunk=chunk)
-        places = np.arange(thread.fed if request.live else 0)
-        assert thread.held.tolist() == places.tolist()
-        assert request.slots.positions[places].tolist() == places.tolist()
-        assert request.slots.held == places.size
+        slots_of_thread = np.arange(thread.fed if request.live else 0)
+        assert thread.held.tolist() == slots_of_thread.tolist()
+        assert request.slots.positions[slots_of_thread].tolist() == slots_of_thread.tolist()
+        assert request.slots.held == slots_of_thread.size
 
 
 @settings(max_examples=150)

@@ -25,9 +25,9 @@ def outlook(*masks: float, row: float = 0.1, lookup: float = 0.5, trust: tuple[f
     return Outlook(linear(row), 1.0, gains, trust, (lookup,) * 9)
 
 
-def candidate(**odds: float) -> Candidates:
+def candidate(**probability_of: float) -> Candidates:
     """A guess of tokens named t10 and so on."""
-    return Candidates(tuple(int(name[1:]) for name in odds), tuple(odds.values()))
+    return Candidates(tuple(int(name[1:]) for name in probability_of), tuple(probability_of.values()))
 
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
@@ -70,7 +70,9 @@ def test_a_row_that_promises_too_little_is_not_fed(row: float, count: int) -> No
 
 
 @pytest.mark.parametrize(("siblings", "expected"), [(1, [(10,), (10, 20)]), (2, BEST_FIRST), (3, BEST_FIRST)])
-def test_no_place_has_more_candidates_than_siblings_are_allowed(siblings: int, expected: list[tuple[int, ...]]) -> None:
+def test_no_position_has_more_candidates_than_siblings_are_allowed(
+    siblings: int, expected: list[tuple[int, ...]]
+) -> None:
     draft = tree(CANDIDATES, (), DraftConfig(siblings=siblings), WIDE, WIDE, outlook())
     assert paths(draft) == expected
 
@@ -192,15 +194,17 @@ def test_mask_slots_behind_a_jump_are_fed_together_or_not_at_all(later: float, m
     assert draft.masks == (masks,)
 
 
-def test_without_guesses_and_mask_slots_nothing_is_drafted() -> None:
+def test_without_candidates_and_mask_slots_nothing_is_drafted() -> None:
     assert tree((), (), DraftConfig(), WIDE, WIDE, outlook()).rows == 1
 
 
 @st.composite
 def with_mask(draw: st.DrawFn) -> Candidates:
     tokens = draw(st.lists(st.integers(0, 5), max_size=4, unique=True))
-    odds = sorted(draw(st.lists(st.floats(0.001, 0.4), min_size=len(tokens), max_size=len(tokens))), reverse=True)
-    return Candidates(tuple(tokens), tuple(odds))
+    probability_of = sorted(
+        draw(st.lists(st.floats(0.001, 0.4), min_size=len(tokens), max_size=len(tokens))), reverse=True
+    )
+    return Candidates(tuple(tokens), tuple(probability_of))
 
 
 DRAFT_CONFIGS = st.builds(

@@ -26,7 +26,7 @@ def thread(path: tuple[int, ...], *tokens: int) -> Thread:
     most=st.integers(1, 4),
     banned=st.frozensets(st.integers(0, 7), max_size=3),
 )
-def test_the_likeliest_tokens_are_those_of_a_softmax(
+def test_the_top_candidates_are_those_of_a_softmax(
     seed: int, size: int, peaks: int, most: int, banned: frozenset[int]
 ) -> None:
     random = np.random.default_rng(seed)
@@ -40,16 +40,16 @@ def test_the_likeliest_tokens_are_those_of_a_softmax(
         likely = [token for token in ranked[:most] if line[token] > 0.01]
         assert list(candidate.tokens[: len(likely)]) == likely
         assert len(candidate.tokens) <= most
-        for token, told in zip(likely, candidate.probabilities, strict=False):
-            assert told == pytest.approx(line[token], rel=0.3)
+        for token, reported in zip(likely, candidate.probabilities, strict=False):
+            assert reported == pytest.approx(line[token], rel=0.3)
 
 
-def test_a_line_that_says_nothing_gives_no_guess() -> None:
+def test_a_line_without_a_probable_token_gives_no_candidates() -> None:
     flat = np.stack([np.zeros(40_000), np.full(40_000, np.nan), np.random.default_rng(0).normal(size=40_000)])
     assert [candidate.tokens for candidate in top_candidates(flat.astype(np.float32), 3)] == [(), (), ()]
 
 
-def test_a_banned_token_is_no_guess_though_it_is_the_likeliest() -> None:
+def test_a_banned_token_is_no_candidate_though_it_is_the_most_probable() -> None:
     logits = np.array([[0, 9, 8, 1]], np.float32)
     assert top_candidates(logits, 1, {1})[0].tokens == (2,)
     assert Greedy(Bans(frozenset({1}))).candidates(logits, thread((), 0), 1, 1)[0].tokens == (2,)

@@ -35,9 +35,9 @@ from support.small_tokenizers import BYTES, FALLBACK, full
 
 def with_words(*words: str) -> Tokenizer:
     """The tokenizer with byte fallback, and more words."""
-    told = json.loads(FALLBACK.to_str())
-    told["model"]["vocab"] |= {word: FALLBACK.get_vocab_size() + position for position, word in enumerate(words)}
-    return Tokenizer.from_str(json.dumps(told))
+    reported = json.loads(FALLBACK.to_str())
+    reported["model"]["vocab"] |= {word: FALLBACK.get_vocab_size() + position for position, word in enumerate(words)}
+    return Tokenizer.from_str(json.dumps(reported))
 
 
 WORDS = with_words("▁de", "▁de你", "▁thea", "▁qq", "qq")  # not all of them are words without their space too
@@ -272,7 +272,7 @@ def test_a_token_may_follow_exactly_if_some_text_that_is_asked_for_goes_on_with_
 @BOTH
 @settings(max_examples=40)
 @given(regex=REGEXES, seed=st.integers(0, 10**6), data=st.data())
-def test_the_same_place_has_the_same_answer_in_whatever_order_it_is_asked_for(
+def test_a_position_has_the_same_token_in_any_order_of_calls(
     tokenizer: Tokenizer, regex: str, seed: int, data: st.DataObject
 ) -> None:
     grammar = Grammar(regex=f"(?:{regex}){{1,9}}")
@@ -353,7 +353,7 @@ def test_what_can_be_written_in_one_way_only_is_drafted_without_fail() -> None:
     assert steps == 1 + 40 // 4  # the first step has no candidates; the last one's bonus is the end
 
 
-def test_guesses_follow_what_may_stand_before_them() -> None:
+def test_candidates_follow_the_candidates_before_them() -> None:
     choose, thread = constrained(greedy(), Grammar(regex="ab(?:cab|b) c"), SMALL_VOCABULARY), thread_of()
     ids = SMALL.get_vocab()
     likely = np.zeros((6, VOCAB), np.float32)
@@ -368,7 +368,7 @@ def test_guesses_follow_what_may_stand_before_them() -> None:
     assert choose.token(likely[0], thread, ()) == ids["a"]
 
 
-def test_threads_do_not_hear_each_other() -> None:
+def test_threads_do_not_affect_each_other() -> None:
     grammar = Grammar(regex="(?:ab|ca|bc)*")
     choose = constrained(greedy(), grammar, SMALL_VOCABULARY)
     threads = [thread_of(), thread_of()]
@@ -413,9 +413,9 @@ def test_tokens_that_are_no_text_are_not_written() -> None:
 
 
 def test_tokens_that_the_decoder_shows_as_something_else_are_not_written() -> None:
-    told = json.loads(FALLBACK.to_str())
-    told["decoder"]["decoders"].insert(0, {"type": "Replace", "pattern": {"String": "b"}, "content": "B"})
-    tokenizer = Tokenizer.from_str(json.dumps(told))
+    reported = json.loads(FALLBACK.to_str())
+    reported["decoder"]["decoders"].insert(0, {"type": "Replace", "pattern": {"String": "b"}, "content": "B"})
+    tokenizer = Tokenizer.from_str(json.dumps(reported))
     choose = constrained(greedy(), Grammar(regex="ab+"), open_vocabulary(tokenizer, PADDED, (2,)))
     ids, thread = tokenizer.get_vocab(), thread_of()
     for wanted, second in (("ab", "a"), ("b", "<0x62>"), ("b", "</s>")):
@@ -483,7 +483,7 @@ def test_a_text_that_no_token_can_go_on_with_says_where() -> None:
         assert choose.token(line[0], thread, ()) == ids["c"]  # a failure is not remembered
 
 
-def test_guesses_may_go_where_no_token_can_go_on() -> None:
+def test_candidates_may_end_where_no_token_is_allowed() -> None:
     choose, ids = constrained(greedy(), Grammar(regex="a(?:bcx|ca)"), SMALL_VOCABULARY), SMALL.get_vocab()
     line = np.eye(VOCAB, dtype=np.float32)
     for _ in range(2):
@@ -519,14 +519,14 @@ def test_a_vocabulary_without_an_end_is_refused(ends: tuple[int, ...]) -> None:
 
 
 def test_a_tokenizer_with_a_gap_is_refused() -> None:
-    told = json.loads(FALLBACK.to_str())
-    told["model"]["vocab"]["</s>"] = 900
-    told["added_tokens"][2]["id"] = 900
+    reported = json.loads(FALLBACK.to_str())
+    reported["model"]["vocab"]["</s>"] = 900
+    reported["added_tokens"][2]["id"] = 900
     with pytest.raises(OptionFault, match=r"it has \d+ tokens, and one with the id 900: expected"):
-        open_vocabulary(Tokenizer.from_str(json.dumps(told)), 1000, (1,))
+        open_vocabulary(Tokenizer.from_str(json.dumps(reported)), 1000, (1,))
 
 
-def test_only_the_masks_of_the_last_places_are_kept() -> None:
+def test_only_the_masks_of_the_last_positions_are_stored() -> None:
     choose, thread = constrained(greedy(), Grammar(regex="a*"), SMALL_VOCABULARY), thread_of()
     wants_a = np.eye(VOCAB, dtype=np.float32)[[SMALL.get_vocab()["a"]] * 4]
     for position in range(30):

@@ -165,14 +165,14 @@ def test_what_is_cut_off_has_no_log_probability_and_all_else_has_one(
             before += [*texts[path[:depth]].tokens[: fork + 1], CHILD]
         expected = expected_logprobs(language, [*before, *thread.tokens], len(before), top)
         assert same(thread.logprobs, expected)
-        told = [piece.logprob for piece in pieces if piece.thread == path and piece.logprob is not None]
-        assert tuple(told[: len(thread.tokens)]) == thread.logprobs
+        reported = [piece.logprob for piece in pieces if piece.thread == path and piece.logprob is not None]
+        assert tuple(reported[: len(thread.tokens)]) == thread.logprobs
     apart = [one for thread in completion.threads for one in thread.logprobs if one.token != FORK]
     assert sorted(completion.logprobs, key=repr) == sorted(apart, key=repr)
     assert all(piece.logprob is None or piece.logprob.token == piece.token for piece in pieces)
 
 
-def test_an_infinite_logit_is_reported_at_its_place() -> None:
+def test_an_infinite_logit_is_reported_at_its_position() -> None:
     """Selecting a token works with it; its log-probability does not."""
     language = Language(seed=1, end_every=10**9)
     with hash_runtime(language) as like:
@@ -189,7 +189,7 @@ def without(completion: Completion) -> object:
     return completion.text, completion.tokens, completion.ending, threads, completion.statistics.steps
 
 
-def test_nothing_is_told_unless_it_is_asked_for() -> None:
+def test_log_probabilities_are_reported_only_on_request() -> None:
     with hash_runtime(Language(seed=1)) as runtime:
         stream = runtime.stream([1, 2, 3])
         assert all(piece.logprob is None for piece in stream)
@@ -206,7 +206,7 @@ def test_no_candidates_means_only_the_tokens_own() -> None:
     assert all(one.top == () and one.logprob <= 0 for one in completion.logprobs)
 
 
-def test_tokens_that_may_not_be_written_are_told_as_likely_as_they_were() -> None:
+def test_banned_tokens_are_reported_with_their_own_log_probability() -> None:
     with hash_runtime(Language(seed=1)) as runtime:
         completion = runtime.generate([1, 2, 3], Decoding(logprobs=1))
     likelier = {one.top[0].token for one in completion.logprobs if one.top[0].token != one.token}
@@ -214,7 +214,7 @@ def test_tokens_that_may_not_be_written_are_told_as_likely_as_they_were() -> Non
 
 
 @pytest.mark.parametrize(("top", "message"), [(-1, "expected at least 0"), (16, "expected 0 to 15, the size of")])
-def test_more_tokens_than_there_are_cannot_be_told(top: int, message: str) -> None:
+def test_more_top_tokens_than_the_vocabulary_has_are_refused(top: int, message: str) -> None:
     with hash_runtime(Language(seed=1)) as runtime, pytest.raises(OptionFault, match=f"logprobs is {top}: {message}"):
         runtime.generate([1], Decoding(logprobs=top))
 
@@ -223,7 +223,9 @@ def test_more_tokens_than_there_are_cannot_be_told(top: int, message: str) -> No
 @given(
     size=st.integers(1, 3000), seed=st.integers(0, 10**6), share=st.floats(0, 1), spread=st.sampled_from((0, 3, 1000))
 )
-def test_the_likeliest_are_found_without_sorting_all(size: int, seed: int, share: float, spread: int) -> None:
+def test_the_most_probable_tokens_are_found_without_sorting_all(
+    size: int, seed: int, share: float, spread: int
+) -> None:
     line = np.random.default_rng(seed).integers(-spread, spread + 1, size).astype(np.float32)
     count = min(size, round(size * share**4))
     assert most_probable(line, count) == sorted(range(size), key=lambda token: (-line[token], token))[:count]

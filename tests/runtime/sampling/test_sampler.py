@@ -72,9 +72,9 @@ def test_filters_leave_what_slow_filters_leave(logits: list[float], temperature:
 @pytest.mark.parametrize("spread", [0, 0.3, 3, 12])
 @pytest.mark.parametrize("filters", [{"top_k": 40}, {"top_k": 400}, {"top_p": 0.9}, {"top_p": 0.3, "min_p": 0.01}])
 def test_short_cuts_of_large_vocabularies_leave_the_same(spread: float, filters: Any) -> None:
-    drawn = np.random.default_rng(7).normal(0, spread, 3000).round(1)
+    sampled_tokens = np.random.default_rng(7).normal(0, spread, 3000).round(1)
     sampling = Sampling(1.0, **filters)
-    for scores in (drawn - drawn.max(), np.linspace(0, -30 * spread, 3000)):
+    for scores in (sampled_tokens - sampled_tokens.max(), np.linspace(0, -30 * spread, 3000)):
         assert survivors(scores, sampling.top_k, sampling.top_p, sampling.min_p)[0].tolist() == survivors_slowly(
             scores.tolist(), sampling
         )
@@ -178,9 +178,7 @@ def test_threads_that_ended_are_let_go_of() -> None:
 
 @settings(max_examples=200)
 @given(logits=st.lists(st.floats(-2, 2, width=32), min_size=VOCAB, max_size=VOCAB), sampling=SAMPLINGS)
-def test_a_mask_slot_that_knows_what_the_network_knows_guesses_its_token(
-    logits: list[float], sampling: Sampling
-) -> None:
+def test_a_mask_slot_with_the_logits_of_the_model_proposes_its_token(logits: list[float], sampling: Sampling) -> None:
     choose, thread = chooser(sampling, NO_BANS, 1), thread_of([1, 2, 2], (1,))
     token = choose.token(line(*logits), thread, ())
     (one,) = choose.candidates(line(*logits)[None], thread, 3, 1)
@@ -199,7 +197,7 @@ def test_a_mask_slot_that_knows_what_the_network_knows_guesses_its_token(
     )
 
 
-def test_odds_of_a_guess_are_those_of_logits_with_noise_times_the_temperature() -> None:
+def test_probabilities_of_candidates_are_those_of_logits_with_noise_times_the_temperature() -> None:
     logits = line(0, 2, 1, -1, -30)
     sampling = Sampling(0.5, top_k=3, seed=9)
     (candidate,) = chooser(sampling, NO_BANS, 1).candidates(logits[None], thread_of([1], (4,)), 7, 5)

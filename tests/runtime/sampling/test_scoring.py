@@ -109,7 +109,7 @@ def test_what_a_model_would_write_is_greedy_and_nothing_else_is(
     masks=st.integers(0, 3),
     echo=st.none() | st.integers(0, 45),
 )
-def test_from_a_place_on_the_logits_of_all_rows_are_wanted(
+def test_from_a_position_on_the_logits_of_all_rows_are_needed(
     fed: int, pending: int, chunk: int, masks: int, echo: int | None
 ) -> None:
     thread = new_thread([1] * (fed + pending), 1)
@@ -196,7 +196,7 @@ def test_a_score_that_nobody_waits_for_any_more_takes_no_further_step() -> None:
         assert engine.calls == 2
 
 
-def test_a_score_under_way_is_told_of_the_end_of_its_runtime() -> None:
+def test_a_running_score_fails_when_its_runtime_is_closed() -> None:
     runtime, engine = slow_runtime(Language(seed=9))
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(runtime.score, [1] * 60)
@@ -262,14 +262,14 @@ def runtime() -> Iterator[Runtime]:
         ("a\ud83d", "b", 0, "half of a surrogate pair"),
     ],
 )
-def test_what_cannot_be_scored_is_told_before_it_is_tried(
+def test_what_cannot_be_scored_is_refused_before_it_is_queued(
     runtime: Runtime, prompt: str | list[int], continuation: str | list[int] | None, top: int, message: str
 ) -> None:
     with pytest.raises(OptionFault, match=message):
         runtime.score(prompt, continuation, top=top)
 
 
-def test_a_text_may_be_as_long_as_there_is_room_and_as_short_as_one_token(runtime: Runtime) -> None:
+def test_a_scored_text_has_one_token_to_max_seq_len(runtime: Runtime) -> None:
     assert len(runtime.score(WORDS[:8]).logprobs) == 7
     one = runtime.score("a")
     assert (one.logprobs, one.sum, one.greedy, one.tokens) == ((), 0.0, True, (0,))

@@ -27,7 +27,7 @@ from support.paths import DEMO as MODEL
 
 ASKED: dict[str, Any] = json.loads((MODEL / "prompts.json").read_text("utf-8"))
 LANGUAGE = Language(11, 70, end_every=30, fork_every=12)
-PLACES = 8
+SLOTS = 8
 PLAIN = Decoding(max_tokens=30, fork=False, mask_slots=0)  # one row a step: all go into one call
 DRAFTS: list[dict[str, Any]] = [{"draft": "chain"}, {}, {"lookup": 4}]
 
@@ -91,12 +91,12 @@ def hold_alone(order: Order, found: Completion) -> None:
 
 def loaded_runtime() -> tuple[Runtime, HoldingEngine]:
     with hash_runtime(LANGUAGE, max_seq_len=128, max_slots=800) as like:
-        engine = HoldingEngine(LANGUAGE, like.engine.capacity, PLACES)
+        engine = HoldingEngine(LANGUAGE, like.engine.capacity, SLOTS)
         engine.held.set()
         return Runtime(like.bundle, engine, 128, 800), engine
 
 
-def test_two_hundred_texts_over_eight_places_are_what_each_is_alone_and_leave_nothing_behind() -> None:
+def test_two_hundred_requests_over_eight_slots_equal_each_alone_and_leave_nothing_behind() -> None:
     wanted = orders(200, 0)
     runtime, engine = loaded_runtime()
     before = alive()
@@ -111,12 +111,12 @@ def test_two_hundred_texts_over_eight_places_are_what_each_is_alone_and_leave_no
         # and as many as ever find a place at once
         engine.held.clear()
         long = [number for number in range(END) if len(LANGUAGE.write([number], 30)) > 3] * 4
-        streams = [runtime.stream([number], PLAIN) for number in long[:PLACES]]
+        streams = [runtime.stream([number], PLAIN) for number in long[:SLOTS]]
         engine.lines.clear()
         engine.held.set()
         for number, stream in zip(long, streams, strict=False):
             assert list(stream.completion().tokens) == LANGUAGE.write([number], 30)
-        assert max(requests for requests, _ in engine.lines) == PLACES
+        assert max(requests for requests, _ in engine.lines) == SLOTS
 
 
 @dataclass
@@ -167,7 +167,7 @@ def test_sixty_texts_of_the_demo_model_are_what_each_is_alone(request: pytest.Fi
     with Runtime.open(folder, threads=1, max_seq_len=192) as runtime:
         alone = [runtime.generate(prompt, plain) for prompt in prompts]
     with (
-        Runtime.open(folder, threads=1, max_seq_len=192, max_requests=PLACES) as runtime,
+        Runtime.open(folder, threads=1, max_seq_len=192, max_requests=SLOTS) as runtime,
         ThreadPoolExecutor(24) as pool,
     ):
 

@@ -189,7 +189,7 @@ def test_no_more_wait_than_are_allowed_to() -> None:
     assert [task.done for task in scene.tasks] == [True] * 4 + [False] * 2
 
 
-def test_who_waits_can_be_too_late_and_is_told_so_without_a_step() -> None:
+def test_a_waiting_request_can_miss_its_deadline_without_a_step() -> None:
     arrivals = [Arrival([1], max_tokens=20), Arrival([2], patience=3)]
     scene = Scene(Language(8, end_every=10**9), arrivals, 1)
     scene.play()
@@ -206,7 +206,7 @@ def test_a_deadline_is_the_first_moment_that_is_too_late() -> None:
     assert {task.request.threads[0].ending for task in scene.tasks} == {"deadline"}
 
 
-def test_the_lowest_free_places_are_taken_first() -> None:
+def test_the_lowest_free_indices_are_used_first() -> None:
     """So that a call spans few requests that take no part in it."""
     arrivals = [Arrival([1], max_tokens=tokens) for tokens in (2, 20, 3, 20)] + [Arrival([2], at=9), Arrival([3], at=9)]
     scene = Scene(Language(8, end_every=10**9), arrivals, 5)

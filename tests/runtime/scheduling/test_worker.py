@@ -181,7 +181,7 @@ def test_a_deadline_counts_the_time_in_the_queue() -> None:
         assert first.completion().tokens == tuple(ENDLESS.write([1, 2, 3], 5))
 
 
-def test_who_asks_too_much_is_told_before_anything_is_queued() -> None:
+def test_a_request_over_the_limits_is_refused_before_it_is_queued() -> None:
     runtime, engine = stepwise_runtime(ENDLESS, queue_limit=1)
     with runtime:
         streams = [runtime.stream([1, 2], Decoding(max_tokens=3)) for _ in range(2)]
@@ -218,7 +218,7 @@ def test_a_worker_that_waits_is_woken_by_the_next_text() -> None:
     assert not workers()
 
 
-def test_who_raises_when_it_is_told_hurts_nobody_else() -> None:
+def test_a_task_that_raises_on_progress_affects_no_other() -> None:
     engine = HashEngine(ENDLESS, 300, 2)
     worker = Worker(Scheduler(engine, 8))
     ended, done = threading.Event(), threading.Event()

@@ -196,10 +196,10 @@ def test_every_content_is_rendered_as_by_transformers(bundles: dict[str, Bundle]
         assert render(bundle, messages) == by_transformers(template, messages)
 
 
-def test_the_day_is_told_by_the_clock(tmp_path: Path) -> None:
+def test_the_date_comes_from_the_clock(tmp_path: Path) -> None:
     before = datetime.datetime.now()
-    told = render(bundle_in(tmp_path, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"), HELLO)
-    assert before <= datetime.datetime.fromisoformat(told) <= datetime.datetime.now()
+    reported = render(bundle_in(tmp_path, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"), HELLO)
+    assert before <= datetime.datetime.fromisoformat(reported) <= datetime.datetime.now()
 
 
 @pytest.mark.parametrize(
@@ -351,6 +351,6 @@ def test_messages_that_are_none_are_an_error_that_names_the_first(messages: Any,
         render(bundle_in(tmp_path, CHATML), messages)
 
 
-def test_a_special_token_cannot_take_the_place_of_the_messages(tmp_path: Path) -> None:
+def test_a_special_token_cannot_replace_the_messages(tmp_path: Path) -> None:
     bundle = bundle_in(tmp_path, "{{ messages[0].content }}", {"messages": "stolen", "self": "stolen"})
     assert render(bundle, HELLO) == "Hello"

@@ -120,23 +120,23 @@ def contains_in_order(text: str, part: str) -> bool:
 
 
 @given(one=ids(BYTES), other=ids(BYTES))
-def test_streams_do_not_hear_each_other(one: list[int], other: list[int]) -> None:
+def test_streams_do_not_affect_each_other(one: list[int], other: list[int]) -> None:
     alone = [shown_by(TextStream(BYTES, ("a",)), tokens) for tokens in (one, other)]
     streams = TextStream(BYTES, ("a",)), TextStream(BYTES, ("a",))
     pieces: tuple[list[str], list[str]] = ([], [])
     for index in range(max(len(one), len(other))):
-        for stream, tokens, heard in zip(streams, (one, other), pieces, strict=True):
+        for stream, tokens, received in zip(streams, (one, other), pieces, strict=True):
             if index < len(tokens) and not stream.stopped:
-                heard.append(stream.push(tokens[index]))
-    for stream, heard in zip(streams, pieces, strict=True):
-        heard.append(stream.finish())
+                received.append(stream.push(tokens[index]))
+    for stream, received in zip(streams, pieces, strict=True):
+        received.append(stream.finish())
     assert list(pieces) == alone
 
 
-@given(text=TEXTS, places=st.lists(st.integers(0, 100), max_size=12))
-def test_special_tokens_are_not_shown_and_do_not_part_a_character(text: str, places: list[int]) -> None:
+@given(text=TEXTS, indices=st.lists(st.integers(0, 100), max_size=12))
+def test_special_tokens_are_not_shown_and_do_not_part_a_character(text: str, indices: list[int]) -> None:
     tokens = one_byte_each(text)
-    for index in places:
+    for index in indices:
         tokens.insert(index % (len(tokens) + 1), index % 2)
     assert "".join(shown_by(TextStream(BYTES), tokens)) == text
 

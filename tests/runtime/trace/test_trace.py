@@ -163,7 +163,7 @@ def scripted(script: Script, mask_slots: int = 2, total: int = 20) -> tuple[Requ
     return request, trace.record(TOKENIZER)
 
 
-def test_the_rows_of_a_step_are_told_one_by_one() -> None:
+def test_the_rows_of_a_step_are_recorded_one_by_one() -> None:
     """Two mask slots; the second step accepts both candidates, the third the first of two and begins a thread."""
     script = Script({(): (1, 2, 3, FORK, 4, 5, 6, END), (0,): (5, END)}, wrong=5)
     _, record = scripted(script)
@@ -420,24 +420,24 @@ def test_what_is_no_trace_is_refused(data: object) -> None:
         trace_of(data)
 
 
-def places(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def ways(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The way to every value in parsed JSON."""
     yield way
     if isinstance(data, dict):
         for name, value in data.items():
-            yield from places(value, (*way, name))
+            yield from ways(value, (*way, name))
     elif isinstance(data, list):
         for position, value in enumerate(data):
-            yield from places(value, (*way, position))
+            yield from ways(value, (*way, position))
 
 
 SMALL = json.loads(json.dumps(traced(Case(1, max_tokens=8, total=20))[1].as_dict(TOKENIZER)))
-PLACES = [way for way in places(SMALL) if way]
+WAYS = [way for way in ways(SMALL) if way]
 
 
 @settings(max_examples=400)
 @given(
-    way=st.sampled_from(PLACES),
+    way=st.sampled_from(WAYS),
     value=st.none()
     | st.booleans()
     | st.integers(-2, 60)
@@ -467,6 +467,6 @@ def test_whatever_is_changed_in_a_trace_it_is_refused_or_can_be_shown(
 
 def test_the_documentation_has_every_entry_of_a_trace() -> None:
     text = (DOCS / "trace.md").read_text("utf-8")
-    told = set(re.findall(r"`(\w+)`", "\n".join(line for line in text.splitlines() if line.startswith("| `"))))
+    documented = set(re.findall(r"`(\w+)`", "\n".join(line for line in text.splitlines() if line.startswith("| `"))))
     names = {part.name for kind in (Record, ThreadRecord, StepRecord, ThreadRows) for part in fields(kind)}
-    assert names - told == set()
+    assert names - documented == set()

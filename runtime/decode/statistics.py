@@ -56,6 +56,19 @@ class Statistics:
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens / draft tokens, siblings included; 0 without drafts."""
+        drafted = sum(self.drafted_by_depth)
+        return sum(self.accepted_by_depth) / drafted if drafted else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted draft tokens / decode steps; None with several threads, which share their steps."""
+        if self.threads > 1 or not self.steps:
+            return None
+        return 1 + sum(self.accepted_by_depth) / self.steps
+
+    @property
     def tokens_per_second(self) -> float:
         """Generated tokens of all threads per second from the first step to the last one, prefill included."""
         running = self.seconds - self.waiting_seconds

@@ -156,16 +156,20 @@ class Admission:
             return self.max_seq_len
         if max_tokens > free:
             raise OptionFault(
-                f"{len(ids)} prompt tokens and max_tokens {max_tokens} make {len(ids) + max_tokens}, max_seq_len is "
-                f"{self.max_seq_len}: lower max_tokens to {free}, or raise max_seq_len"
+                f"{len(ids)} prompt tokens and max_tokens {max_tokens} make {len(ids) + max_tokens}, "
+                f"{self._limit(f'lower max_tokens to {free}')}"
             )
         return len(ids) + max_tokens
 
     def _too_long(self, ids: Sequence[int], what: str) -> OptionFault:
-        return OptionFault(
-            f"the {what} has {len(ids)} tokens, max_seq_len is {self.max_seq_len}: shorten the {what}, or raise max_seq_len "
-            f"(the model's limit is {self.bundle.manifest.max_positions})"
-        )
+        return OptionFault(f"the {what} has {len(ids)} tokens, {self._limit(f'shorten the {what}')}")
+
+    def _limit(self, remedy: str) -> str:
+        """The length limit and what to do; it can be raised unless it is the model's."""
+        most = self.bundle.manifest.max_positions
+        if self.max_seq_len >= most:
+            return f"max_seq_len is {self.max_seq_len}, the model's limit: {remedy}"
+        return f"max_seq_len is {self.max_seq_len}: {remedy}, or raise max_seq_len (the model's limit is {most})"
 
     def _max_total(self, ids: Sequence[int], max_total_tokens: int | None) -> int:
         free = self.max_slots - len(ids)

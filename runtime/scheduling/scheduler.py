@@ -57,7 +57,7 @@ class Scheduler:
         with self._lock:
             if len(self._waiting) >= self.queue_limit + len(self._free):
                 raise QueueFull(
-                    f"{len(self._waiting)} requests wait already, queue_limit is {self.queue_limit}: try again later, or "
+                    f"{len(self._waiting) - len(self._free)} requests wait already, queue_limit is {self.queue_limit}: try again later, or "
                     "raise queue_limit or max_requests"
                 )
             self._waiting.append(task)

@@ -66,8 +66,9 @@ def command(
 ) -> int:
     """Verify that the output of every draft mode equals plain decoding for the prompts in PROMPTS, on one backend.
 
-    PROMPTS has one prompt per line: plain text, or JSON with "messages", "prompt" or "text". The exit code is 4 if a
-    token differs by more than the rounding noise of the engine.
+    PROMPTS has one prompt per line: plain text, or JSON with "messages", "prompt" or "text". Draft modes
+    are chains, trees, prompt lookup, forks and concurrent requests. The exit code is 4 if a token is not the one that
+    plain decoding chooses; near-ties, within the rounding noise of the engine, are counted apart.
     """
     options = AuditOptions(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines)
     with stages() as stage:

@@ -27,8 +27,9 @@ from spaceport.tools.terminal.screen import show_json, show_notes, show_table
     multiple=True,
     metavar="P,P,…",
     default=("0.5", "0.7", "0.9"),
-    show_default=True,
-    help="Acceptance rates by depth, each given that the token before is accepted; the last one is used for all further depths; repeatable.",
+    show_default="0.5, then 0.7, then 0.9, a table each",
+    help="Acceptance rates by depth for one table, each given that the token before is accepted; the last one is used for "
+    "all further depths; repeatable.",
 )
 @click.option("--requests", default=1, show_default=True, metavar="N", help="Concurrent requests per step.")
 @click.option(
@@ -37,7 +38,7 @@ from spaceport.tools.terminal.screen import show_json, show_notes, show_table
 @backend_option
 @threads_option
 @trust_engines_option
-@json_option("both tables")
+@json_option("all tables")
 def command(
     bundle: Path,
     acceptance: tuple[str, ...],

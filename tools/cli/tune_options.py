@@ -64,7 +64,12 @@ objective_options = options(
         ),
     ),
     click.option(
-        "--mask-slots", type=int, default=5, metavar="K", **_SHOWN, help="Mask slots per group: draft tokens per step."
+        "--mask-slots",
+        type=int,
+        default=5,
+        metavar="K",
+        **_SHOWN,
+        help="Mask slots behind a token: draft tokens per step.",
     ),
     click.option("--distinct", is_flag=True, help="Use one mask token per mask slot instead of one shared mask token."),
     click.option(
@@ -81,7 +86,7 @@ objective_options = options(
         default=0.0,
         metavar="P",
         **_SHOWN,
-        help="Probability that a mask group ends before each mask slot after the first.",
+        help="From the second mask slot of a group on, end the group here with probability P.",
     ),
     click.option(
         "--mask-weight",
@@ -96,7 +101,7 @@ objective_options = options(
         type=float,
         metavar="P",
         show_default="as in the data",
-        help="Fraction of unforked samples per epoch.",
+        help="Share of the samples of an epoch that have no forks at all.",
     ),
     click.option(
         "--unfork-rate",

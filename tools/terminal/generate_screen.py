@@ -68,7 +68,7 @@ def show_statistics(completion: Completion) -> None:
 def as_dict(completion: Completion) -> dict[str, Any]:
     """A completion as JSON data; README.md lists the entries."""
     statistics = asdict(completion.statistics)
-    for rate in ("tokens_per_step", "tokens_per_second"):
+    for rate in ("tokens_per_step", "tokens_per_second", "acceptance_rate", "mean_acceptance_length"):
         statistics[rate] = getattr(completion.statistics, rate)
     return {
         "text": completion.text,
@@ -98,9 +98,9 @@ def _drafts(s: Statistics) -> str:
     drafted, accepted = sum(s.drafted_by_depth), sum(s.accepted_by_depth)
     if not drafted:
         return "none"
-    rates = f"acceptance rate {100 * accepted / drafted:.1f}%"
-    if s.threads == 1:  # steps of several threads are shared, so their mean acceptance length is unknown
-        rates += f", mean acceptance length {1 + accepted / s.steps:.2f}"
+    rates = f"acceptance rate {100 * s.acceptance_rate:.1f}%"
+    if s.mean_acceptance_length is not None:
+        rates += f", mean acceptance length {s.mean_acceptance_length:.2f}"
     names = {"mask": "mask slots", "lookup": "prompt lookup", "both": "both"}
     sources = ", ".join(
         f"{names[source]} {s.accepted_by_source.get(source, 0)}/{count}"

@@ -71,16 +71,16 @@ def put(bundle: Path, name: str, content: bytes) -> None:
         ([""], "the prompt is empty: expected at least one character"),
         (
             ["x" * 3000],
-            r"prompt has \d+ tokens, --max-seq-len is 1024: shorten the prompt, or raise .*the model.s limit is 1024",
+            r"prompt has \d+ tokens, --max-seq-len is 1024, the model.s limit: shorten the prompt$",
         ),
         (
             ["a", "--max-seq-len", 2],
-            "prompt has 2 tokens, --max-seq-len is 2: shorten the prompt, or raise --max-seq-len",
+            r"prompt has 2 tokens, --max-seq-len is 2: shorten the prompt, or raise --max-seq-len \(the model.s limit is 1024\)",
         ),
         (["a", "--max-tokens", 0], "--max-tokens is 0: expected at least 1"),
         (
             ["a", "--max-tokens", 5000],
-            "2 prompt tokens and --max-tokens 5000 make 5002, .* lower --max-tokens to 1022, or",
+            "2 prompt tokens and --max-tokens 5000 make 5002, --max-seq-len is 1024, the model.s limit: lower --max-tokens to 1022",
         ),
         (["a", "--max-tokens", "many"], "'many' is not a valid integer"),
         (["a", "--max-seq-len", 1], "--max-seq-len is 1: expected 2 to 1024, the model.s limit"),

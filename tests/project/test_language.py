@@ -23,15 +23,11 @@ LITERAL_FILES = {
     ROOT / "tools" / "demo_recipe" / "chat_prompts.py",  # prompts about rooms and places
 }
 LITERAL_NAMES = ("in_place", "post_processor")  # the latter is a name of the tokenizers library
-PENDING = (ROOT / "runtime", TESTS / "runtime")  # not reworded yet
 SOURCES = [
     file
     for folder in FOLDERS
     for file in sorted((ROOT / folder).rglob("*.py"))
-    if file not in LITERAL_FILES
-    and "__pycache__" not in file.parts
-    and not file.is_relative_to(PENDING[0])
-    and not file.is_relative_to(PENDING[1])
+    if file not in LITERAL_FILES and "__pycache__" not in file.parts
 ]
 
 

@@ -31,7 +31,7 @@ def within_a_minute(work: Coroutine[Any, Any, T]) -> T:
 
 
 def free(requests: int = 1, queue_limit: int = 256) -> Runtime:
-    """A runtime that takes its steps without being told to."""
+    """A runtime whose steps run without a command."""
     runtime, engine = stepwise_runtime(ENDLESS, requests, queue_limit)
     engine.go()
     return runtime

@@ -82,7 +82,7 @@ def port(demo_bundle: Path) -> Iterator[int]:
         yield int(found[1])
         server.terminate()
         drain.join()
-    assert server.returncode in (0, -15)  # uvicorn ends by the signal that it was told to end with
+    assert server.returncode in (0, -15)  # uvicorn ends by the signal that it received
 
 
 def test_the_text_that_is_streamed_is_the_runtimes_own(port: int, demo_bundle: Path) -> None:

@@ -110,7 +110,7 @@ def test_threads_side_by_side_take_fewer_steps(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("max_threads", [1, 16])
 def test_threads_hold_fewer_slots_than_the_same_text_in_one_line(runtime: Runtime, max_threads: int) -> None:
-    """Each sees only its own part of the text, and lets go of it when it ends."""
+    """Each sees only its own part of the text, and releases it when it ends."""
     line = runtime.generate(QUESTIONS["three"], Decoding(fork=False, mask_slots=0))
     forked = runtime.generate(QUESTIONS["three"], Decoding(mask_slots=0, max_threads=max_threads))
     assert len(line.threads) == 1

@@ -172,7 +172,7 @@ def texts(kind: type[Sampled], table: Table, sampling: Sampling, count: int) -> 
 
 
 def how_far_off(found: Sequence[Sequence[int]], table: Table, sampling: Sampling) -> tuple[float, float]:
-    """How far single tokens, and pairs of them, are off their odds behind the token before them; see `excess`."""
+    """How far single tokens, and pairs of them, are off their probabilities after the token before them; see `excess`."""
     after: list[Mapping[int, float]] = []
     for token in range(LIKELY):
         scores = scores_slowly(
@@ -219,7 +219,7 @@ def sampled_tokens(sampling: Sampling, path: tuple[int, ...], logits: NDArray[np
     ],
 )
 def test_tokens_are_sampled_as_often_as_they_are_probable(sampling: Sampling) -> None:
-    """Four times 50,000 places; tokens next to each other, and those at one place of two threads, are independent."""
+    """Four times 50,000 positions; adjacent tokens, and tokens at one position of two threads, are independent."""
     logits = np.random.default_rng(5).normal(0, 1.5, 12).astype(np.float32)
     probabilities = dict(
         enumerate(probabilities_slowly(scores_slowly(logits.tolist(), sampling, (), (), sampling.banned), sampling))

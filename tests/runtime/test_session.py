@@ -34,7 +34,7 @@ GOLDEN_END = (
 
 
 def chain(mask_slots: int, max_tokens: int = 96) -> Decoding:
-    """Drafts whose number of steps does not hang on what rows are held to be worth."""
+    """Drafts whose number of steps does not depend on step costs."""
     return Decoding(max_tokens=max_tokens, mask_slots=mask_slots, draft="chain")
 
 
@@ -161,7 +161,9 @@ def test_a_second_text_waits_for_the_first(runtime: Runtime) -> None:
 
 
 def test_a_stream_closed_early_ends_where_it_is_and_the_next_text_is_untouched(runtime: Runtime) -> None:
-    stream = runtime.stream(DECODER, Decoding(mask_slots=0))  # one token a step: it is not written before it is closed
+    stream = runtime.stream(
+        DECODER, Decoding(mask_slots=0)
+    )  # one token per step: it is not complete before it is closed
     next(stream)
     stream.close()
     assert runtime.generate(SCANNER, Decoding(max_tokens=96)).text == GOLDEN_END

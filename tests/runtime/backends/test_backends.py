@@ -55,7 +55,7 @@ def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose driver tells of a GPU."""
+    """A machine whose driver reports a GPU."""
     monkeypatch.setattr(backends, "no_gpu", lambda: None)
     monkeypatch.setattr(backends, "gpu", lambda: GPU)
 
@@ -67,7 +67,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_engines(bundle: Bundle, **engines: dict[str, Any]) -> Bundle:
-    """A bundle with engines that differ from the usual one in what is told of each."""
+    """A bundle with engines that differ from the usual one in the record of each."""
     usual = replace(
         RECORD, graph=bundle.manifest.graph, sha256=hashlib.sha256(PLAN).hexdigest(), size=len(PLAN), version="1.7"
     )

@@ -53,7 +53,7 @@ def options_of(bundle: Bundle) -> EngineOptions:
 
 
 def device_engine(bundle: Bundle, selects: bool = True) -> tuple[DeviceEngine, ReplayingSession]:
-    """What a GPU would run, with memory and session of the processor."""
+    """What a GPU would run, with memory and session of the CPU."""
     session = ReplayingSession(session_of(bundle))
     selection = open_selection(bundle, ["CPUExecutionProvider"]) if selects else None
     signature = bundle.manifest.signature

@@ -1,4 +1,4 @@
-"""TensorRT: its engines write the text that ONNX Runtime writes; what is told to the library is told once, and in place."""
+"""TensorRT: its engines generate what ONNX Runtime generates; settings are made once, and buffers updated in place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def demo_append(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def runtime_of(path: Path, requests: int = 1, graphs: bool = True) -> Iterator[tuple[Runtime, StandInDevice]]:
-    """A runtime over a stand-in engine that has room for one request more than is asked for."""
+    """A runtime over a stand-in engine with capacity for one request more than needed."""
     device = StandInDevice()
     bundle, plan = plan_of(path, 0)
     bundle, plan = plan_of(path, capacity_for(bundle.manifest, LENGTH), requests + 1)

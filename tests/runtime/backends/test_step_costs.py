@@ -1,4 +1,4 @@
-"""Step costs: measured once for a machine and a bundle, whatever happens to the file that they are kept in."""
+"""Step costs: measured once for a machine and a bundle, whatever happens to the file that they are stored in."""
 
 from __future__ import annotations
 
@@ -130,5 +130,5 @@ def test_standard_costs_repeat_the_steps_of_a_request(demo_bundle: Path, cache: 
 
 
 def test_a_source_that_does_not_exist_is_refused(tiny_bundle: Path) -> None:
-    with pytest.raises(OptionFault, match="step_costs is 'guessed': expected measured, standard, free"):
-        Runtime.open(tiny_bundle, threads=1, step_costs="guessed")  # type: ignore[arg-type]
+    with pytest.raises(OptionFault, match="step_costs is 'estimated': expected measured, standard, free"):
+        Runtime.open(tiny_bundle, threads=1, step_costs="estimated")  # type: ignore[arg-type]

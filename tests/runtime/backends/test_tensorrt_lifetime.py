@@ -1,4 +1,4 @@
-"""Lifetime: what a TensorRT engine holds while it is open, and what it lets go of when it is closed."""
+"""Lifetime: what a TensorRT engine holds while it is open, and what it releases when it is closed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_step_that_cannot_be_captured_is_an_engine_fault(tiny_append_bundle: P
 
 
 def test_each_of_several_engines_reports_its_own_failure(tiny_append_bundle: Path) -> None:
-    """The library knows the logger of the first one only, and may tell it something when that one is closed."""
+    """The library knows the logger of the first one only, and may send it messages when that one is closed."""
     bundle, plan = plan_of(tiny_append_bundle, 1024)
     device = StandInDevice()
     api = api_of(plan, device)

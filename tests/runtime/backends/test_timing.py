@@ -52,7 +52,7 @@ def test_an_engine_with_few_slots_is_measured_too() -> None:
 
 @pytest.mark.parametrize(("call", "most"), [(0.0001, 13), (0.05, 6), (1.0, 2)])
 def test_measuring_takes_no_longer_than_the_budget_by_much(call: float, most: int) -> None:
-    """A large model is measured at fewer points, the most telling ones."""
+    """A large model is measured at fewer points, the most informative ones."""
     engine = TickingEngine(Language(1), 256, 1, call=call)
     table = measure(engine, 2.0, lambda: engine.time)
     assert len(table.single) <= most

@@ -1,4 +1,4 @@
-"""Acceptance: what is learned from written tokens, by source and depth, whether or not they were drafted."""
+"""Acceptance: what is learned from generated tokens, by source and depth, whether or not they were drafted."""
 
 from __future__ import annotations
 

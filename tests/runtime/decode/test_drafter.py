@@ -208,7 +208,7 @@ def test_a_wrong_looked_up_token_ends_what_counts_as_copied(monkeypatch: pytest.
     text = LookupText([*range(10, 40), 77, 78, 10, 11], planner(FLOAT32))
     text.write(*range(12, 20))
     text.draft()
-    text.write(20, 99)  # 21 was looked up
+    text.write(20, 99)  # 21 came from prompt lookup
     text.write(14)
     text.write(15)
     text.draft()

@@ -1,4 +1,4 @@
-"""Failures on a fake engine: who is hit by one is told, what it leaves behind is cleared, and the others go on."""
+"""Failures on a fake engine: affected requests fail, their slots are cleared, and the others continue."""
 
 from __future__ import annotations
 

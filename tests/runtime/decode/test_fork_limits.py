@@ -1,4 +1,4 @@
-"""Forks at their limits: threads that wait, threads that have no room, and where a text may not fork."""
+"""Forks at their limits: threads that wait, threads without free slots, and where a text may not fork."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_a_thread_that_waits_begins_in_the_step_after_another_has_ended() -> Non
 @pytest.mark.parametrize(
     ("root", "ending", "child", "its_ending"),
     [
-        # room for six tokens behind the prompt; the child would like to write A1 A2 B1
+        # capacity for six tokens after the prompt; the child would generate A1 A2 B1
         ([A, B, A, B, A, FORK], "length", [], "length"),  # [Child] would stand beyond the limit
-        ([A, B, A, B, FORK, A], "length", [], "length"),  # [Child] is the last token that there is room for
+        ([A, B, A, B, FORK, A], "length", [], "length"),  # [Child] is the last token with a free slot
         ([A, B, A, FORK, A, B], "length", [A1], "length"),
         ([A, B, FORK, A, B, A], "length", [A1, A2], "length"),
         ([A, B, FORK], "end", [A1, A2], "length"),
-        ([A, FORK, B], "end", [A1, A2, B1], "length"),  # there is no room for its end token
+        ([A, FORK, B], "end", [A1, A2, B1], "length"),  # there is no slot for its end token
         ([FORK, A, B], "end", [A1, A2, B1], "end"),
     ],
 )

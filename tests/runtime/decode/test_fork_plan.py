@@ -1,4 +1,4 @@
-"""Forks, row by row: the method's worked example, and a [Fork] in every place of a step."""
+"""Forks, row by row: the method's worked example, and a [Fork] at every position of a step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_childs_first_window_is_child_and_its_masks() -> None:
 @pytest.mark.parametrize(
     ("root", "beside", "steps"),
     [
-        # four mask slots: the first step writes a token, the second accepts four and adds one, and so on
+        # four mask slots: the first step generates one token, the second accepts four and adds one, and so on
         ([A, B, FORK, A, B, A], [False], [2]),
         ([A, FORK, B, FORK, A, B], [False, False], [2, 2]),  # two in one draft
         ([A, B, A, B, FORK, A], [False], [2]),  # the last accepted token
@@ -115,7 +115,7 @@ def test_a_fork_anywhere_in_a_draft_starts_its_child_one_step_later(
         assert first.token == CHILD
         assert (first.step, first.beside) == (written + 1, beside[child])
         assert scene.generated.in_step[child,][0] == written + 1
-    # a [Fork] and the tokens before it are fed once, whoever sees them
+    # a [Fork] and the tokens before it are fed once, whatever sees them
     fed = [row for row in scene.rows if row.token in (FORK, CHILD)]
     assert len({(row.path, row.position) for row in fed}) == len(fed) == 2 * len(forks)
 

@@ -34,7 +34,7 @@ PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=20)
 
 
 def engine_for(language: Language, most: int, lowering: Lowering, requests: int = 1) -> HashEngine:
-    """An engine with room for so many tokens and for one step beside them."""
+    """An engine with KV slots for this number of tokens and one more step."""
     return HashEngine(language, visible_length(most + STEP_ROWS + 1), requests, lowering)
 
 
@@ -43,7 +43,7 @@ def text_of(request: Request) -> Tree:
 
 
 def run(engine: HashEngine, request: Request, most: int | None = None, chunk: int = PREFILL_ROWS) -> Request:
-    """Run to the end, with slots for so many tokens and one step beside them, and not one more."""
+    """Run to the end, with slots for this number of tokens and one more step."""
     if most is not None:
         request.slots = Slots(most + STEP_ROWS + 1, engine.lowering)
         request.slots.positions = np.zeros(engine.capacity, np.int64)  # masks are as wide as the engine's buffers allow

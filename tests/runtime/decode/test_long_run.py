@@ -1,4 +1,4 @@
-"""The long run: the best rate of tokens, held against brute force over all plans."""
+"""The long run: the best rate of tokens, compared with brute force over all plans."""
 
 from __future__ import annotations
 

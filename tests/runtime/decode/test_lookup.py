@@ -60,8 +60,8 @@ def test_a_forked_thread_looks_up_its_own_text(
         ([1, 1], []),  # a single word is not enough
         ([1, 1, 1], [1]),  # the words may overlap
         ([1, 2, 7, 1, 2], [7, 1, 2]),
-        ([1, 2, 7, 1, 2, 8, 1, 2], [8, 1, 2]),  # the last place
-        ([3, 1, 2, 7, 4, 1, 2, 8, 3, 1, 2], [7, 4, 1]),  # more words are better than a later place
+        ([1, 2, 7, 1, 2, 8, 1, 2], [8, 1, 2]),  # the last occurrence
+        ([3, 1, 2, 7, 4, 1, 2, 8, 3, 1, 2], [7, 4, 1]),  # more words are better than a later occurrence
         ([9, 3, 1, 2, 7, 3, 1, 2, 8, 9, 3, 1, 2], [7, 3, 1]),
         ([5, 9, 3, 1, 2, 7, 6, 9, 3, 1, 2, 8, 5, 9, 3, 1, 2], [8, 5, 9]),  # a fifth word makes no difference
     ],

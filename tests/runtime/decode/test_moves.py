@@ -19,7 +19,7 @@ CAPACITY = 96
 @settings(max_examples=150)
 @given(data=st.data())
 def test_what_is_held_is_where_the_slots_say_and_no_slot_is_wasted(data: st.DataObject) -> None:
-    """Random steps of two requests: rows are written, some are kept, older ones are released."""
+    """Random steps of two requests: rows are written, some are retained, older ones are released."""
     requests, first = 3, data.draw(st.integers(0, 1))
     kv = torch.zeros((4, requests, 2, CAPACITY, 3))
     slots = {request: Slots(CAPACITY, "append") for request in (first, first + 1)}

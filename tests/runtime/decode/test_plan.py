@@ -175,9 +175,9 @@ TREE = Draft((31, 41, 32), (0, 0, 2), (1, 0, 0, 2))  # 31 and 41 side by side, 3
             K2,
             lines(32, 6, 7, 32, 8, 9, 5, 3, 4),
             Verdict((0,), (32,), with_mask(6, 7)),
-        ),  # the right token, one place too early
+        ),  # the right token, one position too early
         # rows: x m01 c31 c41 c32 m m
-        (TREE, lines(31, 6, 32, 0, 0, 0, 0), Verdict((0, 2), (31, 32), ())),  # 32 hangs from 41, not from 31
+        (TREE, lines(31, 6, 32, 0, 0, 0, 0), Verdict((0, 2), (31, 32), ())),  # the parent of 32 is 41, not 31
         (TREE, lines(41, 6, 0, 32, 5, 3, 4), Verdict((0, 3, 4), (41, 32, 5), with_mask(3, 4))),
         (TREE, lines(41, 6, 0, 9, 5, 3, 4), Verdict((0, 3), (41, 9), ())),  # no masks behind 41: nothing drafted
         (PLAIN, lines(5), Verdict((0,), (5,), ())),

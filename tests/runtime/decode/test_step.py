@@ -140,9 +140,9 @@ def test_distinct_mask_tokens_are_fed_in_their_order(lowering: Lowering, masks: 
 def test_a_network_that_drafts_right_needs_one_step_for_each_k_plus_1_tokens(
     mask_slots: int, steps: int, lowering: Lowering
 ) -> None:
-    """Holds the mask convention: one place off, and no candidate would be accepted while the text stayed right.
+    """Tests the mask convention: one position off, and no candidate would be accepted while the output stayed right.
 
-    The prompt step writes one token with no candidates at hand, so the last step is short of as many.
+    The prompt step generates one token without candidates, so the last step is short of as many.
     """
     language = Language(3, 100, end_every=10**9)
     engine = engine_for(language, 70, mask_slots, lowering)

@@ -26,7 +26,7 @@ def outlook(*masks: float, row: float = 0.1, lookup: float = 0.5, trust: tuple[f
 
 
 def candidate(**probability_of: float) -> Candidates:
-    """A guess of tokens named t10 and so on."""
+    """Candidates with tokens named t10 and so on."""
     return Candidates(tuple(int(name[1:]) for name in probability_of), tuple(probability_of.values()))
 
 
@@ -78,7 +78,7 @@ def test_no_position_has_more_candidates_than_siblings_are_allowed(
 
 
 def test_mask_slots_that_are_too_sure_of_themselves_are_trusted_less() -> None:
-    """They promised 0.8 and kept 0.4: all that they say is halved, and once more at the second place."""
+    """Their probability is 0.8, their acceptance 0.4: all probabilities are halved, and again at the second position."""
     draft = tree(CANDIDATES, (), PLAN, WIDE, WIDE, outlook(trust=(0.5,)))
     assert paths(draft) == [(10,), (11,)]
     assert draft.probabilities == pytest.approx((0.3, 0.14))
@@ -146,8 +146,8 @@ def test_nothing_is_looked_up_beyond_the_token_limit(remaining: int, count: int)
 @pytest.mark.parametrize(
     ("rate", "masks"),
     [
-        (0.5, (1, 1, 1)),  # 0.5 x 0.7 behind the last known token, 0.25 x 0.7 behind either looked up one
-        (0.8, (1, 1, 1)),  # 0.2 x 0.7; 0.8 x 0.2 x 0.7; 0.64 x 0.7, since nothing more was looked up
+        (0.5, (1, 1, 1)),  # 0.5 x 0.7 behind the last known token, 0.25 x 0.7 behind either token from lookup
+        (0.8, (1, 1, 1)),  # 0.2 x 0.7; 0.8 x 0.2 x 0.7; 0.64 x 0.7, since lookup has nothing more
         (0.9, (0, 0, 1)),  # 0.1 x 0.7; 0.9 x 0.1 x 0.7; 0.81 x 0.7
     ],
 )
@@ -166,7 +166,7 @@ def test_a_token_that_both_propose_gets_its_mask_slots_once(probability: float) 
 def test_a_token_that_both_propose_is_one_row() -> None:
     candidates = (candidate(t10=0.6, t7=0.28), candidate(t8=0.5))
     draft = tree(candidates, (7, 8), PLAN, WIDE, WIDE, outlook())
-    # 10: 0.6; 7 looked up: 0.5; 8 behind 10: 0.3; 7 guessed: there; 8 behind 7 looked up: 0.25; the same guessed: there
+    # 10: 0.6; 7 from lookup: 0.5; 8 behind 10: 0.3; 7 from a mask slot: there; 8 behind 7 from lookup: 0.25; the same from mask slots: there
     assert paths(draft) == [(10,), (7,), (10, 8), (7, 8)]
     assert draft.sources == ("mask", "both", "mask", "both")
     assert draft.probabilities == pytest.approx((0.6, 0.5, 0.3, 0.25))

@@ -17,7 +17,7 @@ LENGTH = 320
 
 
 def narrow(language: Language, lowering: Lowering, requests: int = 1, rows: int = STEP_ROWS) -> Runtime:
-    """A runtime over an engine that takes so many rows of a request."""
+    """A runtime over an engine that takes this number of rows per request."""
     wide = hash_runtime(language, LENGTH, requests=requests, lowering=lowering)
     engine = HashEngine(language, wide.engine.capacity, requests, lowering)
     engine.rows = rows

@@ -1,4 +1,4 @@
-"""Which tokens logits mean, and what mask slots guess."""
+"""Which tokens logits mean, and what mask slots predict."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_the_top_candidates_are_those_of_a_softmax(
     for line in lines:
         line[random.choice(size, peaks, replace=False)] += random.uniform(8, 12, peaks).astype(np.float32)
     weights = np.exp(lines.astype(np.float64))
-    odds = weights / weights.sum(axis=-1, keepdims=True)
-    for candidate, line in zip(top_candidates(lines, most, banned), odds, strict=True):
+    probabilities = weights / weights.sum(axis=-1, keepdims=True)
+    for candidate, line in zip(top_candidates(lines, most, banned), probabilities, strict=True):
         ranked = [token for token in np.argsort(-line, kind="stable").tolist() if token not in banned]
         likely = [token for token in ranked[:most] if line[token] > 0.01]
         assert list(candidate.tokens[: len(likely)]) == likely

@@ -1,4 +1,4 @@
-"""Log-probabilities of written tokens: those of the model's own logits, whatever drafts, forks and cuts there are."""
+"""Log probabilities of generated tokens: those of the model's own logits, whatever drafts, forks and cuts there are."""
 
 from __future__ import annotations
 

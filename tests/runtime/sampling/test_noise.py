@@ -1,4 +1,4 @@
-"""Noise: the same numbers for ever, each a function of its seed, path, place and token alone."""
+"""Noise: the same numbers for ever, each a function of its seed, path, position and token alone."""
 
 from __future__ import annotations
 

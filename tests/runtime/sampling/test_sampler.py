@@ -1,4 +1,4 @@
-"""Sampling by itself: filters, penalties and noise against slow rules, and the odds of what is drawn."""
+"""Sampling by itself: filters, penalties and noise against slow rules, and the probabilities of samples."""
 
 from __future__ import annotations
 
@@ -187,12 +187,12 @@ def test_a_mask_slot_with_the_logits_of_the_model_proposes_its_token(logits: lis
     assert len(many.tokens) == len(many.probabilities) == len(set(many.tokens)) <= 4
     assert not set(sampling.banned) & set(many.tokens)
     assert list(many.probabilities) == sorted(many.probabilities, reverse=True)
-    assert all(0 <= odds <= 1 for odds in many.probabilities)
+    assert all(0 <= probabilities <= 1 for probabilities in many.probabilities)
     unfiltered = chooser(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), NO_BANS, 1)
     (every,) = unfiltered.candidates(line(*logits)[None], thread, 3, VOCAB)
-    odds = dict(zip(every.tokens, every.probabilities, strict=True))
+    probabilities = dict(zip(every.tokens, every.probabilities, strict=True))
     assert all(
-        odds.get(token, 0) == pytest.approx(sure, abs=1e-3)
+        probabilities.get(token, 0) == pytest.approx(sure, abs=1e-3)
         for token, sure in zip(many.tokens, many.probabilities, strict=True)
     )
 
@@ -202,9 +202,9 @@ def test_probabilities_of_candidates_are_those_of_logits_with_noise_times_the_te
     sampling = Sampling(0.5, top_k=3, seed=9)
     (candidate,) = chooser(sampling, NO_BANS, 1).candidates(logits[None], thread_of([1], (4,)), 7, 5)
     weights = np.exp([logits[token] + 0.5 * noise_slowly(9, (4,), 7, token) for token in range(4)])
-    odds = weights / weights.sum()
+    probabilities = weights / weights.sum()
     assert set(candidate.tokens) == {0, 1, 2}
-    assert candidate.probabilities == pytest.approx(odds[list(candidate.tokens)])
+    assert candidate.probabilities == pytest.approx(probabilities[list(candidate.tokens)])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,4 +1,4 @@
-"""Scoring: a given text is as likely as the model says, however it is cut into chunks and whoever else is served."""
+"""Scoring: a given text is as likely as the model says, however it is cut into chunks and whatever other requests are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load: hundreds of texts over eight places, some given up and some too late; all end, and nothing is left of them."""
+"""Load: hundreds of requests, eight at a time, some cancelled and some late; all end, and nothing is left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.paths import DEMO as MODEL
 ASKED: dict[str, Any] = json.loads((MODEL / "prompts.json").read_text("utf-8"))
 LANGUAGE = Language(11, 70, end_every=30, fork_every=12)
 SLOTS = 8
-PLAIN = Decoding(max_tokens=30, fork=False, mask_slots=0)  # one row a step: all go into one call
+PLAIN = Decoding(max_tokens=30, fork=False, mask_slots=0)  # one row per step: all go into one call
 DRAFTS: list[dict[str, Any]] = [{"draft": "chain"}, {}, {"lookup": 4}]
 
 
@@ -108,7 +108,7 @@ def test_two_hundred_requests_over_eight_slots_equal_each_alone_and_leave_nothin
         assert endings.count("cancelled") > 0
         assert set(endings) >= {"end", "length", "cancelled"}
         assert alive() == before
-        # and as many as ever find a place at once
+        # and the maximum number at once
         engine.held.clear()
         long = [number for number in range(END) if len(LANGUAGE.write([number], 30)) > 3] * 4
         streams = [runtime.stream([number], PLAIN) for number in long[:SLOTS]]

@@ -1,4 +1,4 @@
-"""Many requests on one fake engine: each writes what it would alone, whoever else comes, goes or fails."""
+"""Many requests on one fake engine: each generates what it would alone, whatever others do."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def hold_pace(scene: Scene, before: list[tuple[int, bool]]) -> None:
 
 
 def hold_ending(scene: Scene, number: int) -> None:
-    """A request has ended as it had to, its slots are free, and whoever waits for it was told once that it is done."""
+    """A request has ended as expected, its slots are free, and its end was reported once."""
     arrival, task, alone = scene.arrivals[number], scene.tasks[number], scene.alone[number]
     assert scene.reports[number].count(True) == 1
     assert scene.reports[number][-1]
@@ -112,7 +112,7 @@ def begins(text: Tree, alone: Tree) -> bool:
 
 
 def hold_everything_is_free(scene: Scene) -> None:
-    """As many requests as there is room for are admitted at once, and write what they would on a new engine."""
+    """As many requests as have capacity are admitted at once, and write what they would on a new engine."""
     engine = scene.engine
     engine.faulty = None
     fresh = [Task(request=request_for(engine, [3, 1, 4], 1, 0)) for _ in range(engine.requests)]
@@ -174,7 +174,7 @@ def test_no_more_wait_than_are_allowed_to() -> None:
     arrivals = [Arrival([1, 2], max_tokens=9) for _ in range(6)]
     scene = Scene(Language(8, end_every=10**9), arrivals, 2, queue_limit=1)
     submit = scene.scheduler.submit
-    for task in scene.tasks[:3]:  # two places and one to wait
+    for task in scene.tasks[:3]:  # two decode and one waits
         submit(task)
     with pytest.raises(QueueFull, match="1 requests wait already, queue_limit is 1: try again later, or raise"):
         submit(scene.tasks[3])

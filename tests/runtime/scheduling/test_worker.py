@@ -245,7 +245,7 @@ print("out")
 """
 
 
-@pytest.mark.parametrize("last", ["", "sys.kept = stream", "del stream", "runtime.close()", "raise SystemExit(0)"])
+@pytest.mark.parametrize("last", ["", "sys.stream = stream", "del stream", "runtime.close()", "raise SystemExit(0)"])
 def test_a_program_that_ends_before_its_texts_do_ends_quietly(demo_bundle: Path, last: str) -> None:
     command = [sys.executable, "-c", EXIT.format(last), str(demo_bundle)]
     for _ in range(3):  # an engine that is at work while Python goes away aborts the process, now and then

@@ -138,7 +138,7 @@ class Script:
     """Chooses what is written down for each thread, and proposes the same but for one wrong token."""
 
     says: dict[Path, tuple[int, ...]]
-    wrong: int = -1  # place among the root's own tokens that is proposed wrong
+    wrong: int = -1  # index of the root's own token that is proposed wrong
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         says, position = self.says[thread.path], len(thread.generated) + len(ahead)

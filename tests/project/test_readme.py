@@ -54,10 +54,12 @@ def test_the_commands_and_the_program_run_one_after_the_other(
     assert "<svg" in (checkout / "steps.svg").read_text("utf-8")
     assert "<svg" in (checkout / "report.html").read_text("utf-8")
     (program,) = blocks("python")
-    assert len(program.splitlines()) == 5
+    assert len(program.split("\n\n    ")[0].splitlines()) == 5
     capsys.readouterr()
     exec(compile(program, "README.md", "exec"), {})
-    assert re.search(r"\d+\.\d+$", capsys.readouterr().out.strip())
+    out = capsys.readouterr().out
+    assert re.search(r"\d+\.\d+$", out, re.MULTILINE)
+    assert "src, which is required" in out
 
 
 @pytest.mark.nightly  # docs/examples/07_tuning does most of it in each run

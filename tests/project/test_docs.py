@@ -28,9 +28,16 @@ def beside_the_bundle(demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_programs_of_the_page_on_decoding_run(beside_the_bundle: Path) -> None:
     programs = blocks("decoding.md", "python")
-    assert len(programs) == 3
+    assert len(programs) == 4
     found = [_run(program) for program in programs]
-    assert re.fullmatch("[a-z_]{2,12}", found[2]["word"].text)
+    assert found[1]["statistics"].acceptance_rate > 0
+    assert re.fullmatch("[a-z_]{2,12}", found[3]["word"].text)
+
+
+def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = blocks("embedding.md", "python")
+    _run(program)
+    assert len(re.findall(r"\[(?:end|length): \d+ tokens, \d+ steps\]", capsys.readouterr().out)) == 2
 
 
 def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle: Path) -> None:

@@ -118,17 +118,23 @@ def _top_candidates(line: NDArray[np.float32], most: int, banned: Collection[int
         likely = weights > weights.sum() * _SAMPLE * _LEAST_SHARE
     weights[likely] = 0
     tokens = (line > highest + least).nonzero()[0]
-    found = np.exp(line[tokens] - highest).tolist()
+    scores = line[tokens]
+    found = np.exp(scores - highest).tolist()
     total = sum(found) + float(weights.sum()) * _SAMPLE
-    return _best(tokens.tolist(), found, total, most, banned)
+    return _best(tokens.tolist(), scores.tolist(), found, total, most, banned)
 
 
 def _candidates(ranked: list[tuple[int, float]]) -> Candidates:
     return Candidates(tuple([token for token, _ in ranked]), tuple([probabilities for _, probabilities in ranked]))
 
 
-def _best(tokens: list[int], weights: list[float], total: float, most: int, banned: Collection[int]) -> Candidates:
-    """Candidates from the probable tokens of a line, by their weights and the total."""
-    order = sorted(range(len(tokens)), key=weights.__getitem__, reverse=True)  # the lowest id first among equals
+def _best(
+    tokens: list[int], scores: list[float], weights: list[float], total: float, most: int, banned: Collection[int]
+) -> Candidates:
+    """Candidates from the probable tokens of a line, with their weights and the total.
+
+    Ordered by score, since the weights of close scores are equal; the lowest id comes first among equals.
+    """
+    order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
     allowed = [index for index in order[: most + len(banned)] if tokens[index] not in banned][:most]
     return Candidates(tuple([tokens[index] for index in allowed]), tuple([weights[index] / total for index in allowed]))

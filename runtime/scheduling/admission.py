@@ -185,5 +185,7 @@ class Admission:
     def _check_mask_slots(self, mask_slots: int) -> None:
         most = self.bundle.manifest.max_mask_slots
         if not 0 <= mask_slots <= most:
-            reason = f"the bundle was exported with up to {most} mask slots" if most else "the bundle has no mask token"
-            raise OptionFault(f"mask_slots is {mask_slots}: expected 0 to {most} ({reason})")
+            expected = f"0 to {most}, the number that the bundle was exported with"
+            if not most:
+                expected = "0, since the bundle has no mask token; its drafts come from prompt lookup"
+            raise OptionFault(f"mask_slots is {mask_slots}: expected {expected}")

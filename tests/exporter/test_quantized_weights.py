@@ -213,11 +213,11 @@ def test_tensorrt_rtx_builds_an_engine_of_each_precision(
 @pytest.mark.parametrize(
     ("kind", "target", "message"),
     [
-        (FLOAT8, "sm80", "--target is sm80: GPUs have float8 from sm89 on; .* exported without --weights float8"),
+        (FLOAT8, "sm80", "--target is sm80: float8 needs sm89 or newer; .* exported without --weights float8"),
         (
             BFLOAT16_INT4,
             "sm75",
-            "--target is sm75: GPUs have bfloat16 from sm80 on; .* exported without --dtype bfloat16",
+            "--target is sm75: bfloat16 needs sm80 or newer; .* exported without --dtype bfloat16",
         ),
     ],
 )

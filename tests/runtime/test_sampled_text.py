@@ -244,7 +244,7 @@ def test_a_seed_writes_the_same_in_every_process() -> None:
         logits = np.random.default_rng(1).normal(0, 2, 30).astype(np.float32)
         for _ in range(60):
             thread.tokens.append(choose.token(logits, thread, ()))
-        print(thread.written)
+        print(thread.generated)
     """
     texts = {
         subprocess.run(

@@ -37,7 +37,9 @@ def test_the_programs_of_the_page_on_decoding_run(beside_the_bundle: Path) -> No
 def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = blocks("embedding.md", "python")
     _run(program)
-    assert len(re.findall(r"\[(?:end|length): \d+ tokens, \d+ steps\]", capsys.readouterr().out)) == 2
+    assert (
+        len(re.findall(r"\[(?:end|length): [\d.]+ tokens/step, acceptance rate \d+%\]", capsys.readouterr().out)) == 2
+    )
 
 
 def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle: Path) -> None:

@@ -20,7 +20,14 @@ from spaceport.tools.tune.token_names import TokenNames, resolve_token_names
 from spaceport.tools.tune.vocabulary import add_tokens
 
 # Files of a checkpoint that determine, besides its weights, the training samples.
-IDENTITY_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "sar_config.json")  # fmt: skip
+IDENTITY_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "sar_config.json",
+)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import MissingDependency
+from spaceport.graphs.contract.installation import install_command
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # those whose logits the tests compare with the original model
 TENSOR_TYPES = (
@@ -48,7 +49,8 @@ def read_gguf(path: Path) -> GgufFile:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise MissingDependency(
-            f"{path}: loading GGUF files needs the package {missing[0]}, which is not installed: pip install 'spaceport[gguf]'"
+            f"{path}: loading GGUF files needs the package {missing[0]}, which is not installed: "
+            f"{install_command('gguf')}"
         )
     file = _read(path)
     _check_architecture(file)

@@ -45,16 +45,21 @@ class PlanningPause:
 
     def __init__(self) -> None:
         self.remaining = 0  # steps
-        self.skipped = 0  # steps since the last plan
+        self._skipped = 0  # steps without a plan that nothing was learned from
         self._length = 0
 
     def skip(self) -> None:
         """Count a step without a plan."""
         self.remaining -= 1
-        self.skipped += 1
+        self._skipped += 1
+
+    def take_skipped(self) -> int:
+        """The number of steps without a plan since this was last asked."""
+        skipped, self._skipped = self._skipped, 0
+        return skipped
 
     def planned(self, rows: int, plain_seconds: float) -> None:
         """Set the next pause after a plan with this many rows; a plain step takes `plain_seconds`."""
         longest = min(_LONGEST_PAUSE, int(PLANNING_SECONDS / (SHARE * plain_seconds)))
         self._length = min(longest, max(1, 2 * self._length)) if rows == 1 else 0
-        self.remaining, self.skipped = self._length, 0
+        self.remaining = self._length

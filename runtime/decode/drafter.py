@@ -79,7 +79,6 @@ class TreeDrafter:
         self._acceptance = self._shared.copy()
         self._budget = DraftBudget()
         self._pause = PlanningPause()
-        self._skipped = 0  # steps without a plan before the last plan
         self._least = 0.0  # minimum expected tokens of a draft row, as of the last plan
         self._tokens = self._time = 1.0  # of a step: moving averages
         self._steps = 0
@@ -123,7 +122,6 @@ class TreeDrafter:
         draft = tree(thread.candidates, lookup_tokens, draft_config, remaining, min(rows, affordable), outlook)
         self._wish(curve, sharing, draft, outlook.rate)
         self._least = outlook.rate * (curve.times[min(1, len(curve.times) - 1)] - 1)
-        self._skipped = self._pause.skipped
         self._pause.planned(draft.rows, curve.plain / sharing.requests)
         return draft
 
@@ -139,17 +137,16 @@ class TreeDrafter:
         if planned.paused:
             self._copied.pop(thread.path, None)
             return
-        right, copied = 0, planned.copied
+        right, copied, steps = 0, planned.copied, 1 + self._pause.take_skipped()
         self._steps += 1
         learning = (self._acceptance, self._shared) if self._steps % _SHARE_EVERY == 0 else (self._acceptance,)
         for acceptance in learning:
             if thread.lookup is not None:
                 right = acceptance.learn_lookup(planned.lookup_tokens, written, planned.equal, copied)
-            acceptance.learn_masks(thread.candidates, written, right, is_copying(copied), 1 + self._skipped)
+            acceptance.learn_masks(thread.candidates, written, right, is_copying(copied), steps)
         if thread.lookup is not None:
             whole = right == min(len(planned.lookup_tokens), len(written))
             self._copied[thread.path] = copied + right if whole and right else 0
-        self._skipped = 0
 
     def _pauses(self, lookup_tokens: Sequence[int], equal: int, sharing: Sharing) -> bool:
         """Whether to skip planning: the last plans were empty, and prompt lookup has no probable token."""

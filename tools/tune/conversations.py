@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.tools.tune.json_lines import content_of, flag_of, kind_of, object_of, read_lines
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXT = "text"  # role of a plain text's only turn
-LONGEST_LINE = 64 * 2**20  # bytes; limits memory on files without newlines
 
 _FORMATS = (("messages",), ("prompt", "response"), ("text",))
 _EXPECTED = 'expected one of "messages", "prompt" with "response", and "text"'
@@ -33,7 +31,7 @@ class Conversation:
     line: int  # from 1
     turns: tuple[Turn, ...]
     fork: bool = True  # False: train the answer without forks even if it has a paragraph tree
-    ends: bool = True  # False: the text is a piece of a longer one, so no end-of-text token follows
+    ends: bool = True  # False: the text or the last answer is unfinished, so no end-of-text token follows
 
     @property
     def answer(self) -> str | None:
@@ -44,10 +42,10 @@ class Conversation:
 def read_conversations(path: Path) -> list[Conversation]:
     """All conversations of a JSONL file, in file order."""
     conversations = []
-    for line, text in _lines(path):
+    for line, text in read_lines(path, "a JSONL file of conversations", "conversation"):
         try:
-            data = _object(text)
-            conversations.append(Conversation(line, _turns(data), _flag(data, "fork"), _flag(data, "ends")))
+            data = object_of(text, 'plain text goes in as {"text": "..."}')
+            conversations.append(Conversation(line, _turns(data), flag_of(data, "fork"), flag_of(data, "ends")))
         except InputFault as error:
             raise InputFault(f"{path} line {line}: {error}") from error
     if not conversations:
@@ -55,47 +53,21 @@ def read_conversations(path: Path) -> list[Conversation]:
     return conversations
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Non-blank lines with their numbers."""
-    if path.is_dir():
-        raise InputFault(f"{path}: is a folder: expected a JSONL file of conversations")
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while text := file.readline(LONGEST_LINE + 1):
-                number += 1
-                if len(text) > LONGEST_LINE:
-                    raise InputFault(
-                        f"{path} line {number}: longer than {LONGEST_LINE:,} bytes: expected one conversation per line"
-                    )
-                text = text.removeprefix(b"\xef\xbb\xbf")  # byte order mark; concatenated files have several
-                if text.strip():
-                    yield number, text
-    except FileNotFoundError as error:
-        raise InputFault(f"{path}: no such file: expected a JSONL file of conversations") from error
-    except OSError as error:
-        raise InputFault(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        data = json.loads(text.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputFault(f"not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from error
-    except RecursionError as error:
-        raise InputFault("JSON that is nested too deeply: expected a flat object") from error
-    except ValueError as error:
-        found = (
-            f"{error.msg.removesuffix(' at')} at column {error.colno}"
-            if isinstance(error, json.JSONDecodeError)
-            else str(error)
-        )
-        raise InputFault(
-            f'not JSON ({found}): expected one object on each line; plain text goes in as {{"text": "..."}}'
-        ) from error
-    if not isinstance(data, dict):
-        raise InputFault(f"holds {_kind(data)}: expected an object on each line")
-    return data
+def turns_of(messages: Any) -> tuple[Turn, ...]:
+    """The turns of the value of "messages", with roles in a possible order."""
+    if not isinstance(messages, list) or not messages:
+        found = "is an empty list" if messages == [] else f"is {kind_of(messages)}"
+        raise InputFault(f'"messages" {found}: expected a list of turns, each with "role" and "content"')
+    turns: list[Turn] = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise InputFault(f'turn {number} is {kind_of(message)}: expected an object with "role" and "content"')
+        role = message.get("role")
+        if role not in ROLES:
+            raise InputFault(f"turn {number} has role {_shown(role)}: expected one of {', '.join(ROLES)}")
+        _in_order(number, role, turns)
+        turns.append(Turn(role, content_of(message.get("content"), f"the content of turn {number} ({role})")))
+    return tuple(turns)
 
 
 def _turns(data: dict[str, Any]) -> tuple[Turn, ...]:
@@ -111,36 +83,21 @@ def _turns(data: dict[str, Any]) -> tuple[Turn, ...]:
     if forms[0] == ("messages",):
         return _messages(data["messages"])
     if forms[0] == ("text",):
-        return (Turn(TEXT, _content(data["text"], '"text"')),)
+        return (Turn(TEXT, content_of(data["text"], '"text"')),)
     return (
-        Turn("user", _content(data["prompt"], '"prompt"')),
-        Turn("assistant", _content(data["response"], '"response"')),
+        Turn("user", content_of(data["prompt"], '"prompt"')),
+        Turn("assistant", content_of(data["response"], '"response"')),
     )
 
 
-def _flag(data: dict[str, Any], name: str) -> bool:
-    given = data.get(name, True)
-    if not isinstance(given, bool):
-        raise InputFault(f'"{name}" is {_kind(given)}: expected true or false')
-    return given
-
-
 def _messages(messages: Any) -> tuple[Turn, ...]:
-    if not isinstance(messages, list) or not messages:
-        found = "is an empty list" if messages == [] else f"is {_kind(messages)}"
-        raise InputFault(f'"messages" {found}: expected a list of turns, each with "role" and "content"')
-    turns: list[Turn] = []
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise InputFault(f'turn {number} is {_kind(message)}: expected an object with "role" and "content"')
-        role = message.get("role")
-        if role not in ROLES:
-            raise InputFault(f"turn {number} has role {_shown(role)}: expected one of {', '.join(ROLES)}")
-        _in_order(number, role, turns)
-        turns.append(Turn(role, _content(message.get("content"), f"the content of turn {number} ({role})")))
+    turns = turns_of(messages)
     if all(turn.role != "assistant" for turn in turns):
-        raise InputFault("no assistant turn in messages: expected at least one, it is what is learned")
-    return tuple(turns)
+        raise InputFault(
+            "no assistant turn in messages: expected at least one, it is what is learned; `spaceport distill` generates "
+            "answers to prompts"
+        )
+    return turns
 
 
 def _in_order(number: int, role: str, before: list[Turn]) -> None:
@@ -156,22 +113,5 @@ def _in_order(number: int, role: str, before: list[Turn]) -> None:
         raise InputFault(f"turn {number} is of a tool: expected a turn of the assistant before it, which called it")
 
 
-def _content(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise InputFault(f"{what} is {_kind(value)}: expected a string")
-    if not value.strip():
-        raise InputFault(f"{what} is empty: expected text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputFault(f"{what} holds half of a character ({value[error.start]!r}): expected whole ones") from error
-    return value
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
 def _shown(value: Any) -> str:
-    return repr(value[:40]) if isinstance(value, str) else _kind(value)
+    return repr(value[:40]) if isinstance(value, str) else kind_of(value)

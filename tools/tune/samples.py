@@ -132,9 +132,11 @@ def _chat(
         builder.add([*opening, *before], learned=False)
         ending = encoder.answer_end(exchange.after)
         if last and tree is not None:
-            _add_tree(builder, exchange.lead, tree, ending.end, encoder)
+            _add_tree(builder, exchange.lead, tree, ending.end, conversation.ends, encoder)
         else:
             builder.add(encoder.encode_continuation(exchange.lead + exchange.answer), learned=True)
+        if last and not conversation.ends:
+            break
         if last or ending.rendered:
             builder.add(ending.end, learned=True)
         else:
@@ -144,15 +146,21 @@ def _chat(
     return builder.sample(conversation.line)
 
 
-def _add_tree(builder: _SampleBuilder, lead: str, tree: Tree, end: Sequence[int], encoder: ConversationEncoder) -> None:
-    """Append the heads to the root thread; a head with a detail gets a [Fork] and a child thread with the detail."""
+def _add_tree(
+    builder: _SampleBuilder, lead: str, tree: Tree, end: Sequence[int], ends: bool, encoder: ConversationEncoder
+) -> None:
+    """Append the heads to the root thread; a head with a detail gets a [Fork] and a child thread with the detail.
+
+    Each child thread ends with `end`, except that of the last paragraph if the answer does not end.
+    """
     fork, child = encoder.tokens.fork, encoder.tokens.child
     for paragraph in tree.paragraphs:
+        ending = end if ends or paragraph is not tree.paragraphs[-1] else ()
         builder.add(encoder.encode_continuation(lead + paragraph.head), learned=True)
         lead = ""
         if paragraph.detail is not None and fork is not None and child is not None:
             builder.add([fork], learned=True)
-            builder.branch([child], [*encoder.encode_continuation(paragraph.detail), *end])
+            builder.branch([child], [*encoder.encode_continuation(paragraph.detail), *ending])
 
 
 def _windows(conversation: Conversation, encoder: ConversationEncoder, cutoff: int) -> Iterator[Sample]:

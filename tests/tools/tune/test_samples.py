@@ -165,6 +165,32 @@ def test_a_list_becomes_a_root_thread_with_a_child_per_fork() -> None:
     assert (prepared.whole, prepared.unforked) == ([], [])
 
 
+def test_an_answer_that_does_not_end_has_no_end_token() -> None:
+    before = spelt("<s><|start|>user\nHello<|end|>\n<|start|>assistant\n")
+    sample = only(prepare([chat("Hello", "Good mor", ends=False)], ENCODER, LONG))
+    assert ids_of(sample) == ([*before, *spelt("Good mor")], spelt("Good mor"))
+    two = only(prepare([chat("Hello", "Good.", "Bye", "See", ends=False)], ENCODER, LONG))
+    assert ids_of(two)[1] == [*spelt("Good."), END, *spelt("See")]
+    assert two.ids[-1] != END
+    bare = only(prepare([chat("Hello", "Good mor", ends=False)], BARE, LONG))
+    assert bare.ids[-1] != EOS
+
+
+def test_a_forked_answer_that_does_not_end_has_no_end_token_in_its_last_thread() -> None:
+    whole = prepare([chat("Which?", LIST)], ENCODER, LONG).forked[0]
+    cut = LIST.removesuffix("e sea\n\nDone.")
+    prepared = prepare([chat("Which?", cut, ends=False)], ENCODER, LONG, unforked=True)
+    (sample,), (flat,) = prepared.forked, prepared.unforked
+    assert ids_of(flat)[1] == spelt(cut)
+    assert (whole.ids[whole.learned] == END).sum() == 4
+    assert (sample.ids[sample.learned] == END).sum() == 2
+    (*_, last) = np.flatnonzero(sample.ids == CHILD)
+    assert sample.ids[last + 1 :].tolist() == spelt(" the colour of th")
+    later = prepare([chat("Which?", LIST, ends=False)], ENCODER, LONG).forked[0]
+    assert (later.ids[later.learned] == END).sum() == 3  # the text after the list is unfinished, its items are not
+    assert later.ids[-1] != END
+
+
 def test_an_answer_marked_unforked_does_not_fork() -> None:
     flat = prepare([chat("Which?", LIST, fork=False)], ENCODER, LONG)
     other = prepare([chat("Which?", LIST)], WHOLE, LONG)

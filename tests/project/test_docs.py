@@ -88,6 +88,18 @@ def test_the_commands_of_the_page_on_the_decode_benchmark_run(
     assert tables[1][2:7] == ["| plain", "| default", "| fixed 1", "| fixed 3", "| fixed 5"]
 
 
+def test_the_commands_of_the_page_on_distill_print_what_the_page_shows(
+    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks("distill.md", "console")
+    first, second, *output, last = block.splitlines()
+    (prompt, file) = shlex.split(first.removeprefix("$ echo").replace(">", ""))
+    (beside_the_bundle / file).write_text(f"{prompt}\n", "utf-8")
+    assert run(shlex.split(second)[2:]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == output[:-1]  # the last line has times
+    assert run(shlex.split(last)[2:]) == 0
+
+
 def _run(program: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(compile(program, "docs", "exec"), names)

@@ -55,14 +55,15 @@ LAYERS = {
     "tools.demo": _MODEL,
     "tools.report": _MODEL,
     "tools.tune": (*_MODEL, "tools.reference"),
-    "tools.terminal": (*_MODEL, "tools.tune"),
+    "tools.distill": (*_MODEL, "tools.tune"),
+    "tools.terminal": (*_MODEL, "tools.distill", "tools.tune"),
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.verify"),
     # Not in the wheel: nothing imports it.
     "tools.demo_recipe": (*_MODEL, "tools.demo", "tools.reference", "tools.terminal", "tools.tune", "tools.verify"),
     "tools.cli": (
         *_MODEL,
-        *("tools.bench", "tools.demo", "tools.reference", "tools.report"),
+        *("tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),
     ),
 }

@@ -34,6 +34,7 @@ class Commands(LazyGroup):
     package = "spaceport.tools.cli"
     summaries: ClassVar = {
         "tune": "Fine-tune a checkpoint for self-speculative decoding and parallel threads.",
+        "distill": "Generate a model's own answers to prompts, as training data.",
         "acceptance": "Measure draft acceptance rates.",
         "export": "Export a checkpoint to an ONNX bundle.",
         "build": "Build TensorRT engines from a bundle.",

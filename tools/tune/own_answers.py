@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from threading import Lock
+from typing import Any, Literal, get_args
 
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.tune.conversations import Turn
@@ -18,89 +23,183 @@ from spaceport.tools.tune.conversations import Turn
 # finished: ended with an end token; unfinished: reached the limit; long prompt: no token left for an answer
 Outcome = Literal["finished", "unfinished", "empty", "long prompt"]
 
+_INCOMPLETE = "\ufffd"  # stands for the bytes of a character that the limit cut off
+
 
 @dataclass(frozen=True)
 class AnswerPrompt:
-    """The turns before an answer, and the line of the data file that they are from."""
+    """The given turns of a conversation in parts; the model answers each part and sees its own earlier answers."""
 
-    line: int
-    turns: tuple[Turn, ...]
+    line: int  # of the data file
+    parts: tuple[tuple[Turn, ...], ...]
 
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """A model's answer to the prompt on one line."""
+    """A model's answer to one part of the prompt on a line."""
 
     line: int
     outcome: Outcome
     text: str = ""
     tokens: int = 0  # generated
+    part: int = 0  # index of the part that it answers
 
 
-OnAnswer = Callable[[OwnAnswer], None]
+@dataclass
+class Dialogue:
+    """A prompt and the model's answers so far, one for each part."""
+
+    prompt: AnswerPrompt
+    answers: list[OwnAnswer] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no answer is missing; a conversation ends at the first answer that is not finished."""
+        if self.answers and self.answers[-1].outcome != "finished":
+            return True
+        return len(self.answers) == len(self.prompt.parts)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All turns before the next answer."""
+        found: list[Turn] = []
+        for part, answer in zip(self.prompt.parts, self.answers, strict=False):
+            found += [*part, Turn("assistant", answer.text)]
+        return [*found, *self.prompt.parts[len(self.answers)]]
+
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """Limits of generated answers."""
+
+    context: int  # tokens of prompt and answer together
+    max_tokens: int | None = None  # tokens of one answer
+    requests: int = 1  # answers that are generated at the same time
+
+
+class _Requests:
+    """The running requests, which can be cancelled together."""
+
+    def __init__(self) -> None:
+        self._streams: set[Stream] = set()
+        self._cancelled = False
+        self._lock = Lock()
+
+    def completion(self, runtime: Runtime, tokens: Sequence[int], decoding: Decoding) -> Completion:
+        """The completion of a prompt; incomplete if the requests are cancelled."""
+        with runtime.stream(tokens, decoding) as stream:
+            with self._lock:
+                self._streams.add(stream)
+                if self._cancelled:
+                    stream.close()
+            try:
+                return stream.completion()
+            finally:
+                with self._lock:
+                    self._streams.discard(stream)
+
+    def cancel(self) -> None:
+        """End all requests after the current step."""
+        with self._lock:
+            self._cancelled = True
+            for stream in self._streams:
+                stream.close()
+
+
+def open_dialogues(prompts: Sequence[AnswerPrompt], file: Path) -> list[Dialogue]:
+    """The prompts with the answers that a file has already."""
+    known = {(answer.line, answer.part): answer for answer in stored_answers(file)}
+    dialogues = []
+    for prompt in prompts:
+        dialogue = Dialogue(prompt)
+        while not dialogue.complete and (answer := known.get((prompt.line, len(dialogue.answers)))) is not None:
+            dialogue.answers.append(answer)
+        dialogues.append(dialogue)
+    return dialogues
 
 
 def generate_answers(
-    prompts: Sequence[AnswerPrompt],
+    dialogues: Sequence[Dialogue],
     runtime: Runtime,
     file: Path,
-    cutoff: int,
-    max_tokens: int | None = None,
-    requests: int = 1,
-    on_answer: OnAnswer = lambda answer: None,
-) -> dict[int, OwnAnswer]:
-    """The answers by line. Answers are appended to `file` as they finish; those it has already are not generated again.
-
-    `cutoff` limits prompt and answer together, `max_tokens` the answer; `requests` are generated at the same time.
-    """
-    known = stored_answers(file)
-    missing = [prompt for prompt in prompts if prompt.line not in known]
-    with file.open("a", encoding="utf-8") as store, ThreadPoolExecutor(requests) as pool:
+    limits: AnswerLimits,
+    on_answer: Callable[[Dialogue], None] = lambda dialogue: None,
+) -> None:
+    """Complete the dialogues; each answer is appended to `file` as soon as it ends."""
+    ready = deque(dialogue for dialogue in dialogues if not dialogue.complete)
+    running: dict[Future[OwnAnswer], Dialogue] = {}
+    requests = _Requests()
+    with file.open("a", encoding="utf-8") as store, ThreadPoolExecutor(limits.requests) as pool:
         if file.stat().st_size and not file.read_bytes().endswith(b"\n"):
             store.write("\n")  # after the incomplete line of an interrupted run
-        futures: list[Future[OwnAnswer]] = [
-            pool.submit(_generate, runtime, prompt, cutoff, max_tokens) for prompt in missing
-        ]
         try:
-            for future in as_completed(futures):
-                answer = future.result()
-                known[answer.line] = answer
-                store.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
-                store.flush()
-                on_answer(answer)
+            while ready or running:
+                while ready and len(running) < limits.requests:
+                    dialogue = ready.popleft()
+                    running[pool.submit(_generate, requests, runtime, dialogue, limits)] = dialogue
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    dialogue = running.pop(future)
+                    dialogue.answers.append(future.result())
+                    store.write(json.dumps(asdict(dialogue.answers[-1]), ensure_ascii=False) + "\n")
+                    store.flush()
+                    if not dialogue.complete:
+                        ready.appendleft(dialogue)
+                    on_answer(dialogue)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            requests.cancel()
             raise
-    return {prompt.line: known[prompt.line] for prompt in prompts}
 
 
-def stored_answers(file: Path) -> dict[int, OwnAnswer]:
-    """The answers in a file; an incomplete last line and answers of earlier versions are skipped."""
-    found = {}
-    for line in file.read_bytes().split(b"\n") if file.exists() else ():  # an answer may contain other line ends
-        try:
-            record = json.loads(line)
-        except ValueError:  # an incomplete object or character
-            continue
-        if isinstance(record, Mapping) and record.get("outcome") in get_args(Outcome):
-            found[int(record["line"])] = OwnAnswer(**record)
-    return found
+def stored_answers(file: Path) -> list[OwnAnswer]:
+    """The answers in a file; lines that are incomplete or no answers are skipped."""
+    lines = file.read_bytes().split(b"\n") if file.exists() else ()  # an answer may contain other line ends
+    return [answer for line in lines if (answer := _answer_of(line)) is not None]
 
 
-def _generate(runtime: Runtime, prompt: AnswerPrompt, cutoff: int, max_tokens: int | None) -> OwnAnswer:
-    tokens = runtime.tokens_of(_rendered(runtime, prompt.turns))
-    remaining = cutoff - len(tokens)
+def _answer_of(line: bytes) -> OwnAnswer | None:
+    """The answer on a line of a file; None if the line is none."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # an incomplete object or character
+        return None
+    if not isinstance(record, dict):
+        return None
+    number, outcome = record.get("line", -1), record.get("outcome", "")
+    text, tokens, part = record.get("text", ""), record.get("tokens", 0), record.get("part", 0)
+    if outcome not in get_args(Outcome) or not _is_text(text) or not all(map(_is_count, (number, tokens, part))):
+        return None
+    if outcome in ("finished", "unfinished") and not text.strip():
+        return None
+    return OwnAnswer(number, outcome, text, tokens, part)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not any("\ud800" <= sign <= "\udfff" for sign in value)  # no half of a character
+
+
+def _generate(requests: _Requests, runtime: Runtime, dialogue: Dialogue, limits: AnswerLimits) -> OwnAnswer:
+    line, part = dialogue.prompt.line, len(dialogue.answers)
+    try:
+        tokens = runtime.tokens_of(rendered(runtime, dialogue.turns))
+    except OptionFault as error:  # of the chat template
+        raise InputFault(f"line {line}: {error}") from error
+    remaining = limits.context - len(tokens)
     if remaining <= 0:
-        return OwnAnswer(prompt.line, "long prompt")
-    limit = remaining if max_tokens is None else min(max_tokens, remaining)
-    completion = runtime.generate(tokens, Decoding(max_tokens=limit))
-    count = len(completion.tokens)
-    if completion.ending != "end":
-        return OwnAnswer(prompt.line, "unfinished", completion.text, count)
-    return OwnAnswer(prompt.line, "finished" if completion.text.strip() else "empty", completion.text, count)
+        return OwnAnswer(line, "long prompt", part=part)
+    limit = remaining if limits.max_tokens is None else min(limits.max_tokens, remaining)
+    completion = requests.completion(runtime, tokens, Decoding(max_tokens=limit))
+    finished = completion.ending == "end"
+    text = completion.text if finished else completion.text.rstrip(_INCOMPLETE)
+    outcome: Outcome = "finished" if finished else "unfinished"
+    return OwnAnswer(line, outcome if text.strip() else "empty", text, len(completion.tokens), part)
 
 
-def _rendered(runtime: Runtime, turns: Sequence[Turn]) -> Prompt:
+def rendered(runtime: Runtime, turns: Sequence[Turn]) -> Prompt:
+    """The turns as a prompt: messages, or the last turn's text if the model has no chat template."""
     if TEMPLATE_FILE in runtime.bundle.manifest.files:
         return [{"role": turn.role, "content": turn.content} for turn in turns]
     return turns[-1].content

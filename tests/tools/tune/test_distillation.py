@@ -6,20 +6,32 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE
+from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
 from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, Distillation, distill, open_generator
-from spaceport.tools.tune.own_answers import stored_answers
+from spaceport.tools.tune.own_answers import (
+    AnswerLimits,
+    AnswerPrompt,
+    OwnAnswer,
+    generate_answers,
+    open_dialogues,
+    stored_answers,
+)
+from support.hash_engine import Language
+from support.hash_runtime import WORDS, hash_runtime
 from support.paths import TINY
 
 KNOWN = ("scanner", "encoder", "tool")  # the tiny model answers with the first lines of these files
@@ -57,7 +69,8 @@ def test_checkpoint_and_bundle_generate_the_same_answers(
     messages: Any = [{"role": "user", "content": "How does json/tool.py begin?"}]
     assert found[2].answer == torch_generator.generate(messages, Decoding(max_tokens=100)).text
     assert found[2].answer not in (None, "Not this.")
-    assert stored_answers(tmp_path / "torch.jsonl") == stored_answers(tmp_path / "bundle.jsonl")
+    stored = [stored_answers(tmp_path / f"{name}.jsonl") for name in ("torch", "bundle")]
+    assert stored[0] == sorted(stored[1], key=lambda answer: answer.line)
 
 
 def test_answers_without_an_end_are_dropped_and_counted(torch_generator: Runtime, tmp_path: Path) -> None:
@@ -65,6 +78,60 @@ def test_answers_without_an_end_are_dropped_and_counted(torch_generator: Runtime
     counts: Counter[str] = Counter()
     found = distill([CONVERSATIONS[2]], torch_generator, tmp_path / "answers.jsonl", prompt + 5, counts)
     assert (found, counts) == ([], {UNFINISHED: 1})
+
+
+def test_a_finished_answer_ends_also_where_the_given_one_does_not(torch_generator: Runtime, tmp_path: Path) -> None:
+    given = replace(CONVERSATIONS[0], ends=False, fork=False)
+    (found,) = distill([given], torch_generator, tmp_path / "answers.jsonl", CUTOFF, Counter())
+    assert (found.ends, found.fork) == (True, False)
+
+
+def test_turns_before_the_last_answer_are_given(torch_generator: Runtime, tmp_path: Path) -> None:
+    turns = (*CONVERSATIONS[0].turns, Turn("user", "And"), *CONVERSATIONS[1].turns)
+    (found,) = distill([Conversation(1, turns)], torch_generator, tmp_path / "answers.jsonl", CUTOFF, Counter())
+    assert found.turns[:-1] == turns[:-1]
+    assert found.answer != "Not this."
+
+
+def test_an_incomplete_character_at_the_limit_is_left_out(tmp_path: Path) -> None:
+    bytes_of_characters = [chr(0xE1 + index) for index in range(len(WORDS) - 7)]  # first bytes of characters of three
+    vocabulary = {token: index for index, token in enumerate(["a", "b", "c", "d", "e", "f", "g", *bytes_of_characters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    (tmp_path / TOKENIZER_FILE).write_text(tokenizer.to_str(), "utf-8")
+    prompts = [AnswerPrompt(line, ((Turn("user", "abcdefg"[line:] + "abc"),),)) for line in range(7)]
+    with (
+        hash_runtime(Language(3)) as whole,
+        Runtime(Bundle(tmp_path, whole.bundle.manifest), whole.engine, 64) as runtime,
+    ):
+        dialogues = open_dialogues(prompts, tmp_path / "answers.jsonl")
+        generate_answers(dialogues, runtime, tmp_path / "answers.jsonl", AnswerLimits(64, 4))
+        plain = [runtime.generate(prompt.parts[0][0].content, Decoding(max_tokens=4)) for prompt in prompts]
+    cut = 0
+    for dialogue, completion in zip(dialogues, plain, strict=True):
+        (answer,) = dialogue.answers
+        expected = completion.text if completion.ending == "end" else completion.text.rstrip("\ufffd")
+        assert answer.text == expected
+        cut += answer.outcome == "unfinished" and completion.text != expected
+    assert cut
+
+
+STORED = {"line": 3, "outcome": "finished", "text": "Yes.", "tokens": 2, "part": 1}
+NO_ANSWERS: list[Any] = [
+    *([], None, 3, "text", {}, {"line": 3}, {"outcome": "finished"}),
+    *({**STORED, name: value} for name in ("line", "tokens", "part") for value in (None, "1", 1.5, True, -1, [])),
+    *({**STORED, "outcome": value} for value in (None, 3, [], {}, "done")),
+    *({**STORED, "text": value} for value in (None, 3, [], " ", "\ud800")),
+]
+
+
+def test_lines_that_are_no_answers_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    lines = [*(json.dumps(line).encode() for line in NO_ANSWERS), b"\xff", b"[" * 100_000, b'{"line": 1', b"9" * 5000]
+    earlier = {"line": 4, "outcome": "empty", "later": 3}  # keys of other versions
+    file.write_bytes(b"\n".join([*lines, json.dumps(STORED).encode(), json.dumps(earlier).encode()]))
+    assert stored_answers(file) == [OwnAnswer(3, "finished", "Yes.", 2, 1), OwnAnswer(4, "empty")]
 
 
 def test_existing_answers_are_not_generated_again(torch_generator: Runtime, tmp_path: Path) -> None:

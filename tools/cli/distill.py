@@ -1,0 +1,79 @@
+"""`spaceport distill`: generate a model's own answers to prompts, as training data."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+
+from spaceport.tools.cli.options import (
+    PATH,
+    Sectioned,
+    backend_option,
+    bundle_argument,
+    json_option,
+    overwrite_option,
+    threads_option,
+    trust_engines_option,
+)
+from spaceport.tools.distill.distillation import DistillOptions, open_distillation
+from spaceport.tools.distill.partial_answers import partial_file
+from spaceport.tools.terminal.distill_screen import progress_shown, show_report
+from spaceport.tools.terminal.screen import show_json, show_notes, stages
+
+
+class Distill(Sectioned):
+    """The command with its options in groups."""
+
+    headings: ClassVar = {"max_tokens": "Answers", "backend": "Backend", "overwrite": "Output"}
+
+
+@click.command("distill", cls=Distill)
+@bundle_argument
+@click.argument("prompts", type=PATH)
+@click.argument("out", type=PATH)
+@click.option(
+    "--max-tokens",
+    default=DistillOptions.max_tokens,
+    show_default=True,
+    metavar="N",
+    help="Maximum number of tokens of an answer.",
+)
+@click.option(
+    "--max-requests",
+    default=DistillOptions.max_requests,
+    show_default=True,
+    metavar="N",
+    help="Answers that are generated at the same time.",
+)
+@click.option("--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens (prompt and answers).")
+@backend_option
+@threads_option
+@trust_engines_option
+@overwrite_option("output")
+@json_option("the report")
+def command(bundle: Path, prompts: Path, out: Path, as_json: bool, **given: Any) -> None:
+    """Answer the prompts in PROMPTS with the model's own greedy answers, and write them to OUT for `spaceport tune`.
+
+    A line of PROMPTS has "messages" (user turns without an answer are answered in order; an answer at the end is
+    replaced) or a "prompt"; a .txt file has one prompt per line. While the command runs, OUT.partial stores the answers;
+    an interrupted run continues with the same command.
+    """
+    options = DistillOptions(**given)
+    try:
+        with ExitStack() as stack:
+            with stages() as stage:
+                distillation = stack.enter_context(open_distillation(bundle, prompts, out, options, stage))
+            show_notes(distillation.runtime.notes)
+            with progress_shown() as on_progress:
+                report = distillation.run(on_progress)
+    except KeyboardInterrupt:
+        if partial_file(out).exists():
+            click.echo(f"\n{partial_file(out)} has the answers so far: the same command continues the run", err=True)
+        raise
+    if as_json:
+        show_json(report.as_dict())
+    else:
+        show_report(report)

@@ -1,0 +1,1 @@
+"""Distill: prompts to training data, the model's own greedy answers."""

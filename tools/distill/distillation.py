@@ -1,0 +1,250 @@
+"""Distillation: prompts of a file answered by a bundle, and the training data that they become."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from spaceport.graphs.contract.atomic_file import replace_text
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, Manifest, record_of
+from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.scheduling.capacity import seq_len
+from spaceport.runtime.session import Runtime
+from spaceport.tools.distill.partial_answers import RunHeader, opened_partial, partial_file
+from spaceport.tools.distill.prompt_file import FilePrompt, read_prompts
+from spaceport.tools.tune.conversations import Turn
+from spaceport.tools.tune.own_answers import (
+    AnswerLimits,
+    Dialogue,
+    Outcome,
+    generate_answers,
+    open_dialogues,
+    rendered,
+)
+
+_PLACEHOLDER = Turn("assistant", "answer")  # for the chat template, before there are answers
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """How the answers are generated, and how the engine is opened."""
+
+    max_tokens: int = 512  # per answer
+    max_requests: int = 16  # answers that are generated at the same time
+    max_seq_len: int | None = None  # tokens of a conversation; None: the bundle's default
+    backend: str = "auto"
+    threads: int = 0
+    trust_engines: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise OptionFault(f"--max-tokens is {self.max_tokens}: expected at least 1")
+
+
+@dataclass(frozen=True)
+class DistillProgress:
+    """How far a run is."""
+
+    done: int  # prompts
+    total: int  # prompts
+    stored: int  # prompts that were done when this run began
+    tokens: int  # generated in this run
+    seconds: float  # of this run
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """The expected time to the end; None before the first prompt is done."""
+        done = self.done - self.stored
+        return self.seconds / done * (self.total - self.done) if done else None
+
+
+@dataclass(frozen=True)
+class DistillReport:
+    """What a run wrote, and counts of the answers."""
+
+    file: Path
+    prompts: int
+    lines: int  # conversations in the file
+    answers: dict[Outcome, int]
+    tokens: int  # of all answers, those of interrupted runs included
+    progress: DistillProgress
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-compatible data."""
+        progress = self.progress
+        return {
+            **asdict(self),
+            "file": str(self.file),
+            "progress": {**asdict(progress), "tokens_per_second": progress.tokens_per_second},
+        }
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A prompt file, the runtime that answers it, and the file of the answers so far."""
+
+    source: Path
+    out: Path
+    prompts: Sequence[FilePrompt]
+    runtime: Runtime
+    partial: Path
+    options: DistillOptions
+
+    def run(self, on_progress: Callable[[DistillProgress], None] = lambda progress: None) -> DistillReport:
+        """Generate the missing answers and write the output; an interrupted run can be repeated."""
+        dialogues = open_dialogues([prompt.prompt for prompt in self.prompts], self.partial)
+        stored = sum(dialogue.complete for dialogue in dialogues)
+        done, tokens, started = stored, 0, time.perf_counter()
+
+        def progress() -> DistillProgress:
+            return DistillProgress(done, len(dialogues), stored, tokens, time.perf_counter() - started)
+
+        def count(dialogue: Dialogue) -> None:
+            nonlocal done, tokens
+            done, tokens = done + dialogue.complete, tokens + dialogue.answers[-1].tokens
+            on_progress(progress())
+
+        on_progress(progress())
+        limits = AnswerLimits(self.runtime.max_seq_len, self.options.max_tokens, self.options.max_requests)
+        with _located(self.source), _write_errors(self.out):
+            generate_answers(dialogues, self.runtime, self.partial, limits, count)
+            lines = self._write(dialogues)
+        counts = Counter(answer.outcome for dialogue in dialogues for answer in dialogue.answers)
+        total = sum(answer.tokens for dialogue in dialogues for answer in dialogue.answers)
+        outcomes = {outcome: counts[outcome] for outcome in get_args(Outcome)}
+        return DistillReport(self.out, len(dialogues), lines, outcomes, total, progress())
+
+    def _write(self, dialogues: Sequence[Dialogue]) -> int:
+        """Write the output and remove the partial file; returns the number of lines."""
+        records = [record_for(prompt, dialogue) for prompt, dialogue in zip(self.prompts, dialogues, strict=True)]
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records if record is not None]
+        if not lines:
+            raise InputFault(
+                f"no prompt has an answer: all answers are empty, or the prompts exceed {self.runtime.max_seq_len} tokens: "
+                "expected shorter prompts, or a larger --max-seq-len"
+            )
+        replace_text(self.out.resolve(), "".join(lines), durable=True)  # follows a symbolic link
+        self.partial.unlink()
+        return len(lines)
+
+
+@contextmanager
+def open_distillation(
+    bundle: Path, source: Path, out: Path, options: DistillOptions, on_stage: Callable[[str], None] = lambda stage: None
+) -> Iterator[Distillation]:
+    """A distillation whose inputs and output are checked, with the bundle opened."""
+    check_target(source, out, options.overwrite)
+    on_stage("reading the prompts")
+    prompts = read_prompts(source)
+    manifest = read_manifest(bundle)
+    length = seq_len(manifest, options.max_seq_len)
+    if TEMPLATE_FILE not in manifest.files:
+        _require_single_turns(bundle, source, prompts)
+    header = RunHeader(_digest_of(manifest), _digest(source), options.max_tokens, length)
+    with opened_partial(out, header, options.overwrite) as partial:
+        on_stage("opening the bundle")
+        with Runtime.open(
+            bundle,
+            backend=options.backend,
+            max_seq_len=length,
+            max_requests=options.max_requests,
+            threads=options.threads,
+            trust_engines=options.trust_engines,
+        ) as runtime:
+            with _located(source):
+                _check_template(runtime, prompts)
+            yield Distillation(source, out, prompts, runtime, partial, options)
+
+
+def check_target(source: Path, out: Path, overwrite: bool) -> None:
+    """Raise if the output cannot be written."""
+    folder = out.absolute().parent
+    if not folder.is_dir():
+        raise InputFault(f"{out}: the folder {folder} does not exist: create it first")
+    if out.resolve() == source.resolve():
+        raise OptionFault(f"{out}: is the prompt file: choose another output")
+    if out.exists() and not out.is_file():
+        raise InputFault(f"{out}: is not a file: expected the name of a new file")
+    if out.exists() and not overwrite:
+        raise InputFault(f"{out}: exists: replace it with --overwrite, or choose another output")
+
+
+def record_for(prompt: FilePrompt, dialogue: Dialogue) -> dict[str, Any] | None:
+    """The line of training data that a dialogue becomes; None if it has no answer."""
+    turns: list[Turn] = []
+    ends = True
+    for part, answer in zip(prompt.prompt.parts, dialogue.answers, strict=False):
+        if answer.outcome not in ("finished", "unfinished"):
+            break
+        turns += [*part, Turn("assistant", answer.text)]
+        ends = answer.outcome == "finished"
+    if not turns:
+        return None
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    return {"messages": messages, **prompt.others, **({} if ends else {"ends": False})}
+
+
+def _require_single_turns(bundle: Path, source: Path, prompts: Sequence[FilePrompt]) -> None:
+    for prompt in prompts:
+        if [turn.role for part in prompt.prompt.parts for turn in part] != ["user"]:
+            raise InputFault(
+                f"{source} line {prompt.line}: has several turns, but {bundle} has no chat template: expected one user turn"
+            )
+
+
+def _check_template(runtime: Runtime, prompts: Sequence[FilePrompt]) -> None:
+    """Raise for turns that the chat template refuses; one prompt for each order of roles is rendered."""
+    seen: set[tuple[str, ...]] = set()
+    for prompt in prompts:
+        turns = [turn for part in prompt.prompt.parts for turn in (*part, _PLACEHOLDER)][:-1]
+        roles = tuple(turn.role for turn in turns)
+        if roles not in seen:
+            seen.add(roles)
+            try:
+                runtime.tokens_of(rendered(runtime, turns))
+            except OptionFault as error:
+                raise InputFault(f"line {prompt.line}: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return record_of(file).sha256
+
+
+def _digest_of(manifest: Manifest) -> str:
+    """SHA-256 of a manifest, which has the digests of the bundle's files; engines that are added later do not change it."""
+    return hashlib.sha256(json.dumps({**manifest.as_dict(), "engines": {}}, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _located(source: Path) -> Iterator[None]:
+    """Errors begin with the name of the prompt file."""
+    try:
+        yield
+    except InputFault as error:
+        raise InputFault(f"{source} {error}" if str(error).startswith("line ") else f"{source}: {error}") from error
+
+
+@contextmanager
+def _write_errors(out: Path) -> Iterator[None]:
+    """Turn a failed write into an error that says how to continue."""
+    try:
+        yield
+    except OSError as error:
+        raise OptionFault(
+            f"{out}: cannot be written ({error.strerror or error}): free disk space or make it writable, then repeat the "
+            f"command; {partial_file(out)} has the answers so far"
+        ) from error

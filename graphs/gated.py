@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.low_rank import low_rank_linear
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
 ALL_LINEAR = "all-linear"  # target: every linear module inside the decoder layers
@@ -38,6 +39,7 @@ class Gate:
     def __init__(self, mask_ids: Sequence[int]) -> None:
         self.mask_ids = tuple(dict.fromkeys(mask_ids))
         self.rows: Tensor | None = None  # B x T x 1, True = mask row; None outside of calls
+        self.uniform: bool | None = None  # True: all rows are mask rows; False: none is; None: as the input ids say
 
     def open(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Forward pre-hook of a model: find the mask rows in its input ids."""
@@ -99,6 +101,10 @@ class GatedLinear(nn.Linear):
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 
     def forward(self, states: Tensor) -> Tensor:
+        if self.gate.uniform is False:
+            return super().forward(self.base_input(states))
+        if self.gate.uniform:
+            return low_rank_linear(states, self.weight, self.bias, self.A, self.B, self.scale)
         low_rank = nn.functional.linear(states, self.A)
         # The gate is applied to the smallest tensor. `where` instead of a product with 0: an overflow in another row
         # has no effect.
@@ -127,6 +133,19 @@ def gate_model(
         caller.register_forward_pre_hook(gate.open, with_kwargs=True)
         caller.register_forward_hook(gate.close)
     return Adapter(rank, alpha, tuple(dict.fromkeys(name.rpartition(".")[2] for name in found)))
+
+
+@contextmanager
+def uniform_rows(model: PreTrainedModel, masks: bool) -> Iterator[None]:
+    """Calls in which the caller guarantees that all rows are mask rows, or that none is: adapters cost less, or nothing."""
+    gates = {module.gate for module in _gated(model).values()}  # at most one
+    for gate in gates:
+        gate.uniform = masks
+    try:
+        yield
+    finally:
+        for gate in gates:
+            gate.uniform = None
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args
@@ -13,6 +14,24 @@ from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.costs import CostSource
 
 PATH = click.Path(path_type=Path)
+
+
+class _Duration(click.ParamType[float]):
+    """A time such as 90s, 100m or 1h30m, in seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", value)
+        if parts is None or not any(parts.groups()):
+            self.fail(f"{value!r}: expected hours, minutes and seconds such as 1h30m, 100m or 90s", param, ctx)
+        hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+        return float(3600 * hours + 60 * minutes + seconds)
+
+
+DURATION = _Duration()
 
 bundle_argument = click.argument("bundle", type=PATH)
 backend_option = click.option(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args
 import click
 
 from spaceport.tools.cli.options import (
+    DURATION,
     PATH,
     Renamed,
     Sectioned,
@@ -142,6 +143,12 @@ data_options = options(
 optimization_options = options(
     click.option("--epochs", type=float, default=2.0, metavar="N", **_SHOWN, help="Passes over the data."),
     click.option("--max-steps", type=int, metavar="N", help="Maximum training steps; overrides --epochs if lower."),
+    click.option(
+        "--time-budget",
+        type=DURATION,
+        metavar="TIME",
+        help="Maximum training time, such as 100m or 1h30m; the learning rate decays with the time used.",
+    ),
     click.option(
         "--batch-size", type=int, default=32, metavar="N", **_SHOWN, help="Samples per step, over all processes."
     ),

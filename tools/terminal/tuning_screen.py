@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,10 @@ class _Terminal:
         self._task = self._progress.add_task(name, total=None)
 
     def begun(self, training: Training) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
         line = TextColumn("{task.description}", markup=False)
-        self._show(BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(), line)
+        self._show(BarColumn(12), MofNCompleteColumn(), line)
         self._progress.console.print(_beginning(training), highlight=False)
         self._task = self._progress.add_task("", total=training.batches.steps, completed=training.step)
 
@@ -109,7 +110,7 @@ class _Terminal:
             line = f"step {found.step}  {described(found, kind)}"
             self._progress.console.print(line, highlight=False, markup=False)
         else:
-            self._progress.update(self._task, description=described(found, kind))
+            self._progress.update(self._task, description=f"{_left(found)}  {described(found, kind)}")
 
     def stepped(self, training: Training) -> None:
         self._progress.update(self._task, completed=training.step)
@@ -138,7 +139,7 @@ def described(found: TrainingMeasurement, kind: str) -> str:
     if masks:
         parts.append(f"mask slots {masks}")
     loss = "  ".join(parts)
-    return f"{loss}  {found.tokens_per_second:,.0f} tokens/s" if kind == "training" else f"validation {loss}"
+    return f"{loss}  {found.tokens_per_second:,.0f} rows/s" if kind == "training" else f"validation {loss}"
 
 
 def _percent(accuracy: float | None) -> str:
@@ -152,8 +153,12 @@ def _beginning(training: Training) -> str:
 
 
 def _left(found: TrainingMeasurement) -> str:
-    seconds = round(found.seconds / max(1, found.step) * (found.steps - found.step))
-    return f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02} left"
+    """The estimated time that is left, and the time of day at which the training ends."""
+    if found.seconds_left is None:
+        return ""
+    seconds = round(found.seconds_left)
+    end = datetime.now().astimezone() + timedelta(seconds=seconds)
+    return f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02} left, ends {end:%H:%M}"
 
 
 def _counted(counts: Counter[str]) -> None:

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from spaceport.graphs.gated import uniform_rows
 from spaceport.graphs.kv import PrefixCache, RecordingCache
 from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits
 from spaceport.graphs.output_rows import rows_selected
@@ -26,7 +27,6 @@ class FrozenBaseModel(PackedModel):
     def __init__(self, packed: PackedModel) -> None:
         super().__init__(packed.model, packed.traits, packed.mask_slots)
         self.plain_head = False  # whether logits are the output embedding's own, so that they need not be stored
-        self._half: Tensor | None = None  # the output embedding's weight in the type of autocast
 
     def forward(self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor) -> Tensor:
         masks = (mask_slots > 0).any(dim=0)
@@ -40,7 +40,7 @@ class FrozenBaseModel(PackedModel):
             return self._sums(*losses_of(logits, wanted), slots)
         _, hidden = self.split_logits(ids, positions, visible, split, learned, heads=0)
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        return self._sums(*head_loss(hidden, self._head_weight(head), head.bias, wanted), slots)
+        return self._sums(*head_loss(hidden, head.weight, head.bias, wanted), slots)
 
     def split_logits(
         self, ids: Tensor, positions: Tensor, visible: Tensor, split: int, wanted: Tensor, heads: int | None = None
@@ -50,7 +50,7 @@ class FrozenBaseModel(PackedModel):
         With `heads`, only the first `heads` rows get logits.
         """
         prefix = RecordingCache()
-        with torch.no_grad():
+        with torch.no_grad(), uniform_rows(self.model, masks=False):
             self.model.base_model(
                 input_ids=ids[:, :split],
                 position_ids=positions[:, :split],
@@ -64,7 +64,7 @@ class FrozenBaseModel(PackedModel):
             states.append(hidden[wanted])
             return states[0][None, :heads]
 
-        with rows_selected(self.model, select):
+        with rows_selected(self.model, select), uniform_rows(self.model, masks=True):
             output = self.model(
                 input_ids=ids[:, split:],
                 position_ids=positions[:, split:],
@@ -73,15 +73,6 @@ class FrozenBaseModel(PackedModel):
                 use_cache=True,
             )
         return cast(Tensor, output.logits)[0].float(), states[0]
-
-    def _head_weight(self, head: nn.Linear) -> Tensor:
-        device = head.weight.device.type
-        if not torch.is_autocast_enabled(device):
-            return head.weight
-        dtype = torch.get_autocast_dtype(device)
-        if self._half is None or self._half.dtype != dtype:
-            self._half = head.weight.detach().to(dtype)  # frozen: converted once
-        return self._half
 
 
 def frozen_base_model_of(packed: PackedModel) -> FrozenBaseModel:

@@ -26,12 +26,12 @@ class _HeadLoss(torch.autograd.Function):
         gradients = torch.empty_like(hidden)
         for first in range(0, len(hidden), _ROWS):
             rows = slice(first, first + _ROWS)
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias).float()
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             wanted = targets[rows, None]
-            losses[rows] = torch.logsumexp(logits, -1) - logits.gather(1, wanted)[:, 0]
             correct[rows] = (logits.argmax(-1, keepdim=True) == wanted)[:, 0].float()
-            probabilities = torch.softmax(logits, -1)
-            probabilities.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=probabilities.dtype))
+            probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
+            losses[rows] = -probabilities.gather(1, wanted)[:, 0]
+            probabilities.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
             gradients[rows] = probabilities.to(weight.dtype) @ weight
         ctx.save_for_backward(gradients)
         ctx.mark_non_differentiable(correct)

@@ -34,6 +34,7 @@ class TrainingSettings:
     # Optimization
     epochs: float = 2.0
     max_steps: int | None = None
+    time_budget: float | None = None  # seconds; the training ends earlier if its steps do
     batch_size: int = 32  # samples per step, over all processes
     micro_batch_size: int = 4  # samples per forward pass of one process
     learning_rate: float = 5e-5  # peak
@@ -72,8 +73,9 @@ class TrainingSettings:
             ("learning-rate", self.learning_rate),
             ("clip", self.clip),
             ("alpha", self.alpha),
+            ("time-budget", self.time_budget),
         ):
-            if not 0 < positive < float("inf"):
+            if positive is not None and not 0 < positive < float("inf"):
                 raise OptionFault(f"--{name} is {positive}: expected more than 0")
         if self.targets and self.method not in ("lora", "gated-lora"):
             raise OptionFault(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -16,7 +17,8 @@ from transformers import PreTrainedModel
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.batches import TrainingBatches
 from spaceport.tools.tune.packed_model import CORRECT, COUNT, LOSS, PackedModel, run
-from spaceport.tools.tune.packing import IGNORED, PackedRow, collate
+from spaceport.tools.tune.packing import IGNORED, PackedBatch, PackedRow, collate
+from spaceport.tools.tune.prefetch import Prefetch, StepBatches
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.vocabulary import embedding_rows
 
@@ -40,6 +42,7 @@ class TrainingMeasurement:
     tokens: int  # trained so far, mask slots included, padding excluded
     tokens_per_second: float
     seconds: float
+    seconds_left: float | None  # estimate; None: before the first step
 
     @property
     def mask_accuracies(self) -> tuple[float | None, ...]:
@@ -69,6 +72,8 @@ class Training:
         self.norms = torch.zeros((), device=accelerator.device)  # sum of the gradient norms: not finite if any was not
         self._since = (time.perf_counter(), 0)
         self._began = time.perf_counter()
+        self._first = (0, 0.0)  # steps and seconds of earlier runs, when this run began
+        self._prefetch = Prefetch(self._prepare)
 
     @property
     def seconds(self) -> float:
@@ -86,36 +91,48 @@ class Training:
         if self.accelerator.is_main_process:
             self._sums += torch.tensor(pending_sums, device=self._sums.device)
         self._began = time.perf_counter() - seconds
+        self._first = (step, seconds)
         self._since = (time.perf_counter(), tokens)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done or the time budget is used up."""
+        return self._schedule_position() >= self.batches.steps
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated time until the training ends; None before the first step of this process."""
+        steps, spent = self.step - self._first[0], self.seconds - self._first[1]
+        if not steps:
+            return None
+        left = spent / steps * (self.batches.steps - self.step)
+        budget = self._settings.time_budget
+        return max(0.0, left if budget is None else min(left, budget - self.seconds))
 
     def run_step(self) -> None:
         """Run one optimizer step."""
-        rows = self.batches.rows(self.step)
         self.packed_model.train()
-        own, micro = self._share(rows)
-        totals = _totals(rows, self._settings.slots)
-        for first in range(0, len(own), micro):
-            last = first + micro >= len(own)
-            if last:
-                self._backward(own[first : first + micro], totals)
-            else:
-                with self.accelerator.no_sync(self.packed_model):
-                    self._backward(own[first : first + micro], totals)
+        prepared = self._prefetch.take(self.step, following=self.step + 1 < self.batches.steps)
+        for index, batch in enumerate(prepared.micro_batches, 1):
+            last = index == len(prepared.micro_batches)
+            with nullcontext() if last else self.accelerator.no_sync(self.packed_model):
+                self._backward(batch, prepared.totals)
         self.norms += self.accelerator.clip_grad_norm_(self.packed_model.parameters(), self._settings.clip)
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1
-        self.tokens += sum(row.ids.size for row in rows)
+        self.tokens += prepared.rows
 
     def learning_rate(self) -> float:
         """Learning rate of the next step: linear warm-up, then cosine decay to zero."""
+        position = self._schedule_position()
         warm = max(1, round(self._settings.warmup * self.batches.steps))
-        if self.step < warm:
-            return self._settings.learning_rate * (self.step + 1) / warm
-        share = (self.step - warm) / max(1, self.batches.steps - warm)
-        return self._settings.learning_rate * (0.5 + 0.5 * math.cos(math.pi * share))
+        if position < warm:
+            return self._settings.learning_rate * min(1.0, (position + 1) / warm)
+        share = (position - warm) / max(1, self.batches.steps - warm)
+        return self._settings.learning_rate * (0.5 + 0.5 * math.cos(math.pi * min(1.0, share)))
 
     def measure(self) -> TrainingMeasurement:
         """Losses and accuracies of the steps since the last measurement, over all processes."""
@@ -160,8 +177,19 @@ class Training:
             f"(now {self._settings.learning_rate:g})" + (", or train without --bf16" if mixed else "")
         )
 
-    def _backward(self, rows: Sequence[PackedRow], totals: Tensor) -> None:
-        sums = run(self.packed_model, collate(rows).to(self.accelerator.device))
+    def _schedule_position(self) -> float:
+        """Position in the learning-rate schedule, in steps: completed steps, or the used share of the time budget."""
+        budget = self._settings.time_budget
+        return self.step if budget is None else max(self.step, self.seconds / budget * self.batches.steps)
+
+    def _prepare(self, step: int) -> StepBatches:
+        rows = self.batches.rows(step)
+        own, micro = self._share(rows)
+        batches = tuple(collate(own[first : first + micro]) for first in range(0, len(own), micro))
+        return StepBatches(batches, _totals(rows, self._settings.slots), sum(row.ids.size for row in rows))
+
+    def _backward(self, batch: PackedBatch, totals: Tensor) -> None:
+        sums = run(self.packed_model, batch.to(self.accelerator.device))
         own, masks = totals.tolist()
         # DDP averages gradients over processes: scale to the mean over the whole step
         loss = sums[LOSS, 0] / own + self._settings.mask_weight * sums[LOSS, 1:].sum() / max(1.0, masks)
@@ -191,6 +219,7 @@ class Training:
             tokens=self.tokens,
             tokens_per_second=speed,
             seconds=seconds,
+            seconds_left=self.seconds_left,
         )
 
 

@@ -27,9 +27,10 @@ from spaceport.tools.tune.conversation_encoder import ConversationError
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.distill import Distillation, distill, open_generator
 from spaceport.tools.tune.frozen_base import frozen_base_model_of
+from spaceport.tools.tune.frozen_dtype import convert_frozen
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
-from spaceport.tools.tune.methods import Merge, apply_method
-from spaceport.tools.tune.packed_model import packed_model_of
+from spaceport.tools.tune.methods import Merge, MergedModel, apply_method
+from spaceport.tools.tune.packed_model import PackedModel, packed_model_of
 from spaceport.tools.tune.packing import PackedRow
 from spaceport.tools.tune.samples import Prepared, prepare
 from spaceport.tools.tune.settings import TrainingSettings
@@ -75,9 +76,7 @@ def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOu
     callbacks.on_samples(prepared.counts)
     require_forks(settings, prepared)
     batches = TrainingBatches(prepared, settings, tunable.tokens.mask)
-    merge = _select_parameters(job, tunable, accelerator)
-    if settings.method == "gated-lora" and not job.recompute:  # recomputed layers run without a cache
-        packed_model = frozen_base_model_of(packed_model)
+    packed_model, merge = _select_parameters(job, tunable, packed_model, accelerator)
     validation = _validation_rows(job, texts, tunable, settings)
     states.create(settings, identity)
     training = Training(accelerator, packed_model, batches, settings)
@@ -145,8 +144,10 @@ def _check(job: TuningJob) -> None:
         raise OptionFault("no data: expected at least one JSONL file")
 
 
-def _select_parameters(job: TuningJob, tunable: TunableModel, accelerator: Accelerator) -> Merge:
-    """Make the method's parameters trainable."""
+def _select_parameters(
+    job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
+) -> tuple[PackedModel, Merge]:
+    """The model that trains the method's parameters, and the function that merges them at the end."""
     sharded = accelerator.distributed_type not in (
         DistributedType.NO,
         DistributedType.MULTI_CPU,
@@ -158,9 +159,21 @@ def _select_parameters(job: TuningJob, tunable: TunableModel, accelerator: Accel
             "--method full; expected that, or processes that each hold the whole model"
         )
     merge = apply_method(tunable.model, job.settings, tunable.new_ids, tunable.tokens.mask)
-    if job.recompute:
+    if job.recompute:  # recomputed layers run without a cache, so all rows take one pass
         checkpoint_layers(tunable.model)
-    return merge
+        return packed_model, merge
+    if job.settings.method != "gated-lora":
+        return packed_model, merge
+    frozen_base = frozen_base_model_of(packed_model)
+    if not job.bf16:
+        return frozen_base, merge
+    restore = convert_frozen(tunable.model, torch.bfloat16)
+
+    def restore_and_merge() -> MergedModel:
+        restore()
+        return merge()
+
+    return frozen_base, restore_and_merge
 
 
 def _identity(job: TuningJob) -> dict[str, list[str]]:
@@ -208,9 +221,10 @@ def _run(
         states.log(measured, kind)
         callbacks.on_measurement(measured, kind)
 
-    while training.step < training.batches.steps:
+    last = training.agree(training.finished)
+    while not last:
         training.run_step()
-        last = training.step == training.batches.steps
+        last = training.agree(training.finished)
         if last or training.step % job.log_every == 0:
             log(training.measure(), "training")
         callbacks.on_step(training)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config, write_sar_config
@@ -60,7 +62,12 @@ def apply_adapter(model: PreTrainedModel, folder: Path, mask_ids: tuple[int, ...
 
 def write_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> None:
     """Write the adapter of a model into a checkpoint folder: the tensors and the entry in sar_config.json."""
-    save_file({name: tensor.contiguous().cpu() for name, tensor in adapter_state(model).items()}, folder / ADAPTER_FILE)
+    write_tensors(folder, adapter_state(model), adapter)
+
+
+def write_tensors(folder: Path, state: Mapping[str, Tensor], adapter: Adapter) -> None:
+    """Write the tensors of an adapter into a folder, and its entry in sar_config.json."""
+    save_file({name: tensor.contiguous().cpu() for name, tensor in state.items()}, folder / ADAPTER_FILE)
     (folder / ADAPTER_FILE).chmod(0o644)  # safetensors makes it readable by the owner only
     entry = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": list(adapter.targets)}
     write_sar_config(folder, {"mask_adapter": entry})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,12 +22,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spaceport.exporter.adapter import ADAPTER_FILE, apply_adapter, read_adapter
+from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile, is_gguf, read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
-from spaceport.exporter.sar_config import read_json
+from spaceport.exporter.sar_config import read_json, read_sar_config
 from spaceport.exporter.special_tokens import TokenFlags as TokenFlags
 from spaceport.exporter.special_tokens import special_tokens
 from spaceport.graphs.contract.manifest import TokenIds
@@ -47,11 +50,15 @@ class Checkpoint:
     generation: dict[str, Any]  # generation_config.json
     remote_code: bool
     adapter: Adapter | None  # for mask rows
+    adapter_folder: AdapterFolder | None  # with this adapter; None: it is in the checkpoint
     gguf: GgufFile | None  # None: a folder
 
 
-def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) -> Checkpoint:
-    """The checkpoint in a folder, with its special token ids."""
+def open_checkpoint(
+    folder: Path, flags: TokenFlags, remote_code: bool = False, adapter: Path | None = None
+) -> Checkpoint:
+    """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
+    added = None if adapter is None else _adapter_folder(adapter, folder)
     gguf = read_gguf(folder) if is_gguf(folder) else None
     if gguf is None:
         config = _config(folder, remote_code)
@@ -63,7 +70,13 @@ def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) 
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    tokens, mask_slots = special_tokens(folder, config, tokenizer, generation, flags)
+    vocab_size = int(config.get_text_config().vocab_size)
+    if added is not None:
+        with _naming(folder):
+            added.base.check_config(config)
+            add_special_tokens(tokenizer, added)
+        vocab_size = added.vocab_size
+    tokens, mask_slots = special_tokens(adapter or folder, config, tokenizer, generation, flags, vocab_size)
     return Checkpoint(
         folder=folder,
         config=config,
@@ -76,7 +89,8 @@ def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) 
         },
         generation=generation,
         remote_code=remote_code,
-        adapter=read_adapter(folder, tokens),
+        adapter=read_adapter(adapter or folder, tokens),
+        adapter_folder=added,
         gguf=gguf,
     )
 
@@ -84,10 +98,14 @@ def open_checkpoint(folder: Path, flags: TokenFlags, remote_code: bool = False) 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The transformers tokenizer of a checkpoint."""
     if checkpoint.gguf is not None:
-        return gguf_tokenizer(checkpoint.gguf)
-    return AutoTokenizer.from_pretrained(
-        checkpoint.folder, local_files_only=True, trust_remote_code=checkpoint.remote_code
-    )
+        tokenizer = gguf_tokenizer(checkpoint.gguf)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=checkpoint.remote_code
+        )
+    if checkpoint.adapter_folder is not None:
+        add_special_tokens(tokenizer, checkpoint.adapter_folder)
+    return tokenizer
 
 
 def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
@@ -105,9 +123,29 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
             f"{checkpoint.folder}: weights {', '.join(lost[:3])}{more} are missing or of another shape: expected every weight of "
             f"{type(model).__name__}; save the checkpoint again with save_pretrained"
         )
+    added = checkpoint.adapter_folder
+    if added is not None:
+        with _naming(checkpoint.folder):
+            add_embeddings(model, added, dtype)
     if checkpoint.adapter is not None:
-        apply_adapter(model, checkpoint.folder, checkpoint.tokens.mask, checkpoint.adapter)
+        owner = checkpoint.folder if added is None else added.path
+        apply_adapter(model, owner, checkpoint.tokens.mask, checkpoint.adapter)
     return cast(PreTrainedModel, model.eval())
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Begin the message of an error with the checkpoint's folder."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
+    if base.is_dir() and read_sar_config(base).get("mask_adapter") is not None:
+        raise CheckpointError(f"{base}: has a mask adapter already: expected its base model, to add that in {adapter}")
+    return read_adapter_folder(adapter)
 
 
 def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:

@@ -52,6 +52,7 @@ class ExportOptions:
     remote_code: bool = False
     requested_activations: Activations | None = None  # None: the default for weights and lowering
     calibrate: tuple[Prompt, ...] = ()  # calibration prompts; empty: default prompts
+    adapter: Path | None = None  # adapter folder, added to the checkpoint
 
     @property
     def activations(self) -> Activations:
@@ -81,7 +82,7 @@ def export(
     check_activations(options)
     check_target(target, overwrite)
     on_stage("reading the checkpoint")
-    checkpoint = open_checkpoint(folder, options.tokens, options.remote_code)
+    checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
     options = with_supported_activations(checkpoint, options)
     decoder, traits = build_decoder(checkpoint, options, on_stage)
     with writing(target, overwrite) as partial:

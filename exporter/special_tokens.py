@@ -27,10 +27,10 @@ class TokenFlags:
 
 
 def special_tokens(
-    folder: Path, config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], flags: TokenFlags
+    folder: Path, config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], flags: TokenFlags, vocab: int
 ) -> tuple[TokenIds, int]:
+    """The special token ids, and the number of mask slots, that flags or a folder's sar_config.json name."""
     config_entries = read_sar_config(folder)
-    vocab = int(config.get_text_config().vocab_size)
     masks = flags.mask or tuple(str(token) for token in config_entries.get("mask_tokens") or ())
     fork = flags.fork if flags.fork is not None else config_entries.get("fork_token")
     child = flags.child if flags.child is not None else config_entries.get("child_token")

@@ -37,12 +37,14 @@ def open_reference(
     dtype: Precision | None = None,
     remote_code: bool = False,
     threads: int = 0,
+    adapter: Path | None = None,
 ) -> TorchEngine:
     """The model that a bundle was made from, in the bundle's precision or another."""
     quiet_libraries()
     _set_threads(threads, bundle.manifest.parameters)
     signature = bundle.manifest.signature
-    opened, weights = open_checkpoint(checkpoint, TokenFlags(), remote_code), bundle.manifest.weights
+    opened = open_checkpoint(checkpoint, TokenFlags(), remote_code, adapter)
+    weights = bundle.manifest.weights
     # Small weights are those of the bundle to the bit, whatever they are computed with: of a weight that is read in
     # another type, another step may be the nearest.
     stored = dtype or signature.dtype if weights == "same" else signature.dtype

@@ -11,7 +11,7 @@ import click
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.options import PATH, Sectioned, json_option, remote_code_option, threads_option
+from spaceport.tools.cli.options import PATH, Sectioned, adapter_option, json_option, remote_code_option, threads_option
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
@@ -32,6 +32,7 @@ class AcceptanceCommand(Sectioned):
 @click.command("acceptance", cls=AcceptanceCommand)
 @click.argument("model", metavar="CHECKPOINT|BUNDLE", type=PATH)
 @click.argument("data", type=PATH)
+@adapter_option
 @click.option("--limit", type=int, metavar="N", help="Use the first N conversations of DATA only.")
 @click.option(
     "--max-tokens", default=256, show_default=True, metavar="N", help="Maximum number of tokens of a generated answer."
@@ -56,6 +57,7 @@ class AcceptanceCommand(Sectioned):
 def command(
     model: Path,
     data: Path,
+    adapter: Path | None,
     limit: int | None,
     max_tokens: int,
     max_mask_slots: int | None,
@@ -79,7 +81,7 @@ def command(
         stage("reading the conversations")
         conversations = read_conversations(data)[:limit]
         stage("opening the model")
-        with open_source(model, backend, max_seq_len, threads, trust_remote_code) as runtime:
+        with open_source(model, backend, max_seq_len, threads, trust_remote_code, adapter) as runtime:
             slots = slots_of(runtime, max_mask_slots)
             check_lengths(runtime, max_tokens)
             samples, counts = samples_of(runtime, conversations, data)

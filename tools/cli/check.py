@@ -19,6 +19,7 @@ from spaceport.tools.cli.options import (
     Renamed,
     Sectioned,
     Unused,
+    adapter_option,
     bundle_argument,
     json_option,
     refuse_unused,
@@ -55,6 +56,7 @@ class Check(Sectioned):
 @click.command("check", cls=Check)
 @bundle_argument
 @click.argument("checkpoint", type=PATH, required=False)
+@adapter_option
 @click.option(
     "--backend",
     "backends",
@@ -106,6 +108,7 @@ def command(
     context: click.Context,
     bundle: Path,
     checkpoint: Path | None,
+    adapter: Path | None,
     backends: tuple[str, ...],
     length: int | None,
     layers: bool,
@@ -126,7 +129,9 @@ def command(
     if length is not None and length < SHORTEST:
         raise OptionFault(f"--long-context is {length}: expected at least {SHORTEST}")
     _refuse_unused(context, print_polygraphy, outputs)
-    options = CheckOptions(checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers)
+    options = CheckOptions(
+        checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers, adapter
+    )
     opened = open_bundle(bundle)
     if length is not None and length > opened.manifest.max_positions:
         raise OptionFault(
@@ -142,7 +147,9 @@ def command(
         if prompts is not None:
             read_prompts(prompts)  # raises for a mistake in the file before minutes of work
         report = check(opened, options, stage)
-        quantization = None if checkpoint is None else measure_quantization(opened, checkpoint, trust_remote_code, seed)
+        quantization = (
+            None if checkpoint is None else measure_quantization(opened, checkpoint, trust_remote_code, seed, adapter)
+        )
         audits = {} if prompts is None else audits_of(opened, report, options, prompts, stage)
     if as_json:
         more = {"audits": {backend: one.as_dict() for backend, one in audits.items()}} if audits else {}
@@ -164,11 +171,12 @@ def command(
 
 def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path | None) -> None:
     """Raise for options of a check that have no effect with the Polygraphy options."""
-    never = (*_OF_A_CHECK, "outputs", "threads", "trust_remote_code")
+    never = (*_OF_A_CHECK, "outputs", "threads", "adapter", "trust_remote_code")
     refuse_unused(
         context,
         (
             Unused(print_polygraphy, never, "with --print-polygraphy", "run the check without --print-polygraphy"),
+            Unused(context.params["checkpoint"] is None, ("adapter",), "without CHECKPOINT", "name its base model"),
             Unused(outputs is not None, _OF_A_CHECK, "with --save-outputs", "run the check without --save-outputs"),
         ),
     )
@@ -198,7 +206,9 @@ def save(bundle: Bundle, options: CheckOptions, file: Path) -> None:
     """Save the outputs of PyTorch on the inputs of the Polygraphy commands."""
     if options.checkpoint is None:
         raise OptionFault("--save-outputs saves the outputs of PyTorch: expected CHECKPOINT after BUNDLE")
-    engine = open_reference(bundle, options.checkpoint, 1, 1, "float32", options.remote_code, options.threads)
+    engine = open_reference(
+        bundle, options.checkpoint, 1, 1, "float32", options.remote_code, options.threads, options.adapter
+    )
     count = save_outputs(engine, bundle.manifest, file)
     click.echo(f"{file}: outputs of PyTorch float32 in {count} calls")
 

@@ -19,9 +19,12 @@ from spaceport.tools.cli.options import (
     PATH,
     Renamed,
     Sectioned,
+    Unused,
+    adapter_option,
     bundle_argument,
     json_option,
     overwrite_option,
+    refuse_unused,
     remote_code_option,
 )
 from spaceport.tools.terminal.screen import show_json, size, stages
@@ -42,6 +45,7 @@ class Export(Sectioned):
 @click.command("export", cls=Export)
 @click.argument("checkpoint", type=PATH)
 @bundle_argument
+@adapter_option
 @click.option(
     "--lowering",
     type=click.Choice(LOWERINGS),
@@ -107,9 +111,12 @@ class Export(Sectioned):
 @overwrite_option("bundle")
 @remote_code_option
 @json_option("the manifest")
+@click.pass_context
 def command(
+    context: click.Context,
     checkpoint: Path,
     bundle: Path,
+    adapter: Path | None,
     lowering: Any,
     dtype: Any,
     weights: Any,
@@ -132,13 +139,17 @@ def command(
     Without a mask token the bundle drafts with prompt lookup only.
     """
     quiet_libraries()
+    named = ("mask", "fork", "child")
+    refuse_unused(context, [Unused(adapter is not None, named, "with --adapter", "the adapter names its tokens")])
     tokens = TokenFlags(mask, fork, child, max_mask_slots)
     if calibrate is not None and (weights != "int8" or activations == "float"):
         raise OptionFault(
             "--calibration-data needs quantized activations: expected --weights int8 with it, and no --activations float"
         )
     prompts = () if calibrate is None else tuple(one.prompt for one in read_prompts(calibrate))
-    options = ExportOptions(lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations, prompts)
+    options = ExportOptions(
+        lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations, prompts, adapter
+    )
     with interruptible() as interrupts, stages() as stage:
         manifest = export(checkpoint, bundle, options, overwrite, lambda name: _begin(name, stage, interrupts))
     if as_json:

@@ -98,7 +98,8 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
     length = seq_len(opened.manifest, max_seq_len)
     slots = slots_for(length, max_slots)
     capacity = capacity_for(opened.manifest, slots)
-    return Runtime(opened, open_reference(opened, checkpoint, capacity, 1, threads=given["threads"]), length, slots)
+    engine = open_reference(opened, checkpoint, capacity, 1, threads=given["threads"], adapter=given["adapter"])
+    return Runtime(opened, engine, length, slots)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -145,6 +145,12 @@ engines = options(
     click.option(
         "--checkpoint", type=PATH, metavar="FOLDER", help="With --backend torch: the checkpoint of this bundle."
     ),
+    click.option(
+        "--adapter",
+        type=PATH,
+        metavar="FOLDER",
+        help="With --backend torch: the adapter that --checkpoint is the base of.",
+    ),
     _flag("--trust-engines", "Also load TensorRT engines built on other machines: an engine file is code."),
     threads_option,
     step_costs_option,

@@ -31,6 +31,8 @@ def check_before(context: click.Context) -> None:
         raise OptionFault("--live needs a terminal, and standard output is none: leave it out, or use --show-drafts")
     if given["checkpoint"] is not None and given["backend"] != "torch":
         raise OptionFault("--checkpoint has no effect without --backend torch: add --backend torch, or leave it out")
+    if given["adapter"] is not None and given["checkpoint"] is None:
+        raise OptionFault("--adapter has no effect without --checkpoint: name its base model with --checkpoint")
     if given["checkpoint"] is None and given["backend"] == "torch":
         raise OptionFault("--backend torch runs the PyTorch checkpoint: name its folder with --checkpoint")
     grammar_flag = (

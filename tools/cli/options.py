@@ -56,6 +56,10 @@ remote_code_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run the Python code in the checkpoint folder."
 )
 
+adapter_option = click.option(
+    "--adapter", type=PATH, metavar="FOLDER", help="Add the adapter in this folder to CHECKPOINT, its base model."
+)
+
 _COLUMN = 24  # characters; the help of longer options starts on the next line
 
 

@@ -243,6 +243,11 @@ output_options = options(
     ),
     click.option("--tensorboard", type=PATH, metavar="DIR", help="Also write the measurements as TensorBoard events."),
     click.option("--resume", is_flag=True, help="Continue an interrupted training; give the same options again."),
+    click.option(
+        "--adapter-only",
+        is_flag=True,
+        help="Write the adapter of --method gated-lora to TUNED without the base weights, for `spaceport export --adapter`.",
+    ),
     overwrite_option("checkpoint"),
     remote_code_option,
     json_option("the outcome"),
@@ -268,6 +273,7 @@ def check_use(context: click.Context) -> None:
                 f"with --method {method}",
                 "use --method lora or gated-lora",
             ),
+            Unused(method != "gated-lora", ("adapter_only",), f"with --method {method}", "use --method gated-lora"),
             Unused(not context.params["self_distill"], ("bundle",), "without --self-distill", "add --self-distill"),
         ),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,7 +11,7 @@ from typing import Any
 from spaceport import __version__
 from spaceport.tools.tune.batches import TrainingBatches
 from spaceport.tools.tune.curves import draw_curves
-from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.job import TuningJob, TuningOutcome
 
 CARD_FILE, CURVES_FILE = "README.md", "training.svg"
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
@@ -22,40 +21,44 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
 class CardFacts:
     """Contents of a card."""
 
-    checkpoint: Path
-    data: Sequence[Path]
+    job: TuningJob
     batches: TrainingBatches
-    counts: Counter[str]
-    settings: TrainingSettings
-    measurements: Sequence[dict[str, Any]]
+    outcome: TuningOutcome
 
 
 def write_card(folder: Path, facts: CardFacts) -> None:
     """Write the card and its curves to a checkpoint folder."""
-    draw_curves(facts.measurements, folder / CURVES_FILE)
+    draw_curves(facts.outcome.measurements, folder / CURVES_FILE)
     (folder / CARD_FILE).write_text(card(facts), "utf-8")
 
 
 def card(facts: CardFacts) -> str:
     """The card as Markdown."""
-    settings = facts.settings
+    job, settings, counts = facts.job, facts.outcome.settings, facts.outcome.counts
     learned = {
         "sar": f"to draft {settings.slots} tokens ahead with mask slots",
         "apar": "to fork into parallel threads",
         "both": f"to draft {settings.slots} tokens ahead with mask slots and to fork into parallel threads",
     }
-    last = {line["kind"]: line for line in facts.measurements}
+    last = {line["kind"]: line for line in facts.outcome.measurements}
+    title = f"{job.checkpoint.name}, tuned with spaceport"
+    usage = f"This model was trained {learned[settings.objective]}. Export it with `spaceport export`"
+    if job.adapter_only:
+        title = f"Adapter for {job.checkpoint.name}, trained with spaceport"
+        usage = (
+            f"This adapter was trained {learned[settings.objective]}; it needs its base model. Export both with "
+            f"`spaceport export {job.checkpoint.name} BUNDLE --adapter {job.target.name}`"
+        )
     parts = [
-        f"# {facts.checkpoint.name}, tuned with spaceport",
-        f"This model was trained {learned[settings.objective]}. Export it with `spaceport export` and measure its draft "
-        "acceptance with `spaceport acceptance`.",
+        f"# {title}",
+        f"{usage} and measure its draft acceptance with `spaceport acceptance`.",
         "## Results",
         _table(("", *(_column(index) for index in range(settings.slots + 1))), _results(last)),
         "Loss is the mean cross entropy; accuracy is the fraction of targets that are the most probable token, given the true text.",
         f"![curves]({CURVES_FILE})",
         "## Data",
-        _table(("file",), [(path.name,) for path in facts.data]),
-        _table(("samples", "count"), [(name, count) for name, count in facts.counts.items() if count]),
+        _table(("file",), [(path.name,) for path in job.data]),
+        _table(("samples", "count"), [(name, count) for name, count in counts.items() if count]),
         "## Training",
         _table(("", ""), _training(facts, last)),
         "## Settings",

@@ -19,7 +19,7 @@ class TuningJob:
     """Inputs, output and options of one tuning."""
 
     checkpoint: Path
-    target: Path  # folder of the tuned checkpoint
+    target: Path  # folder of the tuned checkpoint, or of its adapter
     data: tuple[Path, ...]
     settings: TrainingSettings
     names: TokenNames = DEFAULT
@@ -30,6 +30,7 @@ class TuningJob:
     log_every: int = 10  # steps
     resume: bool = False
     overwrite: bool = False
+    adapter_only: bool = False  # write the adapter of method gated-lora without the base weights
     remote_code: bool = False
     distillation: Distillation | None = None
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from spaceport.exporter.base_identity import BaseIdentity, identity_of
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault, OptionFault
@@ -41,6 +42,7 @@ class TunableModel:
     names: TokenNames
     encoder: ConversationEncoder
     mask_slots: int  # of the tuned model
+    base: BaseIdentity | None  # of the checkpoint, for a gated adapter
 
     @property
     def tokens(self) -> TokenIds:
@@ -62,6 +64,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files enable it
     tokenizer.backend_tokenizer.no_padding()
     model = load_model(checkpoint, "float32")
+    base = identity_of(folder.stem, model) if settings.method == "gated-lora" else None
     names = resolve_token_names(settings.slots, settings.distinct, settings.forks, requested, read_sar_config(folder))
     if len(set(names.all)) < len(names.all):
         raise OptionFault(f"special tokens {', '.join(names.all)} are not all different: expected one name for each")
@@ -75,7 +78,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     )
     slots = settings.slots or checkpoint.max_mask_slots
     encoder = conversation_encoder(tokenizer, tokens)
-    return TunableModel(folder, model, _dtype_of(checkpoint.config), tokenizer, names, encoder, slots)
+    return TunableModel(folder, model, _dtype_of(checkpoint.config), tokenizer, names, encoder, slots, base)
 
 
 def cutoff_for(settings: TrainingSettings, positions: int) -> int:

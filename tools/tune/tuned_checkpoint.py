@@ -1,19 +1,22 @@
-"""Tuned checkpoint: writes a tuned model as a checkpoint folder that `spaceport export` accepts."""
+"""Tuned checkpoint: writes a tuned model as a checkpoint folder, or its adapter alone, for `spaceport export`."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from spaceport.exporter.adapter import write_adapter
+from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_folder
 from spaceport.exporter.atomic_folder import FolderKind
+from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.sar_config import write_sar_config
-from spaceport.graphs.gated import base_state
+from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.tools.tune.methods import MergedModel
 from spaceport.tools.tune.tunable_model import TunableModel
 
@@ -45,18 +48,38 @@ def write_checkpoint(
         shutil.copyfile(own, folder / _GENERATION_FILE)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates files that only the owner can read
-    write_sar_config(
-        folder,
-        {
-            "mask_tokens": list(tunable.names.masks),
-            "mask_slots": tunable.mask_slots or None,
-            "fork_token": tunable.names.fork,
-            "child_token": tunable.names.child,
-        },
-    )
+    write_sar_config(folder, _sar_config(tunable))
     if tuned.adapter is not None:
         write_adapter(folder, model, tuned.adapter)
     return dtype
+
+
+def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) -> None:
+    """Write a gated adapter and the embeddings of the special tokens as an adapter folder, without base weights."""
+    if tuned.adapter is None or tunable.base is None:
+        raise ValueError("the model has no gated adapter: expected method gated-lora")
+    backend = tunable.tokenizer.backend_tokenizer
+    write_adapter_folder(
+        folder,
+        TrainedAdapter(
+            tunable.base,
+            tuned.adapter,
+            adapter_state(tuned.model),
+            {name: int(backend.token_to_id(name)) for name in tunable.names.all},
+            embedding_tables(tuned.model),
+            _sar_config(tunable),
+        ),
+    )
+
+
+def _sar_config(tunable: TunableModel) -> dict[str, Any]:
+    """The special tokens of the tuned model, as entries of sar_config.json."""
+    return {
+        "mask_tokens": list(tunable.names.masks),
+        "mask_slots": tunable.mask_slots or None,
+        "fork_token": tunable.names.fork,
+        "child_token": tunable.names.child,
+    }
 
 
 def _wide_enough(weights: Iterable[Tensor], dtype: torch.dtype) -> torch.dtype:

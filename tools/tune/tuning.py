@@ -15,7 +15,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 
-from spaceport.exporter.atomic_folder import check_target, writing
+from spaceport.exporter.adapter_folder import ADAPTER_FOLDER
+from spaceport.exporter.atomic_folder import FolderKind, check_target, writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
@@ -37,7 +38,7 @@ from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.state_folder import METRICS_FILE, StateFolder, reason
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 from spaceport.tools.tune.tunable_model import IDENTITY_FILES, TunableModel, cutoff_for, open_tunable_model
-from spaceport.tools.tune.tuned_checkpoint import CHECKPOINT, write_checkpoint
+from spaceport.tools.tune.tuned_checkpoint import CHECKPOINT, write_adapter_only, write_checkpoint
 
 
 def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOutcome:
@@ -127,9 +128,15 @@ def _distilled(
     return found
 
 
+def _kind(job: TuningJob) -> FolderKind:
+    return ADAPTER_FOLDER if job.adapter_only else CHECKPOINT
+
+
 def _check(job: TuningJob) -> None:
     """Raise for invalid options before anything is loaded."""
-    check_target(job.target, job.overwrite, CHECKPOINT)
+    check_target(job.target, job.overwrite, _kind(job))
+    if job.adapter_only and job.settings.method != "gated-lora":
+        raise OptionFault(f"--adapter-only with --method {job.settings.method}: expected --method gated-lora")
     if job.target.resolve() == job.checkpoint.resolve():
         raise OptionFault(f"{job.target}: is the checkpoint to tune and would be overwritten: choose another folder")
     for path in (job.checkpoint, *job.data, *job.validation):
@@ -268,15 +275,14 @@ def _finish(
     accelerator.wait_for_everyone()
     with (
         _write_errors(job),
-        writing(job.target, job.overwrite, CHECKPOINT) if accelerator.is_main_process else nullcontext() as partial,
+        writing(job.target, job.overwrite, _kind(job)) if accelerator.is_main_process else nullcontext() as partial,
     ):
         if partial is not None:
-            dtype = write_checkpoint(partial, tunable, merge(), state)
-            if dtype != tunable.dtype:
+            if job.adapter_only:
+                write_adapter_only(partial, tunable, merge())
+            elif (dtype := write_checkpoint(partial, tunable, merge(), state)) != tunable.dtype:
                 callbacks.on_stage(f"some weights exceed the range of {tunable.dtype}: written as {dtype}")
-            facts = CardFacts(
-                job.checkpoint, job.data, training.batches, outcome.counts, outcome.settings, outcome.measurements
-            )
+            facts = CardFacts(job, training.batches, outcome)
             write_card(partial, facts)
             (partial / METRICS_FILE).write_text((states.folder / METRICS_FILE).read_text("utf-8"), "utf-8")
     accelerator.wait_for_everyone()

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import torch
 from tokenizers import AddedToken
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
+from spaceport.exporter.embedding_rows import embedding_rows as embedding_rows
 from spaceport.graphs.contract.faults import InputFault
 
 _MULTIPLE = 64  # a resized vocabulary is padded to a multiple of this, for efficient matrix products
@@ -41,14 +42,6 @@ def add_tokens(tokenizer: Any, model: PreTrainedModel, names: Sequence[str]) -> 
                 if name in new:
                     rows[token] = mean
     return ids
-
-
-def embedding_rows(model: PreTrainedModel) -> list[Tensor]:
-    """Tensors with one row per vocabulary token; tied tensors are listed once."""
-    tables = [model.get_input_embeddings().weight, cast(nn.Linear, model.get_output_embeddings()).weight]
-    bias = getattr(model.get_output_embeddings(), "bias", None)
-    found = {id(tensor): cast(Tensor, tensor) for tensor in (*tables, bias) if tensor is not None}
-    return list(found.values())
 
 
 def _grow(model: PreTrainedModel, tokens: int) -> None:

@@ -17,13 +17,23 @@ from spaceport.tools.tune.conversations import Turn
 
 @contextmanager
 def open_source(
-    folder: Path, backend: str, max_seq_len: int | None, threads: int, remote_code: bool
+    folder: Path,
+    backend: str,
+    max_seq_len: int | None,
+    threads: int,
+    remote_code: bool,
+    adapter: Path | None = None,
 ) -> Iterator[Runtime]:
     """A runtime over a bundle on a backend, or over a checkpoint in PyTorch; either must have mask slots."""
     if not is_checkpoint(folder):
         if not (folder / MANIFEST_FILE).exists():
             raise InputFault(
                 f"{folder}: expected a checkpoint (a folder with config.json) or a bundle (a folder with {MANIFEST_FILE})"
+            )
+        if adapter is not None:
+            raise OptionFault(
+                f"--adapter {adapter} with the bundle {folder}: expected a checkpoint with it; leave it out, or export its "
+                "base model with `spaceport export --adapter`"
             )
         _require_masks(folder, read_manifest(folder).max_mask_slots)
         with Runtime.open(folder, backend=backend, max_seq_len=max_seq_len, threads=threads) as runtime:
@@ -40,7 +50,7 @@ def open_source(
     from spaceport.tools.reference import checkpoint_runtime
 
     quiet_libraries()
-    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)
+    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code, adapter)
     _require_masks(folder, checkpoint.max_mask_slots)
     with checkpoint_runtime(checkpoint, max_seq_len, threads) as runtime:
         yield runtime
@@ -68,5 +78,5 @@ def _require_masks(folder: Path, mask_slots: int) -> None:
     if not mask_slots:
         raise InputFault(
             f"{folder}: has no mask token, so there are no draft tokens to measure: expected a checkpoint tuned with mask "
-            "slots (`spaceport tune`), or a bundle exported from one"
+            "slots (`spaceport tune`), a base model with --adapter, or a bundle exported from one"
         )

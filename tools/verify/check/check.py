@@ -116,6 +116,7 @@ def find_layer(
         signature.dtype,
         options.remote_code,
         options.threads,
+        options.adapter,
     )
     graph = GraphLayers(bundle, limits, options.threads, any(BACKENDS[name].gpu for name in selection.backends))
     compared = f"PyTorch {signature.dtype} and the graph on onnxruntime {graph.device}"

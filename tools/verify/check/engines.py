@@ -41,6 +41,7 @@ class CheckOptions:
     remote_code: bool = False
     trust_engines: bool = False
     layers: bool = False  # also find the first layer value that is out of tolerance
+    adapter: Path | None = None  # adapter folder of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def _reference(
 ) -> CheckedEngine:
     def opened() -> Engine:
         return open_reference(
-            bundle, checkpoint, limits.capacity, limits.requests, dtype, options.remote_code, options.threads
+            *(bundle, checkpoint, limits.capacity, limits.requests, dtype),
+            *(options.remote_code, options.threads, options.adapter),
         )
 
     return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.activations)

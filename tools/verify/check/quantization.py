@@ -43,13 +43,15 @@ class Agreement:
         ) + (f", {self.clipped:,} of {self.inputs:,} inputs beyond their calibrated range" if self.inputs else "")
 
 
-def measure_quantization(bundle: Bundle, folder: Path, remote_code: bool = False, seed: int = 0) -> Agreement | None:
+def measure_quantization(
+    bundle: Bundle, folder: Path, remote_code: bool = False, seed: int = 0, adapter: Path | None = None
+) -> Agreement | None:
     """The agreement of the bundle's quantized model with the checkpoint, in float32; None without quantization."""
     quiet_libraries()
     manifest = bundle.manifest
     if manifest.weights == "same":
         return None
-    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)
+    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code, adapter)
     with torch.no_grad():
         unquantized = load_model(checkpoint, "float32")
         texts = sampled_texts(unquantized, seed, min(LENGTH, manifest.max_positions))

@@ -1,0 +1,156 @@
+"""Adapter folder: what `--method gated-lora` trained, without the weights of its base model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spaceport.exporter.adapter import write_tensors
+from spaceport.exporter.atomic_folder import FolderKind
+from spaceport.exporter.base_identity import BaseIdentity, identity_from
+from spaceport.exporter.embedding_rows import embedding_tables
+from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_json, read_sar_config, write_sar_config
+from spaceport.graphs.contract.json_fields import JsonField, Rules
+from spaceport.graphs.contract.signature import Precision
+from spaceport.graphs.gated import Adapter
+
+BASE_FILE = "base.json"
+EMBEDDINGS_FILE = "token_embeddings.safetensors"  # rows of the special tokens and of padding
+ADAPTER_FOLDER = FolderKind("trained adapter", BASE_FILE)
+
+_SCHEMA = 1
+_IDS = "ids"  # tensor with the token id of each row
+_ADVICE = "; copy the adapter folder again, or train it again with `spaceport tune --adapter-only`"
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter folder without its tensors."""
+
+    path: Path
+    base: BaseIdentity
+    tokens: Mapping[str, int]  # ids of the special tokens by text
+    vocab_size: int  # embedding rows of the base model with these tokens
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """Contents of an adapter folder."""
+
+    base: BaseIdentity
+    adapter: Adapter
+    tensors: Mapping[str, Tensor]  # A and B of each adapted module
+    tokens: Mapping[str, int]
+    tables: Mapping[str, Tensor]  # tensors with one row per vocabulary token, by name
+    sar_config: Mapping[str, Any]
+
+
+def read_adapter_folder(path: Path) -> AdapterFolder:
+    """The adapter folder at a path, checked as far as possible without its base model."""
+    file = path / BASE_FILE
+    if not file.exists():
+        raise CheckpointError(
+            f"{path}: no {BASE_FILE} in it: expected an adapter folder, as `spaceport tune --adapter-only` writes it"
+        )
+    content = JsonField(read_json(file), f"{file}:", Rules(CheckpointError, _ADVICE), prefix=f"{file}: ")
+    content.entry("schema").one_of((_SCHEMA,))
+    tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}
+    config = read_sar_config(path)
+    if config.get("mask_adapter") is None:
+        raise CheckpointError(f"{path}: {SAR_FILE} has no mask_adapter: expected one in an adapter folder{_ADVICE}")
+    unknown = sorted(set(_named(config)) - tokens.keys())
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {SAR_FILE} names the token {unknown[0]!r}: expected one of {', '.join(tokens)}, as in {BASE_FILE}{_ADVICE}"
+        )
+    return AdapterFolder(path, identity_from(content.entry("base")), tokens, content.entry("vocab_size").whole(1))
+
+
+def add_special_tokens(tokenizer: Any, folder: AdapterFolder) -> None:
+    """Add the special tokens of an adapter folder to the tokenizer of its base model; raise if they get other ids."""
+    backend = tokenizer.backend_tokenizer
+    new = [text for text in folder.tokens if backend.token_to_id(text) is None]
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in new])
+    for text, token in folder.tokens.items():
+        found = backend.token_to_id(text)
+        if found != token:
+            raise CheckpointError(
+                f"token {text!r} gets the id {found}, the adapter in {folder.path} was trained with {token}: expected the "
+                f"tokenizer of {folder.base.name}"
+            )
+
+
+def add_embeddings(model: PreTrainedModel, folder: AdapterFolder, dtype: Precision) -> None:
+    """Verify that a model is the base of an adapter folder, and add the embeddings of the special tokens to it."""
+    folder.base.check_weights(model, dtype)
+    stored = _stored_rows(folder)
+    if model.get_input_embeddings().num_embeddings != folder.vocab_size:
+        model.resize_token_embeddings(folder.vocab_size, mean_resizing=False)
+    tables = embedding_tables(model)
+    expected = {name: (len(stored[_IDS]), *tensor.shape[1:]) for name, tensor in tables.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in stored.items() if name != _IDS}
+    if found != expected:
+        raise CheckpointError(
+            f"{folder.path / EMBEDDINGS_FILE}: has tensors with the shapes {found}: expected {expected}{_ADVICE}"
+        )
+    with torch.no_grad():
+        for name, tensor in tables.items():
+            tensor[stored[_IDS]] = stored[name].to(tensor.dtype)
+
+
+def write_adapter_folder(folder: Path, trained: TrainedAdapter) -> None:
+    """Write an adapter folder: adapters in float16 where their values allow it, embedding rows in float32."""
+    folder.mkdir(exist_ok=True)
+    vocab_size = len(next(iter(trained.tables.values())))
+    ids = torch.tensor(sorted({*trained.tokens.values(), *range(trained.base.sizes["vocab_size"], vocab_size)}))
+    rows = {name: tensor.detach().cpu().float()[ids].contiguous() for name, tensor in trained.tables.items()}
+    save_file({_IDS: ids, **rows}, folder / EMBEDDINGS_FILE)
+    (folder / EMBEDDINGS_FILE).chmod(0o644)  # safetensors makes it readable by the owner only
+    narrow = torch.float16 if _fits(trained.tensors.values(), torch.float16) else torch.float32
+    write_sar_config(folder, dict(trained.sar_config))
+    write_tensors(folder, {name: tensor.to(narrow) for name, tensor in trained.tensors.items()}, trained.adapter)
+    content = {
+        "schema": _SCHEMA,
+        "base": trained.base.as_dict(),
+        "tokens": dict(trained.tokens),
+        "vocab_size": vocab_size,
+    }
+    (folder / BASE_FILE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _named(config: Mapping[str, Any]) -> list[str]:
+    """The special tokens in a sar_config.json."""
+    more = (config.get("fork_token"), config.get("child_token"))
+    return [*map(str, config.get("mask_tokens") or ()), *(str(token) for token in more if token is not None)]
+
+
+def _stored_rows(folder: AdapterFolder) -> dict[str, Tensor]:
+    """The embedding rows of an adapter folder, and their token ids."""
+    file = folder.path / EMBEDDINGS_FILE
+    try:
+        stored = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}{_ADVICE}") from error
+    ids = stored.get(_IDS)
+    needed = {*folder.tokens.values(), *range(folder.base.sizes["vocab_size"], folder.vocab_size)}
+    if ids is None or ids.tolist() != sorted(needed):
+        raise CheckpointError(
+            f"{file}: has rows of {'no' if ids is None else len(ids)} tokens: expected the {len(needed)} tokens that "
+            f"{BASE_FILE} adds{_ADVICE}"
+        )
+    return stored
+
+
+def _fits(tensors: Iterable[Tensor], dtype: torch.dtype) -> bool:
+    most = torch.finfo(dtype).max
+    return all(float(tensor.abs().max()) <= most for tensor in tensors if tensor.numel())

@@ -1,0 +1,326 @@
+"""Adapter folders: with its base model, one gives the bundle of the tuned checkpoint; any other model is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from spaceport.exporter.adapter import ADAPTER_FILE
+from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, read_adapter_folder
+from spaceport.exporter.checkpoint import (
+    SAR_FILE,
+    Checkpoint,
+    CheckpointError,
+    TokenFlags,
+    load_model,
+    load_tokenizer,
+    open_checkpoint,
+)
+from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import run
+from spaceport.tools.tune.job import TuningJob
+from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.token_names import TokenNames
+from spaceport.tools.tune.tuning import tune
+from support.gguf_files import random_model, write_gguf
+from support.paths import TINY
+
+VOCAB, GROWN = 628, 640
+MASK, NAMES = VOCAB, TokenNames(("[D]",), "[Fork]", "[Child]")  # the tiny tokenizer has [M] already
+IDS = torch.arange(40)[None] * 7 % VOCAB
+HALF = "model.layers.0.mlp.up_proj.A"
+
+
+def opened(base: Path, adapter: Path | None = None) -> Checkpoint:
+    return open_checkpoint(base, TokenFlags(), adapter=adapter)
+
+
+def logits(checkpoint: Checkpoint, ids: Tensor = IDS, dtype: Any = "float32") -> Tensor:
+    with torch.no_grad():
+        found: Tensor = load_model(checkpoint, dtype)(ids).logits
+    return found
+
+
+def write_base(folder: Path, tied: bool = True, seed: int = 0) -> Path:
+    """A random model with the tiny tokenizer, without special tokens of its own."""
+    model = random_model(tied=tied)
+    if seed:
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight.mul_(1.01)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copyfile(TINY / name, folder / name)
+    return folder
+
+
+def train(base: Path, target: Path, adapter_only: bool) -> Path:
+    data = target.with_suffix(".jsonl")
+    data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
+    settings = TrainingSettings("sar", "gated-lora", max_steps=1, rank=2, batch_size=1)
+    tune(TuningJob(base, target, (data,), settings, NAMES, adapter_only=adapter_only))
+    return target
+
+
+def edit_tensors(file: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    found = load_file(file)
+    change(found)
+    save_file(found, file)
+
+
+def edit_json(file: Path, **entries: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **entries}), "utf-8")
+
+
+def randomize(found: dict[str, Tensor]) -> None:
+    random = torch.Generator().manual_seed(0)
+    found.update({name: torch.randn(found[name].shape, generator=random).half() * 0.2 for name in sorted(found)})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    quiet_libraries()
+    return write_base(tmp_path_factory.mktemp("checkpoints") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path) -> Path:
+    """A trained adapter folder, with larger values so that mask rows differ much."""
+    folder = train(base, base.with_name("adapter"), adapter_only=True)
+    edit_tensors(folder / ADAPTER_FILE, randomize)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(base: Path, adapter: Path) -> Path:
+    """The same training as a whole checkpoint, with the values of the adapter folder."""
+    folder = train(base, base.with_name("tuned"), adapter_only=False)
+    save_file(
+        {name: tensor.float() for name, tensor in load_file(adapter / ADAPTER_FILE).items()}, folder / ADAPTER_FILE
+    )
+    return folder
+
+
+def test_an_adapter_folder_has_no_base_weights(adapter: Path) -> None:
+    assert {file.name for file in adapter.iterdir()} == {
+        *(ADAPTER_FILE, BASE_FILE, EMBEDDINGS_FILE, SAR_FILE),
+        *("README.md", "metrics.jsonl", "training.svg"),
+    }
+    stored = load_file(adapter / EMBEDDINGS_FILE)
+    assert stored["ids"].tolist() == list(range(VOCAB, GROWN))  # the mask token and padding
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == {"ids": (12,), "input": (12, 64)}
+    assert all(tensor.dtype == torch.float16 for tensor in load_file(adapter / ADAPTER_FILE).values())
+    card = (adapter / "README.md").read_text("utf-8")
+    assert card.startswith("# Adapter for base, trained with spaceport\n")
+    assert "`spaceport export base BUNDLE --adapter adapter`" in card
+
+
+def test_a_checkpoint_with_an_adapter_folder_is_the_tuned_checkpoint(base: Path, adapter: Path, tuned: Path) -> None:
+    one, other = opened(base, adapter), opened(tuned)
+    for name in ("tokens", "max_mask_slots", "tokenizer", "template", "special_tokens", "generation", "adapter"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.tokens.mask == (MASK,)
+    assert load_tokenizer(one)("a[D]b")["input_ids"] == load_tokenizer(other)("a[D]b")["input_ids"]
+    states = [load_model(checkpoint, "float32").state_dict() for checkpoint in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_adapter_changes_mask_rows_only(base: Path, adapter: Path, dtype: str) -> None:
+    ids = IDS.clone()
+    ids[:, 30:] = MASK
+    plain, gated = logits(opened(base), dtype=dtype), logits(opened(base, adapter), ids, dtype)
+    assert gated.shape[-1] == GROWN
+    assert torch.equal(plain[:, :30], gated[:, :30, :VOCAB])
+    assert (plain[:, 30:] - gated[:, 30:, :VOCAB]).abs().amax(-1).min() > 0.1
+
+
+def test_the_same_weights_are_accepted_from_a_gguf_file(base: Path, adapter: Path, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", random_model())
+    assert torch.equal(logits(opened(file, adapter)), logits(opened(base, adapter)))
+
+
+def test_output_embeddings_that_are_not_tied_are_stored_too(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", tied=False)
+    folder = train(base, tmp_path / "adapter", adapter_only=True)
+    tables = load_file(folder / EMBEDDINGS_FILE)
+    assert {name: len(tensor) for name, tensor in tables.items()} == {"ids": 12, "input": 12, "output": 12}
+    tuned = train(base, tmp_path / "tuned", adapter_only=False)
+    for name, tensor in load_model(opened(tuned), "float32").state_dict().items():
+        found = load_model(opened(base, folder), "float32").state_dict()[name]
+        torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-6)  # adapters are in float16
+
+
+def test_fork_and_child_tokens_of_the_base_model_are_recorded(tmp_path: Path) -> None:
+    base = shutil.copytree(TINY, tmp_path / "base", ignore=shutil.ignore_patterns("make.py", "*.md", "__pycache__"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in ("[Fork]", "[Child]")])
+    tokenizer.save_pretrained(base)
+    edit_json(base / SAR_FILE, fork_token="[Fork]", child_token="[Child]", mask_tokens=[], mask_slots=None)
+    folder = train(base, tmp_path / "adapter", adapter_only=True)
+    one, own = opened(base, folder), opened(base)
+    assert (one.tokens.fork, one.tokens.child) == (own.tokens.fork, own.tokens.child) == (VOCAB, VOCAB + 1)
+    assert set(read_adapter_folder(folder).tokens) == {"[D]", "[Fork]", "[Child]"}
+    assert torch.equal(logits(one)[..., :VOCAB], logits(own)[..., :VOCAB])
+
+
+@pytest.mark.slow
+def test_the_bundle_is_that_of_the_tuned_checkpoint(base: Path, adapter: Path, tuned: Path, tmp_path: Path) -> None:
+    export(tuned, tmp_path / "tuned", ExportOptions())
+    export(base, tmp_path / "adapted", ExportOptions(adapter=adapter))
+    export(base, tmp_path / "plain", ExportOptions())
+    files = {file.name for file in (tmp_path / "tuned").iterdir()}
+    assert files == {file.name for file in (tmp_path / "adapted").iterdir()}
+    assert MANIFEST_FILE in files
+    for name in files:
+        assert (tmp_path / "tuned" / name).read_bytes() == (tmp_path / "adapted" / name).read_bytes(), name
+    with Runtime.open(tmp_path / "plain") as plain, Runtime.open(tmp_path / "adapted", step_costs="free") as drafting:
+        for prompt in ("import json", "def main("):
+            expected = plain.generate(prompt, Decoding(max_tokens=12))
+            found = drafting.generate(prompt, Decoding(max_tokens=12, mask_slots=3))
+            assert found.tokens == expected.tokens
+    checked = ["check", str(tmp_path / "adapted"), str(base), "--long-context", "40", "--threads", "1"]
+    assert run([*checked, "--adapter", str(adapter)]) == 0
+    assert run(checked) == 3
+
+
+@pytest.mark.nightly
+def test_int8_bundles_are_the_same_too(base: Path, adapter: Path, tuned: Path, tmp_path: Path) -> None:
+    export(tuned, tmp_path / "tuned", ExportOptions(weights="int8"))
+    export(base, tmp_path / "adapted", ExportOptions(weights="int8", adapter=adapter))
+    for file in (tmp_path / "tuned").iterdir():
+        assert file.read_bytes() == (tmp_path / "adapted" / file.name).read_bytes(), file.name
+
+
+def test_acceptance_is_measured_on_the_base_model_with_its_adapter(
+    base: Path, adapter: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
+    options = ["--json", "--max-tokens", "4", "--max-seq-len", "64", "--threads", "1"]
+    assert run(["acceptance", str(tuned), str(data), *options]) == 0
+    expected = capsys.readouterr().out
+    assert run(["acceptance", str(base), str(data), "--adapter", str(adapter), *options]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_options_that_do_not_fit_an_adapter_are_refused(
+    base: Path, adapter: Path, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "import json"}\n', "utf-8")
+    for command, message in (
+        (["export", str(base), str(tmp_path / "b"), "--mask-token", "5"], "--mask-token has no effect with --adapter"),
+        (["check", str(tiny_bundle)], "--adapter has no effect without CHECKPOINT"),
+        (["acceptance", str(tiny_bundle), str(data)], "expected a checkpoint with it"),
+        (["generate", str(tiny_bundle), "a"], "--adapter has no effect without --checkpoint"),
+    ):
+        assert run([*command, "--adapter", str(adapter)]) == 2
+        assert message in capsys.readouterr().err
+
+
+SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another folder": (lambda a: (a / BASE_FILE).unlink(), r"no base\.json in it: expected an adapter folder, as"),
+    "a later schema": (lambda a: edit_json(a / BASE_FILE, schema=2), r"base\.json: schema is 2: expected 1; copy"),
+    "no token ids": (lambda a: edit_json(a / BASE_FILE, tokens=[]), r"base\.json: tokens is list: expected an object"),
+    "invalid JSON": (lambda a: (a / BASE_FILE).write_text("{"), r"base\.json: not valid JSON"),
+    "no adapter entry": (lambda a: edit_json(a / SAR_FILE, mask_adapter=None), "has no mask_adapter: expected one in"),
+    "an unknown token": (
+        lambda a: edit_json(a / SAR_FILE, fork_token="[F]", child_token="[C]"),
+        r"names the token '\[C\]': expected one of \[D\], as in base\.json",
+    ),
+    "another token id": (
+        lambda a: edit_json(a / BASE_FILE, tokens={"[D]": 629}),
+        r"token '\[D\]' gets the id 628, the adapter in .* was trained with 629: expected the tokenizer of base",
+    ),
+    "other sizes": (
+        lambda a: edit_base(a, "sizes", num_hidden_layers=3),
+        "its num_hidden_layers is 2, the adapter was trained on base with 3: expected that model as base",
+    ),
+    "other weights": (
+        lambda a: edit_base(a, "weights", float32="0" * 64),
+        "its weights in float32 have the digest [0-9a-f]{12}, the adapter was trained on base with 000000000000: expected",
+    ),
+    "no adapter": (lambda a: (a / ADAPTER_FILE).unlink(), r"but there is no mask_adapter\.safetensors: copy it"),
+    "an adapter cut off": (lambda a: cut(a / ADAPTER_FILE), r"mask_adapter\.safetensors: cannot be read: .*: copy"),
+    "another rank": (
+        lambda a: edit_adapter(a, rank=4),
+        r"has shape \(.*2.*\), the rank of mask_adapter in sar_config\.json is 4: expected rank x in for A",
+    ),
+    "a tensor missing": (
+        lambda a: edit_tensors(a / ADAPTER_FILE, lambda found: found.pop(HALF)),
+        rf"adapter lacks {HALF}: expected 28 tensors such as",
+    ),
+    "no embeddings": (lambda a: (a / EMBEDDINGS_FILE).unlink(), r"token_embeddings\.safetensors: cannot be read: "),
+    "embeddings cut off": (lambda a: cut(a / EMBEDDINGS_FILE), r"token_embeddings\.safetensors: cannot be read: "),
+    "fewer rows": (
+        lambda a: edit_tensors(a / EMBEDDINGS_FILE, lambda found: found.update(ids=found["ids"][1:].clone())),
+        "has rows of 11 tokens: expected the 12 tokens that base.json adds",
+    ),
+    "narrower rows": (
+        lambda a: edit_tensors(a / EMBEDDINGS_FILE, lambda found: found.update(input=torch.zeros(12, 63))),
+        r"has tensors with the shapes \{'input': \(12, 63\)\}: expected \{'input': \(12, 64\)\}; copy",
+    ),
+}
+
+
+def edit_base(folder: Path, entry: str, **values: Any) -> None:
+    content = json.loads((folder / BASE_FILE).read_text("utf-8"))["base"]
+    edit_json(folder / BASE_FILE, base={**content, entry: {**content[entry], **values}})
+
+
+def edit_adapter(folder: Path, **values: Any) -> None:
+    content = json.loads((folder / SAR_FILE).read_text("utf-8"))["mask_adapter"]
+    edit_json(folder / SAR_FILE, mask_adapter={**content, **values})
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("kind", SPOILS)
+def test_an_incomplete_or_wrong_adapter_folder_is_refused(base: Path, adapter: Path, tmp_path: Path, kind: str) -> None:
+    spoil, message = SPOILS[kind]
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(opened(base, folder), "float32")
+    assert str(tmp_path) in str(caught.value) or str(base) in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_another_model_of_the_same_sizes_is_refused_as_base(adapter: Path, tmp_path: Path, dtype: Any) -> None:
+    other = write_base(tmp_path / "other", seed=1)
+    with pytest.raises(CheckpointError, match=rf"other: its weights in {dtype} have the digest \w+, the adapter was"):
+        load_model(opened(other, adapter), dtype)
+
+
+def test_a_checkpoint_that_has_an_adapter_is_refused_as_base(adapter: Path, tuned: Path) -> None:
+    with pytest.raises(CheckpointError, match="tuned: has a mask adapter already: expected its base model, to add"):
+        opened(tuned, adapter)
+
+
+def test_an_adapter_alone_is_written_with_method_gated_lora_only(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "import json"}\n', "utf-8")
+    assert run(["tune", str(base), str(tmp_path / "t"), str(data), "--adapter-only"]) == 2
+    assert "--adapter-only has no effect with --method full: use --method gated-lora" in capsys.readouterr().err
+    gated = ["tune", str(base), str(adapter), str(data), "--adapter-only", "--method", "gated-lora"]
+    assert run(gated) == 3
+    assert "adapter: a trained adapter exists there" in capsys.readouterr().err

@@ -44,6 +44,7 @@ class Checkpoint:
     config: PreTrainedConfig
     tokens: TokenIds
     max_mask_slots: int
+    fork_by_default: bool  # whether a request may fork unless it says otherwise
     tokenizer: str  # content of tokenizer.json
     template: str | None  # chat template
     special_tokens: dict[str, str]
@@ -82,6 +83,7 @@ def open_checkpoint(
         config=config,
         tokens=tokens,
         max_mask_slots=mask_slots,
+        fork_by_default=read_sar_config(adapter or folder).get("fork_by_default", True),
         tokenizer=backend.to_str(),
         template=_template(tokenizer),
         special_tokens={

@@ -195,6 +195,7 @@ def manifest_for(
         weights=options.weights,
         activations=options.activations,
         embeddings=decoder.quantization.embeddings,
+        fork_by_default=checkpoint.fork_by_default,
         special_tokens=checkpoint.special_tokens,
         generation_config=checkpoint.generation,
         versions={

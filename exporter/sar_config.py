@@ -10,7 +10,7 @@ from spaceport.graphs.contract.faults import InputFault
 
 SAR_FILE = "sar_config.json"
 
-_ENTRIES = ("mask_tokens", "mask_slots", "fork_token", "child_token", "mask_adapter")
+_ENTRIES = ("mask_tokens", "mask_slots", "fork_token", "child_token", "fork_by_default", "mask_adapter")
 
 
 class CheckpointError(InputFault):
@@ -26,6 +26,8 @@ def read_sar_config(folder: Path) -> dict[str, Any]:
     unknown = sorted(set(entries) - set(_ENTRIES))
     if unknown:
         raise CheckpointError(f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}")
+    if not isinstance(entries.get("fork_by_default", True), bool):
+        raise CheckpointError(f"{file}: fork_by_default is {entries['fork_by_default']!r}: expected true or false")
     if not isinstance(entries.get("mask_tokens") or [], list):
         raise CheckpointError(f"{file}: mask_tokens is {entries['mask_tokens']!r}: expected a list")
     return entries

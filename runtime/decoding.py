@@ -52,7 +52,7 @@ class Decoding:
     - `timeout`: Seconds from the submission until the completion ends with what it has; default None: no limit.
     - `sampling`: Temperature, filters, penalties, bans and seed; default: greedy decoding.
     - `grammar`: Regular expression or JSON schema that the completion matches; it cannot fork then; default: none.
-    - `fork`: Whether the text may fork into threads; default None: if the model can and there is no grammar.
+    - `fork`: Whether the text may fork into threads; default None: if the bundle forks by default and there is no grammar.
     - `max_depth`: Maximum number of forks between the root thread and any thread; default 1.
 
     How fast it is generated; the tokens are the same:

@@ -13,7 +13,7 @@ from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
 # 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below
-SCHEMA = 4
+SCHEMA = 5
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -128,6 +128,7 @@ class Manifest:
     weights: Weights = "same"  # how linear layers' weights are stored; "same": in the signature's dtype
     activations: Activations = "float"  # how the inputs of layers with quantized weights are quantized
     embeddings: Embeddings = "same"  # how the input and output embeddings are stored
+    fork_by_default: bool = True  # whether requests may fork unless they say otherwise; False: forks change the output
     files: dict[str, FileRecord] = field(default_factory=dict)
     engines: dict[str, EngineRecord] = field(default_factory=dict)  # by file name in `engines/`
     versions: dict[str, str] = field(default_factory=dict)
@@ -191,6 +192,7 @@ def manifest_of(data: object) -> Manifest:
         weights=entries["weights"].one_of(WEIGHTS),
         activations=entries["activations"].one_of(ACTIVATIONS),
         embeddings=entries["embeddings"].one_of(EMBEDDINGS),
+        fork_by_default=entries["fork_by_default"].boolean(),
         files={name: _file(record) for name, record in entries["files"].members().items()},
         engines={name: _engine(name, record) for name, record in entries["engines"].members().items()},
         versions=entries["versions"].texts(),
@@ -201,7 +203,9 @@ def manifest_of(data: object) -> Manifest:
 
 def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
     """The entries of an older manifest under their present names, with defaults for those that it could not have."""
-    defaults: dict[str, Any] = {} if schema > 2 else {"activations": "float", "embeddings": "same"}
+    defaults: dict[str, Any] = {"fork_by_default": True}
+    if schema <= 2:
+        defaults |= {"activations": "float", "embeddings": "same"}
     if schema == 1:
         defaults |= {"weights": "same", "engines": {}}
     upgraded: dict[str, Any] = {

@@ -146,7 +146,9 @@ class Admission:
             raise OptionFault(
                 "fork is True: expected a bundle with a fork token, this one has none: leave the option out"
             )
-        return able and decoding.grammar is None if decoding.fork is None else decoding.fork
+        if decoding.fork is not None:
+            return decoding.fork
+        return able and self.bundle.manifest.fork_by_default and decoding.grammar is None
 
     def _max_length(self, ids: Sequence[int], max_tokens: int | None) -> int:
         free = self.max_seq_len - len(ids)

@@ -86,7 +86,7 @@ threads = options(
     click.option(
         "--fork/--no-fork",
         default=None,
-        help="Generate parts of the output in parallel threads; default: if the model was trained to.",
+        help="Generate parts of the output in parallel threads; default: if the bundle forks by default.",
     ),
     _int(
         "--max-threads",

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters
-from spaceport.tools.tune.mask_embeddings import train_mask_embeddings
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from spaceport.tools.tune.vocabulary import embedding_rows
 
 
@@ -31,20 +32,21 @@ class MergedModel:
 Merge = Callable[[], MergedModel]
 
 
-def apply_method(model: PreTrainedModel, settings: TrainingSettings, new: Sequence[int], masks: Sequence[int]) -> Merge:
-    """Select the trainable parameters; calling the result merges what was trained.
-
-    `new` are the ids of the mask, fork and child tokens.
-    """
+def apply_method(model: PreTrainedModel, settings: TrainingSettings, tokens: TokenIds) -> Merge:
+    """Select the trainable parameters; calling the result merges what was trained."""
+    new = [*tokens.mask, *tokens.fork_ids, *(() if tokens.child is None else (tokens.child,))]
     if settings.method == "full":
         model.requires_grad_(True)
         return lambda: MergedModel(model, None)
     model.requires_grad_(False)
     if settings.method == "gated-lora":
-        adapter = gate_model(model, masks, settings.rank, settings.alpha, settings.targets or (ALL_LINEAR,))
+        adapter = gate_model(model, tokens.mask, settings.rank, settings.alpha, settings.targets or (ALL_LINEAR,))
         for parameter in trainable_parameters(model):
             parameter.requires_grad_(True)
-        merge_embeddings = train_mask_embeddings(model, masks)
+        forking = settings.forks  # ordinary rows differ behind [Fork] and [Child] only, and in the logits of [Fork]
+        merge_embeddings = train_token_embeddings(
+            model, new if forking else tokens.mask, tokens.fork_ids if forking else ()
+        )
 
         def merge() -> MergedModel:
             merge_embeddings()

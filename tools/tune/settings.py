@@ -82,10 +82,10 @@ class TrainingSettings:
                 f"--target {self.targets[0]} with --method {self.method}, which adds no adapters: expected --method lora or "
                 "gated-lora"
             )
-        if self.method == "gated-lora" and self.objective != "sar":
+        if self.method == "gated-lora" and self.objective == "apar":
             raise OptionFault(
-                f"--method gated-lora with --objective {self.objective}: it leaves the base model's output unchanged, so "
-                "[Fork] cannot be learned; expected --objective sar, or another method"
+                "--method gated-lora with --objective apar: its adapters act on mask rows, and there are none; expected "
+                "--objective sar or both, or --method embeddings"
             )
 
     @property

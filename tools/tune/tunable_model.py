@@ -48,12 +48,6 @@ class TunableModel:
     def tokens(self) -> TokenIds:
         return self.encoder.tokens
 
-    @property
-    def new_ids(self) -> list[int]:
-        """Ids of the mask, fork and child tokens, whose embeddings every method trains."""
-        more = (self.tokens.fork, self.tokens.child)
-        return [*self.tokens.mask, *(token for token in more if token is not None)]
-
 
 def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, requested: TokenNames) -> TunableModel:
     """Open a checkpoint for tuning and add the special tokens that the objective needs."""

@@ -48,7 +48,7 @@ def write_checkpoint(
         shutil.copyfile(own, folder / _GENERATION_FILE)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates files that only the owner can read
-    write_sar_config(folder, _sar_config(tunable))
+    write_sar_config(folder, _sar_config(tunable, tuned))
     if tuned.adapter is not None:
         write_adapter(folder, model, tuned.adapter)
     return dtype
@@ -67,19 +67,21 @@ def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) 
             adapter_state(tuned.model),
             {name: int(backend.token_to_id(name)) for name in tunable.names.all},
             embedding_tables(tuned.model),
-            _sar_config(tunable),
+            _sar_config(tunable, tuned),
         ),
     )
 
 
-def _sar_config(tunable: TunableModel) -> dict[str, Any]:
+def _sar_config(tunable: TunableModel, tuned: MergedModel) -> dict[str, Any]:
     """The special tokens of the tuned model, as entries of sar_config.json."""
-    return {
+    entries = {
         "mask_tokens": list(tunable.names.masks),
         "mask_slots": tunable.mask_slots or None,
         "fork_token": tunable.names.fork,
         "child_token": tunable.names.child,
     }
+    # The base model's output must not change unless a request asks for forks.
+    return entries if tuned.adapter is None or tunable.names.fork is None else {**entries, "fork_by_default": False}
 
 
 def _wide_enough(weights: Iterable[Tensor], dtype: torch.dtype) -> torch.dtype:

@@ -165,22 +165,23 @@ def _select_parameters(
             f"--method {job.settings.method} under {accelerator.distributed_type.value}: sharded weights support only "
             "--method full; expected that, or processes that each hold the whole model"
         )
-    merge = apply_method(tunable.model, job.settings, tunable.new_ids, tunable.tokens.mask)
-    if job.recompute:  # recomputed layers run without a cache, so all rows take one pass
+    merge = apply_method(tunable.model, job.settings, tunable.tokens)
+    if job.recompute:
         checkpoint_layers(tunable.model)
-        return packed_model, merge
     if job.settings.method != "gated-lora":
         return packed_model, merge
-    frozen_base = frozen_base_model_of(packed_model)
+    # Recomputed layers run without a cache, and the rows behind [Fork] and [Child] have gradients: one pass.
+    if not (job.recompute or job.settings.forks):
+        packed_model = frozen_base_model_of(packed_model)
     if not job.bf16:
-        return frozen_base, merge
+        return packed_model, merge
     restore = convert_frozen(tunable.model, torch.bfloat16)
 
     def restore_and_merge() -> MergedModel:
         restore()
         return merge()
 
-    return frozen_base, restore_and_merge
+    return packed_model, restore_and_merge
 
 
 def _identity(job: TuningJob) -> dict[str, list[str]]:

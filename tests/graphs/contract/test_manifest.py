@@ -53,7 +53,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(5, "schema is 5, this version reads up to 4: update spaceport")])
+@pytest.mark.parametrize(("schema", "message"), [(6, "schema is 6, this version reads up to 5: update spaceport")])
 def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: int, message: str) -> None:
     """A newer schema may have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
@@ -63,6 +63,7 @@ def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: 
 NUMBER = "expected a whole number of at least"
 WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("schema",), [0, "1", None, 1.0, True], NUMBER),
+    (("fork_by_default",), ["no", 1, None], "expected true or false"),
     (("max_mask_slots",), [-1, "2", None, 2.0, True, [2]], NUMBER),
     (("max_mask_slots",), [65, 10**9], "expected at most 64"),
     (("max_mask_slots",), [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
@@ -204,6 +205,7 @@ def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> Non
             manifest_data["weights"],
             manifest_data["activations"],
             manifest_data["embeddings"],
+            manifest_data["fork_by_default"],
         )
 
     edit(bundle, older)
@@ -214,7 +216,7 @@ def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> Non
 def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> None:
     def older(manifest_data: dict[str, Any]) -> None:
         manifest_data.update(schema=2, weights="int4")
-        del manifest_data["activations"], manifest_data["embeddings"]
+        del manifest_data["activations"], manifest_data["embeddings"], manifest_data["fork_by_default"]
 
     edit(bundle, older)
     manifest = open_bundle(bundle).manifest
@@ -224,6 +226,7 @@ def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> No
 def test_a_bundle_of_the_third_schema_opens_with_its_older_names(bundle: Path) -> None:
     def older(manifest_data: dict[str, Any]) -> None:
         manifest_data["schema"] = 3
+        del manifest_data["fork_by_default"]
         manifest_data["family"] = manifest_data.pop("model_type")
         manifest_data["generation"] = manifest_data.pop("generation_config")
         for engine in manifest_data["engines"].values():

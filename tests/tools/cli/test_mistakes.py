@@ -202,7 +202,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "no such folder: expected a bundle, the folder that `spaceport export` wrote"),
     "no manifest": (lambda b: (b / MANIFEST_FILE).unlink(), r"no manifest\.json in it: expected a bundle"),
     "no JSON": (lambda b: (b / MANIFEST_FILE).write_text("{"), r"manifest\.json: .*copy the bundle again or export"),
-    "newer": (lambda b: edit(b, lambda m: m.update(schema=5)), "schema is 5, this version reads up to 4: update"),
+    "newer": (lambda b: edit(b, lambda m: m.update(schema=6)), "schema is 6, this version reads up to 5: update"),
     "other weights": (lambda b: (b / "model.onnx.data").write_bytes(b""), "0 bytes, the manifest says .*: copy the"),
     "linked weights": (lambda b: (b.parent / "x").hardlink_to(b / MODEL_FILE), r"2 hard links.*copy the bundle \(cp"),
 }

@@ -7,15 +7,16 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.tune.frozen_base import frozen_base_model_of
 from spaceport.tools.tune.head_loss import head_loss
-from spaceport.tools.tune.mask_embeddings import train_mask_embeddings
 from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.packed_model import COUNT, LOSS, PackedModel, packed_model_of, run
 from spaceport.tools.tune.packing import MaskGroup, PackedBatch, collate, pack
 from spaceport.tools.tune.samples import Sample
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from support.families import FAMILIES, Family, build
 
 MASK = 96  # the last token of the tiny vocabulary
@@ -49,7 +50,7 @@ def test_two_passes_give_the_losses_and_gradients_of_one_pass(family: Family) ->
     model = build(family)
     one = packed_model_of(model, 3)
     try:
-        apply_method(model, TrainingSettings(method="gated-lora", rank=4), [MASK], [MASK])
+        apply_method(model, TrainingSettings(method="gated-lora", rank=4), TokenIds(mask=(MASK,)))
     except UnsupportedModel:  # experts and other matrices that cannot have adapters
         assert family.name not in ("llama", "gemma2", "qwen3", "glm", "falcon", "opt")
         return
@@ -113,7 +114,7 @@ def test_mask_embeddings_are_written_to_the_table_when_they_are_merged(model: Ll
     model.requires_grad_(False)
     ids = torch.tensor([[5, MASK, 7, 95, MASK]])
     before = model(input_ids=ids).logits
-    merge = train_mask_embeddings(model, [MASK, 95])
+    merge = train_token_embeddings(model, [MASK, 95])
     assert torch.equal(model(input_ids=ids).logits, before)
     (rows,) = (parameter for parameter in model.parameters() if parameter.requires_grad)
     with torch.no_grad():
@@ -122,4 +123,4 @@ def test_mask_embeddings_are_written_to_the_table_when_they_are_merged(model: Ll
     merge()
     assert torch.allclose(model.base_model(input_ids=ids)[0], changed, atol=1e-5)
     assert not torch.equal(changed, before)
-    assert "mask_rows" not in " ".join(model.state_dict())
+    assert "trained_rows" not in " ".join(model.state_dict())

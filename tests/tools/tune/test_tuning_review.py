@@ -73,7 +73,7 @@ def test_gated_adapters_train_the_embeddings_of_mask_tokens_only() -> None:
     model = load_model(open_checkpoint(TINY, TokenFlags()), "float32")
     table = model.get_input_embeddings().weight
     before = table.detach().clone()
-    merge = apply_method(model, TrainingSettings(method="gated-lora"), [MASK, 5, 6], [MASK])
+    merge = apply_method(model, TrainingSettings(method="gated-lora"), TokenIds(mask=(MASK,), fork=5, child=6))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model(input_ids=torch.tensor([[0, MASK, 5, 6, 7]])).logits.square().sum().backward()
     torch.optim.SGD(trainable, lr=0.1).step()

@@ -135,6 +135,11 @@ def gate_model(
     return Adapter(rank, alpha, tuple(dict.fromkeys(name.rpartition(".")[2] for name in found)))
 
 
+def gated_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """The mask tokens on whose rows the adapters of a model act; none for a model without adapters."""
+    return next((module.gate.mask_ids for module in _gated(model).values()), ())
+
+
 @contextmanager
 def uniform_rows(model: PreTrainedModel, masks: bool) -> Iterator[None]:
     """Calls in which the caller guarantees that all rows are mask rows, or that none is: adapters cost less, or nothing."""
@@ -198,6 +203,13 @@ def fold_scale(model: PreTrainedModel) -> None:
     for module in _gated(model).values():
         module.B.detach().mul_(module.scale)
         module.scale = 1.0
+
+
+def unfold_scale(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Take the adapters' scale out of B again, so that they are trained as they were first."""
+    for module in _gated(model).values():
+        module.scale = adapter.alpha / adapter.rank
+        module.B.detach().div_(module.scale)
 
 
 def _gated(model: PreTrainedModel) -> dict[str, GatedLinear]:

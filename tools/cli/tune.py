@@ -63,6 +63,7 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
         log_every=given["log_every"],
         resume=given["resume"],
         overwrite=given["overwrite"],
+        adapter=given["adapter"],
         adapter_only=given["adapter_only"],
         remote_code=given["trust_remote_code"],
         distillation=Distillation(given["bundle"]) if given["self_distill"] else None,

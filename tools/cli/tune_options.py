@@ -34,7 +34,7 @@ class Tune(Sectioned):
         "objective": "Objective",
         "validation": "Data",
         "epochs": "Optimization",
-        "rank": "LoRA adapters",
+        "adapter": "LoRA adapters",
         "mask_token": "Special tokens",
         "save_every": "Output and resuming",
     }
@@ -198,6 +198,12 @@ optimization_options = options(
 )
 
 adapter_options = options(
+    click.option(
+        "--adapter",
+        type=PATH,
+        metavar="FOLDER",
+        help="Train the adapter in this folder further, with its rank, alpha and layers; CHECKPOINT is its base model.",
+    ),
     click.option("--rank", type=int, default=16, metavar="R", **_SHOWN, help="LoRA rank."),
     click.option(
         "--alpha",
@@ -273,7 +279,13 @@ def check_use(context: click.Context) -> None:
                 f"with --method {method}",
                 "use --method lora or gated-lora",
             ),
-            Unused(method != "gated-lora", ("adapter_only",), f"with --method {method}", "use --method gated-lora"),
+            Unused(context.params["adapter"] is not None, _ADAPTING, "with --adapter", "use those of the folder"),
+            Unused(
+                method != "gated-lora",
+                ("adapter", "adapter_only"),
+                f"with --method {method}",
+                "use --method gated-lora",
+            ),
             Unused(not context.params["self_distill"], ("bundle",), "without --self-distill", "add --self-distill"),
         ),
     )

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from spaceport.graphs.gated import uniform_rows
+from spaceport.graphs.gated import gated_tokens, uniform_rows
 from spaceport.graphs.kv import PrefixCache, RecordingCache
 from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits
 from spaceport.graphs.output_rows import rows_selected
@@ -84,8 +84,9 @@ def frozen_base_model_of(packed: PackedModel) -> FrozenBaseModel:
         positions = torch.arange(length, device=ids.device)[None]
         visible = (positions[0, :, None] >= positions[0, None, :])[None]
         wanted = torch.ones_like(ids, dtype=torch.bool)
-        expected = packed.logits(ids, positions, visible, wanted)
         split = length // 2
+        ids[:, split:] = gated_tokens(packed.model)[0] if gated_tokens(packed.model) else ids[:, split:]
+        expected = packed.logits(ids, positions, visible, wanted)
         found, hidden = model.split_logits(ids, positions, visible, split, wanted[:, split:])
         require_equal_logits(packed.model, "in two passes", found, expected[split:])
         head = packed.model.get_output_embeddings()

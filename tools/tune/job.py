@@ -30,6 +30,7 @@ class TuningJob:
     log_every: int = 10  # steps
     resume: bool = False
     overwrite: bool = False
+    adapter: Path | None = None  # adapter folder to train further
     adapter_only: bool = False  # write the adapter of method gated-lora without the base weights
     remote_code: bool = False
     distillation: Distillation | None = None

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters
+from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters, unfold_scale
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from spaceport.tools.tune.vocabulary import embedding_rows
@@ -32,15 +32,24 @@ class MergedModel:
 Merge = Callable[[], MergedModel]
 
 
-def apply_method(model: PreTrainedModel, settings: TrainingSettings, tokens: TokenIds) -> Merge:
-    """Select the trainable parameters; calling the result merges what was trained."""
+def apply_method(
+    model: PreTrainedModel, settings: TrainingSettings, tokens: TokenIds, existing: Adapter | None = None
+) -> Merge:
+    """Select the trainable parameters; calling the result merges what was trained.
+
+    With an `existing` adapter, which the model has already, its parameters are trained further.
+    """
     new = [*tokens.mask, *tokens.fork_ids, *(() if tokens.child is None else (tokens.child,))]
     if settings.method == "full":
         model.requires_grad_(True)
         return lambda: MergedModel(model, None)
     model.requires_grad_(False)
     if settings.method == "gated-lora":
-        adapter = gate_model(model, tokens.mask, settings.rank, settings.alpha, settings.targets or (ALL_LINEAR,))
+        if existing is None:
+            adapter = gate_model(model, tokens.mask, settings.rank, settings.alpha, settings.targets or (ALL_LINEAR,))
+        else:
+            adapter = existing
+            unfold_scale(model, adapter)
         for parameter in trainable_parameters(model):
             parameter.requires_grad_(True)
         forking = settings.forks  # ordinary rows differ behind [Fork] and [Child] only, and in the logits of [Fork]

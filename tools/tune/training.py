@@ -96,8 +96,8 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done or the time budget is used up."""
-        return self._schedule_position() >= self.batches.steps
+        """Whether all steps are done or the time budget is used up; one step is always done."""
+        return self.step > 0 and self._schedule_position() >= self.batches.steps
 
     @property
     def seconds_left(self) -> float | None:

@@ -15,6 +15,7 @@ from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
+from spaceport.graphs.gated import Adapter
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TrainingSettings
 from spaceport.tools.tune.token_names import TokenNames, resolve_token_names
@@ -43,6 +44,7 @@ class TunableModel:
     encoder: ConversationEncoder
     mask_slots: int  # of the tuned model
     base: BaseIdentity | None  # of the checkpoint, for a gated adapter
+    adapter: Adapter | None  # of the model: it is trained further
 
     @property
     def tokens(self) -> TokenIds:
@@ -52,14 +54,18 @@ class TunableModel:
 def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, requested: TokenNames) -> TunableModel:
     """Open a checkpoint for tuning and add the special tokens that the objective needs."""
     folder = checkpoint.folder
-    if checkpoint.adapter is not None:
+    added = checkpoint.adapter_folder
+    if checkpoint.adapter is not None and added is None:
         raise InputFault(f"{folder}: has a mask adapter: expected plain weights; tune its base checkpoint instead")
     tokenizer = load_tokenizer(checkpoint)
     tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files enable it
     tokenizer.backend_tokenizer.no_padding()
     model = load_model(checkpoint, "float32")
-    base = identity_of(folder.stem, model) if settings.method == "gated-lora" else None
-    names = resolve_token_names(settings.slots, settings.distinct, settings.forks, requested, read_sar_config(folder))
+    base = None if added is None else added.base
+    if base is None and settings.method == "gated-lora":
+        base = identity_of(folder.stem, model)
+    sar_config = read_sar_config(folder if added is None else added.path)
+    names = resolve_token_names(settings.slots, settings.distinct, settings.forks, requested, sar_config)
     if len(set(names.all)) < len(names.all):
         raise OptionFault(f"special tokens {', '.join(names.all)} are not all different: expected one name for each")
     ids = add_tokens(tokenizer, model, names.all)
@@ -72,7 +78,9 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     )
     slots = settings.slots or checkpoint.max_mask_slots
     encoder = conversation_encoder(tokenizer, tokens)
-    return TunableModel(folder, model, _dtype_of(checkpoint.config), tokenizer, names, encoder, slots, base)
+    return TunableModel(
+        folder, model, _dtype_of(checkpoint.config), tokenizer, names, encoder, slots, base, checkpoint.adapter
+    )
 
 
 def cutoff_for(settings: TrainingSettings, positions: int) -> int:

@@ -15,13 +15,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 
+from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import ADAPTER_FOLDER
 from spaceport.exporter.atomic_folder import FolderKind, check_target, writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import record_of
-from spaceport.graphs.gated import checkpoint_layers
+from spaceport.graphs.gated import Adapter, checkpoint_layers
 from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.card import CardFacts, write_card
 from spaceport.tools.tune.conversation_encoder import ConversationError
@@ -49,7 +50,8 @@ def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOu
     torch.manual_seed(job.settings.seed)
     existing = StateFolder(job.target, False)  # read only: the main process is known once accelerate has started
     existing.check_resume(job.resume)
-    checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code)
+    checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code, job.adapter)
+    job = replace(job, settings=_adapter_settings(job.settings, checkpoint.adapter))
     callbacks.on_stage("reading the data")
     texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
     identity = _identity(job)
@@ -135,6 +137,8 @@ def _kind(job: TuningJob) -> FolderKind:
 def _check(job: TuningJob) -> None:
     """Raise for invalid options before anything is loaded."""
     check_target(job.target, job.overwrite, _kind(job))
+    if job.adapter is not None and job.settings.method != "gated-lora":
+        raise OptionFault(f"--adapter with --method {job.settings.method}: expected --method gated-lora")
     if job.adapter_only and job.settings.method != "gated-lora":
         raise OptionFault(f"--adapter-only with --method {job.settings.method}: expected --method gated-lora")
     if job.target.resolve() == job.checkpoint.resolve():
@@ -151,6 +155,13 @@ def _check(job: TuningJob) -> None:
         raise OptionFault("no data: expected at least one JSONL file")
 
 
+def _adapter_settings(settings: TrainingSettings, adapter: Adapter | None) -> TrainingSettings:
+    """The settings with those of an adapter that is trained further."""
+    if adapter is None:
+        return settings
+    return replace(settings, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
+
+
 def _select_parameters(
     job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
 ) -> tuple[PackedModel, Merge]:
@@ -165,7 +176,7 @@ def _select_parameters(
             f"--method {job.settings.method} under {accelerator.distributed_type.value}: sharded weights support only "
             "--method full; expected that, or processes that each hold the whole model"
         )
-    merge = apply_method(tunable.model, job.settings, tunable.tokens)
+    merge = apply_method(tunable.model, job.settings, tunable.tokens, tunable.adapter)
     if job.recompute:
         checkpoint_layers(tunable.model)
     if job.settings.method != "gated-lora":
@@ -191,6 +202,7 @@ def _identity(job: TuningJob) -> dict[str, list[str]]:
         "data": [f"{path.name} {_digest(path)}" for path in job.data],
         "validation": [f"{path.name} {_digest(path)}" for path in job.validation],
         "checkpoint": [f"{path.name} {_digest(path)}" for path in own if path.exists()],
+        **({} if job.adapter is None else {"adapter": [_digest(job.adapter / ADAPTER_FILE)]}),
         "tokens": list(job.names.all),
         "self-distill": [str(job.distillation is not None)],
         "bf16": [str(job.bf16)],

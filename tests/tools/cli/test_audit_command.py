@@ -120,6 +120,7 @@ def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
         {"messages": [user]},
         {"messages": [user, answer]},
         {"messages": [user, answer, user, answer]},
+        {"kind": "chat", "messages": [user, answer, user]},
         {"prompt": "c", "response": "d"},
         {"text": "{"},
     ]
@@ -128,8 +129,9 @@ def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
         AuditPrompt(1, (user,)),
         AuditPrompt(2, (user,)),
         AuditPrompt(3, (user, answer, user)),
-        AuditPrompt(4, ({"role": "user", "content": "c"},), "c"),
-        AuditPrompt(5, "{"),
+        AuditPrompt(4, (user, answer, user), kind="chat"),
+        AuditPrompt(5, ({"role": "user", "content": "c"},), "c"),
+        AuditPrompt(6, "{"),
     ]
 
 
@@ -146,6 +148,7 @@ def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
         (b'{"text": "a", "prompt": "b"}\n', 'line 1: has "prompt" and "text": expected one of'),
         (b'{"text": 3}\n', 'line 1: "text" is 3: expected text'),
         (b'{"prompt": " "}\n', "line 1: \"prompt\" is ' ': expected text"),
+        (b'{"text": "a", "kind": 7}\n', 'line 1: "kind" is 7: expected text, such as "code"'),
         (b'{"messages": []}\n', r'line 1: "messages" is \[\]: expected a list of turns'),
         (b'{"messages": ["a"]}\n', r"line 1: \"messages\" is \['a'\]: expected a list of turns"),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),

@@ -23,6 +23,7 @@ class AuditPrompt:
     line: int  # line number in the file, from 1
     prompt: str | tuple[Message, ...]
     untemplated: str | None = None  # the prompt for a model without a chat template
+    kind: str = ""  # what the prompt asks for, such as "code"; empty if the file does not say
 
 
 @dataclass(frozen=True)
@@ -90,25 +91,26 @@ def _parsed(path: Path, number: int, line: str) -> AuditPrompt:
     if len(keys) != 1:
         found = " and ".join(f'"{key}"' for key in keys) or "none of them"
         raise InputFault(f"{path} line {number}: has {found}: {_EXPECTED}")
-    value = data[keys[0]]
+    value, kind = data[keys[0]], data.get("kind", "")
+    if not isinstance(kind, str):
+        raise InputFault(f'{path} line {number}: "kind" is {_shown(kind)}: expected text, such as "code"')
     if keys[0] == "messages":
-        return AuditPrompt(number, _before_last_answer(path, number, value))
+        return AuditPrompt(number, _before_last_answer(path, number, value), kind=kind)
     if not isinstance(value, str) or not value.strip():
         raise InputFault(f'{path} line {number}: "{keys[0]}" is {_shown(value)}: expected text')
     if keys[0] == "text":
-        return AuditPrompt(number, value)
-    return AuditPrompt(number, ({"role": "user", "content": value},), value)
+        return AuditPrompt(number, value, kind=kind)
+    return AuditPrompt(number, ({"role": "user", "content": value},), value, kind)
 
 
 def _before_last_answer(path: Path, number: int, messages: Any) -> tuple[Message, ...]:
-    """The turns before the assistant's last one, or all turns if the assistant has none."""
+    """All turns, without the last one if it is the assistant's."""
     turns = messages if isinstance(messages, list) else []
     if not turns or not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns):
         raise InputFault(
             f'{path} line {number}: "messages" is {_shown(messages)}: expected a list of turns, each with "role" and "content"'
         )
-    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    before = tuple(turns[: answers[-1]] if answers else turns)
+    before = tuple(turns[:-1] if turns[-1]["role"] == "assistant" else turns)
     if not before:
         raise InputFault(f"{path} line {number}: the first turn is the assistant's: expected a user turn before it")
     return before

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spaceport.tools.bench.compare.pins import BUILD, ENVIRONMENTS, UNWANTED
 from spaceport.tools.bench.compare.subjects import Peer, Skipped
-from spaceport.tools.bench.compare.work_folder import WorkFolder
+from spaceport.tools.bench.compare.work_folder import Environments, WorkFolder
 
 OnProgress = Callable[[str], None]
 BUNDLES = ("float32", "int8", "int4")
@@ -41,7 +41,7 @@ def set_up(work: WorkFolder, peers: Sequence[Peer], on_progress: OnProgress) -> 
     return failed
 
 
-def create(work: WorkFolder, name: str, on_progress: OnProgress) -> None:
+def create(work: Environments, name: str, on_progress: OnProgress) -> None:
     """Create an environment with the pinned versions, from the package index that pip is configured for."""
     if work.installed(name):
         return

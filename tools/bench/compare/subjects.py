@@ -102,13 +102,13 @@ def bundle_subjects(bundles: Sequence[Path]) -> list[Subject]:
     return subjects
 
 
-def chosen(names: str) -> tuple[Peer, ...]:
+def chosen(names: str, peers: Sequence[Peer] = PEERS) -> tuple[Peer, ...]:
     """The peers in a list such as `openvino-genai int8,ctranslate2`; a runtime's name selects all its formats."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    known = {peer.name for peer in PEERS} | {peer.environment for peer in PEERS}
+    known = {peer.name for peer in peers} | {peer.environment for peer in peers}
     if unknown := [name for name in wanted if name not in known]:
         raise OptionFault(f"--peers names {unknown[0]!r}: expected any of {', '.join(sorted(known))}, with commas")
-    return tuple(peer for peer in PEERS if peer.name in wanted or peer.environment in wanted)
+    return tuple(peer for peer in peers if peer.name in wanted or peer.environment in wanted)
 
 
 def peer_subject(peer: Peer, work: WorkFolder, gguf: Path | None) -> Subject | Skipped:

@@ -15,13 +15,11 @@ _BLOCK = 1 << 16
 _RECORD = "spaceport-pins.json"
 
 
-class WorkFolder:
-    """`environments/NAME` and `models/CHECKPOINT-FINGERPRINT/NAME` below one folder."""
+class Environments:
+    """The virtual environments `environments/NAME` below one folder, and the logs beside them."""
 
-    def __init__(self, folder: Path, checkpoint: Path) -> None:
-        if not (checkpoint / "config.json").is_file():
-            raise InputFault(f"{checkpoint}: has no config.json: expected a Hugging Face checkpoint folder")
-        self.folder, self.checkpoint = folder.absolute(), checkpoint.absolute()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
 
     def environment(self, name: str) -> Path:
         """Folder of a virtual environment."""
@@ -40,6 +38,21 @@ class WorkFolder:
         """Record that an environment is complete."""
         (self.environment(name) / _RECORD).write_text(json.dumps(ENVIRONMENTS[name]) + "\n", "utf-8")
 
+    @property
+    def logs(self) -> Path:
+        """Folder of the output of installations, conversions and workers."""
+        return self.folder / "logs"
+
+
+class WorkFolder(Environments):
+    """Environments, and converted models in `models/CHECKPOINT-FINGERPRINT/NAME`."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        super().__init__(folder)
+        if not (checkpoint / "config.json").is_file():
+            raise InputFault(f"{checkpoint}: has no config.json: expected a Hugging Face checkpoint folder")
+        self.checkpoint = checkpoint.absolute()
+
     @cached_property
     def models(self) -> Path:
         """Folder of the models converted from this checkpoint."""
@@ -48,11 +61,6 @@ class WorkFolder:
     def model(self, name: str) -> Path:
         """Folder of one converted model."""
         return self.models / name
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the output of installations, conversions and workers."""
-        return self.folder / "logs"
 
 
 def fingerprint(checkpoint: Path) -> str:

@@ -136,22 +136,9 @@ class WorkerPool:
             self._remove(name)
 
     def _open(self, subject: Subject) -> Worker:
-        worker = start(subject, self.options.threads, self.options.logs, self.options.timeout)
-        read_files(subject.model)
-        settings = {
-            "model": str(subject.model),
-            "threads": self.options.threads,
-            "length": self.options.workload.length,
-        }
-        try:
-            answer = worker.call("open", {**settings, **subject.options})
-            if isinstance(answer, UnsupportedCall):
-                raise WorkerFailed(answer.reason)
-            worker.opened = answer
-            worker.wait_until_idle(self.options.idle_limit)
-        except WorkerFailed:
-            worker.close()
-            raise
+        options = self.options
+        worker = start(subject, options.threads, options.logs, options.timeout)
+        open_model(worker, options.workload.length, options.threads, options.idle_limit)
         self.workers[subject.name] = worker
         return worker
 
@@ -185,6 +172,21 @@ def measure_all(options: RunOptions, subjects: Sequence[Subject], on_progress: O
             on_progress("warm up" if round_ == _WARM_UP else f"round {round_ + 1} of {options.rounds}")
             pool.run_round(round_)
         return pool
+
+
+def open_model(worker: Worker, length: int, threads: int, idle_limit: float) -> None:
+    """Open the model of a worker for contexts of this length; a worker that fails is closed."""
+    read_files(worker.subject.model)
+    settings = {"model": str(worker.subject.model), "threads": threads, "length": length}
+    try:
+        answer = worker.call("open", {**settings, **worker.subject.options})
+        if isinstance(answer, UnsupportedCall):
+            raise WorkerFailed(answer.reason)
+        worker.opened = answer
+        worker.wait_until_idle(idle_limit)
+    except WorkerFailed:
+        worker.close()
+        raise
 
 
 def read_files(path: Path) -> None:

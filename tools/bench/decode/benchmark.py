@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spaceport.graphs.contract.faults import OptionFault
@@ -15,7 +14,8 @@ from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.decode.measuring import measure
 from spaceport.tools.bench.decode.modes import DEFAULT, PLAIN, DecodeMode, modes_for
 from spaceport.tools.bench.decode.options import DecodeOptions
-from spaceport.tools.bench.decode.replay import SyntheticTexts, replay_runtime, synthetic_texts
+from spaceport.tools.bench.decode.replay import replay_runtime, synthetic_texts
+from spaceport.tools.bench.decode.runtimes import mode_runtimes
 from spaceport.tools.bench.decode.summary import DecodeReport, summarized
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
 
@@ -46,7 +46,14 @@ def benchmark(
         texts = None
         if options.replay is not None:
             texts, prompts = synthetic_texts(base, options, [len(prompt.tokens) for prompt in prompts])
-        with _runtimes(base, modes, options, texts, len(prompts)) as runtimes:
+        queue = options.requests * len(prompts)
+
+        def open_runtime(costs: StepCosts) -> Runtime:
+            if texts is None:
+                return Runtime(base.bundle, base.engine, base.max_seq_len, queue_limit=queue, costs=costs)
+            return replay_runtime(base, texts, options.replay or (), queue, costs)
+
+        with mode_runtimes(base, modes, open_runtime) as runtimes:
             measured = measure(modes, runtimes, prompts, options, on_progress)
     return DecodeReport(
         bundle.absolute().name,
@@ -71,23 +78,3 @@ def _modes(manifest: Manifest, options: DecodeOptions) -> tuple[DecodeMode, ...]
         if unknown := [name for name in names if name not in _REPLAY_MODES]:
             raise OptionFault(f"--modes names {unknown[0]!r} with --replay: expected {' and '.join(_REPLAY_MODES)}")
     return modes_for(manifest, options.max_tokens, names, options.fixed)
-
-
-@contextmanager
-def _runtimes(
-    base: Runtime, modes: Sequence[DecodeMode], options: DecodeOptions, texts: SyntheticTexts | None, prompts: int
-) -> Iterator[dict[str, Runtime]]:
-    """A runtime for each mode, all on one engine; none shares what it learns about costs and acceptance."""
-    found: dict[str, Runtime] = {}
-    queue = options.requests * prompts
-    try:
-        for mode in modes:
-            costs = StepCosts(base.costs.table, fixed=base.costs.fixed)
-            if texts is None:
-                found[mode.name] = Runtime(base.bundle, base.engine, base.max_seq_len, queue_limit=queue, costs=costs)
-            else:
-                found[mode.name] = replay_runtime(base, texts, options.replay or (), queue, costs)
-        yield found
-    finally:
-        for runtime in found.values():
-            runtime.close()

@@ -177,21 +177,24 @@ def _add(
                 measured.different[mode.name, temperature] += 1
                 threads = (expected.threads, completion.threads)
                 line = prompts[prompt].line
-                measured.differences.append(_difference(mode, temperature, number, line, found, threads))
+                measured.differences.append(
+                    difference_at((mode.name, mode.reference), temperature, number, line, found, threads)
+                )
 
 
-def _difference(
-    mode: DecodeMode,
+def difference_at(
+    names: tuple[str, str],
     temperature: float,
     number: int,
     line: int,
     found: tuple[Path, int],
     threads: tuple[Mapping[Path, ThreadTokens], Mapping[Path, ThreadTokens]],
 ) -> Difference:
+    """The difference between a mode and its reference at a thread and position; `threads` has the reference's first."""
     path, position = found
     both = [each.get(path) for each in threads]
     start = next(each.start for each in both if each is not None)
     expected, token = (
         each.tokens[position] if each is not None and position < len(each.tokens) else None for each in both
     )
-    return Difference(mode.name, mode.reference, temperature, number, line, path, position - start + 1, expected, token)
+    return Difference(*names, temperature, number, line, path, position - start + 1, expected, token)

@@ -12,7 +12,7 @@ from spaceport.runtime.decoding import Decoding
 PLAIN, DEFAULT, FORKED = "plain", "default", "forked"
 MODES = (PLAIN, "lookup", "masks", DEFAULT, FORKED, "forked+drafted")
 _MASKED = ("masks",)  # modes that need mask slots
-_FORKING = (FORKED, "forked+drafted")
+FORKING = (FORKED, "forked+drafted")
 _EXPECTED = f"expected comma-separated names among {', '.join(MODES)}"
 
 
@@ -43,7 +43,7 @@ def modes_for(
     for name in names or ():
         _check(name, manifest)
     wanted = set(names if names is not None else _all_of(manifest)) | {PLAIN}
-    if wanted & set(_FORKING):
+    if wanted & set(FORKING):
         wanted.add(FORKED)
     chosen = [_mode(name, max_tokens) for name in MODES if name in wanted]
     return (*chosen, *(_chain(slots, max_tokens, manifest) for slots in dict.fromkeys(fixed)))
@@ -53,7 +53,7 @@ def _all_of(manifest: Manifest) -> list[str]:
     """All modes that the bundle supports; without mask slots "default" is prompt lookup, so "lookup" is left out."""
     left_out = {
         *(() if manifest.max_mask_slots else (*_MASKED, "lookup")),
-        *(() if manifest.tokens.fork is not None else _FORKING),
+        *(() if manifest.tokens.fork is not None else FORKING),
     }
     return [name for name in MODES if name not in left_out]
 
@@ -61,14 +61,14 @@ def _all_of(manifest: Manifest) -> list[str]:
 def _check(name: str, manifest: Manifest) -> None:
     if name in _MASKED and not manifest.max_mask_slots:
         raise OptionFault(f"--modes names {name!r}: expected a bundle with mask slots, this one has none: leave it out")
-    if name in _FORKING and manifest.tokens.fork is None:
+    if name in FORKING and manifest.tokens.fork is None:
         raise OptionFault(
             f"--modes names {name!r}: expected a bundle with a fork token, this one has none: leave it out"
         )
 
 
 def _mode(name: str, max_tokens: int) -> DecodeMode:
-    default = Decoding(max_tokens=max_tokens, fork=name in _FORKING)
+    default = Decoding(max_tokens=max_tokens, fork=name in FORKING)
     plain = replace(default, mask_slots=0, lookup=0)
     decoding = {
         PLAIN: plain,
@@ -76,7 +76,7 @@ def _mode(name: str, max_tokens: int) -> DecodeMode:
         "masks": replace(default, lookup=0),
         FORKED: plain,
     }.get(name, default)
-    return DecodeMode(name, decoding, FORKED if name in _FORKING else PLAIN)
+    return DecodeMode(name, decoding, FORKED if name in FORKING else PLAIN)
 
 
 def _chain(slots: int, max_tokens: int, manifest: Manifest) -> DecodeMode:

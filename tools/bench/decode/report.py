@@ -80,7 +80,7 @@ def conclusions(report: DecodeReport) -> Iterator[str]:
         yield f"- All {compared} compared completions are identical."
     else:
         yield f"- {len(report.differences)} of {compared} compared completions DIFFER; `spaceport audit` separates rounding from faults:"
-        yield from (f"  - {_described(difference)}" for difference in report.differences[:_SHOWN])
+        yield from (f"  - {described(difference)}" for difference in report.differences[:_SHOWN])
         if (more := len(report.differences) - _SHOWN) > 0:
             yield f"  - {more} more: --json lists them"
 
@@ -102,7 +102,8 @@ def _verdict(mode: ModeSummary, requests: int) -> str:
     )
 
 
-def _described(difference: Difference) -> str:
+def described(difference: Difference) -> str:
+    """A difference in one line: where it is, and both tokens."""
     thread = f", thread {'.'.join(map(str, difference.thread))}" if difference.thread else ""
     expected, found = (
         "the end" if token is None else f"token id {token}" for token in (difference.expected, difference.found)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spaceport.runtime.decode.statistics import Statistics
 from spaceport.tools.bench.compare.machine import Machine
 from spaceport.tools.bench.compare.summary import Spread, spread
 from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredCompletion
@@ -128,8 +129,8 @@ def _mode(
         first_token_p95=p95,
         tokens_per_step=sum(s.tokens for s in found) / max(1, steps),
         mean_acceptance_length=1 + accepted / max(1, steps),
-        by_depth=_by_depth(own),
-        by_source=_by_source(own),
+        by_depth=rates_by_depth(found),
+        by_source=rates_by_source(found),
         outside_share=outside / (outside + engine),
         reference=None if mode.name == mode.reference else mode.reference,
         compared=measured.compared[mode.name, temperature],
@@ -183,25 +184,24 @@ def _prompts(
         )
 
 
-def _by_depth(completions: Iterable[MeasuredCompletion]) -> tuple[Rate, ...]:
+def rates_by_depth(completions: Iterable[Statistics]) -> tuple[Rate, ...]:
+    """The draft tokens of these completions by depth in the draft."""
     drafted: list[int] = []
     accepted: list[int] = []
     for one in completions:
-        for totals, counts in (
-            (drafted, one.statistics.drafted_by_depth),
-            (accepted, one.statistics.accepted_by_depth),
-        ):
+        for totals, counts in ((drafted, one.drafted_by_depth), (accepted, one.accepted_by_depth)):
             totals += [0] * (len(counts) - len(totals))
             for depth, count in enumerate(counts):
                 totals[depth] += count
     return tuple(Rate(*pair) for pair in zip(drafted, accepted, strict=True))
 
 
-def _by_source(completions: Iterable[MeasuredCompletion]) -> dict[str, Rate]:
+def rates_by_source(completions: Iterable[Statistics]) -> dict[str, Rate]:
+    """The draft tokens of these completions by source."""
     found: dict[str, Rate] = {}
     for one in completions:
-        for source, count in one.statistics.drafted_by_source.items():
+        for source, count in one.drafted_by_source.items():
             before = found.get(source, Rate(0, 0))
-            accepted = one.statistics.accepted_by_source.get(source, 0)
+            accepted = one.accepted_by_source.get(source, 0)
             found[source] = Rate(before.drafted + count, before.accepted + accepted)
     return dict(sorted(found.items()))

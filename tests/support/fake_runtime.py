@@ -37,6 +37,17 @@ class Runner:
         self._turn("requests", prompts[0])
         return len(prompts) * tokens, tokens * float(self.settings["step"])
 
+    def answer(self, prompt: list[int], tokens: int, ends: list[int], lookup: int) -> dict[str, Any]:
+        """As many tokens as fit, the last one an end token; prompt lookup halves the time after the first token."""
+        self._turn("answer", prompt)
+        step = float(self.settings["step"])
+        return {
+            "tokens": [*prompt[: tokens - 1], *ends[:1]],
+            "first_tokens": 1,
+            "first_token_seconds": step,
+            "seconds": step * (1 + min(len(prompt), tokens - 1) / (2 if lookup else 1)),
+        }
+
     def _turn(self, name: str, prompt: list[int]) -> None:
         if self.settings.get("fails") == name:
             raise RuntimeError(f"no {name} today")

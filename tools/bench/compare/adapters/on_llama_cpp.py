@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-LIBRARIES = ("numpy", "llama_cpp")
+LIBRARIES = ("numpy", "llama_cpp", "llama_cpp.llama_speculative")
 PACKAGES = ("llama-cpp-python", "numpy")
 BATCH = 2048  # tokens per call; llama.cpp's default
 
@@ -104,6 +104,36 @@ class Runner:
             context.feed([(token, position, sequence, True) for sequence, token in enumerate(found)])
             found = [context.best(sequence) for sequence in range(len(prompts))]
         return len(prompts) * tokens, perf_counter() - before
+
+    def answer(self, prompt: list[int], tokens: int, ends: list[int], lookup: int) -> dict[str, Any]:
+        before = perf_counter()
+        found = [self._read(prompt)]
+        first = perf_counter() - before
+        while len(found) < tokens and found[-1] not in ends:
+            drafts = self._following([*prompt, *found], min(lookup, tokens - len(found) - 1))
+            position = len(prompt) + len(found) - 1
+            rows = [found[-1], *drafts]
+            self.single.feed([(token, position + row, 0, True) for row, token in enumerate(rows)])
+            for row in range(len(rows)):
+                found.append(self.single.best(row))
+                if found[-1] in ends or rows[row + 1 : row + 2] != found[-1:]:
+                    break
+            self.single.forget(len(prompt) + len(found) - 1)
+        return {
+            "tokens": found,
+            "first_tokens": 1,
+            "first_token_seconds": first,
+            "seconds": perf_counter() - before,
+        }
+
+    def _following(self, tokens: list[int], count: int) -> list[int]:
+        """What followed the last tokens when they occurred before, by the library's prompt lookup."""
+        import numpy as np
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        if count < 1:
+            return []
+        return [int(token) for token in LlamaPromptLookupDecoding(num_pred_tokens=count)(np.array(tokens, np.intc))]
 
     def _read(self, prompt: list[int]) -> int:
         self.single.forget()

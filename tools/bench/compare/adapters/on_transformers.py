@@ -18,9 +18,10 @@ class Runner:
 
         torch.set_num_threads(settings["threads"])
         torch.set_grad_enabled(False)
+        dtype = getattr(torch, settings.get("dtype", "float32"))
         self.torch, self.transformers = torch, transformers
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            settings["model"], dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            settings["model"], dtype=dtype, attn_implementation="sdpa", local_files_only=True
         ).eval()
 
     def decode(self, prompt: list[int], tokens: int) -> list[float]:
@@ -56,6 +57,29 @@ class Runner:
         )
         return int(found.shape[0] * (found.shape[1] - inputs.shape[1])), perf_counter() - before
 
+    def answer(self, prompt: list[int], tokens: int, ends: list[int], lookup: int) -> dict[str, Any]:
+        inputs = self.torch.tensor([prompt])
+        times = Times()
+        before = perf_counter()
+        found = self.model.generate(
+            inputs,
+            attention_mask=self.torch.ones_like(inputs),
+            do_sample=False,
+            max_new_tokens=tokens,
+            eos_token_id=ends or None,
+            pad_token_id=0,
+            streamer=times,
+            **({"prompt_lookup_num_tokens": lookup} if lookup else {}),
+        )
+        seconds = perf_counter() - before
+        (_, (first_tokens, first), *_) = times.steps  # after the prompt
+        return {
+            "tokens": found[0, len(prompt) :].tolist(),
+            "first_tokens": first_tokens,
+            "first_token_seconds": first - before,
+            "seconds": seconds,
+        }
+
     def _read(self, prompt: list[int]) -> tuple[Any, int]:
         cache = self.transformers.DynamicCache(config=self.model.config)
         inputs = self.torch.tensor([prompt])
@@ -67,6 +91,19 @@ class Runner:
         return int(self.model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1].argmax())
 
 
+class Times:
+    """A streamer that records the number of tokens and the time of each step, the prompt included."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+
+    def put(self, tokens: Any) -> None:
+        self.steps.append((tokens.numel(), perf_counter()))
+
+    def end(self) -> None:
+        """Nothing follows."""
+
+
 def open_runner(settings: dict[str, Any]) -> Runner:
-    """The checkpoint `model` on the CPU in float32."""
+    """The checkpoint `model` on the CPU, in float32 or in `dtype`."""
     return Runner(settings)

@@ -18,6 +18,8 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, Protocol
 
+CALLS = ("decode", "rows", "prefill", "requests", "answer")
+
 
 class Runner(Protocol):
     """An open model of one runtime. Times are in seconds; NotImplementedError marks an unsupported call."""
@@ -36,6 +38,18 @@ class Runner(Protocol):
 
     def requests(self, prompts: list[list[int]], tokens: int) -> tuple[int, float]:
         """Number of tokens generated for all prompts concurrently, and the time."""
+        ...
+
+
+class AnsweringRunner(Runner, Protocol):
+    """A runner that also answers prompts, with prompt lookup if asked to."""
+
+    def answer(self, prompt: list[int], tokens: int, ends: list[int], lookup: int) -> dict[str, Any]:
+        """The greedy answer of at most `tokens` tokens up to an end token, with `lookup` draft tokens per step.
+
+        `tokens`: the answer, end token included; `first_tokens`: the number of tokens that the first step generated;
+        `first_token_seconds` and `seconds`: time to the first and to the last token.
+        """
         ...
 
 
@@ -72,16 +86,13 @@ def opened(adapter: Adapter, settings: dict[str, Any]) -> tuple[Runner, dict[str
 
 def measured(runner: Runner, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The result of one call, with its wall time and CPU time."""
-    calls: dict[str, Callable[..., Any]] = {
-        "decode": runner.decode,
-        "rows": runner.rows,
-        "prefill": runner.prefill,
-        "requests": runner.requests,
-    }
-    if name not in calls:
-        raise SystemExit(f"call {name!r}: expected open or one of {', '.join(calls)}")
+    if name not in CALLS:
+        raise SystemExit(f"call {name!r}: expected open or one of {', '.join(CALLS)}")
+    call: Callable[..., Any] | None = getattr(runner, name, None)
+    if call is None:
+        raise NotImplementedError(f"the adapter has no call {name!r}")
     before, computed = perf_counter(), process_time()
-    value = calls[name](**arguments)
+    value = call(**arguments)
     return {"value": value, "seconds": perf_counter() - before, "cpu_seconds": process_time() - computed}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spaceport.tools.cli import run
-from support.paths import DOCS
+from support.paths import DOCS, ROOT
 
 
 def blocks(page: str, kind: str) -> list[str]:
@@ -98,6 +98,23 @@ def test_the_commands_of_the_page_on_distill_print_what_the_page_shows(
     assert run(shlex.split(second)[2:]) == 0
     assert capsys.readouterr().out.splitlines()[:-1] == output[:-1]  # the last line has times
     assert run(shlex.split(last)[2:]) == 0
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_on_the_evaluation_runs(
+    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (beside_the_bundle / "heldout.jsonl").symlink_to(ROOT / "tools" / "demo" / "chat" / "heldout.jsonl")
+    (shown,) = blocks("evaluation.md", "console")
+    command = shown.splitlines()[0].split()[2:]
+    assert run([*command, "--rounds", "1", "--max-tokens", "8", "--sample", "1", "--fork-max-tokens", "8"]) == 0
+    found = capsys.readouterr().out
+    assert _table_starts(found) == _table_starts(shown)
+
+
+def _table_starts(text: str) -> list[str]:
+    """Titles, and the first cell of each row of a table."""
+    return [line.split(" | ")[0] for line in text.splitlines() if line.startswith(("|", "#"))]
 
 
 def _run(program: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class Benchmarks(LazyGroup):
         "steps": "Time per step by number of rows.",
         "outside": "Time per step outside the engine.",
         "decode": "Speedup of drafts over plain decoding on your prompts.",
+        "chat": "Speedup of drafts on chat prompts, by kind, and other runtimes.",
         "load": "Throughput and latency of concurrent requests.",
         "compare": "A checkpoint in Spaceport and in other runtimes.",
         "gpu": "Build, check, audit and time everything on this machine's GPU.",

@@ -1,0 +1,85 @@
+"""Chat adapter: the steps of the recipe, their order, and how it continues."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spaceport.tools.demo_recipe import chat_adapter
+from spaceport.tools.demo_recipe.chat_adapter import Recipe, StepFailed, follow
+
+FORKING = "1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea"
+
+
+def answered(text: str, **keys: object) -> str:
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    return json.dumps({"messages": turns, **keys}) + "\n"
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of a recipe, which write what they would have written."""
+    given: list[list[str]] = []
+
+    def run(words: list[str]) -> int:
+        given.append(words)
+        target = Path(words[3] if words[0] == "distill" else words[2])
+        if words[0] == "distill":
+            lists = target.name.startswith("list")
+            cut = answered(FORKING, ends=False)
+            target.write_text((answered(FORKING) + cut if lists else "") + answered("Yes.") * 50, "utf-8")
+        else:
+            target.mkdir()
+        return 0
+
+    monkeypatch.setattr(chat_adapter, "run", run)
+    return given
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return Recipe(Path("base.gguf"), tmp_path / "work", 64, 8, "1m", "10s", True)
+
+
+def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[list[str]]) -> None:
+    assert follow(recipe) == recipe.work / "adapter"
+    assert [words[0] for words in commands] == ["export", "distill", "tune", "distill", "tune"]
+    drafts, forks = commands[2], commands[4]
+    assert drafts[1:4] == ["base.gguf", str(recipe.work / "drafts"), str(recipe.work / "train.jsonl")]
+    assert drafts[drafts.index("--time-budget") + 1] == "1m"
+    assert forks[forks.index("--adapter") + 1] == str(recipe.work / "drafts")
+    assert forks[forks.index("--time-budget") + 1] == "10s"
+
+
+def test_one_answer_in_forty_is_held_out(recipe: Recipe, commands: list[list[str]]) -> None:
+    follow(recipe)
+    sizes = {name: len((recipe.work / name).read_text().splitlines()) for name in ("train.jsonl", "validation.jsonl")}
+    assert sizes == {"train.jsonl": 48, "validation.jsonl": 2}
+
+
+def test_only_finished_lists_teach_forks_beside_as_many_plain_answers(
+    recipe: Recipe, commands: list[list[str]]
+) -> None:
+    follow(recipe)
+    lines = (recipe.work / "lists.jsonl").read_text().splitlines(keepends=True)
+    assert lines == [answered(FORKING), answered("Yes.")]
+    kinds = {json.loads(line)["kind"] for line in (recipe.work / "list_prompts.jsonl").read_text().splitlines()}
+    assert kinds == {"lists"}
+
+
+def test_a_step_with_a_result_is_not_repeated(recipe: Recipe, commands: list[list[str]]) -> None:
+    follow(recipe)
+    commands.clear()
+    (recipe.work / "adapter").rmdir()
+    (recipe.work / "adapter.training").mkdir()  # an interrupted training
+    follow(recipe)
+    assert [words[0] for words in commands] == ["tune"]
+    assert commands[0][-1] == "--resume"
+
+
+def test_a_failed_command_ends_the_recipe(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_adapter, "run", lambda words: 3)
+    with pytest.raises(StepFailed, match="spaceport export ended with exit code 3"):
+        follow(recipe)

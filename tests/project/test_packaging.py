@@ -60,7 +60,15 @@ LAYERS = {
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.verify"),
     # Not in the wheel: nothing imports it.
-    "tools.demo_recipe": (*_MODEL, "tools.demo", "tools.reference", "tools.terminal", "tools.tune", "tools.verify"),
+    "tools.demo_recipe": (
+        *_MODEL,
+        "tools.cli",
+        "tools.demo",
+        "tools.reference",
+        "tools.terminal",
+        "tools.tune",
+        "tools.verify",
+    ),
     "tools.cli": (
         *_MODEL,
         *("tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),

@@ -23,6 +23,7 @@ from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conve
 from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 from spaceport.tools.tune.curves import draw_curves
 from spaceport.tools.tune.distill import distill
+from spaceport.tools.tune.inputs import identity_of
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.packing import successors
@@ -31,7 +32,7 @@ from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_names import DEFAULT
 from spaceport.tools.tune.tunable_model import open_tunable_model
 from spaceport.tools.tune.tuned_checkpoint import _wide_enough
-from spaceport.tools.tune.tuning import _identity, tune
+from spaceport.tools.tune.tuning import tune
 from support.paths import TINY
 
 MASK = 4
@@ -151,7 +152,7 @@ def test_weights_beyond_the_float16_range_are_written_as_float32() -> None:
 def test_a_changed_template_or_end_token_prevents_a_resume(name: str, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "base")
     job = TuningJob(tmp_path / "base", tmp_path / "tuned", (), TrainingSettings())
-    before = _identity(job)
+    before = identity_of(job)
     file = tmp_path / "base" / name
     file.write_text(file.read_text("utf-8") + "\n", "utf-8")
-    assert _identity(job) != before
+    assert identity_of(job) != before

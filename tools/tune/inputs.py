@@ -1,0 +1,59 @@
+"""Inputs: the checks of a tuning's options and files, and what identifies a training that is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spaceport.exporter.adapter import ADAPTER_FILE
+from spaceport.exporter.adapter_folder import ADAPTER_FOLDER
+from spaceport.exporter.atomic_folder import FolderKind, check_target
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import record_of
+from spaceport.tools.tune.job import TuningJob
+from spaceport.tools.tune.tunable_model import IDENTITY_FILES
+from spaceport.tools.tune.tuned_checkpoint import CHECKPOINT
+
+
+def target_kind(job: TuningJob) -> FolderKind:
+    """What the target folder is."""
+    return ADAPTER_FOLDER if job.adapter_only else CHECKPOINT
+
+
+def check_job(job: TuningJob) -> None:
+    """Raise for invalid options before anything is loaded."""
+    check_target(job.target, job.overwrite, target_kind(job))
+    if job.adapter is not None and job.settings.method != "gated-lora":
+        raise OptionFault(f"--adapter with --method {job.settings.method}: expected --method gated-lora")
+    if job.adapter_only and job.settings.method != "gated-lora":
+        raise OptionFault(f"--adapter-only with --method {job.settings.method}: expected --method gated-lora")
+    if job.target.resolve() == job.checkpoint.resolve():
+        raise OptionFault(f"{job.target}: is the checkpoint to tune and would be overwritten: choose another folder")
+    for path in (job.checkpoint, *job.data, *job.validation):
+        if job.target.resolve() in path.resolve().parents:
+            raise OptionFault(
+                f"{job.target}: contains the input {path}, which would be overwritten: choose another folder"
+            )
+    for name, value in (("save-every", job.save_every), ("log-every", job.log_every)):
+        if value < 1:
+            raise OptionFault(f"--{name} is {value}: expected at least 1")
+    if not job.data:
+        raise OptionFault("no data: expected at least one JSONL file")
+
+
+def identity_of(job: TuningJob) -> dict[str, list[str]]:
+    """Inputs that, besides the settings, identify a training."""
+    own = [job.checkpoint] if job.checkpoint.is_file() else map(job.checkpoint.joinpath, IDENTITY_FILES)
+    return {
+        "data": [f"{path.name} {_digest(path)}" for path in job.data],
+        "validation": [f"{path.name} {_digest(path)}" for path in job.validation],
+        "checkpoint": [f"{path.name} {_digest(path)}" for path in own if path.exists()],
+        **({} if job.adapter is None else {"adapter": [_digest(job.adapter / ADAPTER_FILE)]}),
+        "tokens": list(job.names.all),
+        "self-distill": [str(job.distillation is not None)],
+        "bf16": [str(job.bf16)],
+    }
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return record_of(file).sha256

@@ -1,0 +1,59 @@
+"""Trained model: the model that a training runs, with the parameters of its method selected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.gated import Adapter, checkpoint_layers
+from spaceport.tools.tune.frozen_base import frozen_base_model_of
+from spaceport.tools.tune.frozen_dtype import convert_frozen
+from spaceport.tools.tune.job import TuningJob
+from spaceport.tools.tune.methods import Merge, MergedModel, apply_method
+from spaceport.tools.tune.packed_model import PackedModel
+from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tunable_model import TunableModel
+
+
+def adapter_settings(settings: TrainingSettings, adapter: Adapter | None) -> TrainingSettings:
+    """The settings with those of an adapter that is trained further."""
+    if adapter is None:
+        return settings
+    return replace(settings, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
+
+
+def select_parameters(
+    job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
+) -> tuple[PackedModel, Merge]:
+    """The model that trains the method's parameters, and the function that merges them at the end."""
+    sharded = accelerator.distributed_type not in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+    )
+    if sharded and job.settings.method != "full":
+        raise OptionFault(
+            f"--method {job.settings.method} under {accelerator.distributed_type.value}: sharded weights support only "
+            "--method full; expected that, or processes that each hold the whole model"
+        )
+    merge = apply_method(tunable.model, job.settings, tunable.tokens, tunable.adapter)
+    if job.recompute:
+        checkpoint_layers(tunable.model)
+    if job.settings.method != "gated-lora":
+        return packed_model, merge
+    # Recomputed layers run without a cache, and the rows behind [Fork] and [Child] have gradients: one pass.
+    if not (job.recompute or job.settings.forks):
+        packed_model = frozen_base_model_of(packed_model)
+    if not job.bf16:
+        return packed_model, merge
+    restore = convert_frozen(tunable.model, torch.bfloat16)
+
+    def restore_and_merge() -> MergedModel:
+        restore()
+        return merge()
+
+    return packed_model, restore_and_merge

@@ -1,6 +1,6 @@
 """Runtime: generate text from a bundle, and score given text."""
 
-from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault, SpaceportError
 from spaceport.runtime.backends import MissingBackend
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.costs import CostSource
@@ -47,6 +47,7 @@ __all__ = [
     "RuntimeClosed",
     "Sampling",
     "Score",
+    "SpaceportError",
     "Statistics",
     "Stream",
     "TemplateError",

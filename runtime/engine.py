@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.graphs.contract.signature import Signature
 
 # KV slots to copy, as sources and targets: all sources are read before any target is written.
@@ -16,7 +17,7 @@ Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
 NO_MOVES: Moves = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-class EngineFault(RuntimeError):
+class EngineFault(SpaceportError, RuntimeError):
     """An engine call failed; the message names the engine."""
 
 

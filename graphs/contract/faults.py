@@ -1,13 +1,17 @@
-"""Faults: exception types for user errors, by what the user has to change."""
+"""Faults: exception types for user errors, by what the user has to change, and the base of all exceptions of spaceport."""
 
 
-class InputFault(ValueError):
+class SpaceportError(Exception):
+    """Any error that spaceport raises on purpose: a bundle, option, backend, engine, queue or closed runtime."""
+
+
+class InputFault(SpaceportError, ValueError):
     """A file or folder cannot be used: the message states what was found, what was expected and what to do."""
 
 
-class OptionFault(ValueError):
+class OptionFault(SpaceportError, ValueError):
     """An option, a prompt or an argument is invalid: the message states what is expected."""
 
 
-class MissingDependency(RuntimeError):
+class MissingDependency(SpaceportError, RuntimeError):
     """A backend, a device or a package is not available: the message states how to get it."""

@@ -8,11 +8,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.threads import Thread
 
 
-class NotANumber(RuntimeError):
+class NotANumber(SpaceportError, RuntimeError):
     """The logits of a request hold NaN; check the bundle with `spaceport check`."""
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.graphs.contract.signature import Lowering
 from spaceport.runtime.engine import NO_MOVES, Moves
 
 
-class SlotsExhausted(RuntimeError):
+class SlotsExhausted(SpaceportError, RuntimeError):
     """A step needs more KV slots than are free."""
 
 

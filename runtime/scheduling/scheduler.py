@@ -10,6 +10,7 @@ from operator import itemgetter
 from threading import Lock
 from time import monotonic, perf_counter
 
+from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.costs import StepCosts, fixed_costs
 from spaceport.runtime.decode.request import ScheduledStep
@@ -21,7 +22,7 @@ from spaceport.runtime.scheduling.task import Task
 BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, which wait for them
 
 
-class QueueFull(RuntimeError):
+class QueueFull(SpaceportError, RuntimeError):
     """The queue of waiting requests is full; try again later."""
 
 

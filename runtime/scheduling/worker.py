@@ -6,13 +6,14 @@ import atexit
 import os
 from threading import Condition, Thread
 
+from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.task import Task
 
 PATIENCE = 5.0  # idle seconds after which the OS thread ends; the next request starts another
 
 
-class RuntimeClosed(RuntimeError):
+class RuntimeClosed(SpaceportError, RuntimeError):
     """The runtime was closed before the request ended, or before it was submitted."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import spaceport.runtime
-from spaceport.runtime import Runtime
+from spaceport.runtime import Runtime, SpaceportError
 from support.paths import DOCS
 
 PAGES = [DOCS / f"{name}.md" for name in ("api", "decoding", "embedding", "logprobs", "sampling", "trace")]
@@ -45,6 +45,13 @@ def classes_of_the_runtime() -> set[str]:
 def test_every_exported_name_exists_and_the_list_is_sorted() -> None:
     assert sorted(set(spaceport.runtime.__all__)) == spaceport.runtime.__all__
     assert all(hasattr(spaceport.runtime, name) for name in spaceport.runtime.__all__)
+
+
+def test_every_exported_error_is_a_spaceport_error() -> None:
+    exported = [getattr(spaceport.runtime, name) for name in spaceport.runtime.__all__]
+    errors = [value for value in exported if inspect.isclass(value) and issubclass(value, Exception)]
+    assert len(errors) == 12
+    assert [error for error in errors if not issubclass(error, SpaceportError)] == []
 
 
 def test_every_exported_name_has_an_entry_in_the_api_reference() -> None:

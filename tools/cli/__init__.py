@@ -11,7 +11,7 @@ from typing import ClassVar
 import click
 
 from spaceport import __version__
-from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault, SpaceportError
 from spaceport.graphs.contract.installation import install_command
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
 from spaceport.tools.cli.lazy import LazyGroup
@@ -76,6 +76,8 @@ def run(arguments: list[str]) -> int:
         return _fail(error, INPUT)
     except MissingDependency as error:
         return _fail(error, MISSING)
+    except SpaceportError as error:  # the engine failed, or the model's logits are no numbers
+        return _fail(error, FAULT)
     except ModuleNotFoundError as error:
         return _missing(error, arguments)
     except (click.Abort, KeyboardInterrupt):

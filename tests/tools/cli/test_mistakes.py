@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from spaceport.runtime import EngineFault
 from spaceport.runtime.bundle import read_manifest
-from spaceport.tools.cli import Commands, run
+from spaceport.tools.cli import Commands, cli, run
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
 from support.paths import TINY
 from support.small_bundle import edit
@@ -371,3 +372,19 @@ def test_an_interrupt_ends_a_text_without_a_fuss(tiny_bundle: Path) -> None:
         pytest.fail("no signal came in time")
     assert process.returncode == INTERRUPTED
     assert errors.decode().split() == ["spaceport:", "interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("error", "known"), [(EngineFault("the engine failed in step 3"), True), (ZeroDivisionError("division"), False)]
+)
+def test_only_unexpected_errors_are_called_a_bug(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception, known: bool
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "main", fail)
+    assert run(["generate"]) == FAULT
+    errors = capfd.readouterr().err
+    assert ("this is a bug in spaceport" in errors) != known
+    assert (errors == f"spaceport: {error}\n") == known

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.text.piece import Path
 from spaceport.tools.bench.chat.answers import Answer
 from spaceport.tools.bench.chat.chat_prompts import ChatPrompt
 from spaceport.tools.bench.chat.measuring import Measured, MeasuredAnswer
@@ -59,7 +60,7 @@ class FakeSubject:
         if self.fails is not None and sum(name == self.name for name, _ in self.log) >= self.fails:
             raise WorkerFailed("no answer today")
         token = sum(prompt) + self.change
-        threads = {(): ThreadTokens((), (*prompt, token), len(prompt), ended=True)}
+        threads: dict[Path, ThreadTokens] = {(): ThreadTokens((), (*prompt, token), len(prompt), ended=True)}
         return Answer(
             2, 0.5, 0.5, 0.25, 1, complete=True, text=f"answer {token}", threads=threads, statistics=Statistics()
         )

@@ -38,7 +38,7 @@ def test_a_conversation_continues_with_the_answers(tmp_path: Path) -> None:
     assert chat.kind == plain.kind == NO_KIND
     first = chat.prompt([])
     assert first == turns("su")
-    assert chat.prompt(["yes"]) == [*first, {"role": "assistant", "content": "yes"}, turns("suu")[2]]  # type: ignore[misc]
+    assert chat.prompt(["yes"]) == [*first, {"role": "assistant", "content": "yes"}, turns("suu")[2]]
     assert plain.prompt([]) == "plain"
 
 

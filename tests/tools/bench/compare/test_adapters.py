@@ -65,7 +65,7 @@ def answer_of(drafts: Callable[[list[int], int], list[int]], **options: Any) -> 
     runner = on_llama_cpp.Runner.__new__(on_llama_cpp.Runner)
     context = _Context()
     runner.single = context  # type: ignore[assignment]
-    runner._following = drafts  # type: ignore[method-assign]
+    runner._following = drafts  # type: ignore[method-assign, assignment]
     found = runner.answer(PROMPT, options.get("tokens", 12), options.get("ends", []), 4)
     return found["tokens"], context.calls
 

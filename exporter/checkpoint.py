@@ -66,7 +66,7 @@ def open_checkpoint(
         _weights(folder)
         tokenizer, generation = _tokenizer(folder, remote_code), _generation(folder)
     else:
-        config, tokenizer = gguf_config(gguf), gguf_tokenizer(gguf)
+        tokenizer, config = gguf_tokenizer(gguf), gguf_config(gguf)
         generation = {"eos_token_id": end_tokens(gguf)}
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()

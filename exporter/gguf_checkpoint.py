@@ -14,19 +14,23 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from spaceport.exporter.gguf_file import GgufFile, head_dim
+from spaceport.exporter.gguf_file import GgufFile
+from spaceport.exporter.gguf_hyperparameters import check_shapes, hyperparameters_of
 from spaceport.exporter.sar_config import CheckpointError
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
-    """The configuration of a GGUF file's model."""
+    """The configuration of a GGUF file's model; raise if it does not fit the file's tensors."""
+    found = hyperparameters_of(file)
+    check_shapes(file, found)
     try:
         config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # each model family raises its own exception types
         raise CheckpointError(
-            f"{file.path}: its metadata cannot be loaded: {error}: convert the model again"
+            f"{file.path}: its metadata cannot be loaded ({_line(error)}): expected that of a {file.architecture} model; "
+            "convert the model again"
         ) from error
-    config.head_dim = head_dim(file)  # transformers has its own default
+    config.head_dim = found.head_dim  # transformers has its own default
     return cast(PreTrainedConfig, config)
 
 
@@ -73,3 +77,9 @@ def _check_all_used(file: GgufFile, model: PreTrainedModel) -> None:
 def _without_progress(items: Any, **options: Any) -> Any:
     """Stands in for the progress bar of transformers' GGUF loader, which no setting turns off."""
     return items
+
+
+def _line(error: Exception) -> str:
+    """The message of an error on one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:199]}…"

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+from spaceport.exporter.gguf_layout import check_layout
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.installation import install_command
@@ -24,13 +25,21 @@ _HEAD_DIM_KEYS = ("attention.key_length", "attention.value_length")
 
 
 @dataclass(frozen=True)
+class GgufTensor:
+    """A tensor without its data."""
+
+    kind: str  # name of its type
+    shape: tuple[int, ...]  # innermost dimension first
+
+
+@dataclass(frozen=True)
 class GgufFile:
     """A GGUF file without its tensor data."""
 
     path: Path
     architecture: str
     metadata: Mapping[str, Any]  # arrays included
-    tensors: Mapping[str, str]  # type by name
+    tensors: Mapping[str, GgufTensor]  # by name
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value below `tokenizer.ggml.`."""
@@ -59,31 +68,19 @@ def read_gguf(path: Path) -> GgufFile:
     return file
 
 
-def head_dim(file: GgufFile) -> int:
-    """Size of an attention head; raise if keys, values and rotary embeddings have different sizes."""
-    metadata, arch = file.metadata, file.architecture
-    default = metadata[f"{arch}.embedding_length"] // metadata[f"{arch}.attention.head_count"]
-    size = int(metadata.get(f"{arch}.attention.key_length", default))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        stated = metadata.get(f"{arch}.{key}", size)
-        if stated != size:
-            raise CheckpointError(
-                f"{file.path}: {arch}.{key} is {stated}, the head size is {size}: expected equal sizes; export the original "
-                "checkpoint"
-            )
-    return size
-
-
 def _read(path: Path) -> GgufFile:
-    from gguf import GGUFReader
+    from gguf import GGML_QUANT_SIZES, GGUFReader
 
+    check_layout(path, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
     try:
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
-        tensors = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    except (ValueError, KeyError, IndexError, OSError) as error:
+        tensors = {
+            tensor.name: GgufTensor(tensor.tensor_type.name, tuple(map(int, tensor.shape))) for tensor in reader.tensors
+        }
+    except Exception as error:  # numpy and the package raise many types
         raise CheckpointError(
-            f"{path}: not a complete GGUF file ({error}): expected version 2 or 3; download or convert it again"
+            f"{path}: not a valid GGUF file ({error}): expected version 2 or 3; download or convert it again"
         ) from error
     return GgufFile(path, str(metadata.get("general.architecture")), metadata, tensors)
 
@@ -93,9 +90,9 @@ def _check_architecture(file: GgufFile) -> None:
     if kind != "model":
         raise CheckpointError(f"{file.path}: general.type is {kind!r}: expected a model")
     parts = file.metadata.get("split.count", 1)
-    if parts > 1:
+    if parts not in (0, 1):
         raise CheckpointError(
-            f"{file.path}: one of {parts} parts: expected a single file; merge them with llama-gguf-split --merge"
+            f"{file.path}: one of {parts!r} parts: expected a single file; merge them with llama-gguf-split --merge"
         )
     if file.architecture not in ARCHITECTURES:
         raise CheckpointError(
@@ -105,10 +102,10 @@ def _check_architecture(file: GgufFile) -> None:
 
 
 def _check_tensors(file: GgufFile) -> None:
-    for name, kind in file.tensors.items():
-        if kind not in TENSOR_TYPES:
+    for name, tensor in file.tensors.items():
+        if tensor.kind not in TENSOR_TYPES:
             raise CheckpointError(
-                f"{file.path}: tensor {name} has type {kind}, which is not supported: expected one of "
+                f"{file.path}: tensor {name} has type {tensor.kind}, which is not supported: expected one of "
                 f"{', '.join(TENSOR_TYPES)}; quantize the model to another type"
             )
 
@@ -121,6 +118,11 @@ def _check_metadata(file: GgufFile) -> None:
         name = key.removeprefix(f"{file.architecture}.")
         if name != key and name not in known and (name, value) != ("rope.scaling.type", "none"):
             raise CheckpointError(
-                f"{file.path}: {key} is {value!r}, which cannot be loaded from GGUF files: expected a model without it; "
+                f"{file.path}: {key} is {_shown(value)}, which cannot be loaded from GGUF files: expected a model without it; "
                 "export the original checkpoint"
             )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -30,9 +31,9 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     transformers can load it too, but ignores some pre-tokenizers and may add tokens.
     """
     _check_kind(file)
+    _check_types(file)
     vocabulary = {text: token for token, text in enumerate(file.get("tokens"))}
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in file.get("merges"))]
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=file.get("pre") in _LLAMA3))
+    backend = Tokenizer(models.BPE(vocabulary, _merges(file, vocabulary), ignore_merges=file.get("pre") in _LLAMA3))
     backend.pre_tokenizer = _pre_tokenizer(file.get("pre"))
     backend.decoder = decoders.ByteLevel()
     for text, kind in zip(file.get("tokens"), file.get("token_type"), strict=True):
@@ -81,6 +82,50 @@ def _check_kind(file: GgufFile) -> None:
         )
 
 
+def _check_types(file: GgufFile) -> None:
+    """Raise for values of another type than the tokenizer needs, and for ids that no token has."""
+    tokens, kinds = _list(file, "tokens", str), _list(file, "token_type", int)
+    _list(file, "merges", str)
+    if len(set(tokens)) != len(tokens):
+        twice = next(text for text in tokens if tokens.count(text) > 1)
+        raise _invalid(file, "tokens", f"has {_shown(twice)} twice", "different texts")
+    if len(kinds) != len(tokens):
+        raise _invalid(file, "token_type", f"has {len(kinds)} entries", f"one for each of {len(tokens)} tokens")
+    for key in dict.fromkeys((*_SPECIAL.values(), *_END)):
+        token = file.get(key)
+        if token is not None and (type(token) is not int or not 0 <= token < len(tokens)):
+            raise _invalid(file, key, f"is {_shown(token)}", f"the id of one of {len(tokens)} tokens")
+    for key in ("add_bos_token", "add_eos_token"):
+        if type(file.get(key, False)) is not bool:
+            raise _invalid(file, key, f"is {_shown(file.get(key))}", "true or false")
+    if _adds_bos(file) and file.get("bos_token_id") is None:
+        raise _invalid(file, "bos_token_id", "is missing", "the id of the token that begins a prompt")
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"{file.path}: tokenizer.chat_template is {_shown(template)}: expected text; convert the model again"
+        )
+
+
+def _list(file: GgufFile, key: str, kind: type) -> list[Any]:
+    """A list in the metadata whose items have this type."""
+    found = file.get(key)
+    if not isinstance(found, list) or not found or not all(type(item) is kind for item in found):
+        raise _invalid(file, key, f"is {_shown(found)}", f"a list of {'texts' if kind is str else 'numbers'}")
+    return found
+
+
+def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs of tokens that are merged, in order."""
+    merges = []
+    for number, merge in enumerate(file.get("merges")):
+        left, _, right = merge.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise _invalid(file, "merges", f"has {_shown(merge)} as entry {number}", "two tokens that make a third one")
+        merges.append((left, right))
+    return merges
+
+
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     """The pre-tokenizer that llama.cpp calls by this name."""
     if pre in _GPT2:
@@ -117,3 +162,12 @@ def _equal(file: GgufFile, what: str, found: Any, expected: Any) -> None:
             f"{file.path}: {what} is {found!r} after loading: expected {expected!r}, as in the file; export the original "
             "checkpoint"
         )
+
+
+def _invalid(file: GgufFile, key: str, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{file.path}: tokenizer.ggml.{key} {found}: expected {expected}; convert the model again")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

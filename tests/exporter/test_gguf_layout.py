@@ -1,0 +1,256 @@
+"""GGUF layout: no part may exceed the file; damaged files are loaded or refused with a typed error."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf")
+
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.gguf_file import read_gguf
+from spaceport.exporter.gguf_layout import check_layout
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import InputFault
+from support.gguf_files import metadata_of, random_model, tokenizer_metadata, write_gguf
+
+SIZES = {0: (1, 4), 8: (32, 34)}  # F32 and Q8_0
+
+# Cases of each run, and those of the nightly one
+CASES = (pytest.param(0, 20), *(pytest.param(20 + 40 * run, 40, marks=pytest.mark.nightly) for run in range(7)))
+
+
+def text(content: str | bytes) -> bytes:
+    data = content if isinstance(content, bytes) else content.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def entry(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, items: bytes) -> bytes:
+    return struct.pack("<IQ", kind, count) + items
+
+
+def tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + dimensions + struct.pack("<IQ", kind, offset)
+
+
+def content(entries: tuple[bytes, ...] = (), tensors: tuple[bytes, ...] = (), data: int = 0, version: int = 3) -> bytes:
+    """A file with these metadata entries, tensors and bytes of data."""
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(entries)) + b"".join((*entries, *tensors))
+    return head + bytes(-len(head) % 32 + data)
+
+
+SOUND = {
+    "nothing": content(),
+    "version 2": content(version=2),
+    "values": content(
+        (entry("a", 4, b"1234"), entry("b", 8, text("x")), entry("c", 7, b"1"), entry("d", 12, b"12345678"))
+    ),
+    "arrays": content((entry("a", 9, array(4, 2, b"12345678")), entry("b", 9, array(8, 2, text("") + text("xyz"))))),
+    "tensors": content((), (tensor("a", (32, 2), 8), tensor("b", (4,), 0, 96)), 112),
+    "alignment": content((entry("general.alignment", 4, struct.pack("<I", 8)),), (tensor("a", (4,)),), 16),
+}
+
+BROKEN = {
+    "empty": (b"", "it is empty"),
+    "another format": (b"PK\3\4" + bytes(40), "it does not begin with GGUF"),
+    "version 4": (content(version=4), "it has version 4"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "its numbers are big-endian"),
+    "no counts": (b"GGUF" + struct.pack("<I", 3), "the number of tensors at byte 8 has 8 bytes, the file has 0 more"),
+    "many entries": (
+        content()[:16] + struct.pack("<Q", 2**64 - 1),
+        "the length of a metadata key at byte 24 has 8 bytes",
+    ),
+    "many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "the length of a tensor name at byte 24 has 8 bytes"),
+    "long key": (
+        content((struct.pack("<Q", 2**63) + b"a",)),
+        "a metadata key at byte 32 has 9223372036854775808 bytes, the file has",
+    ),
+    "long text": (content((entry("a", 8, struct.pack("<Q", 1000)),)), "a at byte 45 has 1000 bytes"),
+    "long array": (
+        content((entry("a", 9, array(4, 9_000_000, b"")),)),
+        "a at byte 49 has 36000000 bytes, the file has",
+    ),
+    "huge array": (content((entry("a", 9, array(4, 2**60, b"")),)), f"a has {2**60} items, at most 10000000 are"),
+    "long item": (
+        content((entry("a", 9, array(8, 1, struct.pack("<Q", 99))),)),
+        "an item of a at byte 57 has 99 bytes",
+    ),
+    "nested array": (content((entry("a", 9, array(9, 1, b"")),)), "a is an array of type 9"),
+    "unknown value": (content((entry("a", 13, b""),)), "a has type 13"),
+    "no dimensions": (content((), (tensor("a", ()),)), "tensor a has 0 dimensions"),
+    "many dimensions": (content((), (tensor("a", (1,) * 5),)), "tensor a has 5 dimensions"),
+    "unknown tensor type": (content((), (tensor("a", (4,), 99),), 64), "tensor a has type 99"),
+    "half a block": (content((), (tensor("a", (16,), 8),), 64), "tensor a has shape [16], its rows have blocks of 32"),
+    "no weights": (content((), (tensor("a", (0,)),)), "tensor a has shape [0], its rows have blocks of 1"),
+    "cut data": (content((), (tensor("a", (4,)),), 15), "tensor a ends at byte 80, the file has 79"),
+    "late data": (
+        content((), (tensor("a", (4,), 0, 2**63),), 16),
+        f"tensor a ends at byte {2**63 + 80}, the file has 80",
+    ),
+    "huge tensor": (content((), (tensor("a", (2**40, 2**40)),), 16), f"tensor a ends at byte {2**82 + 96}, the file"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_files_whose_parts_fit_are_accepted(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(SOUND[name])
+    check_layout(tmp_path / "model.gguf", SIZES)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_parts_that_exceed_the_file_are_refused(name: str, tmp_path: Path) -> None:
+    data, message = BROKEN[name]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        check_layout(file, SIZES)
+    assert str(caught.value).startswith(f"{file}: not a complete GGUF file ({message}")
+    assert str(caught.value).endswith("): expected version 2 or 3; download or convert it again")
+    with pytest.raises(CheckpointError):
+        read_gguf(file)
+
+
+def test_a_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
+    whole, file = SOUND["tensors"], tmp_path / "model.gguf"
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match="not a complete GGUF file"):
+            check_layout(file, SIZES)
+
+
+def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    for entries in ((entry("a", 8, text(b"\xff")),), (text(b"\xff") + struct.pack("<I", 7) + b"1",)):
+        file.write_bytes(content(entries))
+        check_layout(file, SIZES)
+        with pytest.raises(CheckpointError, match=r"not a valid GGUF file \('utf-8' codec can't decode byte"):
+            read_gguf(file)
+
+
+Mutation = Callable[[random.Random, bytearray, int], None]
+
+NUMBERS = (0, 1, 2, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+VALUES: tuple[Any, ...] = (
+    0,
+    1,
+    3,
+    2**31,
+    2**32 - 1,
+    0.0,
+    -1.5,
+    math.nan,
+    math.inf,
+    True,
+    "",
+    "x",
+    [1],
+    ["a"],
+    [0.5],
+    None,
+)
+
+
+def flip_bits(dice: random.Random, data: bytearray, head: int) -> None:
+    for _ in range(dice.choice((1, 1, 2, 8))):
+        data[dice.randrange(head)] ^= 1 << dice.randrange(8)
+
+
+def replace_number(dice: random.Random, data: bytearray, head: int) -> None:
+    form = dice.choice(("<I", "<Q"))
+    value = dice.choice([number for number in NUMBERS if number < 2 ** (8 * struct.calcsize(form))])
+    struct.pack_into(form, data, dice.randrange(head), value)
+
+
+def replace_noise(dice: random.Random, data: bytearray, head: int) -> None:
+    start = dice.randrange(head)
+    data[start : start + 16] = dice.randbytes(16)
+
+
+def remove_bytes(dice: random.Random, data: bytearray, head: int) -> None:
+    start = dice.randrange(head)
+    del data[start : start + dice.choice((1, 4, 8, 100))]
+
+
+def truncate(dice: random.Random, data: bytearray, head: int) -> None:
+    del data[dice.choice((dice.randrange(head), dice.randrange(len(data)))) :]
+
+
+MUTATIONS: tuple[Mutation, ...] = (flip_bits, replace_number, replace_noise, remove_bytes, truncate)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    quiet_libraries()
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", random_model()).read_bytes()
+
+
+def head_of(data: bytes) -> int:
+    """The bytes before the tensor data: metadata and tensor descriptions."""
+    return data.rindex(b"output_norm.weight") + 40
+
+
+def hyperparameters_at(data: bytes) -> int:
+    """The bytes up to the tokens, which have all lengths and types but those of the tokenizer's lists."""
+    return data.index(b"tokenizer.ggml.tokens") + 60
+
+
+def load(file: Path) -> str:
+    """What loading a file ends with: "loaded", or the message of a typed error."""
+    try:
+        load_model(open_checkpoint(file, TokenFlags()), "float32")
+    except InputFault as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of scales that are not finite
+@pytest.mark.parametrize(("first", "count"), CASES)
+def test_damaged_files_are_loaded_or_refused(first: int, count: int, sound: bytes, tmp_path: Path) -> None:
+    file, found = tmp_path / "model.gguf", []
+    for case in range(first, first + count):
+        dice, data = random.Random(case), bytearray(sound)
+        heads = (head_of(sound), hyperparameters_at(sound))
+        dice.choice(MUTATIONS)(dice, data, dice.choice(heads))
+        file.write_bytes(data)
+        found.append(load(file))
+    assert all(one == "loaded" or (str(file) in one and ": expected" in one) for one in found), found
+    assert 0 < found.count("loaded") < count
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("first", "count"), CASES)
+def test_files_with_other_metadata_are_loaded_or_refused(first: int, count: int, tmp_path: Path) -> None:
+    quiet_libraries()
+    model = random_model()
+    keys = [
+        *metadata_of(model),
+        *tokenizer_metadata(),
+        "general.name",
+        "general.type",
+        "split.count",
+        "general.alignment",
+    ]
+    keys += ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.unknown_token_id", "llama.attention.key_length"]
+    found = []
+    for case in range(first, first + count):
+        dice = random.Random(case)
+        key, value = keys[case % len(keys)], dice.choice(VALUES)
+        file = write_gguf(tmp_path / f"{case}.gguf", model, changes={key: value})
+        found.append((key, value, load(file)))
+        file.unlink()
+    assert all(one == "loaded" or ": expected" in one for _, _, one in found), found
+    assert 0 < [one for _, _, one in found].count("loaded") < count

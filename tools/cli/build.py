@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -102,57 +102,63 @@ class Build(Sectioned):
 )
 @click.option("--rebuild", is_flag=True, help="Build engines again that exist already.")
 @json_option("the engines")
-def command(
-    bundle: Path,
-    flavour: Any,
-    asked: tuple[str, ...],
-    max_requests: int,
-    max_seq_len: int | None,
-    max_slots: int | None,
-    max_step_rows: int,
-    prompt_rows: int,
-    dtype: str | None,
-    workspace: int | None,
-    timing_cache: Path | None,
-    refittable: bool,
-    rebuild: bool,
-    as_json: bool,
-) -> None:
+def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
     """Build TensorRT engines from the graph of BUNDLE and store them in the bundle.
 
     Export the bundle with --lowering append, and with the --dtype that the engine shall compute in.
     """
-    library = open_library(flavour)
+    library = open_library(given["flavour"])
     manifest = read_manifest(bundle)
     refuse_scatter(bundle, manifest.signature)
-    _refuse_dtype(manifest, dtype)
+    _refuse_dtype(manifest, given["dtype"])
     _refuse_integers(bundle, manifest)
-    targets = _targets(library, asked, refittable, timing_cache)
+    targets = _targets(library, given["asked"], given["refittable"], given["timing_cache"])
     _refuse_targets(manifest, targets)
-    capacity = capacity_for(manifest, slots_for(seq_len(manifest, max_seq_len), max_slots))
-    shapes = Shapes(capacity, max_requests, max_step_rows, prompt_rows)
+    shapes = _shapes(manifest, given)
     manifest = open_bundle(bundle).manifest  # last, because it hashes the weights
-    scratch = None if workspace is None else workspace << 20
-    memory, outcomes = _memory(manifest, shapes), []
+    outcomes = []
     for name in targets:
-        build_options = BuildOptions(name, shapes, scratch, refittable, manifest.max_mask_slots, timing_cache)
-        with building(f"{library.name} for {name}", memory) as progress:
-            outcome = build_engine(
-                bundle,
-                manifest,
-                library,
-                build_options,
-                lambda record: not rebuild and _reusable(record),
-                progress.begin,
-                progress.update,
-            )
-        recorded = trust.remember(outcome.record.sha256)
-        outcomes.append(outcome)
-        click.echo(_described(bundle, outcome), err=as_json)
-        if not recorded:
-            click.echo("could not record that this machine built the engine: run it with --trust-engines", err=True)
+        outcomes.append(_build(bundle, manifest, library, _options(name, shapes, manifest, given), rebuild))
+        _report(bundle, outcomes[-1], as_json)
     if as_json:
         show_json({"bundle": str(bundle), "engines": [_as_dict(outcome) for outcome in outcomes]})
+
+
+def _shapes(manifest: Manifest, given: Mapping[str, Any]) -> Shapes:
+    """The shapes that the options ask for."""
+    capacity = capacity_for(manifest, slots_for(seq_len(manifest, given["max_seq_len"]), given["max_slots"]))
+    return Shapes(capacity, given["max_requests"], given["max_step_rows"], given["prompt_rows"])
+
+
+def _options(name: str, shapes: Shapes, manifest: Manifest, given: Mapping[str, Any]) -> BuildOptions:
+    """How the engine of a target is built."""
+    scratch = None if given["workspace"] is None else given["workspace"] << 20
+    return BuildOptions(name, shapes, scratch, given["refittable"], manifest.max_mask_slots, given["timing_cache"])
+
+
+def _build(
+    bundle: Path, manifest: Manifest, library: Library, build_options: BuildOptions, rebuild: bool
+) -> BuildResult:
+    """The engine of a target, built with progress on the terminal."""
+    memory = _memory(manifest, build_options.shapes)
+    with building(f"{library.name} for {build_options.target}", memory) as progress:
+        return build_engine(
+            bundle,
+            manifest,
+            library,
+            build_options,
+            lambda record: not rebuild and _reusable(record),
+            progress.begin,
+            progress.update,
+        )
+
+
+def _report(bundle: Path, outcome: BuildResult, as_json: bool) -> None:
+    """Record that this machine built an engine, and print it."""
+    recorded = trust.remember(outcome.record.sha256)
+    click.echo(_described(bundle, outcome), err=as_json)
+    if not recorded:
+        click.echo("could not record that this machine built the engine: run it with --trust-engines", err=True)
 
 
 def _targets(library: Library, asked: Sequence[str], refittable: bool, timing_cache: Path | None) -> Sequence[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,14 +29,11 @@ from spaceport.tools.cli.options import (
 from spaceport.tools.reference import open_reference
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.accuracy import LogitDifference, write_report
-from spaceport.tools.verify.audit.audit_report import AuditReport
-from spaceport.tools.verify.audit.bundle_audit import AuditOptions, audit_bundle
-from spaceport.tools.verify.audit.prompts import read_prompts
-from spaceport.tools.verify.check.check import CheckReport, check
-from spaceport.tools.verify.check.engines import DEFAULT_LONG, SHORTEST, CheckOptions
+from spaceport.tools.verify.check.check import CheckReport
+from spaceport.tools.verify.check.engines import DEFAULT_LONG, CheckOptions
+from spaceport.tools.verify.check.outcome import CheckOutcome, compare
 from spaceport.tools.verify.check.outputs import save_outputs
 from spaceport.tools.verify.check.polygraphy_commands import commands_for
-from spaceport.tools.verify.check.quantization import measure_quantization
 
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
 
@@ -126,17 +122,12 @@ def command(
     The tolerance of a pair follows from the coarser of its two data types. The report is saved in the bundle. The exit
     code is 4 if a difference is larger.
     """
-    if length is not None and length < SHORTEST:
-        raise OptionFault(f"--long-context is {length}: expected at least {SHORTEST}")
     _refuse_unused(context, print_polygraphy, outputs)
     options = CheckOptions(
         checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers, adapter
     )
     opened = open_bundle(bundle)
-    if length is not None and length > opened.manifest.max_positions:
-        raise OptionFault(
-            f"--long-context is {length}: expected at most {opened.manifest.max_positions}, the maximum of the model"
-        )
+    _check_length(length, opened)
     if print_polygraphy:
         show_lines(opened, checkpoint)
         return OK
@@ -144,29 +135,18 @@ def command(
         save(opened, options, outputs)
         return OK
     with stages() as stage:
-        if prompts is not None:
-            read_prompts(prompts)  # raises for a mistake in the file before minutes of work
-        report = check(opened, options, stage)
-        quantization = (
-            None if checkpoint is None else measure_quantization(opened, checkpoint, trust_remote_code, seed, adapter)
+        found = compare(opened, options, prompts, stage)
+    show_outcome(found, as_json)
+    write_report(opened.path, found.report.as_dict())  # last: the result is shown even if the bundle is read-only
+    return OK if found.passed else ACCURACY
+
+
+def _check_length(length: int | None, bundle: Bundle) -> None:
+    """Raise if the long-context case exceeds the model's limit."""
+    if length is not None and length > bundle.manifest.max_positions:
+        raise OptionFault(
+            f"--long-context is {length}: expected at most {bundle.manifest.max_positions}, the maximum of the model"
         )
-        audits = {} if prompts is None else audits_of(opened, report, options, prompts, stage)
-    if as_json:
-        more = {"audits": {backend: one.as_dict() for backend, one in audits.items()}} if audits else {}
-        if quantization is not None:
-            more["quantization"] = quantization.as_dict()
-        show_json({**report.as_dict(), **more})
-    else:
-        show(report)
-        if quantization is not None:
-            click.echo(str(quantization))
-        for one in audits.values():
-            click.echo()
-            show_audit(one)
-    write_report(
-        opened.path, report.as_dict()
-    )  # last, so that the result is shown even if the bundle cannot be written
-    return OK if report.passed and all(one.passed for one in audits.values()) else ACCURACY
 
 
 def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path | None) -> None:
@@ -180,15 +160,6 @@ def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path
             Unused(outputs is not None, _OF_A_CHECK, "with --save-outputs", "run the check without --save-outputs"),
         ),
     )
-
-
-def audits_of(
-    bundle: Bundle, report: CheckReport, options: CheckOptions, prompts: Path, stage: Callable[[str], None]
-) -> dict[str, AuditReport]:
-    """Audit reports of each backend that was compared."""
-    settings = AuditOptions(threads=options.threads, trust_engines=options.trust_engines)
-    compared = [backend for backend in options.backends or BACKENDS if backend not in report.not_compared]
-    return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}
 
 
 def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
@@ -211,6 +182,19 @@ def save(bundle: Bundle, options: CheckOptions, file: Path) -> None:
     )
     count = save_outputs(engine, bundle.manifest, file)
     click.echo(f"{file}: outputs of PyTorch float32 in {count} calls")
+
+
+def show_outcome(outcome: CheckOutcome, as_json: bool) -> None:
+    """Print the report, the error of quantization and the audits."""
+    if as_json:
+        show_json(outcome.as_dict())
+        return
+    show(outcome.report)
+    if outcome.quantization is not None:
+        click.echo(str(outcome.quantization))
+    for audit in outcome.audits.values():
+        click.echo()
+        show_audit(audit)
 
 
 def show(report: CheckReport) -> None:

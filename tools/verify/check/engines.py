@@ -43,6 +43,10 @@ class CheckOptions:
     layers: bool = False  # also find the first layer value that is out of tolerance
     adapter: Path | None = None  # adapter folder of the checkpoint
 
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < SHORTEST:
+            raise OptionFault(f"--long-context is {self.length}: expected at least {SHORTEST}")
+
 
 @dataclass(frozen=True)
 class CheckedEngine:

@@ -18,7 +18,7 @@ from spaceport.tools.cli.options import (
     threads_option,
     trust_engines_option,
 )
-from spaceport.tools.distill.distillation import DistillOptions, open_distillation
+from spaceport.tools.distill.distillation import DEFAULT_REQUESTS, DistillOptions, open_distillation
 from spaceport.tools.distill.partial_answers import partial_file
 from spaceport.tools.terminal.distill_screen import progress_shown, show_report
 from spaceport.tools.terminal.screen import show_json, show_notes, stages
@@ -43,10 +43,9 @@ class Distill(Sectioned):
 )
 @click.option(
     "--max-requests",
-    default=DistillOptions.max_requests,
-    show_default=True,
+    type=int,
     metavar="N",
-    help="Answers that are generated at the same time.",
+    help=f"Answers that are generated at the same time; default: {DEFAULT_REQUESTS}, or the maximum of the bundle's engines.",
 )
 @click.option("--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens (prompt and answers).")
 @backend_option

@@ -30,6 +30,8 @@ from spaceport.tools.tune.own_answers import (
     rendered,
 )
 
+DEFAULT_REQUESTS = 16  # answers that are generated at the same time
+
 _PLACEHOLDER = Turn("assistant", "answer")  # for the chat template, before there are answers
 
 
@@ -38,7 +40,7 @@ class DistillOptions:
     """How the answers are generated, and how the engine is opened."""
 
     max_tokens: int = 512  # per answer
-    max_requests: int = 16  # answers that are generated at the same time
+    max_requests: int | None = None  # answers that are generated at the same time; None: see `requests_for`
     max_seq_len: int | None = None  # tokens of a conversation; None: the bundle's default
     backend: str = "auto"
     threads: int = 0
@@ -101,7 +103,7 @@ class Distillation:
     prompts: Sequence[FilePrompt]
     runtime: Runtime
     partial: Path
-    options: DistillOptions
+    limits: AnswerLimits
 
     def run(self, on_progress: Callable[[DistillProgress], None] = lambda progress: None) -> DistillReport:
         """Generate the missing answers and write the output; an interrupted run can be repeated."""
@@ -118,9 +120,8 @@ class Distillation:
             on_progress(progress())
 
         on_progress(progress())
-        limits = AnswerLimits(self.runtime.max_seq_len, self.options.max_tokens, self.options.max_requests)
         with _located(self.source), _write_errors(self.out):
-            generate_answers(dialogues, self.runtime, self.partial, limits, count)
+            generate_answers(dialogues, self.runtime, self.partial, self.limits, count)
             lines = self._write(dialogues)
         counts = Counter(answer.outcome for dialogue in dialogues for answer in dialogue.answers)
         total = sum(answer.tokens for dialogue in dialogues for answer in dialogue.answers)
@@ -151,6 +152,8 @@ def open_distillation(
     prompts = read_prompts(source)
     manifest = read_manifest(bundle)
     length = seq_len(manifest, options.max_seq_len)
+    requests = requests_for(manifest) if options.max_requests is None else options.max_requests
+    limits = AnswerLimits(length, options.max_tokens, requests)
     if TEMPLATE_FILE not in manifest.files:
         _require_single_turns(bundle, source, prompts)
     header = RunHeader(_digest_of(manifest), _digest(source), options.max_tokens, length)
@@ -160,13 +163,23 @@ def open_distillation(
             bundle,
             backend=options.backend,
             max_seq_len=length,
-            max_requests=options.max_requests,
+            max_requests=limits.requests,
             threads=options.threads,
             trust_engines=options.trust_engines,
         ) as runtime:
             with _located(source):
                 _check_template(runtime, prompts)
-            yield Distillation(source, out, prompts, runtime, partial, options)
+            yield Distillation(source, out, prompts, runtime, partial, limits)
+
+
+def requests_for(manifest: Manifest) -> int:
+    """The default number of concurrent requests, or fewer if the bundle's engines take fewer.
+
+    With more requests than they take, the bundle would be opened on another engine.
+    """
+    return min(
+        DEFAULT_REQUESTS, max((record.requests for record in manifest.engines.values()), default=DEFAULT_REQUESTS)
+    )
 
 
 def check_target(source: Path, out: Path, overwrite: bool) -> None:

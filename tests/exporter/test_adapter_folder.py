@@ -32,15 +32,12 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
-from spaceport.tools.tune.job import TuningJob
-from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.token_names import TokenNames
-from spaceport.tools.tune.tuning import tune
+from support.adapters import train, write_base
 from support.gguf_files import random_model, write_gguf
 from support.paths import TINY
 
 VOCAB, GROWN = 628, 640
-MASK, NAMES = VOCAB, TokenNames(("[D]",), "[Fork]", "[Child]")  # the tiny tokenizer has [M] already
+MASK = VOCAB
 IDS = torch.arange(40)[None] * 7 % VOCAB
 HALF = "model.layers.0.mlp.up_proj.A"
 
@@ -53,26 +50,6 @@ def logits(checkpoint: Checkpoint, ids: Tensor = IDS, dtype: Any = "float32") ->
     with torch.no_grad():
         found: Tensor = load_model(checkpoint, dtype)(ids).logits
     return found
-
-
-def write_base(folder: Path, tied: bool = True, seed: int = 0) -> Path:
-    """A random model with the tiny tokenizer, without special tokens of its own."""
-    model = random_model(tied=tied)
-    if seed:
-        with torch.no_grad():
-            model.model.layers[1].mlp.down_proj.weight.mul_(1.01)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copyfile(TINY / name, folder / name)
-    return folder
-
-
-def train(base: Path, target: Path, adapter_only: bool) -> Path:
-    data = target.with_suffix(".jsonl")
-    data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
-    settings = TrainingSettings("sar", "gated-lora", max_steps=1, rank=2, batch_size=1)
-    tune(TuningJob(base, target, (data,), settings, NAMES, adapter_only=adapter_only))
-    return target
 
 
 def edit_tensors(file: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

@@ -14,7 +14,7 @@ PROMPTS_FILE = "prompts.json"
 
 
 def prompts_of(checkpoint: Path) -> dict[str, Prompt]:
-    """The prompts of a checkpoint's prompts.json by name: plain text, or the user message of a chat."""
+    """The prompts of a folder's prompts.json by name: plain text, the user message of a chat, or all its messages."""
     if not checkpoint.is_dir():
         raise InputFault(f"{checkpoint}: no such folder: expected a checkpoint")
     file = checkpoint / PROMPTS_FILE
@@ -26,7 +26,9 @@ def prompts_of(checkpoint: Path) -> dict[str, Prompt]:
         raise InputFault(f"{file}: not valid JSON: {error}") from error
     prompts = {name: _prompt(value) for name, value in found.items()} if isinstance(found, dict) else {}
     if not prompts or not all(prompts.values()):
-        raise InputFault(f'{file}: expected an object of names and prompts, each a string or {{"user": string}}')
+        raise InputFault(
+            f'{file}: expected an object of names and prompts, each a string, {{"user": string}} or {{"messages": [...]}}'
+        )
     return prompts
 
 
@@ -34,4 +36,15 @@ def _prompt(value: Any) -> Prompt:
     """The prompt of a JSON value; empty if the value is invalid."""
     if isinstance(value, dict) and list(value) == ["user"] and isinstance(value["user"], str) and value["user"]:
         return [{"role": "user", "content": value["user"]}]
+    messages = value.get("messages") if isinstance(value, dict) and len(value) == 1 else None
+    if isinstance(messages, list) and all(_is_message(message) for message in messages):
+        return messages
     return value if isinstance(value, str) else ""
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"role", "content"} and all(map(_is_text, value.values()))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import (
+from spaceport.tools.cli.demo import show_generation
+from spaceport.tools.cli.demo_tables import (
+    CHAT_LEGEND,
     LEGEND,
-    MODES,
     THREADS_LEGEND,
-    DecodingMode,
-    TimedCompletion,
+    chat_rows,
     compare,
+    compare_chats,
     rows_of,
-    show_generation,
-    timed,
 )
+from spaceport.tools.demo.timing import MODES, DecodingMode, TimedCompletion, timed
 from support.forking_bundle import forking_copy
 from support.paths import TINY
 from support.small_bundle import edit
@@ -95,6 +95,32 @@ def test_the_table_has_a_row_for_each_mode_and_a_legend(runtime: Runtime, capfd:
     assert legend == f"{LEGEND}\n{THREADS_LEGEND}\n"
     assert compare(runtime, {"short": DECODER}, 5)
     assert capfd.readouterr().out.split("\n\n")[-1] == f"{LEGEND}\n"
+
+
+def test_one_table_for_all_prompts_ends_with_the_sums_of_modes_that_all_have(
+    found: dict[DecodingMode, TimedCompletion],
+) -> None:
+    slow = {mode: replace(one, seconds=2 * one.seconds) for mode, one in found.items() if not mode.forks}
+    rows = list(chat_rows({"a": found, "b": slow}))
+    assert [row[:2] for row in rows] == [
+        *(("a" if mode is PLAIN else "", mode.name) for mode in MODES),
+        *(("b", "plain"), ("", "speculative"), ("all", "plain"), ("", "speculative")),
+    ]
+    plain, drafted = found[PLAIN], found[SPECULATIVE]
+    tokens = len(drafted.completion.tokens)
+    assert rows[-1][2:5] == (2 * tokens, 2 * drafted.completion.statistics.steps, rows[1][4])
+    assert rows[-1][5] == pytest.approx(2 * tokens / (3 * drafted.seconds))
+    assert rows[-1][6] == pytest.approx(drafted.tokens_per_second / plain.tokens_per_second)
+    assert [row[-1] for row in rows] == ["-", "identical"] * 4
+    other = {**slow, SPECULATIVE: replace(slow[SPECULATIVE], completion=found[PARALLEL].completion)}
+    assert [row[-1] for row in chat_rows({"a": found, "b": other})][-3:] == ["DIFFERENT", "-", "DIFFERENT"]
+
+
+def test_one_table_for_all_prompts_has_a_legend(runtime: Runtime, capfd: Capture) -> None:
+    assert compare_chats(runtime, {"long": DECODER, "short": DECODER[:9]}, 20)
+    printed = capfd.readouterr()
+    assert printed.err.splitlines() == ["decoding prompt 1 of 2: long", "decoding prompt 2 of 2: short"]
+    assert printed.out.endswith((f"\n\n{CHAT_LEGEND}\n", f"\n\n{CHAT_LEGEND}\n{THREADS_LEGEND}\n"))
 
 
 def test_output_is_shown_by_thread_with_accepted_draft_tokens_in_brackets(runtime: Runtime, capfd: Capture) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import MODES, timed
 from spaceport.tools.demo.prompts import MODEL, prompts_of
+from spaceport.tools.demo.timing import MODES, timed
 from spaceport.tools.demo_recipe.evaluate import QuestionAnswers, answer_question, cost_of, quality_of
 from spaceport.tools.demo_recipe.signatures import read_signature
 from spaceport.tools.demo_recipe.train import PRESETS

@@ -108,7 +108,8 @@ def command(
             same = demo.compare(runtime, demo.prompts, max_tokens)
             if demo.note:
                 click.echo(demo.note)
-            name, prompt = next(iter(demo.prompts.items()))
+            name = "lists" if "lists" in demo.prompts else next(iter(demo.prompts))  # a list forks, if the model does
+            prompt = demo.prompts[name]
             click.echo(f"\n{name}: output by thread, accepted draft tokens {_mark()}\n{_shown(prompt)}")
             show_generation(runtime, prompt, max_tokens)
     return OK if same and passed else ACCURACY
@@ -168,8 +169,9 @@ def write_bundle(bundle: Path, demo: DemoModel, threads: int) -> bool:
 
 def show_generation(runtime: Runtime, prompt: Prompt, max_tokens: int) -> None:
     """Generate and show all threads: live on a terminal, once at the end elsewhere."""
-    lanes = Lanes(runtime.bundle.manifest.tokens.fork)
-    with runtime.stream(prompt, Decoding(max_tokens=max_tokens)) as stream:
+    fork = runtime.bundle.manifest.tokens.fork
+    lanes = Lanes(fork)
+    with runtime.stream(prompt, Decoding(max_tokens=max_tokens, fork=None if fork is None else True)) as stream:
         if sys.stdout.isatty():
             show_live(stream, lanes, drafts=True)
         else:

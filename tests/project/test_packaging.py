@@ -59,6 +59,11 @@ LAYERS = {
     "tools.terminal": (*_MODEL, "tools.distill", "tools.tune"),
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.verify"),
+    "tools.cli": (
+        *_MODEL,
+        *("tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
+        *("tools.terminal", "tools.tune", "tools.verify"),
+    ),
     # Not in the wheel: nothing imports it.
     "tools.demo_recipe": (
         *_MODEL,
@@ -68,11 +73,6 @@ LAYERS = {
         "tools.terminal",
         "tools.tune",
         "tools.verify",
-    ),
-    "tools.cli": (
-        *_MODEL,
-        *("tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
-        *("tools.terminal", "tools.tune", "tools.verify"),
     ),
 }
 

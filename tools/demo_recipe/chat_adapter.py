@@ -43,7 +43,7 @@ class Recipe:
     answers: int  # prompts of all kinds
     lists: int  # prompts that ask for a list, for the forks
     draft_time: str
-    fork_time: str
+    fork_time: str | None  # None: the adapter learns to draft only
     bf16: bool
 
     def file(self, name: str) -> Path:
@@ -55,7 +55,7 @@ class StepFailed(RuntimeError):
 
 
 def follow(recipe: Recipe) -> Path:
-    """The adapter folder, after all steps that have no result yet."""
+    """The adapter folder after all steps that have no result yet."""
     recipe.work.mkdir(parents=True, exist_ok=True)
     steps: list[tuple[str, Callable[[Recipe, Path], None]]] = [
         ("prompts.jsonl", _write_prompts),
@@ -63,16 +63,18 @@ def follow(recipe: Recipe) -> Path:
         ("answers.jsonl", _distill),
         ("train.jsonl", _split),
         ("drafts", _train_drafts),
+    ]
+    forks: list[tuple[str, Callable[[Recipe, Path], None]]] = [
         ("list_prompts.jsonl", _write_list_prompts),
         ("list_answers.jsonl", _distill_lists),
         ("lists.jsonl", _select_lists),
         ("adapter", _train_forks),
     ]
-    for name, step in steps:
+    for name, step in [*steps, *(forks if recipe.fork_time else ())]:
         if not recipe.file(name).exists():
             print(f"== {name}", flush=True)
             step(recipe, recipe.file(name))
-    return recipe.file("adapter")
+    return recipe.file("adapter" if recipe.fork_time else "drafts")
 
 
 def _write_prompts(recipe: Recipe, target: Path) -> None:
@@ -130,7 +132,7 @@ def _finished(file: Path) -> list[tuple[dict[str, object], bool]]:
 
 
 def _train_forks(recipe: Recipe, target: Path) -> None:
-    budget = ("--time-budget", recipe.fork_time, "--epochs", "12", "--learning-rate", "5e-4")
+    budget = ("--time-budget", str(recipe.fork_time), "--epochs", "12", "--learning-rate", "5e-4")
     further = ("--adapter", recipe.file("drafts"))
     _tune(recipe, target, recipe.file("lists.jsonl"), *_FORKS, *further, *budget)
 
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=1322, help="number of generated prompts")
     parser.add_argument("--lists", type=int, default=128, help="number of generated prompts for the forks")
     parser.add_argument("--draft-time", default="38m", help="training time of the drafts")
-    parser.add_argument("--fork-time", default="8m", help="training time of the forks")
+    parser.add_argument("--fork-time", help="training time of the forks, such as 8m; default: no forks")
     parser.add_argument("--no-bf16", action="store_true", help="compute in float32, on CPUs without bfloat16")
     given = parser.parse_args()
     recipe = Recipe(

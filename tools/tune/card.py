@@ -79,10 +79,11 @@ def _results(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
 
 def _training(facts: CardFacts, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     final = last.get("training", {})
+    steps = final.get("step", 0)  # fewer than planned if a time budget ended the training
     return [
         ("samples per epoch", facts.batches.samples),
-        ("steps", facts.batches.steps),
-        ("epochs", f"{facts.batches.steps / facts.batches.epoch_steps:.2f}"),
+        ("steps", steps),
+        ("epochs", f"{steps / facts.batches.epoch_steps:.2f}"),
         ("tokens, mask slots included", f"{final.get('tokens', 0):,}"),
         ("hours", f"{final.get('seconds', 0) / 3600:.2f}"),
     ]

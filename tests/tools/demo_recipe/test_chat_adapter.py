@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,11 @@ def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[li
     assert drafts[drafts.index("--time-budget") + 1] == "1m"
     assert forks[forks.index("--adapter") + 1] == str(recipe.work / "drafts")
     assert forks[forks.index("--time-budget") + 1] == "10s"
+
+
+def test_without_a_time_for_forks_the_adapter_learns_to_draft_only(recipe: Recipe, commands: list[list[str]]) -> None:
+    assert follow(replace(recipe, fork_time=None)) == recipe.work / "drafts"
+    assert [words[0] for words in commands] == ["export", "distill", "tune"]
 
 
 def test_one_answer_in_forty_is_held_out(recipe: Recipe, commands: list[list[str]]) -> None:

@@ -157,6 +157,7 @@ def test_a_time_budget_ends_the_training_and_its_learning_rate(
     last = outcome.last("training")
     assert last is not None
     assert last["seconds_left"] == 0
+    assert "\n| steps | 5 |\n" in (tmp_path / "tuned" / "README.md").read_text("utf-8")
 
 
 def test_an_unused_time_budget_changes_nothing(data: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.tools.tune.inputs import identity_of
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
@@ -205,12 +206,10 @@ def test_a_gguf_file_is_exported_and_tuned(quantized: Path, tmp_path: Path) -> N
 
 
 def test_a_changed_gguf_file_prevents_a_resume(quantized: Path, tmp_path: Path) -> None:
-    from spaceport.tools.tune.tuning import _identity
-
     copy = shutil.copyfile(quantized, tmp_path / "model.gguf")
     job = TuningJob(copy, tmp_path / "tuned", (), TrainingSettings())
-    before = _identity(job)
+    before = identity_of(job)
     copy.write_bytes(copy.read_bytes()[:-1] + b"\0")
-    assert _identity(job) != before
+    assert identity_of(job) != before
     assert before["checkpoint"][0].startswith("model.gguf ")
     assert TINY.is_dir()

@@ -94,10 +94,11 @@ class Training:
         self._first = (step, seconds)
         self._since = (time.perf_counter(), tokens)
 
-    @property
     def finished(self) -> bool:
-        """Whether all steps are done or the time budget is used up; one step is always done."""
-        return self.step > 0 and self._schedule_position() >= self.batches.steps
+        """Whether all steps are done or the time budget is used up; one step is always done. The same in all processes."""
+        if self._settings.time_budget is None or self.step in (0, self.batches.steps):
+            return self.step == self.batches.steps
+        return self.agree(self._schedule_position() >= self.batches.steps)
 
     @property
     def seconds_left(self) -> float | None:

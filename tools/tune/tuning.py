@@ -175,10 +175,10 @@ def _run(
         states.log(measured, kind)
         callbacks.on_measurement(measured, kind)
 
-    last = training.agree(training.finished)
+    last = training.finished()
     while not last:
         training.run_step()
-        last = training.agree(training.finished)
+        last = training.finished()
         if last or training.step % job.log_every == 0:
             log(training.measure(), "training")
         callbacks.on_step(training)

@@ -150,7 +150,7 @@ def test_a_time_budget_ends_the_training_and_its_learning_rate(
     budget = replace(SETTINGS, max_steps=50, time_budget=4.0)
     outcome = tune(TuningJob(TINY, tmp_path / "tuned", (data,), budget, log_every=1), TrainingCallbacks(on_step=step))
     assert len(rates) == 5  # the fifth step begins when the budget is used up to the last moment
-    shares = [(50 / 4 * seconds - 1) / 49 for seconds in (1, 2, 3, 4)]  # of the 49 steps behind the warm-up
+    shares = [(18 / 4 * seconds - 1) / 17 for seconds in (1, 2, 3, 4)]  # of 18 steps, the first of which is the warm-up
     assert rates[:4] == pytest.approx(
         [SETTINGS.learning_rate * (0.5 + 0.5 * math.cos(math.pi * share)) for share in shares], abs=1e-12
     )

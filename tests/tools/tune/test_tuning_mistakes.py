@@ -314,7 +314,8 @@ def test_results_are_available_as_json_and_for_tensorboard(data: Path, tmp_path:
     assert "[RANK 0]" not in errors
     assert "Warning" not in errors
     assert re.search(
-        r"step 4/4  loss \d+\.\d+  accuracy \d+%  mask slots \d+% \d+%  [\d,]+ tokens/s  0:00:00 left", errors
+        r"step 4/4  loss \d+\.\d+  accuracy \d+%  mask slots \d+% \d+%  [\d,]+ rows/s  0:00:00 left, ends \d\d:\d\d",
+        errors,
     )
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()

@@ -65,7 +65,7 @@ class Decoding:
     - `lookup`: Maximum draft tokens from prompt lookup in a step, 0 = none; default None: 16 in trees, 0 in chains and
       with `mask_slots=0`.
     - `max_threads`: Maximum threads of the request that decode at the same time, the others wait; default None: 16, or 1
-      where the bundle's drafts are exact in one line only.
+      with 8-bit activations of one limb (`int8`).
 
     What is reported with it:
 
@@ -135,9 +135,9 @@ class Decoding:
                 f"{name} is {given}: expected {f'at least {least}' if most is None else f'{least} to {most}'}"
             )
 
-    def threads(self, exact: ExactDrafts = "tree") -> int:
-        """Maximum threads that decode at the same time, with a bundle whose drafts are exact in this shape."""
-        return self.max_threads or (MAX_THREADS if exact == "tree" else 1)
+    def threads(self, parallel: bool = True) -> int:
+        """Maximum threads that decode at the same time, with a bundle whose threads are `parallel` by default."""
+        return self.max_threads or (MAX_THREADS if parallel else 1)
 
     def draft_config(self, most: int, exact: ExactDrafts = "tree") -> DraftConfig:
         """Draft limits with a bundle that has `most` mask slots and drafts that are exact in this shape."""

@@ -147,7 +147,12 @@ class Manifest:
     @property
     def exact_drafts(self) -> ExactDrafts:
         """Draft shapes that do not change the output; 8-bit activations amplify the noise of another slot order."""
-        return "chain" if self.activations == "int8" else "tree"
+        return "tree" if self.activations == "float" else "chain"
+
+    @property
+    def parallel_threads(self) -> bool:
+        """Whether forked threads decode at the same time by default; one 8-bit limb amplifies noise too much for that."""
+        return self.activations != "int8"
 
     @property
     def _graph_files(self) -> tuple[FileRecord, ...]:

@@ -9,8 +9,9 @@ from spaceport.graphs.contract.signature import Activations, Precision
 TOLERANCE: dict[Precision, float] = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1e-1}
 
 # The same with quantized activations: floating-point noise of 1e-6 then moves a value to the next quantization step
-# here and there. A step is 1/127 of the input's range with one limb, 1/32512 with two.
-QUANTIZED_TOLERANCE: dict[Activations, float] = {"int8": 1e-1, "int8x2": 2e-3, "float": 0.0}
+# here and there. A step is 1/127 of the input's range with one limb, 1/32512 with two. Measured with two limbs: 2e-3 in
+# small models, 1e-2 on rows of mask slots in SmolLM2-135M, whose largest activations are far above the others.
+QUANTIZED_TOLERANCE: dict[Activations, float] = {"int8": 1e-1, "int8x2": 2e-2, "float": 0.0}
 
 
 def tolerance_of(dtype: Precision, activations: Activations = "float") -> float:

@@ -73,7 +73,7 @@ class Admission:
             planner=self.planner,
             kind=(round(sampling.temperature, 1), decoding.grammar is not None),
             max_rows=self.engine.rows,
-            max_threads=decoding.threads(manifest.exact_drafts),
+            max_threads=decoding.threads(manifest.parallel_threads),
             end=frozenset(manifest.tokens.end),
         )
         transcript = Transcript(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)

@@ -107,11 +107,12 @@ def test_an_int8_activation_bundle_is_lossless_without_noise(bundle: Path) -> No
 
 
 def test_its_drafts_are_chains_unless_trees_are_requested(bundle: Path) -> None:
-    exact = open_bundle(bundle).manifest.exact_drafts
-    assert exact == "chain"
-    assert (Decoding().draft_config(5, exact=exact).siblings, Decoding().threads(exact)) == (1, 1)
+    manifest = open_bundle(bundle).manifest
+    exact, parallel = manifest.exact_drafts, manifest.parallel_threads
+    assert (exact, parallel) == ("chain", False)
+    assert (Decoding().draft_config(5, exact=exact).siblings, Decoding().threads(parallel)) == (1, 1)
     wide = Decoding(draft_siblings=3, max_threads=2)
-    assert (wide.draft_config(5, exact=exact).siblings, wide.threads(exact)) == (3, 2)
+    assert (wide.draft_config(5, exact=exact).siblings, wide.threads(parallel)) == (3, 2)
     assert (Decoding().draft_config(5).siblings, Decoding().threads()) == (3, 16)
     with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
         (text, *_) = PROMPTS.values()

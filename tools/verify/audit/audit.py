@@ -43,7 +43,7 @@ def audit(
     on_progress("measuring the noise of other step widths")
     report = AuditReport(_engine_name(runtime))
     threads = [completion.threads[()] for completion in plain[0] if not completion.error]
-    trees = runtime.bundle.manifest.exact_drafts == "tree"
+    trees = runtime.bundle.manifest.parallel_threads  # their slots have gaps, as those of trees
     report.noise = measure(runtime.engine, threads, trees, runtime.bundle.manifest.activations)
     audits = [
         _GroupAudit(runtime, group, completions, prompts, report, max_tokens)

@@ -40,7 +40,7 @@ class ModeGroup:
 def groups_for(manifest: Manifest, max_tokens: int) -> list[ModeGroup]:
     """Every mode that a bundle supports: greedy, sampled with a seed, and with forked threads if it forks.
 
-    If the bundle's drafts are exact as chains only, draft trees and concurrent threads are left out.
+    Draft trees are left out if the bundle's drafts are exact as chains only, concurrent threads if they are not the default.
     """
     mask_slots, exact = manifest.max_mask_slots, manifest.exact_drafts
     plain = Decoding(max_tokens=max_tokens, mask_slots=0, lookup=0, fork=False)
@@ -51,7 +51,7 @@ def groups_for(manifest: Manifest, max_tokens: int) -> list[ModeGroup]:
     ]
     if manifest.tokens.fork is not None:
         sequential = replace(plain, fork=True, max_threads=1)  # one thread after the other: one row per step
-        concurrent = replace(sequential, max_threads=Decoding().threads(exact))
+        concurrent = replace(sequential, max_threads=Decoding().threads(manifest.parallel_threads))
         undrafted = (AuditMode("plain", concurrent),) if concurrent != sequential else ()
         modes = (*undrafted, *_drafted(concurrent, mask_slots, exact))
         suffix = "forked" if undrafted else "forked, sequential"

@@ -17,12 +17,12 @@ class Runner:
         import transformers
 
         torch.set_num_threads(settings["threads"])
-        torch.set_grad_enabled(False)
         dtype = getattr(torch, settings.get("dtype", "float32"))
         self.torch, self.transformers = torch, transformers
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             settings["model"], dtype=dtype, attn_implementation="sdpa", local_files_only=True
         ).eval()
+        self.model.requires_grad_(False)
 
     def decode(self, prompt: list[int], tokens: int) -> list[float]:
         cache, token = self._read(prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,16 +117,23 @@ def command(
 
 def checkpoint_demo(checkpoint: Path, adapter: Path | None, prompts: tuple[str, ...]) -> DemoModel:
     """The demo of a checkpoint: prompts continue as text."""
-    chosen: dict[str, Prompt] = {prompt[:20]: prompt for prompt in prompts}
+    chosen: dict[str, Prompt] = dict(zip(names_of(prompts), prompts, strict=True))
     note = NOTE if checkpoint == MODEL else ""
     return DemoModel(checkpoint, ExportOptions(adapter=adapter), chosen or prompts_of(checkpoint), compare, note)
 
 
 def chat_demo(adapter: Path | None, prompts: tuple[str, ...]) -> DemoModel:
     """The demo of the chat model: prompts are user messages."""
-    chosen: dict[str, Prompt] = {prompt[:20]: [{"role": "user", "content": prompt}] for prompt in prompts}
+    chats: list[Prompt] = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    chosen = dict(zip(names_of(prompts), chats, strict=True))
     options = ExportOptions(weights="int8", adapter=adapter_folder() if adapter is None else adapter)
     return DemoModel(base_model(), options, chosen or prompts_of(CHAT), compare_chats, "")
+
+
+def names_of(prompts: Sequence[str]) -> list[str]:
+    """The beginnings of prompts, with a number where two have the same one."""
+    names = [prompt[:20] for prompt in prompts]
+    return [name if names.count(name) == 1 else f"{number} {name}" for number, name in enumerate(names, 1)]
 
 
 @contextmanager

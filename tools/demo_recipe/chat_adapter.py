@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,10 @@ def main() -> None:
     recipe = Recipe(
         given.base, given.work, given.answers, given.lists, given.draft_time, given.fork_time, not given.no_bf16
     )
-    print(follow(recipe))
+    try:
+        print(follow(recipe))
+    except StepFailed as error:
+        sys.exit(f"{error}; the same command continues with this step")
 
 
 if __name__ == "__main__":

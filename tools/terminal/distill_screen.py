@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import click
 
 from spaceport.tools.distill.distillation import DistillProgress, DistillReport
-from spaceport.tools.terminal.screen import show_table
+from spaceport.tools.terminal.screen import duration, show_table
 
 _SECONDS = 10.0  # between two progress lines
 
@@ -40,8 +40,7 @@ def described(progress: DistillProgress) -> str:
     """Tokens, their rate and the expected end."""
     parts = [f"{progress.tokens:,} tokens", f"{progress.tokens_per_second:,.0f} tokens/s"]
     if progress.done < progress.total and (seconds := progress.remaining_seconds) is not None:
-        whole = round(seconds)
-        parts.append(f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02} left")
+        parts.append(f"{duration(seconds)} left")
     return "  ".join(parts)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.faults import MissingDependency
+from spaceport.tools.terminal.screen import duration
 from spaceport.tools.tune.job import TrainingCallbacks
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 
@@ -156,9 +157,8 @@ def _left(found: TrainingMeasurement) -> str:
     """The estimated time that is left, and the time of day at which the training ends."""
     if found.seconds_left is None:
         return ""
-    seconds = round(found.seconds_left)
-    end = datetime.now().astimezone() + timedelta(seconds=seconds)
-    return f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02} left, ends {end:%H:%M}"
+    end = datetime.now().astimezone() + timedelta(seconds=found.seconds_left)
+    return f"{duration(found.seconds_left)} left, ends {end:%H:%M}"
 
 
 def _counted(counts: Counter[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import show_generation
+from spaceport.tools.cli.demo import names_of, show_generation
 from spaceport.tools.cli.demo_tables import (
     CHAT_LEGEND,
     LEGEND,
@@ -133,3 +133,8 @@ def test_output_is_shown_by_thread_with_accepted_draft_tokens_in_brackets(runtim
     shown = "".join(row[10:] for row in rows)
     assert [shown.count(f"<{number}>") for number in range(4)] == [1, 1, 1, 1]
     assert shown.count("[") > 5
+
+
+def test_prompts_that_begin_alike_are_all_decoded() -> None:
+    prompts = ("Write a Python function that adds", "Write a Python function that sorts", "import os")
+    assert names_of(prompts) == ["1 Write a Python funct", "2 Write a Python funct", "import os"]

@@ -89,3 +89,10 @@ def test_a_failed_command_ends_the_recipe(recipe: Recipe, monkeypatch: pytest.Mo
     monkeypatch.setattr(chat_adapter, "run", lambda words: 3)
     with pytest.raises(StepFailed, match="spaceport export ended with exit code 3"):
         follow(recipe)
+
+
+def test_a_failed_step_is_no_traceback(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_adapter, "run", lambda words: 3)
+    monkeypatch.setattr("sys.argv", ["chat_adapter", str(recipe.work), "--base", "none.gguf"])
+    with pytest.raises(SystemExit, match="spaceport export ended with exit code 3; the same command continues"):
+        chat_adapter.main()

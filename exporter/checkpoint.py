@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spaceport.exporter.adapter import ADAPTER_FILE, apply_adapter, read_adapter
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
+from spaceport.exporter.correction_factors import FACTORS_FILE, check_factors, read_factors
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile, is_gguf, read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
@@ -33,6 +34,7 @@ from spaceport.exporter.special_tokens import TokenFlags as TokenFlags
 from spaceport.exporter.special_tokens import special_tokens
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
+from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
 
 
@@ -52,6 +54,7 @@ class Checkpoint:
     remote_code: bool
     adapter: Adapter | None  # for mask rows
     adapter_folder: AdapterFolder | None  # with this adapter; None: it is in the checkpoint
+    correction: Factors | None  # of the drafts of mask slots
     gguf: GgufFile | None  # None: a folder
 
 
@@ -93,6 +96,7 @@ def open_checkpoint(
         remote_code=remote_code,
         adapter=read_adapter(adapter or folder, tokens),
         adapter_folder=added,
+        correction=read_factors(adapter or folder),
         gguf=gguf,
     )
 
@@ -126,11 +130,13 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
             f"{type(model).__name__}; save the checkpoint again with save_pretrained"
         )
     added = checkpoint.adapter_folder
+    owner = checkpoint.folder if added is None else added.path
+    if checkpoint.correction is not None:
+        check_factors(owner, checkpoint.correction, model.get_input_embeddings())
     if added is not None:
         with _naming(checkpoint.folder):
             add_embeddings(model, added, dtype)
     if checkpoint.adapter is not None:
-        owner = checkpoint.folder if added is None else added.path
         apply_adapter(model, owner, checkpoint.tokens.mask, checkpoint.adapter)
     return cast(PreTrainedModel, model.eval())
 
@@ -203,7 +209,7 @@ def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
 
 
 def _weights(folder: Path) -> None:
-    if any(file.name != ADAPTER_FILE for file in folder.glob("*.safetensors")):
+    if any(file.name not in (ADAPTER_FILE, FACTORS_FILE) for file in folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
 
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import check_target, require_space, writing
 from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
+from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.prompt_tokens import Prompt, prompt_tokens
 from spaceport.exporter.quantization_scales import write_scales
 from spaceport.exporter.selection_graph import write_selection
@@ -101,6 +104,9 @@ def export(
         (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
         if checkpoint.template is not None:
             (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
+        if checkpoint.correction is not None:
+            embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
+            write_correction(partial, checkpoint.correction, embeddings, decoder.signature.vocab_size)
         on_stage("writing the manifest")
         return write_manifest(partial, manifest_for(checkpoint, decoder, traits, options, parameters))
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, read_tables
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
     MANIFEST_FILE,
@@ -74,6 +75,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{file}: {error.strerror}: expected a readable file") from error
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits, ManifestError
         raise BundleError(f"{file}: {error}; {_AGAIN}") from error
+
+
+def read_correction(bundle: Bundle) -> CorrectionTables | None:
+    """The draft correction of a bundle, or None if it has none."""
+    if CORRECTION_FILE not in bundle.manifest.files:
+        return None
+    try:
+        with (bundle.path / CORRECTION_FILE).open("rb") as file:
+            return read_tables(file, bundle.manifest.signature.vocab_size)
+    except (OSError, InputFault) as error:
+        raise BundleError(f"{bundle.path}: {error}") from error
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -12,7 +12,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import resolve
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.step_costs import step_costs as costs_of
-from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.bundle import Bundle, open_bundle, read_correction
 from spaceport.runtime.costs import CostSource, StepCosts, fixed_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decoding import Decoding
@@ -55,7 +55,13 @@ class Runtime:
         self.costs = costs or fixed_costs(engine.costs.row)
         planner = DraftPlanner(self.costs, repeatable=self.costs.fixed)
         self._admission = Admission(
-            bundle, self.tokenizer, engine, max_seq_len, slots_for(max_seq_len, max_slots), planner
+            bundle,
+            self.tokenizer,
+            engine,
+            max_seq_len,
+            slots_for(max_seq_len, max_slots),
+            planner,
+            read_correction(bundle),
         )
         self._worker = Worker(Scheduler(engine, queue_limit, prompt_rows, costs=self.costs))
 

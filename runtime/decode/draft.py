@@ -19,6 +19,10 @@ class Candidates:
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
 
+    def behind(self, token: int) -> Candidates:
+        """The candidates if this token is chosen for the position before."""
+        return self
+
 
 @dataclass(frozen=True)
 class DraftConfig:
@@ -77,6 +81,15 @@ class Draft:
             self.worth[:rows],
             self.order[: rows - 1],
         )
+
+
+def best_chain(candidates: Sequence[Candidates], last: int) -> list[Candidates]:
+    """The candidates of each mask slot behind the best one of the mask slot before; `last` is the last known token."""
+    found: list[Candidates] = []
+    for each in candidates:
+        found.append(each.behind(last))
+        last = found[-1].tokens[0] if found[-1].tokens else last
+    return found
 
 
 PLAIN = Draft()

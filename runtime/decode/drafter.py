@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import is_copying
 from spaceport.runtime.decode.budget import DraftBudget, PlanningPause
-from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, chain
+from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, best_chain, chain
 from spaceport.runtime.decode.long_run import LongRun
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, Wish
@@ -48,7 +48,8 @@ class ChainDrafter:
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         rows = min(rows, (self._mask_slots + 1) ** 2)
-        return chain([candidate.tokens[0] for candidate in thread.candidates], self._mask_slots, remaining, rows)
+        best = [candidate.tokens[0] for candidate in best_chain(thread.candidates, thread.tokens[-1])]
+        return chain(best, self._mask_slots, remaining, rows)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
         """A chain always has the same shape."""
@@ -117,6 +118,7 @@ class TreeDrafter:
             long_run.gains,
             [acceptance.trust(depth) for depth in range(len(thread.candidates))],
             acceptance.lookup_probabilities(equal, copied, len(lookup_tokens)),
+            thread.tokens[-1],
         )
         affordable = draft_config.rows if sharing.fills_up else self._budget.rows(curve.times)
         draft = tree(thread.candidates, lookup_tokens, draft_config, remaining, min(rows, affordable), outlook)
@@ -139,11 +141,12 @@ class TreeDrafter:
             return
         right, copied, steps = 0, planned.copied, 1 + self._pause.take_skipped()
         self._steps += 1
+        candidates = best_chain(thread.candidates, thread.tokens[-1])
         learning = (self._acceptance, self._shared) if self._steps % _SHARE_EVERY == 0 else (self._acceptance,)
         for acceptance in learning:
             if thread.lookup is not None:
                 right = acceptance.learn_lookup(planned.lookup_tokens, written, planned.equal, copied)
-            acceptance.learn_masks(thread.candidates, written, right, is_copying(copied), steps)
+            acceptance.learn_masks(candidates, written, right, is_copying(copied), steps)
         if thread.lookup is not None:
             whole = right == min(len(planned.lookup_tokens), len(written))
             self._copied[thread.path] = copied + right if whole and right else 0

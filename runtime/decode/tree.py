@@ -40,6 +40,7 @@ class Outlook:
         float
     ] = ()  # by depth: factor for the probabilities of mask slots; the last one applies to all deeper ones
     lookup: Sequence[float] = ()  # by depth: probability of a lookup token behind an accepted one
+    last: int = 0  # the last known token, before the draft
 
 
 def tree(
@@ -81,6 +82,7 @@ class _Growth:
         self._candidates, self._lookup_tokens, self._outlook = candidates, lookup_tokens, outlook
         self._mask_slots, self._siblings, self._remaining = draft_config.mask_slots, draft_config.siblings, remaining
         self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
+        self._of_masks: dict[int, Candidates] = {}  # candidates of mask slots behind each node
         self._followers = [0]  # candidates behind each node
         self._heap: list[tuple[float, int, Source | None, int, int, int, float]] = []
         self._offered = 0
@@ -132,7 +134,7 @@ class _Growth:
 
     def _add(self, source: Source, parent: int, depth: int, rank: int, probability: float) -> bool:
         """Add a candidate behind a node, unless the other source has proposed it or the node has enough siblings."""
-        token = self._candidates[depth].tokens[rank] if source == "mask" else self._lookup_tokens[depth]
+        token = self._of_masks[parent].tokens[rank] if source == "mask" else self._lookup_tokens[depth]
         node = self._nodes.get((parent, token))
         fresh = node is None
         if node is None:
@@ -160,9 +162,12 @@ class _Growth:
     def _behind(self, node: int, depth: int, probability: float, with_mask: bool) -> None:
         """Offer the possible rows behind a node that is reached with this probability."""
         last = probability
-        if depth < len(self._candidates) and self._candidates[depth].tokens:
-            self._offer("mask", node, depth, 0, probability)
-            last *= 1 - self._mask_probability(depth, 0)
+        if depth < len(self._candidates):
+            before = self._tokens[node - 1] if node else self._outlook.last
+            found = self._of_masks[node] = self._candidates[depth].behind(before)
+            if found.tokens:
+                self._offer("mask", node, depth, 0, probability)
+                last *= 1 - self._mask_probability(node, depth, 0)
         if node == 0 and self._lookup_tokens:
             last *= 1 - self._lookup_probability(0)
         if with_mask:
@@ -175,17 +180,17 @@ class _Growth:
         if source == "lookup":
             if depth < len(self._lookup_tokens):
                 self._push(probability * self._lookup_probability(depth), source, node, depth, rank, probability)
-        elif rank < min(self._siblings, len(self._candidates[depth].tokens)):
-            self._push(probability * self._mask_probability(depth, rank), source, node, depth, rank, probability)
+        elif rank < min(self._siblings, len(self._of_masks[node].tokens)):
+            self._push(probability * self._mask_probability(node, depth, rank), source, node, depth, rank, probability)
 
     def _lookup_probability(self, depth: int) -> float:
         """Probability of a lookup token behind an accepted one."""
         return min(_MOST, self._outlook.lookup[depth]) if depth < len(self._lookup_tokens) else 0.0
 
-    def _mask_probability(self, depth: int, rank: int) -> float:
-        """Probability of a mask slot's candidate behind an accepted one."""
+    def _mask_probability(self, node: int, depth: int, rank: int) -> float:
+        """Probability of a mask slot's candidate behind an accepted node."""
         trust = self._outlook.trust
-        return min(_MOST, self._candidates[depth].probabilities[rank]) * (
+        return min(_MOST, self._of_masks[node].probabilities[rank]) * (
             trust[min(depth, len(trust) - 1)] if trust else 1.0
         )
 

@@ -9,6 +9,7 @@ from time import monotonic
 
 from tokenizers import Tokenizer
 
+from spaceport.graphs.contract.draft_correction import CorrectionTables
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.events import EventLog, Listener
@@ -18,6 +19,7 @@ from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.choice import Bans
+from spaceport.runtime.sampling.correction import Corrected
 from spaceport.runtime.sampling.grammar import constrained
 from spaceport.runtime.sampling.logprobs import Logprobs, check_top
 from spaceport.runtime.sampling.sampler import Sampling, chooser, seeded
@@ -40,6 +42,7 @@ class Admission:
     max_seq_len: int  # maximum tokens of a thread, prompt included
     max_slots: int  # maximum tokens of a prompt and all its threads
     planner: DraftPlanner
+    correction: CorrectionTables | None = None  # of the candidates of mask slots
 
     @cached_property
     def prompts(self) -> PromptEncoder:
@@ -138,7 +141,9 @@ class Admission:
         if not fork:
             bans = Bans(frozenset((*tokens.forbidden, *tokens.fork_ids)))
         selector = chooser(sampling, bans, prompt_length)
-        return selector if decoding.grammar is None else constrained(selector, decoding.grammar, self.vocabulary)
+        if decoding.grammar is not None:
+            selector = constrained(selector, decoding.grammar, self.vocabulary)
+        return selector if self.correction is None else Corrected(selector, self.correction)
 
     def _forks(self, decoding: Decoding) -> bool:
         able = self.bundle.manifest.tokens.fork is not None

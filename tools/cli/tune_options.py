@@ -90,6 +90,14 @@ objective_options = options(
         help="From the second mask slot of a group on, end the group here with probability P.",
     ),
     click.option(
+        "--correction-rank",
+        type=int,
+        default=0,
+        metavar="R",
+        **_SHOWN,
+        help="Rank of the draft correction, which scores a draft token by the one before it, such as 64; 0: none.",
+    ),
+    click.option(
         "--mask-weight",
         type=float,
         default=1.0,
@@ -260,7 +268,7 @@ output_options = options(
 )
 
 
-_DRAFTING = ("mask_slots", "distinct", "anchors", "drop_rate", "mask_weight", "mask_token")
+_DRAFTING = ("mask_slots", "distinct", "anchors", "drop_rate", "correction_rank", "mask_weight", "mask_token")
 _FORKING = ("unforked_share", "unfork_rate", "fork_token", "child_token")
 _ADAPTING = ("rank", "alpha", "targets")
 

@@ -139,6 +139,8 @@ def described(found: TrainingMeasurement, kind: str) -> str:
         parts.append(f"loss {found.losses[0]:.3f}  accuracy {_percent(found.accuracies[0])}")
     if masks:
         parts.append(f"mask slots {masks}")
+    if found.corrected:
+        parts.append(f"corrected {' '.join(_percent(accuracy) for accuracy in found.corrected)}")
     loss = "  ".join(parts)
     return f"{loss}  {found.tokens_per_second:,.0f} rows/s" if kind == "training" else f"validation {loss}"
 

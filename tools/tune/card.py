@@ -74,6 +74,9 @@ def _results(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     for kind, line in last.items():
         rows.append((f"{kind}: loss", *("-" if value is None else f"{value:.3f}" for value in line["losses"])))
         rows.append((f"{kind}: accuracy", *("-" if value is None else f"{value:.1%}" for value in line["accuracies"])))
+        if line.get("corrected"):
+            corrected = ("-" if value is None else f"{value:.1%}" for value in line["corrected"])
+            rows.append((f"{kind}: accuracy with the draft correction", "-", *corrected))
     return rows
 
 

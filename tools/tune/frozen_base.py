@@ -28,19 +28,21 @@ class FrozenBaseModel(PackedModel):
         super().__init__(packed.model, packed.traits, packed.mask_slots)
         self.plain_head = False  # whether logits are the output embedding's own, so that they need not be stored
 
-    def forward(self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor, before: Tensor
+    ) -> Tensor:
         masks = (mask_slots > 0).any(dim=0)
         if not self.training or not masks.any():  # validation; or padding of a process that has no sample left
-            return super().forward(ids, positions, visible, targets, mask_slots)
+            return super().forward(ids, positions, visible, targets, mask_slots, before)
         split = int(masks.to(torch.uint8).argmax())
         learned = (targets[:, split:] != IGNORED) & (mask_slots[:, split:] > 0)
-        wanted, slots = targets[:, split:][learned], mask_slots[:, split:][learned]
+        wanted, slots, previous = (each[:, split:][learned] for each in (targets, mask_slots, before))
         if not self.plain_head:
             logits, _ = self.split_logits(ids, positions, visible, split, learned)
-            return self._sums(*losses_of(logits, wanted), slots)
+            return self.sums_of(losses_of(logits, wanted), wanted, slots, previous)
         _, hidden = self.split_logits(ids, positions, visible, split, learned, heads=0)
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        return self._sums(*head_loss(hidden, head.weight, head.bias, wanted), slots)
+        return self.sums_of(head_loss(hidden, head.weight, head.bias, wanted), wanted, slots, previous)
 
     def split_logits(
         self, ids: Tensor, positions: Tensor, visible: Tensor, split: int, wanted: Tensor, heads: int | None = None

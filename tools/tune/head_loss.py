@@ -6,36 +6,49 @@ backward pass. Here the gradient of each row is computed together with its loss,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from spaceport.graphs.contract.draft_correction import CANDIDATES
+
 _ROWS = 128  # whose logits are held at once
+
+
+class RowLosses(NamedTuple):
+    """Losses of rows, and the best tokens of each as candidates of its draft."""
+
+    losses: Tensor  # N: cross entropy
+    correct: Tensor  # N: 1 if the most probable token is the target, else 0
+    candidates: Tensor  # N x C: the most probable tokens, best first
+    scores: Tensor  # N x C: their logits, without gradients
 
 
 class _HeadLoss(torch.autograd.Function):
     """Losses of rows, with the gradient of each stored in place of its logits."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, ...]:
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         correct = torch.empty_like(losses)
         gradients = torch.empty_like(hidden)
+        count = min(CANDIDATES, len(weight))
+        scores = hidden.new_empty(len(hidden), count, dtype=torch.float32)
+        candidates = torch.empty_like(scores, dtype=torch.int64)
         for first in range(0, len(hidden), _ROWS):
             rows = slice(first, first + _ROWS)
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             wanted = targets[rows, None]
-            correct[rows] = (logits.argmax(-1, keepdim=True) == wanted)[:, 0].float()
+            scores[rows], candidates[rows] = logits.topk(count)
+            correct[rows] = (candidates[rows, :1] == wanted)[:, 0].float()
             probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
             losses[rows] = -probabilities.gather(1, wanted)[:, 0]
             probabilities.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
             gradients[rows] = probabilities.to(weight.dtype) @ weight
         ctx.save_for_backward(gradients)
-        ctx.mark_non_differentiable(correct)
-        return losses, correct
+        ctx.mark_non_differentiable(correct, candidates, scores)
+        return losses, correct, candidates, scores
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None]:
@@ -43,8 +56,8 @@ class _HeadLoss(torch.autograd.Function):
         return outer[0][:, None].to(gradients.dtype) * gradients, None, None, None
 
 
-def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each row of hidden states (N x H), and whether its most probable token is the target."""
+def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> RowLosses:
+    """The losses of rows of hidden states (N x H)."""
     with torch.autocast(hidden.device.type, enabled=False):
-        losses, correct = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets)  # type: ignore[no-untyped-call]
-    return losses, correct
+        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets)  # type: ignore[no-untyped-call]
+    return RowLosses(*found)

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters, unfold_scale
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
@@ -27,6 +28,7 @@ class MergedModel:
 
     model: PreTrainedModel
     adapter: Adapter | None
+    correction: Factors | None = None  # of the drafts of mask slots
 
 
 Merge = Callable[[], MergedModel]

@@ -10,17 +10,21 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention
+from spaceport.graphs.contract.draft_correction import CANDIDATES
+from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.decoder import freeze_rotary
 from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.traits import Traits, model_errors, probe, refuse_by_config
+from spaceport.tools.tune.head_loss import RowLosses
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
 
 NAME = "spaceport-tune"
 
-# Rows of a batch's sums, 3 x (1 + mask slots): losses, correct predictions, predictions. Column 0 is next-token prediction,
-# column i is mask slot i.
-LOSS, CORRECT, COUNT = 0, 1, 2
+# Rows of a batch's sums, 5 x (1 + mask slots): losses, correct predictions, predictions; losses and correct predictions with
+# the draft correction. Column 0 is next-token prediction, column i is mask slot i.
+LOSS, CORRECT, COUNT, CORRECTED_LOSS, CORRECTED = range(5)
+SUMS = 5
 
 
 class PackedModel(nn.Module):
@@ -31,6 +35,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.traits = traits
         self.mask_slots = mask_slots
+        self.correction: DraftCorrection | None = None
         if traits.attention_hook == "interface":
             model.set_attn_implementation(NAME)
 
@@ -39,14 +44,23 @@ class PackedModel(nn.Module):
         """Maximum positions of the model."""
         return self.traits.max_positions
 
-    def forward(self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor, before: Tensor
+    ) -> Tensor:
         learned = targets != IGNORED
         logits = self.logits(ids, positions, visible, learned)
-        return self._sums(*losses_of(logits, targets[learned]), mask_slots[learned])
+        return self.sums_of(losses_of(logits, targets[learned]), targets[learned], mask_slots[learned], before[learned])
 
-    def _sums(self, each: Tensor, correct: Tensor, slots: Tensor) -> Tensor:
-        sums = torch.zeros(3, self.mask_slots + 1, dtype=each.dtype, device=each.device)
-        return sums.index_add(1, slots, torch.stack((each, correct, torch.ones_like(each))))
+    def sums_of(self, found: RowLosses, targets: Tensor, slots: Tensor, before: Tensor) -> Tensor:
+        """The sums of a batch from its rows with targets, their mask slots and the tokens before their targets."""
+        each = found.losses
+        lines = [each, found.correct, torch.ones_like(each)]
+        if self.correction is not None:
+            table = cast(nn.Embedding, self.model.get_input_embeddings()).weight
+            corrected = self.correction.losses(table, before, found.candidates, found.scores, targets)
+            lines += [line * (slots > 0) for line in corrected]
+        sums = torch.zeros(SUMS, self.mask_slots + 1, dtype=each.dtype, device=each.device)
+        return sums.index_add(1, slots, torch.nn.functional.pad(torch.stack(lines), (0, 0, 0, SUMS - len(lines))))
 
     def logits(self, ids: Tensor, positions: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
         """Logits of the wanted rows (B x T, bool), concatenated: N x V."""
@@ -70,10 +84,11 @@ class PackedModel(nn.Module):
         return attention.additive_mask(planes, _working_type(self.model))
 
 
-def losses_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each row of logits, and whether its most probable token is the target."""
+def losses_of(logits: Tensor, targets: Tensor) -> RowLosses:
+    """The losses of rows of logits (N x V)."""
     each = cross_entropy(logits, targets, reduction="none")
-    return each, (logits.detach().argmax(-1) == targets).to(each.dtype)
+    scores, candidates = logits.detach().topk(min(CANDIDATES, logits.shape[-1]))
+    return RowLosses(each, (candidates[:, 0] == targets).to(each.dtype), candidates, scores)
 
 
 def packed_model_of(model: PreTrainedModel, mask_slots: int) -> PackedModel:

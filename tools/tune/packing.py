@@ -31,6 +31,7 @@ class PackedRow:
     parents: NDArray[np.int64]  # index of the parent, NO_PARENT for the first token
     targets: NDArray[np.int64]  # token to predict, or IGNORED
     mask_slots: NDArray[np.int64]  # 0: text token; i: mask slot i of its group, from 1
+    before: NDArray[np.int64]  # token before the target in the text
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ class PackedBatch:
     visible: Tensor  # B x T x T, bool, True = may see
     targets: Tensor  # B x T, int64
     mask_slots: Tensor  # B x T, int64
+    before: Tensor  # B x T, int64
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.ids, self.positions, self.visible, self.targets, self.mask_slots)
+        return (self.ids, self.positions, self.visible, self.targets, self.mask_slots, self.before)
 
     def to(self, device: torch.device) -> PackedBatch:
         return PackedBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
@@ -85,14 +87,15 @@ def pack(sample: Sample, groups: Sequence[MaskGroup], masks: Sequence[int]) -> P
     token of each mask slot.
     """
     following = successors(sample)
-    ids, parents, targets, slots = [], [], [], []
+    ids, parents, targets, slots, before = [], [], [], [], []
     for group in groups:
         replaced = int(following[group.anchor])  # index of the token whose position the mask slot takes
         above = group.anchor
         for slot in range(group.depth):
-            replaced = int(following[replaced])
+            previous, replaced = replaced, int(following[replaced])
             if replaced == NO_PARENT:
                 break
+            before.append(int(sample.ids[previous]))
             ids.append(masks[slot])
             parents.append(above)
             targets.append(int(sample.ids[replaced]))
@@ -104,6 +107,7 @@ def pack(sample: Sample, groups: Sequence[MaskGroup], masks: Sequence[int]) -> P
         np.concatenate((sample.parents, np.array(parents, np.int64))),
         np.concatenate((own, np.array(targets, np.int64))),
         np.concatenate((np.zeros(sample.ids.size, np.int64), np.array(slots, np.int64))),
+        np.concatenate((sample.ids, np.array(before, np.int64))),
     )
 
 
@@ -132,10 +136,12 @@ def collate(rows: Sequence[PackedRow], multiple: int = 1) -> PackedBatch:
     parents = np.full((len(rows), length), NO_PARENT, np.int64)
     targets = np.full((len(rows), length), IGNORED, np.int64)
     slots = np.zeros((len(rows), length), np.int64)
+    before = np.zeros((len(rows), length), np.int64)
     for index, (row, count) in enumerate(zip(rows, tokens, strict=True)):
         columns = np.r_[0:count, split : split + row.ids.size - count]
         ids[index, columns], targets[index, columns], slots[index, columns] = row.ids, row.targets, row.mask_slots
+        before[index, columns] = row.before
         shift = split - count  # of a parent that is itself a mask row
         parents[index, columns] = np.where(row.parents >= count, row.parents + shift, row.parents)
     positions, visible = positions_and_visibility(parents)
-    return PackedBatch(*(torch.from_numpy(array) for array in (ids, positions, visible, targets, slots)))
+    return PackedBatch(*(torch.from_numpy(array) for array in (ids, positions, visible, targets, slots, before)))

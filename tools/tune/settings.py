@@ -9,6 +9,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 
 Objective = Literal["sar", "apar", "both"]
+MAX_CORRECTION_RANK = 512
 DEFAULT_CUTOFF = 2048  # tokens; lower for a model with fewer positions
 
 Method = Literal["full", "lora", "gated-lora", "embeddings"]
@@ -25,6 +26,7 @@ class TrainingSettings:
     distinct: bool = False  # one mask token per mask slot instead of one shared mask token
     anchors: int = 32  # mask groups per sample, resampled every epoch
     drop_rate: float = 0.0  # probability that a mask group ends before each mask slot after the first
+    correction_rank: int = 0  # of the draft correction; 0: none
     mask_weight: float = 1.0  # weight of the mask slots' mean loss, relative to the next-token loss
     # Fork training
     unforked_share: float | None = None  # fraction of unforked samples in an epoch; None: as in the data
@@ -53,6 +55,7 @@ class TrainingSettings:
             ("mask-slots", self.mask_slots, 1, MAX_MASK_SLOTS),
             ("anchors", self.anchors, 1, None),
             ("drop-rate", self.drop_rate, 0, 1),
+            ("correction-rank", self.correction_rank, 0, MAX_CORRECTION_RANK),
             ("mask-weight", self.mask_weight, 0, None),
             ("unforked-share", self.unforked_share, 0, 1),
             ("unfork-rate", self.unfork_rate, 0, 1),

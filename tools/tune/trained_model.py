@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
 
+from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.gated import Adapter, checkpoint_layers
+from spaceport.graphs.correction import DraftCorrection
+from spaceport.graphs.gated import checkpoint_layers
 from spaceport.tools.tune.frozen_base import frozen_base_model_of
 from spaceport.tools.tune.frozen_dtype import convert_frozen
 from spaceport.tools.tune.job import TuningJob
@@ -19,14 +23,30 @@ from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tunable_model import TunableModel
 
 
-def adapter_settings(settings: TrainingSettings, adapter: Adapter | None) -> TrainingSettings:
-    """The settings with those of an adapter that is trained further."""
+def adapter_settings(settings: TrainingSettings, checkpoint: Checkpoint) -> TrainingSettings:
+    """The settings with those of the adapter and the draft correction of a checkpoint, which are trained further."""
+    adapter, correction = checkpoint.adapter, checkpoint.correction
+    if correction is not None and settings.drafts:
+        settings = replace(settings, correction_rank=correction.rank)
     if adapter is None:
         return settings
     return replace(settings, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
 
 
 def select_parameters(
+    job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
+) -> tuple[PackedModel, Merge]:
+    """The model that trains the method's parameters and the draft correction, and the function that merges them at the end."""
+    trained, merge = _with_method(job, tunable, packed_model, accelerator)
+    rank = job.settings.correction_rank if job.settings.drafts else 0
+    if not rank:
+        return trained, lambda: replace(merge(), correction=tunable.correction)
+    table = cast(nn.Embedding, tunable.model.get_input_embeddings()).weight
+    correction = trained.correction = DraftCorrection(table, rank, tunable.correction)
+    return trained, lambda: replace(merge(), correction=correction.factors())
+
+
+def _with_method(
     job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
 ) -> tuple[PackedModel, Merge]:
     """The model that trains the method's parameters, and the function that merges them at the end."""

@@ -12,17 +12,16 @@ from typing import Any, NoReturn, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.batches import TrainingBatches
-from spaceport.tools.tune.packed_model import CORRECT, COUNT, LOSS, PackedModel, run
+from spaceport.tools.tune.packed_model import CORRECT, CORRECTED, CORRECTED_LOSS, COUNT, LOSS, SUMS, PackedModel, run
 from spaceport.tools.tune.packing import IGNORED, PackedBatch, PackedRow, collate
 from spaceport.tools.tune.prefetch import Prefetch, StepBatches
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.vocabulary import embedding_rows
 
-_PADDING = PackedRow(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0)))
+_PADDING = PackedRow(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0, 0)))
 
 
 class Diverged(InputFault):
@@ -39,6 +38,7 @@ class TrainingMeasurement:
     learning_rate: float
     losses: tuple[float | None, ...]  # None: not measured, as the next-token loss of a frozen base
     accuracies: tuple[float | None, ...]
+    corrected: tuple[float | None, ...]  # accuracies of the mask slots with the draft correction; empty: none
     tokens: int  # trained so far, mask slots included, padding excluded
     tokens_per_second: float
     seconds: float
@@ -61,14 +61,14 @@ class Training:
         self.tokens = 0
         self._settings = settings
         optimizer = torch.optim.AdamW(
-            _groups(packed_model.model, settings.weight_decay),
+            _groups(packed_model, settings.weight_decay),
             lr=settings.learning_rate,
             betas=settings.betas,
             fused=_fused(accelerator),
         )
         self.packed_model: nn.Module
         self.packed_model, self._optimizer = accelerator.prepare(packed_model, optimizer)
-        self._sums = torch.zeros(3, settings.slots + 1, device=accelerator.device)
+        self._sums = torch.zeros(SUMS, settings.slots + 1, device=accelerator.device)
         self.norms = torch.zeros((), device=accelerator.device)  # sum of the gradient norms: not finite if any was not
         self._since = (time.perf_counter(), 0)
         self._began = time.perf_counter()
@@ -193,7 +193,8 @@ class Training:
         sums = run(self.packed_model, batch.to(self.accelerator.device))
         own, masks = totals.tolist()
         # DDP averages gradients over processes: scale to the mean over the whole step
-        loss = sums[LOSS, 0] / own + self._settings.mask_weight * sums[LOSS, 1:].sum() / max(1.0, masks)
+        of_masks = sums[LOSS, 1:].sum() + sums[CORRECTED_LOSS].sum()
+        loss = sums[LOSS, 0] / own + self._settings.mask_weight * of_masks / max(1.0, masks)
         self.accelerator.backward(loss * self.accelerator.num_processes)
         self._sums += sums.detach()
 
@@ -206,17 +207,20 @@ class Training:
 
     def _measured(self, sums: Tensor, speed: float, seconds: float) -> TrainingMeasurement:
         counts = sums[COUNT].clamp(min=1)
-        losses = zip(
-            (sums[LOSS] / counts).tolist(), (sums[CORRECT] / counts).tolist(), sums[COUNT].tolist(), strict=True
+        measured = sums[COUNT].bool().tolist()
+        losses, accuracies, corrected = (
+            [value if known else None for value, known in zip((sums[row] / counts).tolist(), measured, strict=True)]
+            for row in (LOSS, CORRECT, CORRECTED)
         )
-        shares = [(loss, accuracy) if count else (None, None) for loss, accuracy, count in losses]
+        has_correction = bool(sums[CORRECTED_LOSS].any())
         return TrainingMeasurement(
             step=self.step,
             steps=self.batches.steps,
             epoch=self.step / self.batches.epoch_steps,
             learning_rate=self.learning_rate(),
-            losses=tuple(loss for loss, _ in shares),
-            accuracies=tuple(accuracy for _, accuracy in shares),
+            losses=tuple(losses),
+            accuracies=tuple(accuracies),
+            corrected=tuple(corrected[1:] if has_correction else ()),
             tokens=self.tokens,
             tokens_per_second=speed,
             seconds=seconds,
@@ -231,10 +235,10 @@ def _totals(rows: Sequence[PackedRow], slots: int) -> Tensor:
     return torch.tensor([own, masks])
 
 
-def _groups(model: PreTrainedModel, decay: float) -> list[dict[str, Any]]:
+def _groups(packed_model: PackedModel, decay: float) -> list[dict[str, Any]]:
     """Parameter groups with and without weight decay; vectors and embeddings have none."""
-    embeddings = {id(rows) for rows in embedding_rows(model)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    embeddings = {id(rows) for rows in embedding_rows(packed_model.model)}
+    trained = [parameter for parameter in packed_model.parameters() if parameter.requires_grad]
     plain = [parameter for parameter in trained if parameter.dim() < 2 or id(parameter) in embeddings]
     decayed = [parameter for parameter in trained if parameter.dim() > 1 and id(parameter) not in embeddings]
     groups = [{"params": decayed, "weight_decay": decay}, {"params": plain, "weight_decay": 0.0}]

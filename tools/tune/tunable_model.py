@@ -15,6 +15,7 @@ from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
+from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TrainingSettings
@@ -45,6 +46,7 @@ class TunableModel:
     mask_slots: int  # of the tuned model
     base: BaseIdentity | None  # of the checkpoint, for a gated adapter
     adapter: Adapter | None  # of the model: it is trained further
+    correction: Factors | None  # the same
 
     @property
     def tokens(self) -> TokenIds:
@@ -79,7 +81,16 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     slots = settings.slots or checkpoint.max_mask_slots
     encoder = conversation_encoder(tokenizer, tokens)
     return TunableModel(
-        folder, model, _dtype_of(checkpoint.config), tokenizer, names, encoder, slots, base, checkpoint.adapter
+        folder,
+        model,
+        _dtype_of(checkpoint.config),
+        tokenizer,
+        names,
+        encoder,
+        slots,
+        base,
+        checkpoint.adapter,
+        checkpoint.correction,
     )
 
 

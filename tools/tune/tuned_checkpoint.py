@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from spaceport.exporter.adapter import write_adapter
 from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_folder
 from spaceport.exporter.atomic_folder import FolderKind
+from spaceport.exporter.correction_factors import write_factors
 from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.sar_config import write_sar_config
 from spaceport.graphs.gated import adapter_state, base_state
@@ -51,6 +52,8 @@ def write_checkpoint(
     write_sar_config(folder, _sar_config(tunable, tuned))
     if tuned.adapter is not None:
         write_adapter(folder, model, tuned.adapter)
+    if tuned.correction is not None:
+        write_factors(folder, tuned.correction)
     return dtype
 
 
@@ -70,6 +73,8 @@ def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) 
             _sar_config(tunable, tuned),
         ),
     )
+    if tuned.correction is not None:
+        write_factors(folder, tuned.correction)
 
 
 def _sar_config(tunable: TunableModel, tuned: MergedModel) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _open(job: TuningJob, callbacks: TrainingCallbacks) -> _OpenedJob:
     existing = StateFolder(job.target, False)  # read only: the main process is known once accelerate has started
     existing.check_resume(job.resume)
     checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code, job.adapter)
-    job = replace(job, settings=adapter_settings(job.settings, checkpoint.adapter))
+    job = replace(job, settings=adapter_settings(job.settings, checkpoint))
     callbacks.on_stage("reading the data")
     texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
     identity = identity_of(job)
@@ -218,7 +218,7 @@ def _finish(
     state: dict[str, Any] | None = None
     if accelerator.distributed_type == DistributedType.FSDP:
         gathered = accelerator.get_state_dict(training.packed_model)
-        state = {name.removeprefix("model."): tensor for name, tensor in gathered.items()}
+        state = {name.removeprefix("model."): tensor for name, tensor in gathered.items() if name.startswith("model.")}
     accelerator.wait_for_everyone()
     with (
         _write_errors(job),

@@ -7,12 +7,14 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from spaceport.graphs.contract.draft_correction import CANDIDATES
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.tune.frozen_base import frozen_base_model_of
 from spaceport.tools.tune.head_loss import head_loss
 from spaceport.tools.tune.methods import apply_method
-from spaceport.tools.tune.packed_model import COUNT, LOSS, PackedModel, packed_model_of, run
+from spaceport.tools.tune.packed_model import CORRECTED_LOSS, COUNT, LOSS, PackedModel, packed_model_of, run
 from spaceport.tools.tune.packing import MaskGroup, PackedBatch, collate, pack
 from spaceport.tools.tune.samples import Sample
 from spaceport.tools.tune.settings import TrainingSettings
@@ -40,7 +42,7 @@ def gradients(packed: PackedModel, trained: list[torch.nn.Parameter]) -> tuple[t
     packed.train()
     packed.model.eval()  # without dropout
     sums = run(packed, batch())
-    sums[LOSS, 1:].sum().backward()  # type: ignore[no-untyped-call]
+    (sums[LOSS, 1:].sum() + sums[CORRECTED_LOSS].sum()).backward()  # type: ignore[no-untyped-call]
     return sums.detach(), [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in trained]
 
 
@@ -54,15 +56,19 @@ def test_two_passes_give_the_losses_and_gradients_of_one_pass(family: Family) ->
     except UnsupportedModel:  # experts and other matrices that cannot have adapters
         assert family.name not in ("llama", "gemma2", "qwen3", "glm", "falcon", "opt")
         return
+    correction = DraftCorrection(model.get_input_embeddings().weight, 4)
     two = frozen_base_model_of(one)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    one.correction = two.correction = correction
+    trained = [parameter for parameter in one.parameters() if parameter.requires_grad]
     for parameter in trained:
         torch.nn.init.normal_(parameter, std=0.05)
     expected_sums, expected = gradients(one, trained)
     sums, found = gradients(two, trained)
     assert torch.equal(sums[COUNT, 1:], expected_sums[COUNT, 1:])
-    assert sums[:, 0].tolist() == [0, 0, 0]
-    torch.testing.assert_close(sums[LOSS, 1:], expected_sums[LOSS, 1:], rtol=1e-4, atol=1e-4)
+    assert not sums[:, 0].any()
+    for line in (LOSS, CORRECTED_LOSS):
+        assert sums[line].any()
+        torch.testing.assert_close(sums[line, 1:], expected_sums[line, 1:], rtol=1e-4, atol=1e-4)
     assert any(each.abs().max() > 1e-3 for each in expected)
     for gradient, other in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-4 * max(1.0, float(other.abs().max())))
@@ -87,9 +93,11 @@ def test_the_loss_in_chunks_is_cross_entropy_with_its_gradient(rows: int) -> Non
     logits = torch.nn.functional.linear(hidden, weight, bias)
     expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     (gradient,) = torch.autograd.grad((expected * outer).sum(), hidden)
-    losses, correct = head_loss(hidden, weight, bias, targets)
+    losses, correct, candidates, scores = head_loss(hidden, weight, bias, targets)
     torch.testing.assert_close(losses, expected)
     assert torch.equal(correct, (logits.argmax(-1) == targets).float())
+    torch.testing.assert_close(scores, logits.topk(CANDIDATES).values)
+    torch.testing.assert_close(logits.gather(1, candidates), scores)
     torch.testing.assert_close(torch.autograd.grad((losses * outer).sum(), hidden)[0], gradient)
 
 

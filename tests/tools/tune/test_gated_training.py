@@ -187,7 +187,7 @@ def test_prefetched_steps_are_those_asked_for() -> None:
 
     def prepare(step: int) -> StepBatches:
         threads.append(threading.current_thread().name)
-        empty = PackedBatch(*(torch.empty(0) for _ in range(5)))
+        empty = PackedBatch(*(torch.empty(0) for _ in range(6)))
         return StepBatches((empty,), torch.tensor([step, step]), step)
 
     prefetch = Prefetch(prepare)

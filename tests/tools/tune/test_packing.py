@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
@@ -22,7 +23,7 @@ from spaceport.runtime.decode.request import Request, RequestConfig
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch
-from spaceport.tools.tune.packed_model import LOSS, packed_model_of, run
+from spaceport.tools.tune.packed_model import CORRECTED_LOSS, LOSS, packed_model_of, run
 from spaceport.tools.tune.packing import (
     IGNORED,
     MaskGroup,
@@ -57,6 +58,7 @@ def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
     assert row.mask_slots.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 1, 2]
     # the first group stands at the positions of 10 11 12 and predicts 11 12 13, the second at 12 13: 13 14
     assert row.targets.tolist() == [IGNORED, 10, 11, 12, 13, 14, IGNORED, 11, 12, 13, 13, 14]
+    assert row.before.tolist() == [50, 51, 10, 11, 12, 13, 14, 10, 11, 12, 12, 13]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 4, 5]
     seen = ["".join(str(int(cell)) for cell in line) for line in batch.visible[0]]
     assert seen == [
@@ -123,6 +125,7 @@ def test_mask_groups_follow_root_and_child_threads() -> None:
     assert row.parents[13:].tolist() == [1, 13, 14, 3, 16, 2, 18]
     # behind 10: F is skipped, then the root's 11, [Fork], 12; behind [Child]: 21 and the end; behind [Fork]: the root
     assert row.targets[13:].tolist() == [11, FORK, 12, 21, 9, FORK, 12]
+    assert row.before[13:].tolist() == [FORK, 11, FORK, 20, 21, 11, FORK]
 
 
 trees = st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), min_size=2, max_size=40)
@@ -160,6 +163,7 @@ def test_every_mask_slot_predicts_the_token_after_its_position(
         slot, above = int(row.mask_slots[position]), int(row.parents[position])
         before.append(int(following[before[above]]))  # the token that this one stands for
         assert row.targets[position] == sample.ids[following[before[position]]]
+        assert row.before[position] == sample.ids[before[position]]
         assert positions[0, position] == positions[0, before[position]] == positions[0, above] + 1
         anchor = position - slot + 1
         masks = visible[0, position, own:].nonzero()[0] + own
@@ -326,9 +330,12 @@ def test_a_packed_answer_equals_its_unpacked_rows(name: str) -> None:
 
 def test_padding_changes_nothing() -> None:
     packed_model = packed_model_of(build(FAMILY["llama"]), 3)
+    table = packed_model.model.get_input_embeddings().weight  # type: ignore[operator]
+    packed_model.correction = DraftCorrection(table, 2, Factors(*(torch.randn(table.shape[1], 2) for _ in range(2))))
     short = pack(chain([50], [10, 11, 12]), [MaskGroup(0, 2)], (M, M, M))
     long = pack(forked(), [MaskGroup(1, 3)], (M, M, M))
     with torch.no_grad():
         alone = run(packed_model, collate([short])) + run(packed_model, collate([long]))
         together = run(packed_model, collate([short, long], multiple=16))
+    assert alone[CORRECTED_LOSS].any()
     assert torch.allclose(alone, together, atol=1e-4)

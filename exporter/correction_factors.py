@@ -1,0 +1,65 @@
+"""Correction factors: the file of a checkpoint or adapter folder with its draft correction, and the tables made from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, write_tables
+from spaceport.graphs.correction import Factors
+
+FACTORS_FILE = "draft_correction.safetensors"  # not read by transformers, which loads model*.safetensors
+
+_ADVICE = "copy the file that belongs to this folder, or remove it to go on without a draft correction"
+
+
+def read_factors(folder: Path) -> Factors | None:
+    """The factors in a folder, or None if it has none."""
+    file = folder / FACTORS_FILE
+    if not file.exists():
+        return None
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    before, after = (found.get(name) for name in Factors._fields)
+    if len(found) != 2 or before is None or after is None or before.dim() != 2 or before.shape != after.shape:
+        raise CheckpointError(
+            f"{file}: has tensors with the shapes {shapes}: expected before and after, H x rank: {_ADVICE}"
+        )
+    if not (torch.isfinite(before).all() and torch.isfinite(after).all()):
+        raise CheckpointError(f"{file}: has numbers that are not finite: {_ADVICE}")
+    return Factors(before.float(), after.float())
+
+
+def check_factors(folder: Path, factors: Factors, embeddings: nn.Embedding) -> None:
+    """Raise if factors are not those of a model with these token embeddings."""
+    found, expected = factors.before.shape[0], embeddings.weight.shape[1]
+    if found != expected:
+        raise CheckpointError(
+            f"{folder / FACTORS_FILE}: is for embeddings of size {found}: expected {expected}, that of the model: {_ADVICE}"
+        )
+
+
+def write_factors(folder: Path, factors: Factors) -> None:
+    """Write factors into a folder."""
+    tensors = {name: tensor.half().contiguous() for name, tensor in factors._asdict().items()}
+    save_file(tensors, folder / FACTORS_FILE)
+    (folder / FACTORS_FILE).chmod(0o644)  # safetensors makes it readable by the owner only
+
+
+def write_correction(bundle: Path, factors: Factors, embeddings: nn.Embedding, vocab_size: int) -> None:
+    """Write the tables of a model's draft correction into a bundle's folder; tokens without an embedding have none."""
+    missing = max(0, vocab_size - embeddings.weight.shape[0])
+    before, after = (
+        nn.functional.pad(table[:vocab_size], (0, 0, 0, missing)).half().numpy()
+        for table in factors.tables(embeddings.weight)
+    )
+    with (bundle / CORRECTION_FILE).open("wb") as file:
+        write_tables(file, CorrectionTables(before, after))

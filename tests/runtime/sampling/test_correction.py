@@ -1,0 +1,134 @@
+"""Draft correction in the runtime: candidates depend on the token before them, text does not depend on the correction."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spaceport.graphs.contract.draft_correction import CorrectionTables, read_tables, write_tables
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.runtime.decode.draft import Candidates, DraftConfig, best_chain
+from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.tree import Curve, Outlook, tree
+from spaceport.runtime.sampling.choice import Bans, Greedy
+from spaceport.runtime.sampling.correction import Corrected, CorrectedCandidates
+from spaceport.runtime.sampling.sampler import Sampling, chooser
+
+VOCAB = 8
+# Token 6 makes 2 more probable and token 7 makes 3 more probable, by a factor of e to the 2.
+BEFORE = np.zeros((VOCAB, 2), np.float16)
+BEFORE[6, 0] = BEFORE[7, 1] = 2
+AFTER = np.zeros((VOCAB, 2), np.float16)
+AFTER[2, 0] = AFTER[3, 1] = 1
+TABLES = CorrectionTables(BEFORE, AFTER)
+NO_BANS = Bans(frozenset())
+
+
+def thread_of(*tokens: int) -> Thread:
+    return Thread((), list(tokens), 1, np.zeros(1, np.bool_))
+
+
+def corrected(most: int = 3) -> CorrectedCandidates:
+    return CorrectedCandidates((1, 2, 3), (0.5, 0.3, 0.1), TABLES, most)
+
+
+@pytest.mark.parametrize(("before", "order"), [(0, (1, 2, 3)), (6, (2, 1, 3)), (7, (3, 1, 2))])
+def test_the_token_before_changes_the_order(before: int, order: tuple[int, ...]) -> None:
+    found = corrected().behind(before)
+    assert found.tokens == order
+    assert sum(found.probabilities) == pytest.approx(0.9)  # the sum is that of the mask slot
+    assert sorted(found.probabilities, reverse=True) == list(found.probabilities)
+    if before == 6:
+        weights = [0.3 * math.e**2, 0.5, 0.1]
+        assert found.probabilities == pytest.approx([0.9 * each / sum(weights) for each in weights], rel=1e-3)
+
+
+def test_only_as_many_candidates_remain_as_are_wanted() -> None:
+    assert corrected(1).behind(7).tokens == (3,)
+    assert corrected(2).behind(7).tokens == (3, 1)
+    assert CorrectedCandidates((), (), TABLES, 2).behind(7).tokens == ()
+    assert CorrectedCandidates((4,), (0.0,), TABLES, 2).behind(7) == Candidates((4,), (0.0,))
+
+
+def test_a_chain_follows_its_own_tokens() -> None:
+    """The first mask slot proposes 6 behind 0; 6 changes the order of the second one."""
+    first = CorrectedCandidates((6, 7), (0.6, 0.3), TABLES, 3)
+    assert [each.tokens[0] for each in best_chain((first, corrected()), 0)] == [6, 2]
+    assert [each.tokens for each in best_chain((Candidates((), ()), corrected()), 7)] == [(), (3, 1, 2)]
+
+
+def test_each_branch_of_a_tree_has_its_own_candidates() -> None:
+    first = CorrectedCandidates((6, 7), (0.5, 0.4), TABLES, 2)
+    curve = Curve([1 + 0.01 * more for more in range(9)])
+    draft = tree((first, corrected(2)), (), DraftConfig(siblings=2), 9, 9, Outlook(curve, 1.0, (0.0,) * 9, last=0))
+    ways = [
+        (draft.tokens[parent - 1], token) for parent, token in zip(draft.parents, draft.tokens, strict=True) if parent
+    ]
+    assert sorted(ways) == [(6, 1), (6, 2), (7, 1), (7, 3)]
+    behind_six = tree((corrected(1),), (), DraftConfig(siblings=2), 9, 9, Outlook(curve, 1.0, (0.0,) * 9, last=6))
+    assert behind_six.tokens == (2,)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=3), Sampling(repetition_penalty=1.3)])
+def test_tokens_are_those_of_the_inner_selector(sampling: Sampling) -> None:
+    inner = chooser(sampling, NO_BANS, 1)
+    outer = Corrected(inner, TABLES)
+    assert outer.selects == isinstance(inner, Greedy)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        logits = rng.normal(size=VOCAB).astype(np.float32)
+        assert outer.token(logits, thread_of(1, 6), (7,)) == inner.token(logits, thread_of(1, 6), (7,))
+
+
+def test_greedy_candidates_are_those_of_the_corrected_logits() -> None:
+    logits = np.random.default_rng(1).normal(size=(5, VOCAB)).astype(np.float32)
+    found = Corrected(Greedy(NO_BANS), TABLES).candidates(logits, thread_of(1, 6), 2, 1)
+    for before in range(VOCAB):
+        expected = (logits + AFTER.astype(np.float32) @ BEFORE[before].astype(np.float32)).argmax(axis=-1)
+        assert [each.behind(before).tokens for each in found] == [(int(token),) for token in expected]
+
+
+def test_banned_tokens_stay_banned() -> None:
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, 1] = 1
+    (found,) = Corrected(Greedy(replace(NO_BANS, never=frozenset({2}))), TABLES).candidates(logits, thread_of(1), 1, 8)
+    assert 2 not in found.behind(6).tokens
+
+
+# The file
+
+
+def stored(array: np.ndarray) -> io.BytesIO:
+    file = io.BytesIO()
+    np.save(file, array)
+    file.seek(0)
+    return file
+
+
+def test_tables_are_read_as_they_were_written() -> None:
+    file = io.BytesIO()
+    write_tables(file, TABLES)
+    file.seek(0)
+    for found, expected in zip(read_tables(file, VOCAB), TABLES, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (stored(np.zeros((2, 9, 4), np.float16)), r"holds float16 \(2, 9, 4\): expected float16 \(2, 8, rank\)"),
+        (stored(np.zeros((2, VOCAB, 4), np.float32)), "holds float32"),
+        (stored(np.zeros((2, VOCAB), np.float16)), r"holds float16 \(2, 8\)"),
+        (stored(np.full((2, VOCAB, 1), np.nan, np.float16)), "numbers that are not finite"),
+        (io.BytesIO(b"nothing"), "is not an array"),
+        (io.BytesIO(), "is not an array"),
+        (stored(np.array({}, dtype=object)), "is not an array"),
+    ],
+)
+def test_other_files_are_refused(file: io.BytesIO, message: str) -> None:
+    with pytest.raises(InputFault, match=message):
+        read_tables(file, VOCAB)

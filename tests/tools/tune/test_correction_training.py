@@ -1,0 +1,149 @@
+"""Training of the draft correction: beside an adapter or all weights, further training, and its way into a bundle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spaceport.exporter.adapter import ADAPTER_FILE
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.correction_factors import FACTORS_FILE, read_factors
+from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
+from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
+from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tuning import tune
+from support.paths import TINY
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = TrainingSettings(
+    method="gated-lora",
+    batch_size=2,
+    max_steps=8,
+    epochs=9,
+    anchors=8,
+    mask_slots=3,
+    rank=2,
+    cutoff=160,
+    warmup=0.0,
+    learning_rate=0.01,
+    correction_rank=4,
+)
+Train = Callable[..., Path]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    lines = [{"prompt": f"Which {number}?", "response": "Red or green, and then blue."} for number in range(4)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+    def trained(
+        name: str, settings: TrainingSettings = SETTINGS, callbacks: TrainingCallbacks | None = None, **more: object
+    ) -> Path:
+        only = settings.method == "gated-lora"
+        target = tmp_path / name
+        job = TuningJob(TINY, target, (data,), settings, adapter_only=only, validation=(data,), **more)  # type: ignore[arg-type]
+        tune(job, callbacks)
+        return target
+
+    return trained
+
+
+def test_a_correction_goes_with_its_adapter_into_the_bundle(train: Train, tmp_path: Path) -> None:
+    folder = train("adapter")
+    factors = read_factors(folder)
+    assert factors is not None
+    assert factors.rank == 4
+    assert factors.after.abs().max() > 0  # it begins with zeros
+    manifest = export(TINY, tmp_path / "bundle", ExportOptions(adapter=folder))
+    assert CORRECTION_FILE in manifest.files
+    model = load_model(open_checkpoint(TINY, TokenFlags(), adapter=folder), "float32")
+    expected = factors.tables(model.get_input_embeddings().weight)  # type: ignore[operator]
+    with (tmp_path / "bundle" / CORRECTION_FILE).open("rb") as file:
+        found = read_tables(file, manifest.signature.vocab_size)
+    for table, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(table, other, rtol=2e-3, atol=1e-6)
+
+
+def test_the_measurements_show_what_the_correction_gains(train: Train) -> None:
+    folder = train("adapter", replace(SETTINGS, max_steps=60, learning_rate=0.03, epochs=60))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["kind"] == "validation"][-1]
+    assert len(last["corrected"]) == 3
+    assert sum(last["corrected"]) > sum(last["accuracies"][1:])
+    assert "| validation: accuracy with the draft correction | - |" in (folder / "README.md").read_text()
+
+
+def test_a_correction_does_not_change_how_the_adapter_is_trained_from_its_first_step(train: Train) -> None:
+    """Its loss has no gradient for the adapter; only the limit on the gradients' norm is shared."""
+    loose = replace(SETTINGS, clip=1e9)
+    one, two = train("one", loose), train("two", replace(loose, correction_rank=0))
+    own, other = (load_file(folder / ADAPTER_FILE) for folder in (one, two))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
+    assert not (two / FACTORS_FILE).exists()
+
+
+def test_a_correction_is_trained_further_with_its_adapter(train: Train) -> None:
+    first = train("first")
+    still = replace(SETTINGS, learning_rate=1e-12, max_steps=1, correction_rank=0)
+    same, before = read_factors(train("same", still, adapter=first)), read_factors(first)
+    assert same is not None
+    assert before is not None
+    for found, expected in zip(same, before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["full", "embeddings"])
+def test_every_method_can_train_a_correction(train: Train, tmp_path: Path, method: str) -> None:
+    folder = train("tuned", replace(SETTINGS, method=method))
+    assert read_factors(folder) is not None
+    assert CORRECTION_FILE in export(folder, tmp_path / "bundle", ExportOptions()).files
+
+
+def test_a_resumed_training_has_the_correction_of_an_uninterrupted_one(train: Train) -> None:
+    whole = train("whole", bf16=True)
+    stop = TrainingCallbacks(should_stop=iter([False, False, True]).__next__)
+    with pytest.raises(KeyboardInterrupt):
+        train("resumed", bf16=True, callbacks=stop)
+    resumed = train("resumed", bf16=True, resume=True)
+    for name in (FACTORS_FILE, ADAPTER_FILE):
+        found, expected = load_file(resumed / name), load_file(whole / name)
+        assert all(torch.equal(tensor, found[each]) for each, tensor in expected.items())
+
+
+def test_a_correction_of_another_model_is_refused(train: Train) -> None:
+    folder = train("adapter")
+    tensors = {name: torch.cat((tensor, tensor)) for name, tensor in load_file(folder / FACTORS_FILE).items()}
+    save_file(tensors, folder / FACTORS_FILE)
+    with pytest.raises(
+        CheckpointError, match=f"{FACTORS_FILE}: is for embeddings of size .*: expected .*, that of the"
+    ):
+        load_model(open_checkpoint(TINY, TokenFlags(), adapter=folder), "float32")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"before": torch.zeros(4, 2)}, "has tensors with the shapes"),
+        ({"before": torch.zeros(4, 2), "after": torch.zeros(4, 3)}, "expected before and after, H x rank"),
+        ({"before": torch.zeros(4, 2), "after": torch.full((4, 2), torch.inf)}, "numbers that are not finite"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, content: dict[str, torch.Tensor] | None, message: str) -> None:
+    if content is None:
+        (tmp_path / FACTORS_FILE).write_bytes(b"nothing")
+    else:
+        save_file(content, tmp_path / FACTORS_FILE)
+    with pytest.raises(CheckpointError, match=message):
+        read_factors(tmp_path)

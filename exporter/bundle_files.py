@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spaceport.graphs.contract.atomic_file import flush
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, record_of
+from spaceport.graphs.contract.manifest_file import manifest_content
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
@@ -20,7 +21,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         flush(file)
     complete = replace(manifest, files=files)
     path = folder / MANIFEST_FILE
-    path.write_text(complete.as_json(), "utf-8")
+    path.write_bytes(manifest_content(complete))
     flush(path)
     flush(folder)
     return complete

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from contextlib import suppress
@@ -18,9 +17,9 @@ from spaceport.graphs.contract.manifest import (
     FileRecord,
     Manifest,
     NewerSchema,
-    manifest_of,
     record_of,
 )
+from spaceport.graphs.contract.manifest_file import manifest_in
 
 _LARGEST_MANIFEST = 16 * 2**20
 _AGAIN = "copy the bundle again or export it again"
@@ -68,7 +67,7 @@ def read_manifest(folder: Path) -> Manifest:
     if file.stat().st_size > _LARGEST_MANIFEST:
         raise BundleError(f"{file}: {file.stat().st_size} bytes: expected at most {_LARGEST_MANIFEST}")
     try:
-        return manifest_of(json.loads(file.read_text("utf-8")))
+        return manifest_in(file.read_bytes())
     except NewerSchema as error:
         raise BundleError(f"{file}: {error}") from error
     except OSError as error:

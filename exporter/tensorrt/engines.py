@@ -19,12 +19,11 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
     ENGINES_FOLDER,
     MANIFEST_FILE,
-    SCHEMA,
     EngineRecord,
     Manifest,
-    manifest_of,
     record_of,
 )
+from spaceport.graphs.contract.manifest_file import manifest_content, manifest_in
 
 _BUILD_VERSION = 2  # increased when the same options build a different engine
 _ENGINE = ".engine"  # file suffix; other files in the folder are not touched
@@ -70,7 +69,7 @@ def find_engine(folder: Path, manifest: Manifest, name: str) -> EngineRecord | N
 def store_engine(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> None:
     """Add an engine to a bundle and its manifest, and remove the engines that it replaces; all or nothing."""
     with _locked(folder):
-        manifest = manifest_of(json.loads((folder / MANIFEST_FILE).read_text("utf-8")))
+        manifest = manifest_in((folder / MANIFEST_FILE).read_bytes())
         if record.graph != manifest.graph:
             raise ChangedBundle(f"{folder}: its graph was replaced while the engine was built: build it again")
         engines = folder / ENGINES_FOLDER
@@ -79,13 +78,13 @@ def store_engine(folder: Path, name: str, plan: memoryview, record: EngineRecord
             for other, other_record in manifest.engines.items()
             if other != name and not _replaces(record, other_record) and (engines / other).is_file()
         }
-        written = replace(manifest, engines={**others, name: record}, schema=SCHEMA)
+        written = replace(manifest, engines={**others, name: record})
         # Interrupts are delayed. Both files are written before either replaces its target, since writing may fail.
         with (
             interrupts_deferred(),
             _engines_folder(engines),
             _staged(engines / name, plan) as put_engine,
-            _staged(folder / MANIFEST_FILE, written.as_json().encode()) as put_manifest,
+            _staged(folder / MANIFEST_FILE, manifest_content(written)) as put_manifest,
         ):
             put_engine()
             put_manifest()

@@ -79,10 +79,12 @@ class JsonField:
     def each(self, read: Callable[[JsonField], T]) -> tuple[T, ...]:
         return tuple(read(item) for item in self.items())
 
-    def whole(self, least: int = 0) -> int:
+    def whole(self, least: int = 0, most: int | None = None) -> int:
         end = self.rules.end
         if not is_whole(self.value, least) or (end is not None and cast(int, self.value) >= end):
             self.refuse(f"a whole number of at least {least}")
+        if most is not None and cast(int, self.value) > most:
+            self.refuse(f"at most {most}")
         return cast(int, self.value)
 
     def wholes(self) -> tuple[int, ...]:

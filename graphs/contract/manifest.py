@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, get_args
 
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.file_records import FLAVOURS as FLAVOURS
+from spaceport.graphs.contract.file_records import LIBRARIES as LIBRARIES
+from spaceport.graphs.contract.file_records import EngineRecord as EngineRecord
+from spaceport.graphs.contract.file_records import FileRecord as FileRecord
+from spaceport.graphs.contract.file_records import Flavour as Flavour
+from spaceport.graphs.contract.file_records import engine_record, file_record
+from spaceport.graphs.contract.file_records import record_of as record_of
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
-# 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below
-SCHEMA = 5
+# 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below;
+# 4: without fork_by_default; 5: without provenance and a digest of its own
+SCHEMA = 6
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -24,6 +29,10 @@ SELECTION_FILE = "selection.onnx"  # graph from logits to the best tokens, for e
 ENGINES_FOLDER = "engines"
 
 MAX_MASK_SLOTS = 64
+MAX_POSITIONS = 2**31 - 1
+MAX_PARAMETERS = 10**15
+MAX_OPSET = 1000
+PROVENANCE = ("name", "source", "revision", "licence")  # what a manifest may say about the checkpoint's origin
 
 Embeddings = Literal["same", "int8", "int4"]
 EMBEDDINGS: tuple[Embeddings, ...] = get_args(Embeddings)
@@ -64,52 +73,6 @@ ExactDrafts = Literal["tree", "chain"]
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """Digest and size of a file when the bundle was written."""
-
-    sha256: str
-    size: int
-
-
-Flavour = Literal["tensorrt", "tensorrt-rtx"]
-
-FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
-LIBRARIES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # Python modules
-
-
-@dataclass(frozen=True)
-class EngineRecord:
-    """A TensorRT engine of a bundle, and everything that it depends on."""
-
-    sha256: str  # of the engine's file
-    size: int
-    graph: tuple[str, ...]  # sha256 of model.onnx and of its data file at build time
-    backend: Flavour
-    version: str  # of the library that built it; no other version can run it
-    target: str  # GPU architecture, such as sm89
-    capacity: int  # KV slots per request
-    requests: int  # maximum requests per call
-    step_rows: int  # maximum rows per request in the decode profile, for which CUDA graphs are captured
-    prefill_rows: int  # maximum rows per request in the prefill profile
-    refittable: bool = False
-    decomposed: int = 0  # layers whose attention runs as matmuls because the library has no fused kernel for it
-
-    @property
-    def file(self) -> FileRecord:
-        """Digest and size of the engine's file."""
-        return FileRecord(self.sha256, self.size)
-
-
-def record_of(stream: BinaryIO) -> FileRecord:
-    """Digest and size of a file, which is read to its end."""
-    hasher, size = hashlib.sha256(), 0
-    while block := stream.read(2**20):
-        hasher.update(block)
-        size += len(block)
-    return FileRecord(hasher.hexdigest(), size)
-
-
-@dataclass(frozen=True)
 class Manifest:
     """The description of a bundle; a runtime reads it before any other file."""
 
@@ -132,6 +95,7 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
     engines: dict[str, EngineRecord] = field(default_factory=dict)  # by file name in `engines/`
     versions: dict[str, str] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=dict)  # of the checkpoint, as far as known: see PROVENANCE
     schema: int = SCHEMA  # of the file that was read; new manifests have the newest schema
 
     @property
@@ -166,10 +130,6 @@ class Manifest:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def as_json(self) -> str:
-        """The content of the manifest's file."""
-        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n"
-
 
 def manifest_of(data: object) -> Manifest:
     """The manifest in parsed JSON; raises if any part is invalid, missing or unknown."""
@@ -187,10 +147,10 @@ def manifest_of(data: object) -> Manifest:
         signature=_signature(entries["signature"]),
         tokens=_tokens(entries["tokens"]),
         max_mask_slots=entries["max_mask_slots"].whole(0),
-        max_positions=entries["max_positions"].whole(1),
+        max_positions=entries["max_positions"].whole(1, MAX_POSITIONS),
         model_type=entries["model_type"].text(),
-        parameters=entries["parameters"].whole(0),
-        opset=entries["opset"].whole(1),
+        parameters=entries["parameters"].whole(0, MAX_PARAMETERS),
+        opset=entries["opset"].whole(1, MAX_OPSET),
         attention=entries["attention"].text(),
         special_tokens=entries["special_tokens"].texts(),
         generation_config=entries["generation_config"].object(),
@@ -198,9 +158,10 @@ def manifest_of(data: object) -> Manifest:
         activations=entries["activations"].one_of(ACTIVATIONS),
         embeddings=entries["embeddings"].one_of(EMBEDDINGS),
         fork_by_default=entries["fork_by_default"].boolean(),
-        files={name: _file(record) for name, record in entries["files"].members().items()},
-        engines={name: _engine(name, record) for name, record in entries["engines"].members().items()},
+        files={name: file_record(record) for name, record in entries["files"].members().items()},
+        engines={name: engine_record(name, record) for name, record in entries["engines"].members().items()},
         versions=entries["versions"].texts(),
+        provenance=_provenance(entries["provenance"]),
     )
     _check_consistency(manifest)
     return manifest
@@ -208,7 +169,9 @@ def manifest_of(data: object) -> Manifest:
 
 def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
     """The entries of an older manifest under their present names, with defaults for those that it could not have."""
-    defaults: dict[str, Any] = {"fork_by_default": True}
+    defaults: dict[str, Any] = {"provenance": {}}
+    if schema <= 4:
+        defaults |= {"fork_by_default": True}
     if schema <= 2:
         defaults |= {"activations": "float", "embeddings": "same"}
     if schema == 1:
@@ -245,6 +208,12 @@ def _check_consistency(manifest: Manifest) -> None:
     if (tokens.fork is None) != (tokens.child is None):
         raise ManifestError(f"tokens.fork is {tokens.fork}, tokens.child is {tokens.child}: expected both or none")
     forking = () if tokens.fork is None or tokens.child is None else (tokens.fork, tokens.child)
+    roles = [*dict.fromkeys(tokens.mask), *forking, *dict.fromkeys(tokens.end)]
+    twice = [token for token in roles if roles.count(token) > 1]
+    if twice:
+        raise ManifestError(
+            f"token id {twice[0]} has two of the roles mask, fork, child and end: expected different tokens"
+        )
     beyond = [token for token in (*tokens.mask, *forking, *tokens.end) if token >= vocab]
     if beyond:
         raise ManifestError(f"tokens hold the id {beyond[0]}: expected ids from 0 to {vocab - 1}")
@@ -268,38 +237,15 @@ def _tokens(found: JsonField) -> TokenIds:
     )
 
 
+def _provenance(found: JsonField) -> dict[str, str]:
+    texts = found.texts()
+    for name in texts:
+        if name not in PROVENANCE:
+            found.fail(f"has the unknown {name!a}: expected {', '.join(PROVENANCE)}")
+    return texts
+
+
 def _ids(found: JsonField) -> tuple[int, ...]:
     if not all(is_whole(item.value, 0) for item in found.items("token ids")):
         found.refuse("a list of token ids")
     return found.wholes()
-
-
-def _file(found: JsonField) -> FileRecord:
-    entries = found.entries(FileRecord)
-    return FileRecord(_digest(entries["sha256"]), entries["size"].whole(0))
-
-
-def _engine(name: str, found: JsonField) -> EngineRecord:
-    entries = found.entries(EngineRecord)
-    if re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}\.engine", name) is None:
-        raise ManifestError(
-            f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
-        )
-    return EngineRecord(
-        sha256=_digest(entries["sha256"]),
-        size=entries["size"].whole(0),
-        graph=tuple(map(_digest, entries["graph"].items("digests"))),
-        backend=entries["backend"].one_of(FLAVOURS),
-        version=entries["version"].text(),
-        target=entries["target"].text(),
-        refittable=entries["refittable"].boolean(),
-        **{part: entries[part].whole(1) for part in ("capacity", "requests", "step_rows", "prefill_rows")},
-        decomposed=entries["decomposed"].whole(0),
-    )
-
-
-def _digest(found: JsonField) -> str:
-    value = found.value
-    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        found.refuse("64 hexadecimal digits")
-    return value

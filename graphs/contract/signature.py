@@ -29,6 +29,10 @@ LOGIT_BYTES = 32 << 20  # logits per request in a prefill call; those of a whole
 VISIBLE_STEP = 64
 
 
+# Upper limits, far above every known model: sizes beyond them are damage or an attack.
+_MOST = {"layers": 4096, "kv_heads": 4096, "head_dim": 2**16, "vocab_size": 2**24, "window": 2**31 - 1}
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A graph input or output; a named dimension is dynamic."""
@@ -64,6 +68,10 @@ class Signature:
             raise ValueError(f"lowering is {self.lowering!r}: expected one of {', '.join(LOWERINGS)}")
         if self.window is not None and not is_whole(self.window, 1):
             raise ValueError(f"window is {self.window!r}: expected null or a whole number of at least 1")
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ValueError(f"{name} is {value}: expected at most {most}")
 
     @property
     def rows(self) -> tuple[Tensor, ...]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from spaceport.exporter.bundle_files import write_manifest
-from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, FileRecord, manifest_of
+from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, FileRecord
+from spaceport.graphs.contract.manifest_file import manifest_in
 from support.small_bundle import fill
 
 
 def test_every_file_is_recorded_with_size_and_hash(tmp_path: Path) -> None:
     fill(tmp_path)
-    manifest = manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8")))
+    manifest = manifest_in((tmp_path / MANIFEST_FILE).read_bytes())
     contents = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != MANIFEST_FILE}
     assert len(contents) == 3
     assert manifest.files == {
@@ -25,7 +25,7 @@ def test_the_returned_manifest_equals_the_written_one(tmp_path: Path) -> None:
     manifest = fill(tmp_path)
     (tmp_path / MANIFEST_FILE).unlink()
     written = write_manifest(tmp_path, manifest)
-    assert manifest_of(json.loads((tmp_path / MANIFEST_FILE).read_text("utf-8"))) == written == manifest
+    assert manifest_in((tmp_path / MANIFEST_FILE).read_bytes()) == written == manifest
 
 
 def test_the_graph_digests_are_those_of_the_graph_and_its_weights(tmp_path: Path) -> None:

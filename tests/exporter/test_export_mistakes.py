@@ -22,6 +22,7 @@ from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, OK, USAGE
 from spaceport.tools.cli.export import interruptible
 from support.paths import TINY
+from support.small_bundle import entries_of
 
 PROGRAM = "from spaceport.tools.cli import main; main()"
 # argv: the maximum file size in bytes, arguments. Runs the program as on a full disk.
@@ -255,5 +256,5 @@ def test_an_error_without_an_interrupt_is_raised_unchanged() -> None:
 def test_with_json_an_export_prints_only_its_manifest_to_stdout(tmp_path: Path, capfd: Capture) -> None:
     assert run(["export", str(TINY), str(tmp_path / "bundle"), "--json"]) == OK
     output, errors = capfd.readouterr()
-    assert json.loads(output) == json.loads((tmp_path / "bundle" / MANIFEST_FILE).read_text("utf-8"))
+    assert json.loads(output) == entries_of((tmp_path / "bundle" / MANIFEST_FILE).read_bytes())
     assert "writing the manifest" in errors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from spaceport.graphs.contract.manifest import manifest_of, record_of
+from spaceport.graphs.contract.manifest_file import with_digest
+from support.small_bundle import entries_of
 
 
 def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
@@ -23,13 +24,13 @@ def planted(source: Path, folder: Path, change: Callable[[onnx.ModelProto], None
     onnx.save(
         model, str(folder / "model.onnx"), save_as_external_data=True, location="model.onnx.data", size_threshold=1024
     )
-    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+    manifest = entries_of((folder / "manifest.json").read_bytes())
     for name in ("model.onnx", "model.onnx.data"):
         with (folder / name).open("rb") as stream:
             record = record_of(stream)
         manifest["files"][name] = {"sha256": record.sha256, "size": record.size}
     manifest_of(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest), "utf-8")
+    (folder / "manifest.json").write_bytes(with_digest(manifest))
     return folder
 
 

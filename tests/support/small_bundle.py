@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle_files import write_manifest
+from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,
     MANIFEST_FILE,
@@ -21,6 +22,7 @@ from spaceport.graphs.contract.manifest import (
     Manifest,
     TokenIds,
 )
+from spaceport.graphs.contract.manifest_file import with_digest
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import BundleError, open_bundle
 
@@ -46,16 +48,25 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
         generation_config={"eos_token_id": [1, 3], "temperature": 0.5},
         engines={ENGINE: RECORD},
         versions={"spaceport": "0.1.0"},
+        provenance={"name": "small", "licence": "mit"},
     )
     return write_manifest(folder, manifest)
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest in place."""
+    """Change the manifest in place; if its schema has a digest, it is that of the changed manifest."""
     file = folder / MANIFEST_FILE
-    manifest = json.loads(file.read_text("utf-8"))
-    change(manifest)
-    file.write_text(json.dumps(manifest), "utf-8")
+    entries = entries_of(file.read_bytes())
+    change(entries)
+    old = is_whole(entries.get("schema"), 1) and entries["schema"] < 6
+    file.write_bytes(json.dumps(entries).encode() if old else with_digest(entries))
+
+
+def entries_of(content: bytes) -> dict[str, Any]:
+    """The entries of a manifest's file without its digest."""
+    entries: dict[str, Any] = json.loads(content)
+    entries.pop("sha256", None)
+    return entries
 
 
 def refused(folder: Path, message: str) -> None:

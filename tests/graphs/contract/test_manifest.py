@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
+from spaceport.graphs.contract.manifest_file import with_digest
 from spaceport.graphs.contract.signature import Activations
 from spaceport.runtime.bundle import BundleError, open_bundle
-from support.small_bundle import ENGINE, RECORD, edit, fill, refused
+from support.small_bundle import ENGINE, RECORD, edit, entries_of, fill, refused
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(6, "schema is 6, this version reads up to 5: update spaceport")])
+@pytest.mark.parametrize(("schema", "message"), [(7, "schema is 7, this version reads up to 6: update spaceport")])
 def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: int, message: str) -> None:
     """A newer schema may have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
@@ -69,14 +71,20 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("max_mask_slots",), [65, 10**9], "expected at most 64"),
     (("max_mask_slots",), [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
     (("max_positions",), [0, "9", None, {}], NUMBER),
+    (("max_positions",), [2**31, 10**300], f"max_positions is .*: expected at most {2**31 - 1}"),
     (("parameters",), [-1, "9", None], NUMBER),
+    (("parameters",), [10**16], "parameters is .*: expected at most"),
     (("opset",), [0, "23", None], NUMBER),
+    (("opset",), [1001], "opset is 1001: expected at most 1000"),
     (("model_type",), [5, None, ["llama"], {}], "model_type is .*: expected text"),
     (("attention",), [5, None, True], "attention is .*: expected text"),
     (("special_tokens",), [5, None, [], "<s>"], "special_tokens is .*: expected an object"),
     (("special_tokens", "bos_token"), [5, None, ["<s>"]], "bos_token is .*: expected text"),
     (("versions",), [5, None, []], "versions is .*: expected an object"),
     (("versions", "spaceport"), [5, None], "spaceport is .*: expected text"),
+    (("provenance",), [5, None, []], "provenance is .*: expected an object"),
+    (("provenance",), [{"owner": "x"}], "provenance has the unknown 'owner': expected name, source, revision, licence"),
+    (("provenance", "name"), [5, None], "name is .*: expected text"),
     (("generation_config",), [5, None, []], "generation_config is .*: expected an object"),
     (("tokens",), [5, None, []], "tokens is .*: expected an object"),
     (
@@ -90,6 +98,9 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
         "expected one for all|tokens hold the id 640: expected ids from 0 to 639",
     ),
     (("tokens", "end"), [1, None, ["1"], [None]], r"tokens\.end is .*: expected a list of token"),
+    (("tokens", "mask"), [[4, 6], [7], [3]], "token id [673] has two of the roles mask, fork, child and end"),
+    (("tokens", "end"), [[6], [1, 4]], "token id [64] has two of the roles mask, fork, child and end"),
+    (("tokens", "fork"), [7], "token id 7 has two of the roles"),
     (("tokens", "end"), [[640]], "tokens hold the id 640: expected ids from 0 to 639"),
     (("tokens", "fork"), ["6", 6.0, -1, True, []], NUMBER),
     (("tokens", "fork"), [None], "tokens.fork is None, tokens.child is 7: expected both or none"),
@@ -100,6 +111,11 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("signature", "kv_heads"), [0, None], f"signature: kv_heads is .*: {NUMBER}"),
     (("signature", "head_dim"), [0, None], f"signature: head_dim is .*: {NUMBER}"),
     (("signature", "vocab_size"), [0, None], f"signature: vocab_size is .*: {NUMBER}"),
+    (("signature", "layers"), [4097, 10**300], "signature: layers is .*: expected at most 4096"),
+    (("signature", "kv_heads"), [2**20], "signature: kv_heads is .*: expected at most 4096"),
+    (("signature", "head_dim"), [2**17], "signature: head_dim is .*: expected at most 65536"),
+    (("signature", "vocab_size"), [2**25], "signature: vocab_size is .*: expected at most 16777216"),
+    (("signature", "window"), [2**31], "signature: window is .*: expected at most"),
     (("signature", "dtype"), ["float64", None, 32, ["float32"], {}], "signature: dtype is .*: expected one of float32"),
     (("signature", "lowering"), ["gather", None, 0], "signature: lowering is .*: expected one of scatter, append"),
     (("signature", "window"), [0, -1, "32", True, []], "signature: window is .*: expected null or a whole number"),
@@ -112,6 +128,7 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("activations",), [5, None, "int4"], "activations is .*: expected int8x2 or int8 or float"),
     (("activations",), ["int8"], "activations is int8, weights is same: expected float activations"),
     (("embeddings",), [5, None, "float8"], "embeddings is .*: expected same or int8 or int4"),
+    (("files", MODEL_FILE, "size"), [2**50 + 1], "size is .*: expected at most"),
     (("engines",), [5, None, []], "engines is .*: expected an object"),
     (("engines", ENGINE), [5, None, "0" * 64], "engines.* is .*: expected an object"),
     (("engines", ENGINE, "sha256"), ["", "G" * 64], "sha256 is .* expected 64 hexadecimal digits"),
@@ -123,6 +140,7 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("engines", ENGINE, "version"), [5, None], "version is .*: expected text"),
     (("engines", ENGINE, "target"), [89, None], "target is .*: expected text"),
     (("engines", ENGINE, "capacity"), [0, None, "9", True], f"capacity is .*: {NUMBER}"),
+    (("engines", ENGINE, "capacity"), [2**31], "capacity is .*: expected at most"),
     (("engines", ENGINE, "requests"), [0, None], f"requests is .*: {NUMBER}"),
     (("engines", ENGINE, "step_rows"), [0, None], f"step_rows is .*: {NUMBER}"),
     (("engines", ENGINE, "prefill_rows"), [0, None], f"prefill_rows is .*: {NUMBER}"),
@@ -132,7 +150,7 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
 
 
 def test_every_field_of_a_manifest_has_a_test_of_its_type(bundle: Path) -> None:
-    manifest_data = json.loads((bundle / MANIFEST_FILE).read_text("utf-8"))
+    manifest_data = entries_of((bundle / MANIFEST_FILE).read_bytes())
     assert {path[0] for path, _, _ in WRONG} == set(manifest_data)
     for name in ("tokens", "signature"):
         assert {path[1] for path, _, _ in WRONG if path[0] == name and len(path) > 1} == set(manifest_data[name])
@@ -165,7 +183,7 @@ def test_a_value_of_the_wrong_kind_is_refused(
 def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
     """If unknown fields were ignored, a misspelt `end` would mean no end token, and a misspelt `window` no window."""
     before = (bundle / MANIFEST_FILE).read_bytes()
-    manifest_data: Any = json.loads(before)
+    manifest_data: Any = entries_of(before)
     for name in path:
         manifest_data = manifest_data[name]
     for name in manifest_data:
@@ -196,6 +214,14 @@ def test_an_engine_name_is_a_plain_file_name(bundle: Path, name: str) -> None:
     refused(bundle, "expected small letters, digits, dots and hyphens, ending in .engine")
 
 
+def test_a_bundle_of_the_fifth_schema_has_no_digest_and_no_provenance(bundle: Path) -> None:
+    newest = replace(open_bundle(bundle).manifest, provenance={}, schema=5)
+    manifest_data = entries_of((bundle / MANIFEST_FILE).read_bytes()) | {"schema": 5}
+    del manifest_data["provenance"]
+    (bundle / MANIFEST_FILE).write_text(json.dumps(manifest_data))
+    assert open_bundle(bundle).manifest == newest
+
+
 def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> None:
     assert open_bundle(bundle).manifest.engines == {ENGINE: RECORD}
 
@@ -207,6 +233,7 @@ def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> Non
             manifest_data["activations"],
             manifest_data["embeddings"],
             manifest_data["fork_by_default"],
+            manifest_data["provenance"],
         )
 
     edit(bundle, older)
@@ -217,7 +244,8 @@ def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> Non
 def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> None:
     def older(manifest_data: dict[str, Any]) -> None:
         manifest_data.update(schema=2, weights="int4")
-        del manifest_data["activations"], manifest_data["embeddings"], manifest_data["fork_by_default"]
+        for name in ("activations", "embeddings", "fork_by_default", "provenance"):
+            del manifest_data[name]
 
     edit(bundle, older)
     manifest = open_bundle(bundle).manifest
@@ -227,14 +255,14 @@ def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> No
 def test_a_bundle_of_the_third_schema_opens_with_its_older_names(bundle: Path) -> None:
     def older(manifest_data: dict[str, Any]) -> None:
         manifest_data["schema"] = 3
-        del manifest_data["fork_by_default"]
+        del manifest_data["fork_by_default"], manifest_data["provenance"]
         manifest_data["family"] = manifest_data.pop("model_type")
         manifest_data["generation"] = manifest_data.pop("generation_config")
         for engine in manifest_data["engines"].values():
             engine["flavour"] = engine.pop("backend")
             engine["prompt_rows"] = engine.pop("prefill_rows")
 
-    newest = open_bundle(bundle).manifest
+    newest = replace(open_bundle(bundle).manifest, provenance={})
     edit(bundle, older)
     assert replace(open_bundle(bundle).manifest, schema=newest.schema) == newest
     edit(bundle, lambda manifest_data: manifest_data.update(model_type="llama"))
@@ -270,7 +298,7 @@ def require_exact_or_refused(folder: Path, content: bytes) -> None:
         opened = open_bundle(folder)
     except BundleError:
         return
-    manifest_data = json.loads(content.decode())
+    manifest_data = entries_of(content)
     assert json.dumps(opened.manifest.as_dict(), sort_keys=True) == json.dumps(manifest_data, sort_keys=True)
 
 
@@ -279,7 +307,7 @@ def require_exact_or_refused(folder: Path, content: bytes) -> None:
 def test_a_manifest_with_changed_values_opens_with_exactly_its_content_or_not_at_all(
     changed_bundle: Path, data: st.DataObject
 ) -> None:
-    manifest_data = json.loads(changed_bundle.with_suffix(".json").read_text("utf-8"))
+    manifest_data = entries_of(changed_bundle.with_suffix(".json").read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         *outer, last = data.draw(st.sampled_from(paths(manifest_data)))
         part = manifest_data
@@ -292,7 +320,7 @@ def test_a_manifest_with_changed_values_opens_with_exactly_its_content_or_not_at
                 part.pop(last)
             case "rename" if isinstance(part, dict):
                 part[data.draw(st.text(max_size=5))] = part.pop(last)
-    require_exact_or_refused(changed_bundle, json.dumps(manifest_data).encode())
+    require_exact_or_refused(changed_bundle, with_digest(manifest_data))
 
 
 @settings(max_examples=300)
@@ -306,7 +334,10 @@ def test_a_manifest_with_changed_bytes_opens_with_exactly_its_content_or_not_at_
 ) -> None:
     manifest_data = changed_bundle.with_suffix(".json").read_bytes()
     index %= len(manifest_data)
-    require_exact_or_refused(changed_bundle, manifest_data[:index] + content + manifest_data[index + length :])
+    changed = manifest_data[:index] + content + manifest_data[index + length :]
+    require_exact_or_refused(changed_bundle, changed)
+    with suppress(ValueError, AttributeError, TypeError):  # as before, with a digest that fits
+        require_exact_or_refused(changed_bundle, with_digest(entries_of(changed)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from spaceport.graphs.contract.draft_correction import CORRECTION_FILE
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
 from spaceport.runtime.backends import trust
@@ -94,12 +95,18 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "sliding window": "none" if signature.window is None else f"{signature.window}",
         "precision": precision(manifest),
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
-        "mask slots": f"{manifest.max_mask_slots}" if manifest.max_mask_slots else "none",
+        "mask slots": _mask_slots(manifest),
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
         "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
         "end tokens": ", ".join(map(str, tokens.end)) or "none",
         "exported with": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
+
+
+def _mask_slots(manifest: Manifest) -> str:
+    if not manifest.max_mask_slots:
+        return "none"
+    return f"{manifest.max_mask_slots}" + (", with draft correction" if CORRECTION_FILE in manifest.files else "")
 
 
 def precision(manifest: Manifest) -> str:

@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.correction_factors import FACTORS_FILE, read_factors
 from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
@@ -75,6 +76,26 @@ def test_a_correction_goes_with_its_adapter_into_the_bundle(train: Train, tmp_pa
         np.testing.assert_allclose(table, other, rtol=2e-3, atol=1e-6)
 
 
+def test_a_correction_changes_drafts_and_no_text(train: Train, tmp_path: Path) -> None:
+    folder = train("adapter", replace(SETTINGS, max_steps=60, learning_rate=0.03, epochs=60))
+    export(TINY, tmp_path / "with", ExportOptions(adapter=folder))
+    (folder / FACTORS_FILE).unlink()
+    export(TINY, tmp_path / "without", ExportOptions(adapter=folder))
+    prompts = [f"User: Which {number}?\n" for number in range(6)]
+    found = {}
+    for name, mask_slots in (("with", 3), ("without", 3), ("without", 0)):
+        with Runtime.open(tmp_path / name, max_seq_len=128, step_costs="free") as runtime:
+            decoding = Decoding(max_tokens=48, mask_slots=mask_slots, lookup=0, draft_siblings=1, fork=False)
+            completions = [runtime.generate(prompt, decoding) for prompt in prompts]
+        found[name, mask_slots] = (
+            [each.tokens for each in completions],
+            sum(each.statistics.steps for each in completions),
+        )
+    plain, _ = found["without", 0]
+    assert plain == found["without", 3][0] == found["with", 3][0]
+    assert found["with", 3][1] < found["without", 3][1]
+
+
 def test_the_measurements_show_what_the_correction_gains(train: Train) -> None:
     folder = train("adapter", replace(SETTINGS, max_steps=60, learning_rate=0.03, epochs=60))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -119,31 +140,3 @@ def test_a_resumed_training_has_the_correction_of_an_uninterrupted_one(train: Tr
     for name in (FACTORS_FILE, ADAPTER_FILE):
         found, expected = load_file(resumed / name), load_file(whole / name)
         assert all(torch.equal(tensor, found[each]) for each, tensor in expected.items())
-
-
-def test_a_correction_of_another_model_is_refused(train: Train) -> None:
-    folder = train("adapter")
-    tensors = {name: torch.cat((tensor, tensor)) for name, tensor in load_file(folder / FACTORS_FILE).items()}
-    save_file(tensors, folder / FACTORS_FILE)
-    with pytest.raises(
-        CheckpointError, match=f"{FACTORS_FILE}: is for embeddings of size .*: expected .*, that of the"
-    ):
-        load_model(open_checkpoint(TINY, TokenFlags(), adapter=folder), "float32")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"before": torch.zeros(4, 2)}, "has tensors with the shapes"),
-        ({"before": torch.zeros(4, 2), "after": torch.zeros(4, 3)}, "expected before and after, H x rank"),
-        ({"before": torch.zeros(4, 2), "after": torch.full((4, 2), torch.inf)}, "numbers that are not finite"),
-        (None, "cannot be read"),
-    ],
-)
-def test_a_damaged_file_is_refused(tmp_path: Path, content: dict[str, torch.Tensor] | None, message: str) -> None:
-    if content is None:
-        (tmp_path / FACTORS_FILE).write_bytes(b"nothing")
-    else:
-        save_file(content, tmp_path / FACTORS_FILE)
-    with pytest.raises(CheckpointError, match=message):
-        read_factors(tmp_path)

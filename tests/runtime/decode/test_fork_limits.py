@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from spaceport.runtime.decode.threads import Ending, Thread
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.choice import Bans, Greedy
-from support.hash_engine import CHILD, FORK
+from spaceport.runtime.session import Runtime
+from support.hash_engine import CHILD, FORK, Language
+from support.hash_runtime import hash_runtime
 from support.scripted_steps import PROMPT, Scene, Texts
 
 A, A1, A2, B, B1, C1 = range(3, 9)
@@ -138,3 +143,19 @@ def test_mask_slots_propose_no_fork_to_a_thread_that_is_too_deep() -> None:
 def test_a_text_that_may_not_fork_has_bans_everywhere() -> None:
     assert Greedy(Bans(frozenset((CHILD, FORK)))).bans.at(thread_at(()), ()) == {CHILD, FORK}
     assert Bans(frozenset((CHILD,)), FORK, CHILD, depth=0).at(thread_at(()), ()) == {CHILD, FORK}
+
+
+@pytest.mark.parametrize("by_default", [True, False])
+@pytest.mark.parametrize("fork", [None, True, False])
+def test_a_bundle_says_whether_requests_fork_by_default(by_default: bool, fork: bool | None) -> None:
+    language = Language(5, fork_every=5)
+    base = hash_runtime(language, max_slots=400)
+    manifest = replace(base.bundle.manifest, fork_by_default=by_default)
+    with Runtime(replace(base.bundle, manifest=manifest), base.engine, 64, 400) as runtime:
+        completion = runtime.generate([1, 2, 3], Decoding(max_tokens=30, fork=fork))
+    threads = language.tree([1, 2, 3], 33, Decoding().max_depth)
+    forks = by_default if fork is None else fork
+    assert len(threads) > 1
+    assert {thread.path for thread in completion.threads} == (set(threads) if forks else {()})
+    if not forks:
+        assert list(completion.tokens) == language.write([1, 2, 3], 30)

@@ -19,7 +19,7 @@ from spaceport.tools.tune.extract import Tree, extract
 
 _VALIDATION = 40  # one answer in 40 is held out
 _ANSWER, _LIST = 160, 400  # maximum tokens of an answer; lists must be complete to fork
-_DRAFTS = ("--objective", "sar", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "64")
+_DRAFTS = ("--objective", "sar", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "64", "--correction-rank", "64")
 _LAYERS = ("--rank", "32", "--alpha", "64", "--target", "o_proj", "--target", "down_proj")
 _FORKS = ("--objective", "both", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "16")
 _TRAINING = (
@@ -42,7 +42,7 @@ class Recipe:
     base: Path  # GGUF file or checkpoint folder
     work: Path
     answers: int  # prompts of all kinds
-    lists: int  # prompts that ask for a list, for the forks
+    lists: int  # further prompts that ask for a list, with longer answers
     draft_time: str
     fork_time: str | None  # None: the adapter learns to draft only
     bf16: bool
@@ -62,13 +62,13 @@ def follow(recipe: Recipe) -> Path:
         ("prompts.jsonl", _write_prompts),
         ("base.bundle", _export),
         ("answers.jsonl", _distill),
+        ("list_prompts.jsonl", _write_list_prompts),
+        ("list_answers.jsonl", _distill_lists),
         ("train.jsonl", _split),
         ("drafts", _train_drafts),
     ]
     forks: list[tuple[str, Callable[[Recipe, Path], None]]] = [
-        ("list_prompts.jsonl", _write_list_prompts),
-        ("list_answers.jsonl", _distill_lists),
-        ("lists.jsonl", _select_lists),
+        ("forks.jsonl", _select_forks),
         ("adapter", _train_forks),
     ]
     for name, step in [*steps, *(forks if recipe.fork_time else ())]:
@@ -106,7 +106,8 @@ def _answer(recipe: Recipe, given: str, target: Path, tokens: int) -> None:
 def _split(recipe: Recipe, target: Path) -> None:
     lines = _read(recipe.file("answers.jsonl"))
     _write(recipe.file("validation.jsonl"), lines[::_VALIDATION])
-    _write(target, [line for number, line in enumerate(lines) if number % _VALIDATION])
+    kept = [line for number, line in enumerate(lines) if number % _VALIDATION]
+    _write(target, [*kept, *_read(recipe.file("list_answers.jsonl"))])
 
 
 def _train_drafts(recipe: Recipe, target: Path) -> None:
@@ -114,11 +115,11 @@ def _train_drafts(recipe: Recipe, target: Path) -> None:
     _tune(recipe, target, recipe.file("train.jsonl"), *_DRAFTS, *_LAYERS, *budget)
 
 
-def _select_lists(recipe: Recipe, target: Path) -> None:
+def _select_forks(recipe: Recipe, target: Path) -> None:
     """Write the finished answers that fork, and as many finished ones that do not."""
-    lists, others = recipe.file("list_answers.jsonl"), recipe.file("train.jsonl")
-    forking = [line for line, forks in _finished(lists) if forks]
-    plain = [line for line, forks in (*_finished(lists), *_finished(others)) if not forks]
+    found = _finished(recipe.file("train.jsonl"))
+    forking = [line for line, forks in found if forks]
+    plain = [line for line, forks in found if not forks]
     _write(target, [*forking, *plain[: len(forking)]])
 
 
@@ -135,7 +136,7 @@ def _finished(file: Path) -> list[tuple[dict[str, object], bool]]:
 def _train_forks(recipe: Recipe, target: Path) -> None:
     budget = ("--time-budget", str(recipe.fork_time), "--epochs", "12", "--learning-rate", "5e-4")
     further = ("--adapter", recipe.file("drafts"))
-    _tune(recipe, target, recipe.file("lists.jsonl"), *_FORKS, *further, *budget)
+    _tune(recipe, target, recipe.file("forks.jsonl"), *_FORKS, *further, *budget)
 
 
 def _tune(recipe: Recipe, target: Path, data: Path, *options: object) -> None:
@@ -165,9 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the adapter of the chat demo in a work folder.")
     parser.add_argument("work", type=Path)
     parser.add_argument("--base", type=Path, required=True, help="GGUF file or checkpoint folder of the base model")
-    parser.add_argument("--answers", type=int, default=1322, help="number of generated prompts")
-    parser.add_argument("--lists", type=int, default=128, help="number of generated prompts for the forks")
-    parser.add_argument("--draft-time", default="38m", help="training time of the drafts")
+    parser.add_argument("--answers", type=int, default=2528, help="number of generated prompts")
+    parser.add_argument("--lists", type=int, default=128, help="number of further prompts that ask for a list")
+    parser.add_argument("--draft-time", default="96m", help="training time of the drafts")
     parser.add_argument("--fork-time", help="training time of the forks, such as 8m; default: no forks")
     parser.add_argument("--no-bf16", action="store_true", help="compute in float32, on CPUs without bfloat16")
     given = parser.parse_args()

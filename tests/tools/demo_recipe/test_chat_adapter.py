@@ -46,8 +46,8 @@ def recipe(tmp_path: Path) -> Recipe:
 
 def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[list[str]]) -> None:
     assert follow(recipe) == recipe.work / "adapter"
-    assert [words[0] for words in commands] == ["export", "distill", "tune", "distill", "tune"]
-    drafts, forks = commands[2], commands[4]
+    assert [words[0] for words in commands] == ["export", "distill", "distill", "tune", "tune"]
+    drafts, forks = commands[3], commands[4]
     assert drafts[1:4] == ["base.gguf", str(recipe.work / "drafts"), str(recipe.work / "train.jsonl")]
     assert drafts[drafts.index("--time-budget") + 1] == "1m"
     assert forks[forks.index("--adapter") + 1] == str(recipe.work / "drafts")
@@ -56,20 +56,20 @@ def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[li
 
 def test_without_a_time_for_forks_the_adapter_learns_to_draft_only(recipe: Recipe, commands: list[list[str]]) -> None:
     assert follow(replace(recipe, fork_time=None)) == recipe.work / "drafts"
-    assert [words[0] for words in commands] == ["export", "distill", "tune"]
+    assert [words[0] for words in commands] == ["export", "distill", "distill", "tune"]
 
 
 def test_one_answer_in_forty_is_held_out(recipe: Recipe, commands: list[list[str]]) -> None:
     follow(recipe)
     sizes = {name: len((recipe.work / name).read_text().splitlines()) for name in ("train.jsonl", "validation.jsonl")}
-    assert sizes == {"train.jsonl": 48, "validation.jsonl": 2}
+    assert sizes == {"train.jsonl": 48 + 52, "validation.jsonl": 2}  # lists are not held out
 
 
 def test_only_finished_lists_teach_forks_beside_as_many_plain_answers(
     recipe: Recipe, commands: list[list[str]]
 ) -> None:
     follow(recipe)
-    lines = (recipe.work / "lists.jsonl").read_text().splitlines(keepends=True)
+    lines = (recipe.work / "forks.jsonl").read_text().splitlines(keepends=True)
     assert lines == [answered(FORKING), answered("Yes.")]
     kinds = {json.loads(line)["kind"] for line in (recipe.work / "list_prompts.jsonl").read_text().splitlines()}
     assert kinds == {"lists"}

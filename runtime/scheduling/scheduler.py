@@ -46,7 +46,7 @@ class Scheduler:
         self._lock = Lock()  # guards the waiting tasks
         self._running: dict[int, Task] = {}  # by index in the engine; the first one gets the next prefill chunk
         self._free = list(range(engine.requests))  # heap of free indices
-        self._spoilt: set[int] = set()  # free indices with KV buffers of failed requests, to be cleared
+        self._spoilt: set[int] = set()  # free indices whose KV buffers may hold NaN, to be cleared before they are used
 
     @property
     def busy(self) -> bool:
@@ -201,6 +201,7 @@ class Scheduler:
         task.done = True
         if task.index is not None and self._running.get(task.index) is task:
             del self._running[task.index]
-            if task.fault is not None:
+            # rows of a prefill chunk have no logits that would show NaN
+            if task.fault is not None or task.request.prefilling:
                 self._spoilt.add(task.index)
             heappush(self._free, task.index)

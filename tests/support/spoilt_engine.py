@@ -28,7 +28,7 @@ class SpoiltEngine:
     """Changes a batch before another engine runs it, or its logits afterwards."""
 
     def __init__(self, engine: Engine, after: Spoil = unchanged, before: Callable[[Batch], None] | None = None) -> None:
-        self._engine, self._after, self.before = engine, after, before
+        self.inner, self._after, self.before = engine, after, before
         self.signature, self.capacity, self.requests = engine.signature, engine.capacity, engine.requests
         self.rows, self.device, self.costs, self.notes = engine.rows, engine.device, engine.costs, engine.notes
         self.widths: set[int] = set()  # numbers of rows per request that calls had
@@ -38,19 +38,19 @@ class SpoiltEngine:
         self.widths.add(batch.input_ids.shape[1])
         if self.before is not None:
             self.before(batch)
-        logits: Logits = self._engine.run(batch).copy()
+        logits: Logits = self.inner.run(batch).copy()
         self._after(batch, logits)
         return logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
-        self._engine.move(first, moves)
+        self.inner.move(first, moves)
 
     def clear(self, request: int) -> None:
         self.cleared += 1
-        self._engine.clear(request)
+        self.inner.clear(request)
 
     def close(self) -> None:
-        self._engine.close()
+        self.inner.close()
 
 
 def spoilt_runtime(
@@ -58,12 +58,13 @@ def spoilt_runtime(
     after: Spoil = unchanged,
     before: Callable[[Batch], None] | None = None,
     requests: int = 1,
+    prompt_rows: int | None = None,
 ) -> tuple[Runtime, SpoiltEngine]:
     """A bundle's runtime over a spoilt engine."""
     opened = open_bundle(bundle)
     engine = open_engine(opened, "onnxruntime", EngineOptions(capacity_for(opened.manifest, LENGTH), requests, 1))
     spoilt = SpoiltEngine(engine, after, before)
-    return Runtime(opened, spoilt, LENGTH), spoilt
+    return Runtime(opened, spoilt, LENGTH, prompt_rows=prompt_rows), spoilt
 
 
 def positions_of(batch: Batch) -> NDArray[np.int64]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.selector import NotANumber
-from spaceport.runtime.engine import EngineFault, Moves
-from support.arrivals import Arrival, Scene, Trap, steps_of
+from spaceport.runtime.engine import Batch, EngineFault, Moves
+from support.arrivals import Arrival, Scene, SharedEngine, Trap, steps_of
 from support.hash_engine import Language
 
 
@@ -98,3 +102,44 @@ def test_the_time_of_a_call_counts_for_a_request_that_fails_in_it() -> None:
     failed, other = (task.request.statistics for task in scene.tasks)
     assert 0 < failed.engine_seconds < other.engine_seconds
     assert (failed.steps, failed.tokens) == (0, 0)
+
+
+@dataclass
+class SpreadingEngine(SharedEngine):
+    """A fake engine in which some tokens leave NaN in their KV slots; masked NaN spreads to all rows of the request."""
+
+    nan_tokens: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.nan_slots = np.zeros((self.requests, self.capacity), np.bool_)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        logits = super().run(batch)
+        for line in range(batch.requests):
+            nan = self.nan_slots[batch.first + line]
+            nan[batch.slot_ids[line]] = np.isin(batch.input_ids[line], list(self.nan_tokens))
+            if nan[: batch.attention_mask.shape[-1]].any():
+                logits[line] = np.nan
+        return logits
+
+    def clear(self, request: int) -> None:
+        super().clear(request)
+        self.nan_slots[request] = False
+
+
+def spreading(scene: Scene, *nan_tokens: int) -> Scene:
+    """A scene of one request at a time whose engine lets NaN spread."""
+    old = scene.engine
+    engine = SpreadingEngine(old.language, old.capacity, 1, guests=old.guests, nan_tokens=frozenset(nan_tokens))
+    scene.engine = scene.scheduler.engine = engine
+    return scene
+
+
+def test_nan_of_a_prompt_that_was_cancelled_does_not_reach_the_next_request() -> None:
+    arrivals = [Arrival([1, 2, 3, 4, 9, 6, 7, 8], cancelled=2), Arrival([2, 1])]
+    scene = spreading(Scene(Language(8, end_every=10**9), arrivals, 1, prompt_rows=3), 9)
+    scene.play()
+    assert scene.tasks[0].request.threads[0].ending == "cancelled"
+    assert scene.tasks[1].fault is None
+    assert scene.text(1) == scene.alone[1]

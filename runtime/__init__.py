@@ -15,6 +15,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.scheduler import QueueFull
+from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
@@ -45,6 +46,7 @@ __all__ = [
     "QueueFull",
     "Runtime",
     "RuntimeClosed",
+    "RuntimeStatus",
     "Sampling",
     "Score",
     "SpaceportError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -22,15 +23,18 @@ from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.runtime.scheduling.generation import Completion, Delivery, ScoringTask
 from spaceport.runtime.scheduling.scheduler import Scheduler
+from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream, deliver_to_loop
 from spaceport.runtime.scheduling.worker import Worker
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
 DEFAULT_QUEUE_LIMIT = 256
+DEFAULT_CALL_TIMEOUT = 300.0  # seconds
 MOST_REQUESTS = 1024  # against typing errors that would allocate all memory
 
 _DEFAULTS = Decoding()
+_log = logging.getLogger("spaceport.runtime")
 
 
 class Runtime:
@@ -46,6 +50,7 @@ class Runtime:
         prompt_rows: int | None = None,
         notes: tuple[str, ...] = (),
         costs: StepCosts | None = None,
+        call_timeout: float | None = None,
     ) -> None:
         self.bundle = bundle
         self.engine = engine
@@ -63,7 +68,8 @@ class Runtime:
             planner,
             read_correction(bundle),
         )
-        self._worker = Worker(Scheduler(engine, queue_limit, prompt_rows, costs=self.costs))
+        scheduler = Scheduler(engine, queue_limit, prompt_rows, costs=self.costs)
+        self._worker = Worker(scheduler, call_timeout=call_timeout)
 
     @classmethod
     def open(
@@ -78,6 +84,7 @@ class Runtime:
         threads: int = 0,
         trust_engines: bool = False,
         step_costs: CostSource = "measured",
+        call_timeout: float | None = DEFAULT_CALL_TIMEOUT,
     ) -> Runtime:
         """Open a bundle on a backend.
 
@@ -95,6 +102,8 @@ class Runtime:
         - `step_costs`: Where the step costs come from that limit the width of drafts; default "measured": once for each
           machine and bundle, in about two seconds. "standard": constants, so that the same request takes the same steps
           each time. "free": rows cost nothing, drafts are as wide as their options allow; for tests.
+        - `call_timeout`: Seconds after which an engine call counts as hung: all requests fail with `EngineFault`, and the
+          bundle has to be opened again; None: no limit; default 300.
         """
         opened = open_bundle(bundle)
         length = seq_len(opened.manifest, max_seq_len)
@@ -103,10 +112,22 @@ class Runtime:
             raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
         if queue_limit < 0:
             raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
+        if call_timeout is not None and not call_timeout > 0:
+            raise OptionFault(f"call_timeout is {call_timeout}: expected a number of seconds above 0, or None")
         options = EngineOptions(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
         resolved = resolve(opened, backend, options)
         costs = costs_of(opened, resolved.name, resolved.engine, options, step_costs)
-        return cls(opened, resolved.engine, length, slots, queue_limit, notes=resolved.notes, costs=costs)
+        _log.info("opened %s on %s: max_requests %d, max_seq_len %d", opened.path, resolved.name, max_requests, length)
+        return cls(
+            opened,
+            resolved.engine,
+            length,
+            slots,
+            queue_limit,
+            notes=resolved.notes,
+            costs=costs,
+            call_timeout=call_timeout,
+        )
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The completion of a prompt: text, token ids or chat messages."""
@@ -115,6 +136,7 @@ class Runtime:
 
     def stream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Stream:
         """A stream of the pieces of a completion, while it is generated."""
+        self._worker.check_process()
         deliveries: SimpleQueue[Delivery | None] = SimpleQueue()
         generation = self._admission.generation(prompt, decoding, deliveries.put)
         self._worker.submit(generation)
@@ -127,6 +149,7 @@ class Runtime:
 
     def astream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> AsyncStream:
         """A stream for asyncio: `async for piece in runtime.astream(prompt)`."""
+        self._worker.check_process()
         deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
         put = deliver_to_loop(deliveries, asyncio.get_running_loop())
         generation = self._admission.generation(prompt, decoding, put)
@@ -155,10 +178,19 @@ class Runtime:
         """Token ids of a prompt: text, token ids or chat messages."""
         return self._admission.prompts.tokens_of(prompt)
 
-    def close(self) -> None:
-        """End all requests after the current step, and release the engine."""
-        self._worker.close()
-        self.engine.close()
+    def status(self) -> RuntimeStatus:
+        """The state at this moment: active and queued requests, KV slots, heartbeat and tokens/s."""
+        return self._worker.status()
+
+    def close(self, timeout: float | None = None) -> None:
+        """End all requests after the current step, and release the engine.
+
+        If an engine call does not return within `timeout` seconds, or within `call_timeout`, the requests fail at once, and
+        the engine keeps its memory until the call returns.
+        """
+        if self._worker.close(timeout):
+            self.engine.close()
+            _log.info("closed %s", self.bundle.path)
 
     def __enter__(self) -> Runtime:
         return self
@@ -169,6 +201,7 @@ class Runtime:
         self.close()
 
     def _submit_scoring(self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int) -> ScoringTask:
+        self._worker.check_process()
         task = self._admission.scoring(prompt, continuation, top)
         self._worker.submit(task)
         return task

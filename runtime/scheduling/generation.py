@@ -18,6 +18,7 @@ from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 
 _PATIENCE = 32  # events after which a patient reader is woken: it processes them within a step
+UNREAD_LIMIT = 4096  # tokens
 _REQUEST_WIDE: tuple[Ending, ...] = ("cancelled", "deadline", "total")
 
 # What a step added to a completion: pieces, or the events that the reader turns into pieces.
@@ -69,20 +70,30 @@ class Generation(Task):
     seed: int | None  # None: greedy decoding
     trace: Trace | None
 
+    unread_limit: int = UNREAD_LIMIT  # events or pieces that are generated but not read
+    delivered: int = 0  # events or pieces, counted by the worker
+    consumed: int = 0  # counted by the reader
     patient: bool = False  # set by a reader that waits for the whole completion and need not be woken for each step
     text_fault: Exception | None = None  # error while events were turned into text
+
+    @property
+    def paused(self) -> bool:
+        """Whether too much of it is unread; it keeps its KV slots, and can be cancelled or reach its deadline."""
+        return self.delivered - self.consumed >= self.unread_limit
 
     def on_progress(self) -> None:
         if self.patient and not self.done and self.events is not None and self.events.count < _PATIENCE:
             return
         delivery = self.transcript.take() if self.events is None else self.events.take()
         if delivery:
+            self.delivered += len(delivery)
             self.deliver(delivery)
         if self.done:
             self.deliver(None)
 
     def read(self, delivery: Delivery) -> list[Piece]:
         """The pieces of a delivery; the reader calls it once for each delivery, in order."""
+        self.consumed += len(delivery)
         if self.events is None:
             return cast(list[Piece], delivery)
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
 from operator import itemgetter
@@ -13,17 +15,25 @@ from time import monotonic, perf_counter
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.costs import StepCosts, fixed_costs
-from spaceport.runtime.decode.request import ScheduledStep
+from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.scheduling.calls import group_by_width
+from spaceport.runtime.scheduling.status import TokenMeter
 from spaceport.runtime.scheduling.task import Task
+from spaceport.runtime.scheduling.watchdog import Heartbeat
+
+_log = logging.getLogger("spaceport.runtime")
 
 BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, which wait for them
 
 
 class QueueFull(SpaceportError, RuntimeError):
     """The queue of waiting requests is full; try again later."""
+
+
+class Abandoned(BaseException):
+    """The engine call exceeded its time limit before it returned: its requests have failed already."""
 
 
 class Scheduler:
@@ -46,12 +56,26 @@ class Scheduler:
         self._lock = Lock()  # guards the waiting tasks
         self._running: dict[int, Task] = {}  # by index in the engine; the first one gets the next prefill chunk
         self._free = list(range(engine.requests))  # heap of free indices
+        self.heartbeat = Heartbeat()
+        self.meter = TokenMeter()
+        self.ended = self.failed = 0  # requests
+        self._abandoned = False
         self._spoilt: set[int] = set()  # free indices whose KV buffers may hold NaN, to be cleared before they are used
 
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._running or self._waiting)
+
+    @property
+    def active(self) -> list[Request]:
+        """The requests that have KV slots."""
+        return [task.request for task in list(self._running.values())]
+
+    @property
+    def queued(self) -> int:
+        """Number of requests that wait."""
+        return len(self._waiting)
 
     def submit(self, task: Task) -> None:
         """Queue a request."""
@@ -63,16 +87,19 @@ class Scheduler:
                 )
             self._waiting.append(task)
 
-    def round(self) -> None:
-        """Run one step of every decoding request, and prefill chunks of others."""
+    def round(self) -> int:
+        """Run one step of every decoding request, and prefill chunks of others; returns the number of steps."""
+        self.heartbeat.beat()
         started = perf_counter()
         self._dismiss()
         self._admit()
         inputs = self._inputs()
         beginning = any(each.request.prefilling for each in inputs)
         calls: list[tuple[int, int]] = []  # rows of each request, requests
+        before = sum(each.request.statistics.tokens for each in inputs)
         inside = step(self.engine, inputs, self._group, self._failed, partial(self._observe, calls))
         ended = perf_counter()
+        self.meter.add(sum(each.request.statistics.tokens for each in inputs) - before)
         outside = ended - started - inside
         if len(calls) == 1 and not beginning:
             self._costs.observe_outside(*calls[0], outside)
@@ -83,6 +110,7 @@ class Scheduler:
             if not statistics.first_token_seconds and not request.prefilling:
                 statistics.first_token_seconds = statistics.seconds
             self._report(task)
+        return len(inputs)
 
     def fail(self, error: BaseException) -> None:
         """Fail all waiting and running requests with this error."""
@@ -91,6 +119,21 @@ class Scheduler:
         for task in (*waiting, *self._running.values()):
             self._give_up(task, error)
             self._report(task)
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail all requests while a call does not return; `round` raises `Abandoned` once it has, and must not run again.
+
+        The state of the requests and of the engine belongs to that call, so nothing but the tasks is touched.
+        """
+        self._abandoned = True
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+        for task in (*waiting, *list(self._running.values())):
+            if not task.done:
+                task.fault, task.done = error, True
+                self._count(task)
+                with suppress(Exception):  # of one reader
+                    task.on_progress()
 
     def _dismiss(self) -> None:
         """End requests that were cancelled or are past their deadline."""
@@ -139,7 +182,7 @@ class Scheduler:
         decoding = [
             StepInput(task.request, index, self._prompt_rows)
             for index, task in self._running.items()
-            if not task.request.prefilling
+            if not task.request.prefilling and not task.paused
         ]
         if len(decoding) < len(self._running):
             decoding += self._prefilling(bool(decoding))
@@ -167,6 +210,8 @@ class Scheduler:
         return one_call(steps) if len(steps) < 2 else group_by_width(steps, self._call_rows)
 
     def _observe(self, calls: list[tuple[int, int]], rows: int, requests: int, visible: int, seconds: float) -> None:
+        self._check_abandoned()
+        self.heartbeat.beat()
         calls.append((rows, requests))
         self._costs.observe(rows, requests, visible, seconds)
 
@@ -177,7 +222,12 @@ class Scheduler:
             return usual
         return min(self._costs.call_rows, 4 * usual) if self.engine.device == "cpu" else self._costs.call_rows
 
+    def _check_abandoned(self) -> None:
+        if self._abandoned:
+            raise Abandoned
+
     def _failed(self, index: int, error: Exception) -> None:
+        self._check_abandoned()
         self._give_up(self._running[index], error)
 
     def _give_up(self, task: Task, error: BaseException) -> None:
@@ -188,6 +238,8 @@ class Scheduler:
 
     def _report(self, task: Task) -> None:
         """Report the progress of a request, and release its index if it has ended."""
+        if task.done:
+            return
         if not task.request.live:
             self._release(task)
         try:
@@ -199,9 +251,30 @@ class Scheduler:
 
     def _release(self, task: Task) -> None:
         task.done = True
+        self._count(task)
         if task.index is not None and self._running.get(task.index) is task:
             del self._running[task.index]
             # rows of a prefill chunk have no logits that would show NaN
             if task.fault is not None or task.request.prefilling:
                 self._spoilt.add(task.index)
             heappush(self._free, task.index)
+
+    def _count(self, task: Task) -> None:
+        self.ended += 1
+        self.failed += task.fault is not None
+        if task.fault is not None:
+            _log.warning(
+                "request %d failed: %s", task.number, type(task.fault).__name__
+            )  # a message may quote its text
+            return
+        request, statistics = task.request, task.request.statistics
+        _log.debug(
+            "request %d ended (%s): %d prompt tokens, %d tokens in %d steps and %.3f s, %.3f s of it in the queue",
+            task.number,
+            request.threads[0].ending,
+            statistics.prompt_tokens,
+            statistics.tokens,
+            statistics.steps,
+            statistics.seconds,
+            statistics.waiting_seconds,
+        )

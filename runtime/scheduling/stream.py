@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from queue import SimpleQueue
@@ -11,6 +12,7 @@ from types import TracebackType
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.scheduling.generation import Completion, Deliver, Delivery, Generation
+from spaceport.runtime.scheduling.worker import check_process
 from spaceport.runtime.text.piece import Piece
 
 
@@ -21,6 +23,7 @@ class _Reader:
         self._generation = generation
         self._pieces: deque[Piece] = deque()
         self._over = False
+        self._process = os.getpid()
 
     @property
     def statistics(self) -> Statistics:
@@ -55,6 +58,7 @@ class Stream(_Reader):
         return self
 
     def __next__(self) -> Piece:
+        check_process(self._process)
         with self._reading:
             while not self._pieces:
                 if self._over:
@@ -90,6 +94,7 @@ class AsyncStream(_Reader):
         return self
 
     async def __anext__(self) -> Piece:
+        check_process(self._process)
         while not self._pieces:
             if self._over:
                 raise StopAsyncIteration

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from time import perf_counter
 
 from spaceport.runtime.decode.request import Request
+
+_numbers = count(1)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -20,6 +23,12 @@ class Task:
     fault: BaseException | None = None  # why it failed
     done: bool = False
     submitted: float = field(default_factory=perf_counter)
+    number: int = field(default_factory=lambda: next(_numbers))  # of the process, for log entries
+
+    @property
+    def paused(self) -> bool:
+        """Whether it generates nothing until its reader has read more."""
+        return False
 
     def on_progress(self) -> None:
         """Called after each step and at the end; `done` is set in the last call.

@@ -3,75 +3,169 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-from threading import Condition, Thread
+from threading import Condition, Event, Thread
 
 from spaceport.graphs.contract.faults import SpaceportError
-from spaceport.runtime.scheduling.scheduler import Scheduler
+from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
+from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.task import Task
+from spaceport.runtime.scheduling.watchdog import Watchdog
 
 PATIENCE = 5.0  # idle seconds after which the OS thread ends; the next request starts another
+_PAUSE = 0.01  # seconds until the next round, if all requests wait for their readers
+
+_log = logging.getLogger("spaceport.runtime")
 
 
 class RuntimeClosed(SpaceportError, RuntimeError):
-    """The runtime was closed before the request ended, or before it was submitted."""
+    """The runtime was closed before the request ended, or before it was submitted; or this is a forked process."""
+
+
+def check_process(process: int) -> None:
+    """Raise in a process that was forked from the one with this id: the worker thread does not exist there."""
+    if os.getpid() != process:
+        raise RuntimeClosed("the runtime was opened by the process that this one was forked from: open it here")
 
 
 class Worker:
     """Runs rounds while there are requests, which may be submitted from any OS thread."""
 
-    def __init__(self, scheduler: Scheduler, patience: float = PATIENCE) -> None:
+    def __init__(self, scheduler: Scheduler, patience: float = PATIENCE, call_timeout: float | None = None) -> None:
         self._scheduler = scheduler
         self._patience = patience
+        self._call_timeout = call_timeout  # seconds
         self._change = Condition()
         self._thread: Thread | None = None
+        self._over = Event()  # set when the OS thread has ended, or when nobody waits for it any more
         self._closing = False
+        self._stalled: str | None = None  # why it cannot run requests any more
         self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise in a forked process, before any lock is taken: its holder may not exist there."""
+        check_process(self._process)
 
     def submit(self, task: Task) -> None:
         """Submit a request."""
+        self.check_process()
         with self._change:
             if self._closing:
                 raise RuntimeClosed("the runtime is closed")
-            if os.getpid() != self._process:
-                raise RuntimeError("the runtime was opened by the process that this one was forked from: open it here")
+            if self._stalled is not None:
+                raise EngineFault(self._stalled)
             if self._thread is None:
                 self._thread = self._begin()
             self._scheduler.submit(task)
             self._change.notify()
 
-    def close(self) -> None:
-        """End all requests after the current step."""
+    def status(self) -> RuntimeStatus:
+        """The state at this moment."""
+        self.check_process()
+        scheduler, engine = self._scheduler, self._scheduler.engine
+        active = scheduler.active
+        return RuntimeStatus(
+            healthy=self._stalled is None,
+            closed=self._closing,
+            active_requests=len(active),
+            max_requests=engine.requests,
+            queued_requests=scheduler.queued,
+            queue_limit=scheduler.queue_limit,
+            kv_slots_used=sum(request.slots.held for request in active),
+            kv_slots=engine.requests * engine.capacity,
+            heartbeat_age=scheduler.heartbeat.age,
+            tokens=scheduler.meter.tokens,
+            tokens_per_second=scheduler.meter.tokens_per_second,
+            ended_requests=scheduler.ended,
+            failed_requests=scheduler.failed,
+        )
+
+    def close(self, timeout: float | None = None) -> bool:
+        """End all requests after the current step; returns whether the engine is idle, so that it can be released.
+
+        After `timeout` seconds, or when the watchdog finds that a call does not return, they fail without waiting for it.
+        """
+        if os.getpid() != self._process:
+            return False
         with self._change:
             self._closing = True
             self._change.notify()
             thread = self._thread
+        atexit.unregister(self.close)
+        if thread is not None and not self._over.wait(timeout):
+            self._stall(f"the runtime was closed, and an engine call did not return within {timeout:g} s", closed=True)
+        if self._stalled is not None:
+            return False
         if thread is not None:
             thread.join()
         with self._change:
-            atexit.unregister(self.close)
             self._scheduler.fail(RuntimeClosed("the runtime was closed before the completion ended"))
+        return True
 
     def _begin(self) -> Thread:
         # A daemon thread: a program that ends without closing its runtimes does not wait for their completions. It waits
         # for the current step, since an OS thread inside an engine aborts the process when Python exits.
-        thread = Thread(target=self._work, name="spaceport", daemon=True)
+        self._over = Event()
+        thread = Thread(target=self._work, args=(self._over,), name="spaceport", daemon=True)
         thread.start()
         atexit.register(self.close)
         return thread
 
-    def _work(self) -> None:
-        while self._has_work():
-            try:
-                self._scheduler.round()
-            except BaseException as error:  # noqa: BLE001  (fails all requests)
-                self._scheduler.fail(error)
+    def _work(self, over: Event) -> None:
+        watchdog = self._watchdog()
+        try:
+            while self._has_work():
+                try:
+                    if not self._scheduler.round():
+                        self._wait(_PAUSE)
+                except Abandoned:
+                    _log.warning("the engine call has returned after its requests had failed")
+                except BaseException as error:  # noqa: BLE001  (fails all requests)
+                    self._scheduler.fail(error)
+        finally:
+            self._scheduler.heartbeat.rest()
+            if watchdog is not None:
+                watchdog.stop()
+            over.set()
+
+    def _watchdog(self) -> Watchdog | None:
+        limit = self._call_timeout
+        if limit is None:
+            return None
+        watchdog = Watchdog(
+            self._scheduler.heartbeat,
+            limit,
+            lambda age: self._stall(
+                f"an engine call has not returned for {age:.1f} s, call_timeout is {limit:g} s: open the bundle again, "
+                "or raise call_timeout"
+            ),
+        )
+        watchdog.start()
+        return watchdog
+
+    def _stall(self, reason: str, closed: bool = False) -> None:
+        """Fail all requests without the OS thread, which is in a call that does not return."""
+        with self._change:
+            if self._stalled is not None:
+                return
+            self._stalled = reason
+        _log.error("%s", reason)
+        self._scheduler.abandon(RuntimeClosed(reason) if closed else EngineFault(reason))
+        self._over.set()
+
+    def _wait(self, seconds: float) -> None:
+        with self._change:
+            if not self._closing:
+                self._change.wait(seconds)
 
     def _has_work(self) -> bool:
         with self._change:
             if not self._closing and not self._scheduler.busy:
+                self._scheduler.heartbeat.rest()
                 self._change.wait(self._patience)
-            if self._closing:
+            if self._closing or self._stalled is not None:
                 return False
             if not self._scheduler.busy:
                 atexit.unregister(self.close)

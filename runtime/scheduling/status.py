@@ -1,0 +1,73 @@
+"""Status: the state of a runtime at one moment, for metrics and health checks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+_WINDOW = 10.0  # seconds over which tokens/s are measured
+_INTERVAL = 0.25  # minimum seconds between two samples
+
+
+@dataclass(frozen=True)
+class RuntimeStatus:
+    """State of a runtime at one moment.
+
+    - `healthy`: Whether it can run requests; False after an engine call exceeded `call_timeout`: open the bundle again.
+    - `closed`: Whether `close` was called.
+    - `active_requests`: Number of requests that have KV slots.
+    - `max_requests`: Maximum number of active requests.
+    - `queued_requests`: Number of requests that wait.
+    - `queue_limit`: Maximum number of requests that wait.
+    - `kv_slots_used`: KV slots that active requests hold.
+    - `kv_slots`: KV slots of all requests that can be active.
+    - `heartbeat_age`: Seconds since the worker thread last made progress; None while it has nothing to do.
+    - `tokens`: Number of tokens generated since the runtime was opened.
+    - `tokens_per_second`: Generated tokens per second over the last 10 seconds.
+    - `ended_requests`: Number of requests that have ended since the runtime was opened, failed ones included.
+    - `failed_requests`: Number of requests that ended with an error.
+    """
+
+    healthy: bool
+    closed: bool
+    active_requests: int
+    max_requests: int
+    queued_requests: int
+    queue_limit: int
+    kv_slots_used: int
+    kv_slots: int
+    heartbeat_age: float | None
+    tokens: int
+    tokens_per_second: float
+    ended_requests: int
+    failed_requests: int
+
+
+class TokenMeter:
+    """Counts generated tokens; one OS thread adds them, any may read."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self.tokens = 0
+        self._samples: deque[tuple[float, int]] = deque([(clock(), 0)])  # seconds, tokens until then
+
+    def add(self, count: int) -> None:
+        """Add generated tokens."""
+        now = self._clock()
+        if now - self._samples[-1][0] >= _INTERVAL:
+            self._samples.append((now, self.tokens))
+            while len(self._samples) > 1 and now - self._samples[1][0] > _WINDOW:
+                self._samples.popleft()
+        self.tokens += count
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over the last seconds."""
+        now = self._clock()
+        recent = [sample for sample in tuple(self._samples) if now - sample[0] <= _WINDOW]
+        if not recent:
+            return 0.0
+        since, before = recent[0]
+        return (self.tokens - before) / max(now - since, _INTERVAL)

@@ -105,6 +105,7 @@ class Request:
         self._drafter = drafter or drafter_for(config.draft_config, config.planner, config.kind)
         self._generated = 0  # tokens, of all threads
         self._prefilled = False
+        self._most_rows = STEP_ROWS  # of a step of several threads
 
     @property
     def prefilling(self) -> bool:
@@ -166,6 +167,13 @@ class Request:
         self._advance_queue()
         return self._settle(retained)
 
+    def limit_rows(self, rows: int) -> None:
+        """Limit the rows of a step of several threads; threads beyond that wait. The output is the same."""
+        self._most_rows = max(1, min(rows, STEP_ROWS))
+        if len(self.live) > self._most_rows:
+            self.queue[:0] = self.live[self._most_rows :]
+            del self.live[self._most_rows :]
+
     def finish(self, ending: Ending) -> None:
         """End every thread at its current token."""
         for thread in (*self.live, *self.queue):
@@ -178,7 +186,8 @@ class Request:
         self.slots.clear()
 
     def _draft(self, thread: Thread, prefill_rows: int, sharing: Sharing) -> Draft:
-        config, rows = self.config, max(1, STEP_ROWS // len(self.live))
+        config, most = self.config, STEP_ROWS if len(self.live) == 1 else self._most_rows
+        rows = max(1, most // len(self.live))
         if config.max_rows is not None:  # the last prompt rows and the draft share the limit
             known = min(len(thread.tokens) - thread.fed, prefill_rows)
             rows = max(1, min(rows, config.max_rows // len(self.live) - known + 1))
@@ -251,7 +260,7 @@ class Request:
                     self._end(thread, "stop")
             self.queue = [thread for thread in self.queue if thread.ending is None]
         self.live = [thread for thread in self.live if thread.ending is None]
-        while self.queue and len(self.live) < self.config.max_threads:
+        while self.queue and len(self.live) < min(self.config.max_threads, self._most_rows):
             self.live.append(self.queue.pop(0))
 
     def _end(self, thread: Thread, ending: Ending) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
+from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
@@ -167,6 +168,7 @@ class Scene:
         prompt_rows: int = 512,
         queue_limit: int = 10**6,
         faulty: int | None = None,
+        row_cost: float = 0.0,  # in plain steps
     ) -> None:
         self.language, self.arrivals = language, arrivals
         self.alone = [arrival.alone(language) for arrival in arrivals]
@@ -174,7 +176,8 @@ class Scene:
         widest = max(STEP_ROWS, prompt_rows if lowering == "append" else 0) + 8
         self.engine = SharedEngine(language, longest + widest + 1, requests, lowering, faulty=faulty)
         self.now = 0
-        self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows, clock=lambda: self.now)
+        costs = fixed_costs(row_cost)
+        self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs)
         self.tasks = [self._task(*numbered) for numbered in enumerate(arrivals)]
         self.engine.guests.extend(self.tasks)
         self.reports: list[list[bool]] = [[] for _ in self.tasks]  # for each task: whether it was done at each report

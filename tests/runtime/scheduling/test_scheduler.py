@@ -56,6 +56,7 @@ def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(exa
         lowering=st.sampled_from(LOWERINGS),
         prompt_rows=st.sampled_from((1, 7, 20, 512)),
         faulty=st.none() | st.integers(0, 30),
+        row_cost=st.sampled_from((0.0, 0.08, 0.5)),
     )
     def holds(
         language: Language,
@@ -64,13 +65,14 @@ def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(exa
         lowering: Lowering,
         prompt_rows: int,
         faulty: int | None,
+        row_cost: float,
     ) -> None:
-        scene = Scene(language, arrivals, requests, lowering, prompt_rows, faulty=faulty)
+        scene = Scene(language, arrivals, requests, lowering, prompt_rows, faulty=faulty, row_cost=row_cost)
         while scene.now <= 12 or scene.scheduler.busy:
             before = [(task.request.statistics.steps, task.done) for task in scene.tasks]
             scene.turn()
             hold_pace(scene, before)
-            assert scene.now < 500
+            assert scene.now < 2000
         for number in range(len(arrivals)):
             hold_ending(scene, number)
         hold_everything_is_free(scene)
@@ -212,3 +214,21 @@ def test_the_lowest_free_indices_are_used_first() -> None:
     scene = Scene(Language(8, end_every=10**9), arrivals, 5)
     scene.play()
     assert [task.index for task in scene.tasks] == [0, 1, 2, 3, 0, 2]
+
+
+@pytest.mark.parametrize(("bombs", "row_cost", "most"), [(1, 0.08, 13), (1, 0.5, 3), (3, 0.08, 12), (1, 0.0, 128)])
+def test_many_threads_of_a_request_delay_others_by_two_plain_steps(bombs: int, row_cost: float, most: int) -> None:
+    language = Language(21, fork_every=3, end_every=10**9)
+    bomb = Arrival([1], max_tokens=40, max_threads=64, max_depth=3, draft_config=DraftConfig(3, "chain"))
+    scene = Scene(language, [*[bomb] * bombs, Arrival([2], at=8, max_tokens=12)], bombs + 1, row_cost=row_cost)
+    rows: list[tuple[int, int]] = []  # rows of all bombs in each round, and whether the other request runs
+    while scene.scheduler.busy or not scene.now:
+        before = [task.request.statistics.rows for task in scene.tasks]
+        scene.turn()
+        fed = [task.request.statistics.rows - old for task, old in zip(scene.tasks, before, strict=True)]
+        rows.append((sum(fed[:-1]), fed[-1]))
+        assert scene.now < 2000
+    if bombs == 1:
+        assert max(fed for fed, beside in rows if not beside) > 30  # alone, a request uses all its threads
+    assert max(fed for fed, beside in rows if beside) <= most
+    assert [scene.text(number) for number in range(bombs + 1)] == scene.alone

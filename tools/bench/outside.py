@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.bundle import Bundle, read_correction
 from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decoding import Decoding
@@ -71,7 +71,10 @@ class RoundCost:
 def generations(bundle: Bundle, engine: SyntheticEngine, rows: int) -> list[Generation]:
     """One generation for each request that the engine batches."""
     planner = DraftPlanner(fixed_costs(engine.costs.row))
-    admission = Admission(without_end_tokens(bundle), open_tokenizer(bundle), engine, LENGTH, LENGTH, planner)
+    correction = read_correction(bundle)
+    admission = Admission(
+        without_end_tokens(bundle), open_tokenizer(bundle), engine, LENGTH, LENGTH, planner, correction
+    )
     random = np.random.default_rng(0)
     mask_slots = 0 if rows == 1 else bundle.manifest.max_mask_slots
     decoding = Decoding(mask_slots=mask_slots, draft_rows=rows, fork=False)

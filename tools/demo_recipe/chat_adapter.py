@@ -19,7 +19,18 @@ from spaceport.tools.tune.extract import Tree, extract
 
 _VALIDATION = 40  # one answer in 40 is held out
 _ANSWER, _LIST = 160, 400  # maximum tokens of an answer; lists must be complete to fork
-_DRAFTS = ("--objective", "sar", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "64", "--correction-rank", "64")
+_DRAFTS = (
+    "--objective",
+    "sar",
+    "--mask-slots",
+    "4",
+    "--drop-rate",
+    "0.3",
+    "--anchors",
+    "64",
+    "--correction-rank",
+    "64",
+)
 _LAYERS = ("--rank", "32", "--alpha", "64", "--target", "o_proj", "--target", "down_proj")
 _FORKS = ("--objective", "both", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "16")
 _TRAINING = (

@@ -11,8 +11,14 @@ import pytest
 
 from spaceport.graphs.contract.draft_correction import CorrectionTables, read_tables, write_tables
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.runtime.decode.draft import Candidates, DraftConfig, best_chain
-from spaceport.runtime.decode.threads import Thread
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.costs import CostTable, StepCosts
+from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.draft import Candidates, DraftConfig, Shape, best_chain
+from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
+from spaceport.runtime.decode.plan import plan_thread
+from spaceport.runtime.decode.planner import DraftPlanner, Sharing
+from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.decode.tree import Curve, Outlook, tree
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.correction import Corrected, CorrectedCandidates
@@ -71,6 +77,23 @@ def test_each_branch_of_a_tree_has_its_own_candidates() -> None:
     assert sorted(ways) == [(6, 1), (6, 2), (7, 1), (7, 3)]
     behind_six = tree((corrected(1),), (), DraftConfig(siblings=2), 9, 9, Outlook(curve, 1.0, (0.0,) * 9, last=6))
     assert behind_six.tokens == (2,)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_drafts_start_behind_the_last_token_and_their_chain_is_learned(shape: Shape) -> None:
+    """The last token is 6, which makes 2 the best candidate; 2 was accepted each time."""
+    curve = StepCosts(CostTable(64, ((1, 1.0), (36, 1.05), (64, 1.1))), fixed=True)
+    drafter = drafter_for(DraftConfig(1, shape, siblings=1), DraftPlanner(curve))
+    thread = new_thread([0, 1, 6], 64)
+    for _ in range(20):
+        thread.candidates = (corrected(1),)
+        draft = drafter.draft(thread, 20, 9, Sharing(1, 64))
+        assert draft.tokens[:1] == (2,)
+        thread.fed = len(thread.tokens) - 1
+        drafter.learn(plan_thread(thread, draft, TokenIds(mask=(5,)), 512), Verdict((0,), (2, 6), ()))
+        thread.tokens += (2, 6)
+    if isinstance(drafter, TreeDrafter):
+        assert drafter._acceptance.accepted[0] > 0.9
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=3), Sampling(repetition_penalty=1.3)])

@@ -1,6 +1,6 @@
 """Runtime: generate text from a bundle, and score given text."""
 
-from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault, SpaceportError
+from spaceport.graphs.contract.faults import InputFault, LibraryPanic, MissingDependency, OptionFault, SpaceportError
 from spaceport.runtime.backends import MissingBackend
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.costs import CostSource
@@ -36,6 +36,7 @@ __all__ = [
     "EngineFault",
     "Grammar",
     "InputFault",
+    "LibraryPanic",
     "Message",
     "MissingBackend",
     "MissingDependency",

@@ -36,6 +36,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("grammar", (Grammar, NoneType), "a Grammar, such as Grammar(regex='[a-z]+')"),
     ("fork", (bool, NoneType), "True, False or None"),
     ("trace", (bool,), "True or False"),
+    ("parse_special", (bool,), "True or False"),
     ("timeout", (int, float, NoneType), "a number of seconds above 0, or None"),
 )
 
@@ -54,6 +55,8 @@ class Decoding:
     - `grammar`: Regular expression or JSON schema that the completion matches; it cannot fork then; default: none.
     - `fork`: Whether the text may fork into threads; default None: if the bundle forks by default and there is no grammar.
     - `max_depth`: Maximum number of forks between the root thread and any thread; default 1.
+    - `parse_special`: Whether special tokens that the prompt spells out become control tokens; default False: they stay
+      text, so that users cannot write control tokens into messages.
 
     How fast it is generated; the tokens are the same:
 
@@ -90,6 +93,7 @@ class Decoding:
     fork: bool | None = None
     max_threads: int | None = None
     max_depth: int = 1
+    parse_special: bool = False
 
     logprobs: int | None = None
     trace: bool = False

@@ -156,27 +156,44 @@ class Runtime:
         self._worker.submit(generation)
         return AsyncStream(generation, deliveries)
 
-    def score(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
+    def score(
+        self,
+        prompt: Prompt,
+        continuation: str | Sequence[int] | None = None,
+        *,
+        top: int = 0,
+        parse_special: bool = False,
+    ) -> Score:
         """Log probability of each token of a continuation, or of the prompt itself; `top` most probable tokens with each."""
-        task = self._submit_scoring(prompt, continuation, top)
+        task = self._submit_scoring(prompt, continuation, top, parse_special)
         try:
             task.fed.result()
         finally:
             task.cancelled = True  # has an effect only if the wait was interrupted
         return task.scoring.score()
 
-    async def ascore(self, prompt: Prompt, continuation: str | Sequence[int] | None = None, *, top: int = 0) -> Score:
+    async def ascore(
+        self,
+        prompt: Prompt,
+        continuation: str | Sequence[int] | None = None,
+        *,
+        top: int = 0,
+        parse_special: bool = False,
+    ) -> Score:
         """Log probabilities of given text, for asyncio; see `score`."""
-        task = self._submit_scoring(prompt, continuation, top)
+        task = self._submit_scoring(prompt, continuation, top, parse_special)
         try:
             await asyncio.wrap_future(task.fed)
         finally:
             task.cancelled = True
         return task.scoring.score()
 
-    def tokens_of(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: text, token ids or chat messages."""
-        return self._admission.prompts.tokens_of(prompt)
+    def tokens_of(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a prompt: text, token ids or chat messages.
+
+        Special tokens that text or messages spell out stay text, unless `parse_special` is set.
+        """
+        return self._admission.prompts.tokens_of(prompt, parse_special)
 
     def status(self) -> RuntimeStatus:
         """The state at this moment: active and queued requests, KV slots, heartbeat and tokens/s."""
@@ -200,8 +217,10 @@ class Runtime:
     ) -> None:
         self.close()
 
-    def _submit_scoring(self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int) -> ScoringTask:
+    def _submit_scoring(
+        self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int, parse_special: bool
+    ) -> ScoringTask:
         self._worker.check_process()
-        task = self._admission.scoring(prompt, continuation, top)
+        task = self._admission.scoring(prompt, continuation, top, parse_special)
         self._worker.submit(task)
         return task

@@ -13,5 +13,9 @@ class OptionFault(SpaceportError, ValueError):
     """An option, a prompt or an argument is invalid: the message states what is expected."""
 
 
+class LibraryPanic(SpaceportError, RuntimeError):
+    """A library of spaceport gave up on the input of one request (a Rust panic); other requests are not affected."""
+
+
 class MissingDependency(SpaceportError, RuntimeError):
     """A backend, a device or a package is not available: the message states how to get it."""

@@ -10,6 +10,8 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.faults import LibraryPanic
+from spaceport.graphs.contract.panics import is_panic
 from spaceport.runtime.decode.accept import accept
 from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.pack import pack, split
@@ -178,6 +180,8 @@ class _Isolated:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if error is not None and is_panic(error):
+            error = LibraryPanic(f"a panic in a step: {error}: change the request, or update the library")
         if self._on_failure is None or not isinstance(error, Exception):
             return False
         for each in self._steps:

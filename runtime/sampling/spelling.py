@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from spaceport.graphs.contract.panics import PanicsContained
+
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte of a tokenizer with byte fallback
 
 
@@ -51,7 +53,8 @@ class Speller:
         if "ByteFallback" in self._decoders and (byte := _BYTE.fullmatch(content)):
             return bytes((int(byte[1], 16),))
         # Decoders treat the first token of a text apart, so the text of the second of two equal tokens counts.
-        once, twice = (str(self.tokenizer.decode([token] * count)) for count in (1, 2))
+        with PanicsContained(f"tokenizers decoded token {token}"):
+            once, twice = (str(self.tokenizer.decode([token] * count)) for count in (1, 2))
         return (twice[len(once) :] if twice.startswith(once) else content).encode()
 
     @cached_property

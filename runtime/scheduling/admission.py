@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.draft_correction import CorrectionTables
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.panics import PanicsContained
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.events import EventLog, Listener
 from spaceport.runtime.decode.planner import DraftPlanner
@@ -58,7 +59,7 @@ class Admission:
         """A request for a completion, with enough KV slots for all its limits."""
         if not isinstance(decoding, Decoding):
             raise OptionFault(f"decoding is {shown(decoding)}: expected a Decoding, such as Decoding(max_tokens=64)")
-        ids = self.prompts.tokens_of(prompt)
+        ids = self.prompts.tokens_of(prompt, decoding.parse_special)
         manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
@@ -93,9 +94,11 @@ class Admission:
             trace=trace,
         )
 
-    def scoring(self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int) -> ScoringTask:
+    def scoring(
+        self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int, parse_special: bool = False
+    ) -> ScoringTask:
         """A request that generates nothing and scores its tokens."""
-        ids, start = self.prompts.parts_of(prompt, continuation)
+        ids, start = self.prompts.parts_of(prompt, continuation, parse_special)
         if len(ids) > self.max_seq_len:
             raise self._too_long(ids, "text")
         check_top("top", top, self.bundle.manifest.signature.vocab_size)
@@ -133,7 +136,8 @@ class Admission:
         manifest = self.bundle.manifest
         tokens = manifest.tokens
         never = (*tokens.forbidden, *tokens.fork_ids)
-        return open_vocabulary(self.tokenizer, manifest.signature.vocab_size, tokens.end, never)
+        with PanicsContained("llguidance read the bundle's tokenizer"):
+            return open_vocabulary(self.tokenizer, manifest.signature.vocab_size, tokens.end, never)
 
     def _selector(self, decoding: Decoding, sampling: Sampling, fork: bool, prompt_length: int) -> TokenSelector:
         tokens = self.bundle.manifest.tokens
@@ -142,7 +146,8 @@ class Admission:
             bans = Bans(frozenset((*tokens.forbidden, *tokens.fork_ids)))
         selector = chooser(sampling, bans, prompt_length)
         if decoding.grammar is not None:
-            selector = constrained(selector, decoding.grammar, self.vocabulary)
+            with PanicsContained(f"llguidance compiled {decoding.grammar.label}"):
+                selector = constrained(selector, decoding.grammar, self.vocabulary)
         return selector if self.correction is None else Corrected(selector, self.correction)
 
     def _forks(self, decoding: Decoding) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jinja2
@@ -20,6 +23,10 @@ from spaceport.runtime.bundle import Bundle
 # Nested loops could hang the caller or fill the memory: the sandbox limits each range, these limit all loops together.
 _LONGEST_PROMPT = 10_000_000  # characters
 _MOST_ROUNDS = 1_000_000
+_MOST_SHOWN = 100  # characters of a message in an error message
+
+_ROLE = re.compile(r"[a-z_]+")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = Mapping[str, Any]
 
@@ -38,34 +45,83 @@ class _Generation(jinja2.ext.Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def render(bundle: Bundle, messages: Sequence[Message], ask: bool = True) -> str:
-    """The text of these messages; with `ask`, up to where the assistant starts to answer."""
+class ChatTemplate:
+    """A chat template, ready to render messages; safe to use from several OS threads."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._rounds = threading.local()
+        with _template_errors():
+            environment = _environment(self._counted)
+            parsed = environment.parse(source)
+            named = (one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str))
+            self.roles = frozenset({*ROLES, *(text for text in named if _ROLE.fullmatch(text))})
+            for loop in list(parsed.find_all(nodes.For)):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            parsed.set_environment(environment)
+            self._template = environment.from_string(parsed)
+
+    def render(self, messages: Sequence[Message], ask: bool = True) -> str:
+        """The text of these messages; with `ask`, up to where the assistant starts to answer."""
+        given = {
+            **self._special_tokens,
+            "messages": plain_messages(messages),
+            "tools": None,  # as in transformers: many templates test whether tools are none
+            "documents": None,
+            "add_generation_prompt": ask,
+        }
+        self._rounds.count = 0
+        with _template_errors():
+            return _joined(self._template.generate(given))
+
+    def check_roles(self, messages: Sequence[Message]) -> None:
+        """Raise for roles that are neither common nor named by the template."""
+        for number, message in enumerate(messages):
+            if message["role"] not in self.roles:
+                raise TemplateError(
+                    f"message {number} has the role {_shown(message['role'])}: expected {', '.join(ROLES)}, or another "
+                    "role that the chat template names"
+                )
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        """A filter that counts the iterations of all loops of a rendering."""
+        for item in items:
+            self._rounds.count += 1
+            if self._rounds.count > _MOST_ROUNDS:
+                raise TemplateError(f"chat template: its loops have more than {_MOST_ROUNDS} iterations")
+            yield item
+
+
+def open_template(bundle: Bundle) -> ChatTemplate:
+    """The chat template of a bundle."""
     if TEMPLATE_FILE not in bundle.manifest.files:
         raise TemplateError(
             f"{bundle.path}: the checkpoint had no chat template: give a plain prompt instead of messages"
         )
-    given = {
-        **bundle.manifest.special_tokens,
-        "messages": _plain(messages),
-        "tools": None,  # as in transformers: many templates test whether tools are none
-        "documents": None,
-        "add_generation_prompt": ask,
-    }
     try:
-        return _joined(_template((bundle.path / TEMPLATE_FILE).read_text("utf-8")).generate(given))
-    except TemplateError:
-        raise
-    except Exception as error:  # a template is a program and may raise anything
+        source = (bundle.path / TEMPLATE_FILE).read_text("utf-8")
+    except (OSError, ValueError) as error:
         raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
+    return ChatTemplate(source, bundle.manifest.special_tokens)
 
 
-def _plain(messages: Sequence[Message]) -> list[Any]:
-    """A copy as plain data, since a template could call methods of other objects."""
+def render(bundle: Bundle, messages: Sequence[Message], ask: bool = True) -> str:
+    """The text of these messages; with `ask`, up to where the assistant starts to answer."""
+    return open_template(bundle).render(messages, ask)
+
+
+def plain_messages(messages: Sequence[Message]) -> list[Any]:
+    """A copy of messages as plain data, since a template could call methods of other objects."""
     if not messages:
         raise TemplateError("messages are empty: expected at least one {'role': …, 'content': …}")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise TemplateError(f"message {number} is {message!r}: expected {{'role': …, 'content': …}}")
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TemplateError(f"message {number} is {_shown(message)}: expected {{'role': …, 'content': …}}")
+        if "content" not in message and not message.get("tool_calls"):
+            raise TemplateError(
+                f"message {number} is {_shown(message)}: expected {{'role': …, 'content': …}}, or 'tool_calls' instead of "
+                "the content"
+            )
     # None values are left out, as in transformers: many templates would print them or fail.
     said = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
@@ -84,35 +140,32 @@ def _joined(pieces: Iterable[str]) -> str:
     return "".join(found)
 
 
-def _template(source: str) -> jinja2.Template:
-    """A template with the functions and filters that chat templates expect, in a sandbox."""
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Raises any error of a template as `TemplateError`, since a template is a program and may raise anything."""
+    try:
+        yield
+    except TemplateError:
+        raise
+    except Exception as error:
+        raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
+
+
+def _environment(counted: Callable[[Iterable[Any]], Iterator[Any]]) -> jinja2.Environment:
+    """A sandbox with the functions and filters that chat templates expect."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     environment.filters["tojson"] = _to_json
-    environment.filters["counted"] = _counter()
-    parsed = environment.parse(source)
-    for loop in list(parsed.find_all(nodes.For)):
-        loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-    parsed.set_environment(environment)
-    return environment.from_string(parsed)
+    environment.filters["counted"] = counted
+    return environment
 
 
-def _counter() -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """A filter that counts the iterations of all loops that use it."""
-    rounds = 0
-
-    def counted(items: Iterable[Any]) -> Iterator[Any]:
-        nonlocal rounds
-        for item in items:
-            rounds += 1
-            if rounds > _MOST_ROUNDS:
-                raise TemplateError(f"chat template: its loops have more than {_MOST_ROUNDS} iterations")
-            yield item
-
-    return counted
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
 
 
 def _raise(message: str) -> None:

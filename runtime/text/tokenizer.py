@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE
+from spaceport.graphs.contract.panics import is_panic, raise_panic
 from spaceport.runtime.bundle import Bundle, BundleError
 
+_LONG = 4096  # characters; tokenizers encodes a batch without Python's global lock, so other OS threads go on
 _BROKEN = "\ufffd"  # replacement character for bytes that are not a complete character
 
 
@@ -19,7 +21,9 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
     file = bundle.path / TOKENIZER_FILE
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises Exception itself
+    except BaseException as error:  # tokenizers raises Exception itself, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise BundleError(f"{file}: not a readable tokenizer: {error}") from error
 
 
@@ -120,31 +124,44 @@ class TextStream:
         return self._decode(self._tokens[self._settled :])
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)) if tokens else ""
+        return decode(self.tokenizer, tokens) if tokens else ""
 
 
 def context_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[int, ...]:
     """Context of a stream after these tokens: the last token that is text by itself, if there is one."""
     for token in reversed(tokens):
-        text = str(tokenizer.decode([token], skip_special_tokens=True))
+        text = decode(tokenizer, [token])
         if text and _BROKEN not in text:
             return (token,)
     return ()
 
 
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of tokens, without special tokens."""
+    try:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    except BaseException as error:
+        raise_panic(error, f"tokenizers decoded {len(tokens)} tokens")
+        raise
+
+
 def encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
-    """The tokens of a text; `special` adds the tokenizer's special tokens around it."""
+    """The tokens of a text, control tokens included; `special` adds the tokenizer's special tokens around it."""
+    return list(encoding_of(tokenizer, text, special).ids)
+
+
+def encoding_of(tokenizer: Tokenizer, text: str, special: bool) -> Encoding:
+    """The tokens of a text with their offsets; `special` adds the tokenizer's special tokens around it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise OptionFault(
             f"character {error.start} is {text[error.start]!r}, half of a surrogate pair: expected text that UTF-8 can encode"
         ) from error
-    return list(tokenizer.encode(text, add_special_tokens=special).ids)
-
-
-def encode_parts(tokenizer: Tokenizer, prompt: str, continuation: str, special: bool) -> tuple[list[int], int]:
-    """The tokens of prompt and continuation, and the index of the first that reaches into the continuation."""
-    tokens = encode(tokenizer, prompt + continuation, special)
-    ends = [end for _, end in tokenizer.encode(prompt + continuation, add_special_tokens=special).offsets]
-    return tokens, next((index for index, end in enumerate(ends) if end > len(prompt)), len(tokens))
+    try:
+        if len(text) > _LONG:
+            return tokenizer.encode_batch([text], add_special_tokens=special)[0]
+        return tokenizer.encode(text, add_special_tokens=special)
+    except BaseException as error:
+        raise_panic(error, f"tokenizers encoded a text of {len(text)} characters")
+        raise

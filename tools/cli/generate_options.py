@@ -47,6 +47,7 @@ def _flag(flag: str, text: str) -> Callable[[Any], Any]:
 prompts = options(
     _file("--prompt-file", "Read the prompt from a file."),
     _flag("--chat", "Use the prompt as a user message and apply the model's chat template."),
+    _flag("--parse-special", "Read special tokens that the prompt spells out, such as </s>, as control tokens."),
 )
 
 lengths = options(

@@ -118,6 +118,7 @@ def decoding_of(given: Mapping[str, Any]) -> Decoding:
         ),
         grammar=_grammar(given["regex"], given["json_schema"]),
         logprobs=given["logprobs"],
+        parse_special=given["parse_special"],
         trace=any(given[file] is not None for file in ("trace", "report", "picture")),
     )
 

@@ -27,7 +27,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.tokenizer import encode, encode_parts
+from spaceport.runtime.text.control_tokens import ControlTokens
+from spaceport.runtime.text.tokenizer import encode
 from support.hash_engine import END, MASKS, VOCAB, Language
 from support.hash_runtime import (
     WORDS,
@@ -225,7 +226,8 @@ def test_what_is_no_number_fails_that_text_and_no_other(at: int, number: float) 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
 @given(prompt=st.text("ab the你é😀\n", min_size=1, max_size=12), more=st.text("ab the你é😀\n", min_size=1, max_size=12))
 def test_a_token_across_the_border_is_the_continuations(tokenizer: Tokenizer, prompt: str, more: str) -> None:
-    tokens, start = encode_parts(tokenizer, prompt, more, special=True)
+    encoded = ControlTokens(tokenizer, TokenIds()).encode(prompt + more, special=True)
+    tokens, start = encoded.ids, encoded.first_beyond(len(prompt))
     assert tokens == encode(tokenizer, prompt + more, special=True)
     before, after = full(tokenizer, tokens[:start]), full(tokenizer, tokens[: start + 1])
     assert prompt.startswith(before.rstrip(BROKEN))

@@ -1,0 +1,107 @@
+"""Panics: a Rust panic of a library becomes a typed error of the text that caused it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from time import sleep
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from spaceport.graphs.contract.faults import LibraryPanic, SpaceportError
+from spaceport.graphs.contract.panics import is_panic, raise_panic
+from spaceport.runtime.decode.draft import Candidates
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.text.tokenizer import TextStream, context_of, decode, encode
+from support.hash_engine import Language
+from support.hash_runtime import hash_runtime
+
+
+def words(**parts: object) -> Tokenizer:
+    """A tokenizer of two words, with these parts of its file."""
+    settings = json.loads(Tokenizer(models.WordLevel({"a": 0, "": 1, "é": 2}, "a")).to_str())
+    return Tokenizer.from_str(json.dumps({**settings, **parts}))
+
+
+def stripping() -> Tokenizer:
+    """A tokenizer whose decoder panics with short tokens."""
+    tokenizer = words()
+    tokenizer.decoder = decoders.Strip("a", 5, 5)
+    return tokenizer
+
+
+def malformed() -> Tokenizer:
+    """A tokenizer with a truncated table of normalized characters."""
+    table = base64.b64encode(b"\x00\x00\x00\x00XYZ").decode()
+    return words(normalizer={"type": "Precompiled", "precompiled_charsmap": table})
+
+
+def splitting() -> Tokenizer:
+    """A tokenizer with an expression that tries too often: Llama 3's panics with 12 million spaces."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a|a)*\z|(a*)*c"), "isolated")
+    return tokenizer
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "decoder": lambda: decode(stripping(), [0]),
+    "text stream": lambda: TextStream(stripping()).push(0),
+    "context of a text stream": lambda: context_of(stripping(), [0]),
+    "normalizer": lambda: encode(malformed(), "aé b", special=False),
+    "splitting expression": lambda: encode(splitting(), "a" * 40 + "b", special=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_panic_is_a_typed_error(name: str) -> None:
+    with pytest.raises(
+        LibraryPanic, match=r"a panic while tokenizers .*: change the input, or update the library"
+    ) as caught:
+        CASES[name]()
+    assert isinstance(caught.value, SpaceportError)
+    assert is_panic(caught.value.__cause__ or caught.value)
+
+
+class Panicking:
+    """A token selector that panics."""
+
+    def token(self, *_: object) -> int:
+        decode_unguarded()
+        return 0
+
+    def candidates(self, *_: object) -> tuple[Candidates, ...]:
+        return ()
+
+
+def decode_unguarded() -> None:
+    stripping().decode([0])
+
+
+def test_a_panic_in_a_step_fails_only_its_request() -> None:
+    with hash_runtime(Language(3), requests=2) as runtime:
+        alone = runtime.generate([3, 4], Decoding(max_tokens=30))
+        other = runtime.stream([3, 4], Decoding(max_tokens=30, timeout=60))
+        generation = runtime._admission.generation([5, 6], Decoding(max_tokens=30), lambda _: None)
+        generation.request.config = replace(generation.request.config, selector=Panicking())
+        runtime._worker.submit(generation)
+        assert other.completion().text == alone.text
+        while not generation.done:
+            sleep(0.001)
+    assert isinstance(generation.fault, LibraryPanic)
+
+
+@pytest.mark.nightly
+def test_the_splitting_expression_of_llama_3_panics_with_many_spaces() -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    expression = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(expression), "isolated")
+    with pytest.raises(LibraryPanic, match="retry-limit-in-match"):
+        encode(tokenizer, "a" + " " * 12_000_000 + "b", special=False)
+
+
+def test_other_errors_are_left_alone() -> None:
+    raise_panic(KeyboardInterrupt(), "tokenizers encoded a text")
+    raise_panic(ValueError("PanicException"), "tokenizers encoded a text")

@@ -1,8 +1,16 @@
 """Faults: exception types for user errors, by what the user has to change, and the base of all exceptions of spaceport."""
 
+_START, _END = 3000, 500  # characters of a longer message that are kept: the subject, and what to do
+
 
 class SpaceportError(Exception):
-    """Any error that spaceport raises on purpose: a bundle, option, backend, engine, queue or closed runtime."""
+    """Any error that spaceport raises on purpose: a bundle, option, backend, engine, queue or closed runtime.
+
+    A message quotes what it was given, which may be megabytes: the middle of a long message is left out.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(_bounded(each) if isinstance(each, str) else each for each in arguments))
 
 
 class InputFault(SpaceportError, ValueError):
@@ -19,3 +27,10 @@ class LibraryPanic(SpaceportError, RuntimeError):
 
 class MissingDependency(SpaceportError, RuntimeError):
     """A backend, a device or a package is not available: the message states how to get it."""
+
+
+def _bounded(message: str) -> str:
+    left_out = len(message) - _START - _END
+    if left_out <= 0:
+        return message
+    return f"{message[:_START]} … ({left_out} characters left out) … {message[-_END:]}"

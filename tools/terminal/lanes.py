@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -81,11 +82,12 @@ class Lanes:
 
 
 def marked(spans: Iterable[Span], terminal: bool, open_bracket: bool = False) -> tuple[str, bool]:
-    """Spans as text, drafted ones green on a terminal and in [brackets] elsewhere; whether a bracket is still open."""
+    """Spans as text, drafted ones underlined on a terminal and in [brackets] elsewhere; whether a bracket is still open."""
     found = []
     for text, drafted in spans:
         if terminal:
-            found.append(click.style(text, fg="green", underline=True) if drafted else text)
+            colour = None if os.environ.get("NO_COLOR") else "green"
+            found.append(click.style(text, fg=colour, underline=True) if drafted else text)
             continue
         if drafted != open_bracket:
             found.append("[" if drafted else "]")

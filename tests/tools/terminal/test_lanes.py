@@ -102,9 +102,13 @@ def test_drafted_spans_are_in_brackets_that_may_stay_open_between_calls() -> Non
     assert marked([], terminal=False, open_bracket=True) == ("", True)
 
 
-def test_drafted_spans_are_green_on_a_terminal() -> None:
+@pytest.mark.parametrize(("no_color", "green"), [("", "\x1b[32m"), ("1", "")])
+def test_drafted_spans_are_underlined_on_a_terminal_and_green_unless_colours_are_off(
+    monkeypatch: pytest.MonkeyPatch, no_color: str, green: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
     text, open_bracket = marked([Span("a", False), Span("b", True)], terminal=True)
-    assert (text, open_bracket) == ("a\x1b[32m\x1b[4mb\x1b[0m", False)
+    assert (text, open_bracket) == (f"a{green}\x1b[4mb\x1b[0m", False)
 
 
 def rendered(view: View, height: int, width: int = 40) -> list[str]:

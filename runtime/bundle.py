@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from contextlib import suppress
@@ -11,22 +12,19 @@ from pathlib import Path, PurePosixPath
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, read_tables
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
+    DATA_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
     TOKENIZER_FILE,
-    FileRecord,
     Manifest,
     NewerSchema,
-    record_of,
 )
 from spaceport.graphs.contract.manifest_file import manifest_in
+from spaceport.runtime.opened_files import AGAIN, OpenedFiles
+from spaceport.runtime.opened_files import BundleError as BundleError
+from spaceport.runtime.opened_files import ChangedWhileOpening as ChangedWhileOpening
 
 _LARGEST_MANIFEST = 16 * 2**20
-_AGAIN = "copy the bundle again or export it again"
-
-
-class BundleError(InputFault):
-    """A folder is not a bundle, or its files changed after the export; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -35,45 +33,52 @@ class Bundle:
 
     - `path`: The folder.
     - `manifest`: What the bundle holds: graph, tokens, precision, sizes and hashes of its files.
+    - `files`: The verified files, held open; None: files are read by their names without verification.
+    - `copies_weights`: Whether engines copy the weights into memory of their own, so that later changes have no effect.
     """
 
     path: Path
     manifest: Manifest
+    files: OpenedFiles | None = None
+    copies_weights: bool = False
+
+    def read(self, name: str) -> bytes:
+        """The content of a file that the manifest lists, exactly as it was verified."""
+        return (self.path / name).read_bytes() if self.files is None else self.files.read(name)
+
+    def require_unchanged(self) -> None:
+        """Raise if weights that engines may still read from their files were changed since the bundle was opened."""
+        if self.files is not None and not self.copies_weights:
+            for name in self.manifest.files:
+                if name.startswith(DATA_FILE):
+                    self.files.require_unchanged(name)
 
 
-def open_bundle(path: str | os.PathLike[str]) -> Bundle:
-    """The bundle in a folder, once every file has the size and SHA-256 that its manifest records."""
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    for name in (MODEL_FILE, TOKENIZER_FILE):
-        if name not in manifest.files:
-            raise BundleError(f"{folder}: the manifest lists no {name}: expected one; export the checkpoint again")
-    _refuse_foreign(folder)
-    for name, record in manifest.files.items():
-        _check(folder, name, record)
-    return Bundle(folder, manifest)
+def open_bundle(path: str | os.PathLike[str], *, allow_links: bool = False, copy_weights: bool = False) -> Bundle:
+    """The bundle in a folder, once every file has the size and SHA-256 that its manifest records.
 
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a bundle folder, without checking its files."""
-    file = folder / MANIFEST_FILE
-    if not folder.is_dir():
-        got = "is a file" if folder.exists() else "no such folder"
-        raise BundleError(f"{folder}: {got}: expected a bundle, the folder that `spaceport export` wrote")
-    if not file.exists():
-        hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
-        raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
-    _check_regular(file)
-    if file.stat().st_size > _LARGEST_MANIFEST:
-        raise BundleError(f"{file}: {file.stat().st_size} bytes: expected at most {_LARGEST_MANIFEST}")
+    - `allow_links`: Whether its files may be symbolic links or have several hard links, as in caches of a model hub and
+      in stores without duplicates; default False.
+    - `copy_weights`: Whether engines copy the weights into memory of their own instead of mapping their file, so that a
+      later change or truncation of the file has no effect; default False.
+    """
+    files = _open_folder(Path(path), allow_links)
     try:
-        return manifest_in(file.read_bytes())
-    except NewerSchema as error:
-        raise BundleError(f"{file}: {error}") from error
-    except OSError as error:
-        raise BundleError(f"{file}: {error.strerror}: expected a readable file") from error
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits, ManifestError
-        raise BundleError(f"{file}: {error}; {_AGAIN}") from error
+        manifest = _verified(files, allow_links)
+    except BaseException:
+        files.close()
+        raise
+    linked = any(files.is_link(name) for name in manifest.files if name.startswith(DATA_FILE))
+    return Bundle(Path(path), manifest, files, copy_weights or linked)
+
+
+def read_manifest(folder: Path, allow_links: bool = False) -> Manifest:
+    """The manifest of a bundle folder, without checking its files."""
+    files = _open_folder(folder, allow_links)
+    try:
+        return _manifest_in(files)
+    finally:
+        files.close()
 
 
 def read_correction(bundle: Bundle) -> CorrectionTables | None:
@@ -81,51 +86,66 @@ def read_correction(bundle: Bundle) -> CorrectionTables | None:
     if CORRECTION_FILE not in bundle.manifest.files:
         return None
     try:
-        with (bundle.path / CORRECTION_FILE).open("rb") as file:
-            return read_tables(file, bundle.manifest.signature.vocab_size)
+        return read_tables(io.BytesIO(bundle.read(CORRECTION_FILE)), bundle.manifest.signature.vocab_size)
     except (OSError, InputFault) as error:
         raise BundleError(f"{bundle.path}: {error}") from error
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Raise for links: a graph may name any file in the folder for its weights, so none may point outside."""
-    for file in folder.rglob("*"):
+def _open_folder(folder: Path, links: bool) -> OpenedFiles:
+    if not folder.is_dir():
+        got = "is a file" if folder.exists() else "no such folder"
+        raise BundleError(f"{folder}: {got}: expected a bundle, the folder that `spaceport export` wrote")
+    try:
+        return OpenedFiles(folder, links)
+    except OSError as error:
+        raise BundleError(f"{folder}: {error.strerror}: expected a readable folder") from error
+
+
+def _verified(files: OpenedFiles, links: bool) -> Manifest:
+    """The manifest, once all files that it lists are verified."""
+    folder, manifest = files.path, _manifest_in(files)
+    for name in (MODEL_FILE, TOKENIZER_FILE):
+        if name not in manifest.files:
+            raise BundleError(f"{folder}: the manifest lists no {name}: expected one; export the checkpoint again")
+    if not links:
+        _refuse_foreign(files)
+    for name, record in manifest.files.items():
+        _check_name(folder, name)
+        files.verify(name, record)
+    return manifest
+
+
+def _manifest_in(files: OpenedFiles) -> Manifest:
+    folder, file = files.path, files.path / MANIFEST_FILE
+    if not os.path.lexists(file):
+        hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
+        raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
+    content = files.first_bytes(MANIFEST_FILE, _LARGEST_MANIFEST)
+    try:
+        return manifest_in(content)
+    except NewerSchema as error:
+        raise BundleError(f"{file}: {error}") from error
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits, ManifestError
+        raise BundleError(f"{file}: {error}; {AGAIN}") from error
+
+
+def _refuse_foreign(files: OpenedFiles) -> None:
+    """Raise for links anywhere in the folder: other programs that read it may follow them out of the bundle."""
+    for file in files.path.rglob("*"):
         with suppress(FileNotFoundError):  # it was removed meanwhile, such as a replaced engine
             status = os.lstat(file)
             if not stat.S_ISDIR(status.st_mode):
-                _check_status(file, status)
+                files.check_status(file, status)
 
 
-def _check(folder: Path, name: str, record: FileRecord) -> None:
+def _check_name(folder: Path, name: str) -> None:
     pure = PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts or "\\" in name or not name.isprintable() or str(pure) != name:
-        raise BundleError(f"{folder}: the manifest names {name!r}: expected a path inside the folder; {_AGAIN}")
-    file = folder / name
-    _check_regular(file)
-    size = file.stat().st_size
-    if size != record.size:
-        raise BundleError(f"{file}: {size} bytes, the manifest says {record.size}: {_AGAIN}")
-    try:
-        with file.open("rb") as stream:
-            found = record_of(stream)
-    except OSError as error:
-        raise BundleError(f"{file}: {error.strerror}: expected a readable file") from error
-    if found != record:
-        raise BundleError(f"{file}: sha256 is {found.sha256[:12]}…, the manifest says {record.sha256[:12]}…: {_AGAIN}")
-
-
-def _check_regular(file: Path) -> None:
-    try:
-        status = os.lstat(file)
-    except OSError as error:
-        raise BundleError(f"{file}: {error.strerror}: {_AGAIN}") from error
-    _check_status(file, status)
-
-
-def _check_status(file: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise BundleError(f"{file}: not a regular file: copy the bundle with its links resolved (cp -rL)")
-    if status.st_nlink != 1:
-        raise BundleError(
-            f"{file}: has {status.st_nlink} hard links, so it can be changed from outside the bundle: copy the bundle (cp -r)"
-        )
+    if (
+        not pure.parts
+        or pure.is_absolute()
+        or ".." in pure.parts
+        or "\\" in name
+        or not name.isprintable()
+        or str(pure) != name
+    ):
+        raise BundleError(f"{folder}: the manifest names {name!r}: expected a path inside the folder; {AGAIN}")

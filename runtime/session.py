@@ -10,14 +10,14 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends import resolve
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.step_costs import step_costs as costs_of
-from spaceport.runtime.bundle import Bundle, open_bundle, read_correction
+from spaceport.runtime.bundle import Bundle, read_correction
 from spaceport.runtime.costs import CostSource, StepCosts, fixed_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.opening import open_with_engine
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
@@ -85,6 +85,8 @@ class Runtime:
         trust_engines: bool = False,
         step_costs: CostSource = "measured",
         call_timeout: float | None = DEFAULT_CALL_TIMEOUT,
+        allow_links: bool = False,
+        copy_weights: bool = False,
     ) -> Runtime:
         """Open a bundle on a backend.
 
@@ -104,18 +106,26 @@ class Runtime:
           each time. "free": rows cost nothing, drafts are as wide as their options allow; for tests.
         - `call_timeout`: Seconds after which an engine call counts as hung: all requests fail with `EngineFault`, and the
           bundle has to be opened again; None: no limit; default 300.
+        - `allow_links`: Whether the bundle's files may be links, as in caches of a model hub; default False.
+        - `copy_weights`: Whether to copy the weights into memory of their own, so that changes of their file have no
+          effect; default False: the file is mapped, and truncating it ends the process with SIGBUS.
         """
-        opened = open_bundle(bundle)
+
+        def options_for(opened: Bundle) -> EngineOptions:
+            slots = slots_for(seq_len(opened.manifest, max_seq_len), max_slots)
+            if not 1 <= max_requests <= MOST_REQUESTS:
+                raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
+            if queue_limit < 0:
+                raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
+            if call_timeout is not None and not call_timeout > 0:
+                raise OptionFault(f"call_timeout is {call_timeout}: expected a number of seconds above 0, or None")
+            return EngineOptions(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
+
+        opened, resolved, options = open_with_engine(
+            bundle, backend, options_for, allow_links=allow_links, copy_weights=copy_weights
+        )
         length = seq_len(opened.manifest, max_seq_len)
         slots = slots_for(length, max_slots)
-        if not 1 <= max_requests <= MOST_REQUESTS:
-            raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
-        if queue_limit < 0:
-            raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
-        if call_timeout is not None and not call_timeout > 0:
-            raise OptionFault(f"call_timeout is {call_timeout}: expected a number of seconds above 0, or None")
-        options = EngineOptions(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
-        resolved = resolve(opened, backend, options)
         costs = costs_of(opened, resolved.name, resolved.engine, options, step_costs)
         _log.info("opened %s on %s: max_requests %d, max_seq_len %d", opened.path, resolved.name, max_requests, length)
         return cls(
@@ -138,6 +148,7 @@ class Runtime:
         """A stream of the pieces of a completion, while it is generated."""
         self._worker.check_process()
         deliveries: SimpleQueue[Delivery | None] = SimpleQueue()
+        self.bundle.require_unchanged()
         generation = self._admission.generation(prompt, decoding, deliveries.put)
         self._worker.submit(generation)
         return Stream(generation, deliveries)
@@ -152,6 +163,7 @@ class Runtime:
         self._worker.check_process()
         deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
         put = deliver_to_loop(deliveries, asyncio.get_running_loop())
+        self.bundle.require_unchanged()
         generation = self._admission.generation(prompt, decoding, put)
         self._worker.submit(generation)
         return AsyncStream(generation, deliveries)
@@ -221,6 +233,7 @@ class Runtime:
         self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int, parse_special: bool
     ) -> ScoringTask:
         self._worker.check_process()
+        self.bundle.require_unchanged()
         task = self._admission.scoring(prompt, continuation, top, parse_special)
         self._worker.submit(task)
         return task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord, Fla
 from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.runtime.opened_files import AGAIN, OpenedFiles
 
 
 class Named(NamedTuple):
@@ -50,18 +50,12 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
 
 def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
     """The bytes of an engine, if they match the manifest and are trusted."""
-    file = bundle.path / ENGINES_FOLDER / named.name
+    file, files = bundle.path / ENGINES_FOLDER / named.name, bundle.files or OpenedFiles(bundle.path)
     try:
-        plan = file.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{file}: {error.strerror}: build it again with `spaceport build`") from error
-    digest = hashlib.sha256(plan).hexdigest()
-    if digest != named.record.sha256:
-        raise BundleError(
-            f"{file}: sha256 is {digest[:12]}…, the manifest says {named.record.sha256[:12]}…: build it again with "
-            "`spaceport build`"
-        )
-    if not trusted and not trust.built_here(digest):
+        plan = files.read_recorded(f"{ENGINES_FOLDER}/{named.name}", named.record.file)
+    except BundleError as error:
+        raise BundleError(str(error).replace(AGAIN, "build it again with `spaceport build`")) from error
+    if not trusted and not trust.built_here(named.record.sha256):
         raise BundleError(
             f"{file}: it was not built on this machine, and an engine is code that runs: build it here with `spaceport "
             "build`, or set trust_engines=True if you trust who built it"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import Activations, Signature, Tensor, Weights, selection_width
 from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends.external_data import external_files
 from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, Moves
+from spaceport.runtime.opened_files import OpenedFiles
 
 # onnxruntime's exceptions have no common base class; broken files also raise Python's own.
 FAULTS: tuple[type[Exception], ...] = (
@@ -39,6 +43,9 @@ _SETTINGS: dict[tuple[Weights, Activations], tuple[str, str]] = {
     ("int8", "float"): ("session.disable_quant_qdq", "1"),
     ("float8", "float"): ("session.disable_quant_qdq", "1"),
 }
+
+
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class OnnxRuntimeEngine:
@@ -163,10 +170,41 @@ def session_options(threads: int, weights: Weights, activations: Activations = "
 
 def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
     """A session of the bundle's graph, checked against the manifest; raises onnxruntime's own errors."""
-    path = bundle.path / MODEL_FILE
-    session = ort.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
+    graph, path = bundle.read(MODEL_FILE), bundle.path / MODEL_FILE
+    weights = _weight_files(bundle, graph)
+    with ExitStack() as mapped:
+        if bundle.files is None or not bundle.copies_weights:
+            location = str(bundle.path) if bundle.files is None else bundle.files.location
+            options.add_session_config_entry(_WEIGHTS_FOLDER, location)
+        else:
+            maps = [mapped.enter_context(_mapped(bundle.files, name)) for name in weights]
+            options.add_external_initializers_from_files_in_memory(weights, maps, [len(content) for content in maps])
+        session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
+    for name in weights if bundle.files is not None else ():
+        bundle.files.require_same(name)
     _check_signature(session, bundle.manifest.signature, path)
     return session
+
+
+def _weight_files(bundle: Bundle, graph: bytes) -> list[str]:
+    """The files from which a graph loads its weights; raises if the manifest does not list one of them."""
+    try:
+        named = sorted(external_files(graph))
+    except ValueError as error:
+        raise unloadable(bundle, error) from error
+    for name in named:
+        if name not in bundle.manifest.files:
+            raise BundleError(
+                f"{bundle.path / MODEL_FILE}: loads weights from {name!r}, which the manifest does not list: export it again"
+            )
+    return named
+
+
+@contextmanager
+def _mapped(files: OpenedFiles, name: str) -> Iterator[memoryview]:
+    """The content of a verified file in memory, read when it is accessed."""
+    with mmap.mmap(files.descriptor(name), 0, prot=mmap.PROT_READ) as content, memoryview(content) as view:
+        yield view
 
 
 def open_selection(bundle: Bundle, providers: Sequence[Any]) -> ort.InferenceSession | None:
@@ -177,7 +215,9 @@ def open_selection(bundle: Bundle, providers: Sequence[Any]) -> ort.InferenceSes
     if SELECTION_FILE not in bundle.manifest.files:
         return None
     path, size = bundle.path / SELECTION_FILE, bundle.manifest.signature.vocab_size
-    session = ort.InferenceSession(str(path), session_options(1, "same"), providers=providers, enable_fallback=0)
+    session = ort.InferenceSession(
+        bundle.read(SELECTION_FILE), session_options(1, "same"), providers=providers, enable_fallback=0
+    )
     tensors = {
         "input": (session.get_inputs(), Tensor("logits", "float32", ("B", "R", size))),
         "output": (session.get_outputs(), Tensor("selection", "float32", ("B", "R", selection_width(size)))),

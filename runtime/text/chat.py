@@ -99,7 +99,7 @@ def open_template(bundle: Bundle) -> ChatTemplate:
             f"{bundle.path}: the checkpoint had no chat template: give a plain prompt instead of messages"
         )
     try:
-        source = (bundle.path / TEMPLATE_FILE).read_text("utf-8")
+        source = bundle.read(TEMPLATE_FILE).decode()
     except (OSError, ValueError) as error:
         raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
     return ChatTemplate(source, bundle.manifest.special_tokens)

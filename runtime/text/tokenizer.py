@@ -20,7 +20,7 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
     """The bundle's tokenizer."""
     file = bundle.path / TOKENIZER_FILE
     try:
-        return Tokenizer.from_file(str(file))
+        return Tokenizer.from_str(bundle.read(TOKENIZER_FILE).decode())
     except BaseException as error:  # tokenizers raises Exception itself, or panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise

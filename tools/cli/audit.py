@@ -11,6 +11,7 @@ from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
+    allow_links_option,
     backend_option,
     bundle_argument,
     json_option,
@@ -51,6 +52,7 @@ class Audit(Sectioned):
 @backend_option
 @threads_option
 @trust_engines_option
+@allow_links_option
 @json_option("the report")
 def command(
     bundle: Path,
@@ -62,6 +64,7 @@ def command(
     max_requests: int | None,
     threads: int,
     trust_engines: bool,
+    allow_links: bool,
     as_json: bool,
 ) -> int:
     """Verify that the output of every draft mode equals plain decoding for the prompts in PROMPTS, on one backend.
@@ -70,7 +73,7 @@ def command(
     are chains, trees, prompt lookup, forks and concurrent requests. The exit code is 4 if a token is not the one that
     plain decoding chooses; near-ties, within the rounding noise of the engine, are counted apart.
     """
-    options = AuditOptions(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines)
+    options = AuditOptions(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines, allow_links)
     with stages() as stage:
         report = audit_bundle(bundle, prompts, backend, options, stage)
     if as_json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +21,7 @@ from spaceport.tools.cli.options import (
     Sectioned,
     Unused,
     adapter_option,
+    allow_links_option,
     bundle_argument,
     json_option,
     refuse_unused,
@@ -35,6 +38,7 @@ from spaceport.tools.verify.check.outcome import CheckOutcome, compare
 from spaceport.tools.verify.check.outputs import save_outputs
 from spaceport.tools.verify.check.polygraphy_commands import commands_for
 
+_READ_ONLY = "{} is read-only: the report is printed to stdout and not saved in the bundle"
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
 
 
@@ -97,6 +101,7 @@ class Check(Sectioned):
     help="Random seed of prompts and draft trees.",
 )
 @trust_engines_option
+@allow_links_option
 @remote_code_option
 @json_option("the report")
 @click.pass_context
@@ -114,6 +119,7 @@ def command(
     threads: int,
     seed: int,
     trust_engines: bool,
+    allow_links: bool,
     trust_remote_code: bool,
     as_json: bool,
 ) -> int:
@@ -126,7 +132,7 @@ def command(
     options = CheckOptions(
         checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers, adapter
     )
-    opened = open_bundle(bundle)
+    opened = open_bundle(bundle, allow_links=allow_links)
     _check_length(length, opened)
     if print_polygraphy:
         show_lines(opened, checkpoint)
@@ -135,10 +141,22 @@ def command(
         save(opened, options, outputs)
         return OK
     with stages() as stage:
+        if not os.access(opened.path, os.W_OK):
+            stage(f"{_READ_ONLY.format(opened.path)}; --json prints all of it")
         found = compare(opened, options, prompts, stage)
     show_outcome(found, as_json)
-    write_report(opened.path, found.report.as_dict())  # last: the result is shown even if the bundle is read-only
+    _save_report(opened.path, found)  # last: the result is shown even if that fails
     return OK if found.passed else ACCURACY
+
+
+def _save_report(bundle: Path, found: CheckOutcome) -> None:
+    """Save the report in the bundle, unless the bundle is read-only."""
+    try:
+        write_report(bundle, found.report.as_dict())
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        click.echo(_READ_ONLY.format(bundle), err=True)
 
 
 def _check_length(length: int | None, bundle: Bundle) -> None:

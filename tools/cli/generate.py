@@ -91,10 +91,12 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
             threads=given["threads"],
             trust_engines=given["trust_engines"],
             step_costs=given["step_costs"],
+            allow_links=given["allow_links"],
+            copy_weights=given["copy_weights"],
         )
     from spaceport.tools.reference import open_reference
 
-    opened = open_bundle(bundle)
+    opened = open_bundle(bundle, allow_links=given["allow_links"])
     length = seq_len(opened.manifest, max_seq_len)
     slots = slots_for(length, max_slots)
     capacity = capacity_for(opened.manifest, slots)

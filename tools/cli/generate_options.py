@@ -10,7 +10,16 @@ import click
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.decoding import MAX_THREADS, Decoding
-from spaceport.tools.cli.options import PATH, Sectioned, json_option, options, step_costs_option, threads_option
+from spaceport.tools.cli.options import (
+    PATH,
+    Sectioned,
+    allow_links_option,
+    copy_weights_option,
+    json_option,
+    options,
+    step_costs_option,
+    threads_option,
+)
 
 
 class Generate(Sectioned):
@@ -153,6 +162,8 @@ engines = options(
         help="With --backend torch: the adapter that --checkpoint is the base of.",
     ),
     _flag("--trust-engines", "Also load TensorRT engines built on other machines: an engine file is code."),
+    allow_links_option,
+    copy_weights_option,
     threads_option,
     step_costs_option,
 )

@@ -60,7 +60,7 @@ def check_before(context: click.Context) -> None:
             ),
             Unused(
                 given["backend"] == "torch",
-                ("trust_engines", "step_costs"),
+                ("trust_engines", "step_costs", "copy_weights"),
                 "with --backend torch",
                 "use another backend",
             ),

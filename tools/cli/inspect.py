@@ -15,7 +15,7 @@ from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, En
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
-from spaceport.tools.cli.options import bundle_argument, json_option
+from spaceport.tools.cli.options import allow_links_option, bundle_argument, json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
 
@@ -36,12 +36,15 @@ from spaceport.tools.terminal.screen import show_json, show_table, size
     metavar="N",
     help="KV cache slots for the prompt and all threads, for the memory estimate; default: --max-seq-len.",
 )
+@allow_links_option
 @json_option("everything")
-def command(bundle: Path, requests: int, max_seq_len: int | None, max_slots: int | None, as_json: bool) -> None:
+def command(
+    bundle: Path, requests: int, max_seq_len: int | None, max_slots: int | None, allow_links: bool, as_json: bool
+) -> None:
     """Verify the files of BUNDLE and show its model, graph, token ids, files, engines, memory use and check results."""
     if requests < 1:
         raise OptionFault(f"--requests is {requests}: expected at least 1")
-    opened = open_bundle(bundle)
+    opened = open_bundle(bundle, allow_links=allow_links)
     length = seq_len(opened.manifest, max_seq_len)
     memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
     if as_json:

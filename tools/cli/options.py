@@ -52,6 +52,14 @@ step_costs_option = click.option(
 trust_engines_option = click.option(
     "--trust-engines", is_flag=True, help="Also load TensorRT engines built on other machines: an engine file is code."
 )
+allow_links_option = click.option(
+    "--allow-links", is_flag=True, help="Allow links as files of the bundle, as in caches of a model hub."
+)
+copy_weights_option = click.option(
+    "--copy-weights",
+    is_flag=True,
+    help="Copy the weights into memory, so that later changes of their file have no effect.",
+)
 remote_code_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run the Python code in the checkpoint folder."
 )

@@ -181,9 +181,9 @@ def test_mask_slots_without_a_mask_token_are_a_usage_error(damaged: Path, capfd:
 
 
 def test_a_kv_cache_that_does_not_fit_is_a_usage_error(damaged: Path, capfd: Capture) -> None:
-    edit(damaged, lambda manifest: manifest.update(max_positions=10**12))
+    edit(damaged, lambda manifest: manifest.update(max_positions=2**31 - 1))
     message = r"\d+\.\d GB of KV buffers for \d+ slots do not fit into memory: lower --max-seq-len"
-    fails(capfd, USAGE, message, "generate", damaged, "a", "--max-seq-len", 10**12)
+    fails(capfd, USAGE, message, "generate", damaged, "a", "--max-seq-len", 2**31 - 1)
 
 
 def test_a_chat_without_a_chat_template_is_a_usage_error(damaged: Path, capfd: Capture) -> None:
@@ -203,7 +203,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "no such folder: expected a bundle, the folder that `spaceport export` wrote"),
     "no manifest": (lambda b: (b / MANIFEST_FILE).unlink(), r"no manifest\.json in it: expected a bundle"),
     "no JSON": (lambda b: (b / MANIFEST_FILE).write_text("{"), r"manifest\.json: .*copy the bundle again or export"),
-    "newer": (lambda b: edit(b, lambda m: m.update(schema=6)), "schema is 6, this version reads up to 5: update"),
+    "newer": (lambda b: edit(b, lambda m: m.update(schema=7)), "schema is 7, this version reads up to 6: update"),
     "other weights": (lambda b: (b / "model.onnx.data").write_bytes(b""), "0 bytes, the manifest says .*: copy the"),
     "linked weights": (lambda b: (b.parent / "x").hardlink_to(b / MODEL_FILE), r"2 hard links.*copy the bundle \(cp"),
 }

@@ -27,6 +27,7 @@ class AuditOptions:
     max_requests: int | None = None  # concurrent requests; None: 4, or as many as the engines of the bundle take
     threads: int = 0
     trust_engines: bool = False
+    allow_links: bool = False  # whether files of the bundle may be links
 
     def __post_init__(self) -> None:
         for name, given in (("--max-tokens", self.max_tokens), ("--limit", self.limit)):
@@ -45,9 +46,10 @@ def audit_bundle(
         bundle,
         backend=backend,
         max_seq_len=options.max_seq_len,
-        max_requests=requests_for(read_manifest(bundle)) if requests is None else requests,
+        max_requests=requests_for(read_manifest(bundle, options.allow_links)) if requests is None else requests,
         threads=options.threads,
         trust_engines=options.trust_engines,
+        allow_links=options.allow_links,
         step_costs="free",  # always draft: a draft that is skipped shows no fault
     ) as runtime:
         for note in runtime.notes:

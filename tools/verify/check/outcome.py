@@ -43,7 +43,11 @@ def audits_of(
     bundle: Bundle, report: CheckReport, options: CheckOptions, prompts: Path, stage: Callable[[str], None]
 ) -> dict[str, AuditReport]:
     """Audit reports of each backend that was compared."""
-    settings = AuditOptions(threads=options.threads, trust_engines=options.trust_engines)
+    settings = AuditOptions(
+        threads=options.threads,
+        trust_engines=options.trust_engines,
+        allow_links=bundle.files is not None and bundle.files.links,
+    )
     compared = [backend for backend in options.backends or BACKENDS if backend not in report.not_compared]
     return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}
 

@@ -1,0 +1,64 @@
+"""Opening: a bundle with its engine, opened again if its folder is replaced meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from spaceport.runtime.backends import Resolved, resolve
+from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.bundle import Bundle, BundleError, ChangedWhileOpening, open_bundle
+
+_ATTEMPTS = 4  # an export replaces a folder in one step, so the second one nearly always succeeds
+
+
+class Opened(NamedTuple):
+    """An open bundle and its engine."""
+
+    bundle: Bundle
+    resolved: Resolved
+    options: EngineOptions
+
+
+def open_with_engine(
+    path: str | os.PathLike[str],
+    backend: str,
+    options_for: Callable[[Bundle], EngineOptions],
+    *,
+    allow_links: bool = False,
+    copy_weights: bool = False,
+) -> Opened:
+    """The bundle in a folder, and its engine with the options that this bundle gets."""
+    for _ in range(_ATTEMPTS - 1):
+        before = _identity(path)
+        try:
+            return _open(path, backend, options_for, allow_links, copy_weights)
+        except ChangedWhileOpening:
+            continue
+        except BundleError:
+            if _identity(path) == before:
+                raise
+    return _open(path, backend, options_for, allow_links, copy_weights)
+
+
+def _open(
+    path: str | os.PathLike[str],
+    backend: str,
+    options_for: Callable[[Bundle], EngineOptions],
+    allow_links: bool,
+    copy_weights: bool,
+) -> Opened:
+    bundle = open_bundle(path, allow_links=allow_links, copy_weights=copy_weights)
+    options = options_for(bundle)
+    return Opened(bundle, resolve(bundle, backend, options), options)
+
+
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Device and inode of a folder; None if there is none."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,116 @@
+"""Opening: whatever happens to the folder meanwhile, a runtime has one bundle's manifest, tokenizer and weights."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spaceport.exporter.atomic_folder import writing
+from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, record_of
+from spaceport.runtime import Runtime
+from spaceport.runtime.bundle import BundleError, open_bundle
+from support.small_bundle import edit
+
+PROMPT = [5, 6, 7, 8]
+
+
+def open_runtime(bundle: Path, **options: bool) -> Runtime:
+    return Runtime.open(bundle, backend="onnxruntime", max_seq_len=64, threads=1, step_costs="standard", **options)
+
+
+def scored(bundle: Path, **options: bool) -> tuple[int, float]:
+    """The number of parameters that the manifest says, and a log probability that the weights give."""
+    with open_runtime(bundle, **options) as runtime:
+        return runtime.bundle.manifest.parameters, runtime.score(PROMPT).logprobs[-1].logprob
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+def other(bundle: Path, target: Path) -> Path:
+    """A bundle with other weights and another number of parameters."""
+    shutil.copytree(bundle, target)
+    weights = np.fromfile(target / DATA_FILE, np.float32)
+    (weights * np.float32(1.5)).tofile(target / DATA_FILE)
+    with (target / DATA_FILE).open("rb") as stream:
+        sha256 = record_of(stream).sha256
+    edit(target, lambda entries: (entries.update(parameters=1), entries["files"][DATA_FILE].update(sha256=sha256)))
+    return target
+
+
+def swapped_opens(bundle: Path, second: Path, opens: int) -> None:
+    """Open a bundle this number of times while exports replace it by another one and back."""
+    expected = {scored(bundle), scored(second)}
+    assert len(expected) == 2
+    sources, stop = (shutil.copytree(bundle, bundle.with_name("first")), second), threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            for source in sources:
+                with writing(bundle, overwrite=True) as partial:
+                    shutil.copytree(source, partial, dirs_exist_ok=True)
+
+    found: list[tuple[int, float]] = []
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for _ in range(opens):
+            with suppress(BundleError):  # replaced several times in a row
+                found.append(scored(bundle))
+    finally:
+        stop.set()
+        thread.join()
+    assert len(found) > opens / 2
+    assert set(found) <= expected
+
+
+@pytest.mark.slow
+def test_no_open_combines_two_bundles_that_replace_each_other(bundle: Path, tmp_path: Path) -> None:
+    """133 of 275 opens did."""
+    swapped_opens(bundle, other(bundle, tmp_path / "second"), 15)
+
+
+@pytest.mark.nightly
+def test_none_of_300_opens_combines_two_bundles(bundle: Path, tmp_path: Path) -> None:
+    swapped_opens(bundle, other(bundle, tmp_path / "second"), 300)
+
+
+def test_links_and_copied_weights_give_the_same_output(bundle: Path, tmp_path: Path) -> None:
+    expected = scored(bundle)
+    assert scored(bundle, copy_weights=True) == expected
+    store = tmp_path / "blobs"
+    shutil.move(bundle, store)
+    bundle.mkdir()
+    for file in store.iterdir():
+        (bundle / file.name).symlink_to(Path("..", "blobs", file.name))
+    with pytest.raises(BundleError, match=r"not a regular file: .* allow links"):
+        open_runtime(bundle)
+    assert scored(bundle, allow_links=True) == expected
+
+
+def test_a_request_after_a_change_of_the_weights_is_refused(bundle: Path) -> None:
+    with open_runtime(bundle) as runtime, open_runtime(bundle, copy_weights=True) as copied:
+        before = copied.score(PROMPT)
+        size = (bundle / DATA_FILE).stat().st_size
+        with (bundle / DATA_FILE).open("r+b") as file:
+            file.write(bytes(size))
+        for request in (runtime.score, runtime.generate):
+            with pytest.raises(BundleError, match="it was changed while the runtime used it: close the runtime"):
+                request(PROMPT)
+        assert copied.score(PROMPT) == before
+
+
+def test_weights_in_a_file_that_the_manifest_does_not_list_are_refused(bundle: Path) -> None:
+    edit(bundle, lambda entries: entries["files"].pop(DATA_FILE))
+    with pytest.raises(
+        BundleError, match=rf"{MODEL_FILE}: loads weights from '{DATA_FILE}', which the manifest does not"
+    ):
+        open_runtime(bundle)
+    assert open_bundle(bundle).manifest.files

@@ -9,6 +9,7 @@ from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.grammar import DeadEnd, Grammar
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
@@ -37,6 +38,7 @@ __all__ = [
     "Grammar",
     "InputFault",
     "LibraryPanic",
+    "Limits",
     "Message",
     "MissingBackend",
     "MissingDependency",

@@ -13,7 +13,6 @@ from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 
-_LONGEST_STOP = 1000  # characters; each thread holds back text that may be the start of a stop string
 _LOOKUP = 16  # tokens; how many are drafted depends on their acceptance rate
 MAX_THREADS = 16
 
@@ -124,8 +123,6 @@ class Decoding:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
             raise OptionFault(f"stop is {self.stop!r}: expected strings of at least one character")
-        if (longest := max(map(len, stops), default=0)) > _LONGEST_STOP:
-            raise OptionFault(f"a stop string has {longest} characters: expected at most {_LONGEST_STOP}")
         return tuple(stops)
 
     def _check_integer(self, name: str, least: int | None, most: int | None) -> None:

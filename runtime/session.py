@@ -17,6 +17,7 @@ from spaceport.runtime.costs import CostSource, StepCosts, fixed_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.opening import open_with_engine
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.admission import Admission
@@ -29,9 +30,10 @@ from spaceport.runtime.scheduling.worker import Worker
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
-DEFAULT_QUEUE_LIMIT = 256
 DEFAULT_CALL_TIMEOUT = 300.0  # seconds
 MOST_REQUESTS = 1024  # against typing errors that would allocate all memory
+
+MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # CPU threads of an engine, also against typing errors
 
 _DEFAULTS = Decoding()
 _log = logging.getLogger("spaceport.runtime")
@@ -46,15 +48,17 @@ class Runtime:
         engine: Engine,
         max_seq_len: int,
         max_slots: int | None = None,
-        queue_limit: int = DEFAULT_QUEUE_LIMIT,
+        queue_limit: int | None = None,
         prompt_rows: int | None = None,
         notes: tuple[str, ...] = (),
         costs: StepCosts | None = None,
         call_timeout: float | None = None,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.bundle = bundle
         self.engine = engine
         self.max_seq_len = max_seq_len
+        self.limits = limits
         self.notes = (*notes, *engine.notes)  # about the choice of the backend and its engine, one sentence each
         self.tokenizer = open_tokenizer(bundle)
         self.costs = costs or fixed_costs(engine.costs.row)
@@ -66,9 +70,11 @@ class Runtime:
             max_seq_len,
             slots_for(max_seq_len, max_slots),
             planner,
+            limits,
             read_correction(bundle),
         )
-        scheduler = Scheduler(engine, queue_limit, prompt_rows, costs=self.costs)
+        queued = limits.queued_requests if queue_limit is None else queue_limit
+        scheduler = Scheduler(engine, queued, prompt_rows, costs=self.costs, queued_tokens=limits.queued_prompt_tokens)
         self._worker = Worker(scheduler, call_timeout=call_timeout)
 
     @classmethod
@@ -80,7 +86,8 @@ class Runtime:
         max_seq_len: int | None = None,
         max_requests: int = 1,
         max_slots: int | None = None,
-        queue_limit: int = DEFAULT_QUEUE_LIMIT,
+        queue_limit: int | None = None,
+        limits: Limits = DEFAULT_LIMITS,
         threads: int = 0,
         trust_engines: bool = False,
         step_costs: CostSource = "measured",
@@ -97,7 +104,9 @@ class Runtime:
         - `max_requests`: Maximum number of requests that decode at the same time; default 1.
         - `max_slots`: KV slots for each request: maximum tokens of its prompt and all its threads; default None:
           `max_seq_len`.
-        - `queue_limit`: Maximum number of requests that wait, beyond it `QueueFull` is raised; default 256.
+        - `queue_limit`: Maximum number of requests that wait, beyond it `QueueFull` is raised; default None:
+          `limits.queued_requests`.
+        - `limits`: Limits of each request and of the queue; default: those of `Limits()`.
         - `threads`: CPU threads of the engine; default 0: one for each core.
         - `trust_engines`: Whether to run TensorRT engines that were not built on this machine; engines are code; default
           False.
@@ -115,10 +124,12 @@ class Runtime:
             slots = slots_for(seq_len(opened.manifest, max_seq_len), max_slots)
             if not 1 <= max_requests <= MOST_REQUESTS:
                 raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
-            if queue_limit < 0:
+            if queue_limit is not None and queue_limit < 0:
                 raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
             if call_timeout is not None and not call_timeout > 0:
                 raise OptionFault(f"call_timeout is {call_timeout}: expected a number of seconds above 0, or None")
+            if not 0 <= threads <= MOST_THREADS:
+                raise OptionFault(f"threads is {threads}: expected 0 to {MOST_THREADS}; 0 uses one for each core")
             return EngineOptions(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
 
         opened, resolved, options = open_with_engine(
@@ -137,6 +148,7 @@ class Runtime:
             notes=resolved.notes,
             costs=costs,
             call_timeout=call_timeout,
+            limits=limits,
         )
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
@@ -205,7 +217,7 @@ class Runtime:
 
         Special tokens that text or messages spell out stay text, unless `parse_special` is set.
         """
-        return self._admission.prompts.tokens_of(prompt, parse_special)
+        return self._admission.tokens_of(prompt, parse_special)
 
     def status(self) -> RuntimeStatus:
         """The state at this moment: active and queued requests, KV slots, heartbeat and tokens/s."""

@@ -44,10 +44,12 @@ class Grammar:
     json_schema: str | Mapping[str, Any] | None = None
     source: str = field(init=False, repr=False)  # the grammar in llguidance's syntax
     label: str = field(init=False, repr=False)  # the grammar as error messages name it
+    depth: int = field(init=False, repr=False)  # nested groups of the expression, or objects and arrays of the schema
 
     def __post_init__(self) -> None:
         if (self.regex is None) == (self.json_schema is None):
             raise OptionFault("regex and json_schema are both given, or neither is: expected one of the two")
+        schema: dict[str, Any] = {}
         if self.regex is not None:
             rule, label = _rule_of(self.regex), f"the regular expression {_shown(self.regex)}"
         else:
@@ -56,6 +58,8 @@ class Grammar:
             label = f"the JSON schema {_shown(json.dumps(schema))}"
         object.__setattr__(self, "source", f"{_OPTIONS}\n{rule}")
         object.__setattr__(self, "label", label)
+        text = self.regex if self.regex is not None else json.dumps(schema)
+        object.__setattr__(self, "depth", _depth(text, "(" if self.regex is not None else "{["))
 
 
 def _rule_of(regex: str) -> str:
@@ -75,6 +79,16 @@ def _schema_of(given: object) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise OptionFault(f"json_schema is {_shown(json.dumps(schema))}: expected an object such as {_EXAMPLE}")
     return schema
+
+
+def _depth(text: str, opening: str) -> int:
+    """The deepest nesting of brackets in a text, an upper bound that also counts those that are quoted."""
+    closing = opening.translate({ord("("): ")", ord("{"): "}", ord("["): "]"})
+    depth = deepest = 0
+    for sign in re.findall(f"[{re.escape(opening + closing)}]", text):
+        depth = depth + 1 if sign in opening else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _shown(text: str) -> str:

@@ -67,6 +67,8 @@ class Sampling:
         _integer("top_k", self.top_k, 2**63 - 1, "0 allows all tokens")
         if self.seed is not None:
             _integer("seed", self.seed, 2**64 - 1, "leave it out for a random one")
+            if not self.temperature:
+                raise OptionFault(f"seed is {self.seed} with temperature 0, which samples nothing: set a temperature")
         for token in self.banned:
             _integer("a token id in banned", token, 2**63 - 1, "token ids, not text")
         for token, bias in self.logit_bias.items():
@@ -91,8 +93,12 @@ class Sampling:
 
 
 def seeded(sampling: Sampling) -> Sampling:
-    """The same options with a seed, a random one if it has none."""
-    return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(64))
+    """The same options with a seed, a random one if it has none; greedy decoding needs none."""
+    return (
+        sampling
+        if sampling.seed is not None or not sampling.temperature
+        else replace(sampling, seed=secrets.randbits(64))
+    )
 
 
 def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> TokenSelector:
@@ -101,8 +107,7 @@ def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> TokenSelector
     if sampling.temperature == 0 and not sampling.penalises and not sampling.logit_bias:
         return Greedy(bans)
     sampling = seeded(sampling)
-    assert sampling.seed is not None
-    return Sampled(sampling, sampling.seed, bans, prompt_length)
+    return Sampled(sampling, sampling.seed or 0, bans, prompt_length)
 
 
 @dataclass

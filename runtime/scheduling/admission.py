@@ -19,6 +19,7 @@ from spaceport.runtime.decode.request import Observer, Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.correction import Corrected
 from spaceport.runtime.sampling.grammar import constrained
@@ -43,6 +44,7 @@ class Admission:
     max_seq_len: int  # maximum tokens of a thread, prompt included
     max_slots: int  # maximum tokens of a prompt and all its threads
     planner: DraftPlanner
+    limits: Limits = DEFAULT_LIMITS
     correction: CorrectionTables | None = None  # of the candidates of mask slots
 
     @cached_property
@@ -55,11 +57,19 @@ class Admission:
         """Text and bytes of single tokens, for log probabilities."""
         return Speller(self.tokenizer)
 
+    def tokens_of(self, prompt: Prompt, parse_special: bool) -> list[int]:
+        """The tokens of a prompt within the limits."""
+        self.limits.check_prompt(prompt)
+        ids = self.prompts.tokens_of(prompt, parse_special)
+        self.limits.check_tokens(len(ids))
+        return ids
+
     def generation(self, prompt: Prompt, decoding: Decoding, deliver: Deliver) -> Generation:
         """A request for a completion, with enough KV slots for all its limits."""
         if not isinstance(decoding, Decoding):
             raise OptionFault(f"decoding is {shown(decoding)}: expected a Decoding, such as Decoding(max_tokens=64)")
-        ids = self.prompts.tokens_of(prompt, decoding.parse_special)
+        self.limits.check_decoding(decoding)
+        ids = self.tokens_of(prompt, decoding.parse_special)
         manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
@@ -98,7 +108,11 @@ class Admission:
         self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int, parse_special: bool = False
     ) -> ScoringTask:
         """A request that generates nothing and scores its tokens."""
+        self.limits.check_prompt(prompt)
+        self.limits.check_prompt(continuation)
+        self.limits.check_logprobs("top", top)
         ids, start = self.prompts.parts_of(prompt, continuation, parse_special)
+        self.limits.check_tokens(len(ids))
         if len(ids) > self.max_seq_len:
             raise self._too_long(ids, "text")
         check_top("top", top, self.bundle.manifest.signature.vocab_size)

@@ -48,9 +48,11 @@ class Scheduler:
         prompt_rows: int | None = None,  # maximum prompt rows of a call; None: the engine's default
         clock: Callable[[], float] = monotonic,
         costs: StepCosts | None = None,
+        queued_tokens: int | None = None,  # maximum prompt tokens of waiting requests; None: any number
     ) -> None:
         self.engine = engine
         self.queue_limit = queue_limit
+        self._queued_tokens = queued_tokens
         self._prompt_rows = min(prompt_rows or engine.costs.prompt_rows, engine.rows)
         self._costs = costs or fixed_costs(engine.costs.row)
         self._clock = clock  # for deadlines
@@ -88,7 +90,19 @@ class Scheduler:
                     f"{len(self._waiting) - len(self._free)} requests wait already, queue_limit is {self.queue_limit}: try again later, or "
                     "raise queue_limit or max_requests"
                 )
+            self._check_tokens(task)
             self._waiting.append(task)
+
+    def _check_tokens(self, task: Task) -> None:
+        """Raise `QueueFull` if all waiting requests have too many prompt tokens; a single one may have any number."""
+        if self._queued_tokens is None or len(self._waiting) <= len(self._free):
+            return
+        count = sum(each.request.statistics.prompt_tokens for each in (*self._waiting, task))
+        if count > self._queued_tokens:
+            raise QueueFull(
+                f"the requests that wait have {count} prompt tokens, queued_prompt_tokens is {self._queued_tokens}: try again "
+                "later, or raise it in Limits"
+            )
 
     def round(self) -> int:
         """Run one step of every decoding request, and prefill chunks of others; returns the number of steps."""

@@ -1,4 +1,4 @@
-"""Tokenizer: text to tokens, streamed tokens to text, and stop strings."""
+"""Tokenizer: text to tokens, and streamed tokens to text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.graphs.contract.panics import is_panic, raise_panic
 from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.runtime.text.stop_search import StopSearch
 
 _LONG = 4096  # characters; tokenizers encodes a batch without Python's global lock, so other OS threads go on
 _BROKEN = "\ufffd"  # replacement character for bytes that are not a complete character
@@ -25,45 +26,6 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise BundleError(f"{file}: not a readable tokenizer: {error}") from error
-
-
-class StopSearch:
-    """Passes text on up to the first stop string, and holds back what may be the start of one."""
-
-    def __init__(self, stops: tuple[str, ...], held: str = "") -> None:
-        self.held = held  # text that may be the start of a stop string
-        self.stopped = False
-        self._stops = stops
-        self._beginnings = frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
-        self._longest = max(map(len, self._beginnings), default=0)
-
-    def push(self, text: str) -> str:
-        """Text that can be shown now; `stopped` is then whether a stop string is complete."""
-        if not self._stops:
-            return text
-        text = self.held + text
-        matches = ((text.find(stop), len(stop)) for stop in self._stops)
-        found = [(start + size, start) for start, size in matches if start >= 0]
-        if found:
-            self.stopped = True
-            _, cut = min(found)  # the first one to be complete, so that token boundaries do not matter
-            self.held = ""
-            return text[:cut]
-        cut = len(text) - self._beginning(text)
-        self.held = text[cut:]
-        return text[:cut]
-
-    def finish(self) -> str:
-        """Text that is still held back, at the end of the text."""
-        rest, self.held = self.held, ""
-        return rest
-
-    def _beginning(self, text: str) -> int:
-        """Number of characters at the end that may be the start of a stop string."""
-        for size in range(min(self._longest, len(text)), 0, -1):
-            if text[-size:] in self._beginnings:
-                return size
-        return 0
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +41,14 @@ DRAFT_CONFIGS = st.builds(
     siblings=st.integers(1, 3),
     lookup=st.sampled_from((0, 4)),
 )
+
+
+def sampling_of(temperature: float, seed: int, **options: Any) -> Sampling:
+    return Sampling(temperature, seed=seed if temperature else None, **options)
+
+
 SAMPLINGS = st.builds(
-    Sampling,
+    sampling_of,
     temperature=st.sampled_from((0, 0.3, 1, 1.5)),
     top_k=st.sampled_from((0, 3)),
     top_p=st.sampled_from((1, 0.8)),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.session import DEFAULT_QUEUE_LIMIT, Runtime
+from spaceport.runtime.session import Runtime
 from support.hash_engine import HashEngine, Language
 from support.hash_runtime import hash_runtime
 
@@ -47,7 +47,7 @@ class StepwiseEngine(HashEngine):
 
 
 def stepwise_runtime(
-    language: Language, requests: int = 1, queue_limit: int = DEFAULT_QUEUE_LIMIT
+    language: Language, requests: int = 1, queue_limit: int | None = None
 ) -> tuple[Runtime, StepwiseEngine]:
     """A runtime over a stepwise engine."""
     with hash_runtime(language) as like:

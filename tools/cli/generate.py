@@ -30,7 +30,15 @@ from spaceport.tools.cli.generate_options import (
     sampling,
     threads,
 )
-from spaceport.tools.cli.generate_request import banned, check_before, check_with, decoded, decoding_of, read_text
+from spaceport.tools.cli.generate_request import (
+    banned,
+    check_before,
+    check_with,
+    decoded,
+    decoding_of,
+    limits_of,
+    read_text,
+)
 from spaceport.tools.cli.options import bundle_argument
 from spaceport.tools.terminal.generate_screen import as_dict, show, show_live, show_statistics
 from spaceport.tools.terminal.lanes import Lanes
@@ -88,6 +96,7 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
             backend=backend,
             max_seq_len=max_seq_len,
             max_slots=max_slots,
+            limits=limits_of(given["limits"]),
             threads=given["threads"],
             trust_engines=given["trust_engines"],
             step_costs=given["step_costs"],
@@ -101,7 +110,7 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
     slots = slots_for(length, max_slots)
     capacity = capacity_for(opened.manifest, slots)
     engine = open_reference(opened, checkpoint, capacity, 1, threads=given["threads"], adapter=given["adapter"])
-    return Runtime(opened, engine, length, slots)
+    return Runtime(opened, engine, length, slots, limits=limits_of(given["limits"]))
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

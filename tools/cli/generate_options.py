@@ -65,6 +65,13 @@ lengths = options(
     _int("--max-seq-len", "Maximum context length in tokens (prompt and output); default: the model's, at most 4096."),
     _int("--max-slots", "KV cache slots for the prompt and the output of all threads; default: --max-seq-len."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop string, not part of the output; repeatable."),
+    click.option(
+        "--limit",
+        "limits",
+        multiple=True,
+        metavar="NAME=N",
+        help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
+    ),
     _float("--timeout", "Stop after this time and return the output so far.", metavar="SECONDS"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.text.tokenizer import encode
@@ -121,6 +123,18 @@ def decoding_of(given: Mapping[str, Any]) -> Decoding:
         parse_special=given["parse_special"],
         trace=any(given[file] is not None for file in ("trace", "report", "picture")),
     )
+
+
+def limits_of(given: Sequence[str]) -> Limits:
+    """The limits with those that --limit names changed."""
+    changed: dict[str, int] = {}
+    for pair in given:
+        name, _, number = pair.partition("=")
+        if name not in DEFAULT_LIMITS.as_dict() or not (number.isascii() and number.isdigit()):
+            names = ", ".join(DEFAULT_LIMITS.as_dict())
+            raise OptionFault(f"--limit is {pair!r}: expected NAME=N with one of {names}")
+        changed[name] = int(number)
+    return replace(DEFAULT_LIMITS, **changed)
 
 
 def banned(given: Sequence[str], tokenizer: Tokenizer) -> list[int]:

@@ -14,6 +14,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
 from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.options import allow_links_option, bundle_argument, json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
@@ -53,6 +54,7 @@ def command(
                 **opened.manifest.as_dict(),
                 "contract": contract(opened.manifest),
                 "memory": memory,
+                "limits": DEFAULT_LIMITS.as_dict(),
                 "accuracy": accuracy(opened),
                 "engine_states": states(opened),
             }
@@ -83,6 +85,8 @@ def command(
     threads = f", {memory['max_slots']} slots with all threads" if memory["max_slots"] > length else ""
     label = f"\nMemory for {requests} request{'s' if requests > 1 else ''} of {length} tokens{threads}"
     show_table(label, ("item", "size"), [("weights", size(memory["weights"])), ("KV cache", size(memory["kv"]))])
+    limits = [(name, "max_seq_len" if most is None else f"{most:,}") for name, most in DEFAULT_LIMITS.as_dict().items()]
+    show_table("\nLimits of requests (defaults)", ("limit", "maximum"), limits)
     click.echo(f"\nAccuracy: {verdict(manifest, accuracy(opened))}")
 
 

@@ -40,8 +40,14 @@ PENALTIES: dict[str, st.SearchStrategy[Any]] = {
     "presence_penalty": st.sampled_from((0, 1.5, -0.5)),
     "frequency_penalty": st.sampled_from((0, 0.25, -0.5)),
 }
+
+
+def sampling_of(temperature: float, seed: int, **options: Any) -> Sampling:
+    return Sampling(temperature, seed=seed if temperature else None, **options)
+
+
 SAMPLINGS = st.builds(
-    Sampling,
+    sampling_of,
     temperature=st.sampled_from((0, 0.3, 1, 1.7)),
     logit_bias=st.dictionaries(TOKENS, st.floats(-3, 3), max_size=3),
     banned=st.sets(TOKENS, max_size=3),
@@ -210,7 +216,7 @@ def test_probabilities_of_candidates_are_those_of_logits_with_noise_times_the_te
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_broken_mask_slot_breaks_no_text(temperature: float) -> None:
-    choose = chooser(Sampling(temperature, seed=1, logit_bias={0: 1.0}), NO_BANS, 1)
+    choose = chooser(Sampling(temperature, seed=1 if temperature else None, logit_bias={0: 1.0}), NO_BANS, 1)
     logits = np.array([[math.nan, 0], [-math.inf, -math.inf], [0, math.inf]], np.float32)
     candidates = choose.candidates(logits, thread_of([1]), 1, 2)
     assert [candidate.probabilities for candidate in candidates] == [(0.0,)] * 3
@@ -218,7 +224,7 @@ def test_a_broken_mask_slot_breaks_no_text(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-320, 0.7])
 def test_extreme_logits_have_their_limits(temperature: float) -> None:
-    choose = chooser(Sampling(temperature, seed=1, logit_bias={0: 1.0}), NO_BANS, 1)
+    choose = chooser(Sampling(temperature, seed=1 if temperature else None, logit_bias={0: 1.0}), NO_BANS, 1)
     thread = thread_of([1])
     assert choose.token(line(-3e38, 3e38, -math.inf), thread, ()) == 1
     assert choose.token(line(3e38, -math.inf, math.inf), thread, ()) == 2
@@ -230,7 +236,7 @@ def test_extreme_logits_have_their_limits(temperature: float) -> None:
 
 def test_no_more_is_done_than_is_asked_for() -> None:
     bans = Bans(frozenset({3}), 5, 6, 1)
-    assert chooser(Sampling(top_p=0.5, seed=7, banned=[4]), bans, 1) == Greedy(Bans(frozenset({3, 4}), 5, 6, 1))
+    assert chooser(Sampling(top_p=0.5, banned=[4]), bans, 1) == Greedy(Bans(frozenset({3, 4}), 5, 6, 1))
     one, other = (chooser(Sampling(1.0), bans, 1) for _ in range(2))
     assert isinstance(one, Sampled)
     assert isinstance(other, Sampled)
@@ -255,6 +261,7 @@ def test_a_fork_stays_banned_where_it_may_not_stand() -> None:
         ({"top_k": -1}, "top_k is -1: expected a whole number from 0"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"top_k": True}, "top_k is True"),
+        ({"seed": 3}, "seed is 3 with temperature 0, which samples nothing: set a temperature"),
         ({"top_p": 1.01}, "top_p is 1.01: expected a number from 0 to 1 "),
         ({"min_p": -1}, "min_p is -1"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0: expected a number from 0.01 to 100"),

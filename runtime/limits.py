@@ -1,0 +1,103 @@
+"""Limits: what one request may ask for, so that no request can stall the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.text.prompt_size import characters_of
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of each request and of the queue; all but the tokens of a text are checked before it is tokenized.
+
+    - `prompt_chars`: Maximum characters of a prompt, of all texts of its messages together; default 1,000,000.
+    - `prompt_tokens`: Maximum tokens of a prompt; default None: `max_seq_len`.
+    - `stop_strings`: Maximum number of stop strings; default 16.
+    - `stop_chars`: Maximum characters of a stop string; default 256.
+    - `logprobs`: Maximum number of most probable tokens to report for each token; default 20.
+    - `bias_entries`: Maximum entries of `Sampling.logit_bias`; default 1,024.
+    - `banned_tokens`: Maximum entries of `Sampling.banned`; default 1,024.
+    - `threads`: Maximum threads of a request that decode at the same time; default 32.
+    - `fork_depth`: Maximum `Decoding.max_depth`; default 8.
+    - `grammar_chars`: Maximum characters of a regular expression or a JSON schema; default 65,536.
+    - `grammar_depth`: Maximum nesting of a regular expression or a JSON schema; default 64.
+    - `queued_requests`: Maximum number of requests that wait; default 256.
+    - `queued_prompt_tokens`: Maximum prompt tokens of all requests that wait; default 1,048,576.
+    """
+
+    prompt_chars: int = 1_000_000
+    prompt_tokens: int | None = None
+    stop_strings: int = 16
+    stop_chars: int = 256
+    logprobs: int = 20
+    bias_entries: int = 1024
+    banned_tokens: int = 1024
+    threads: int = 32
+    fork_depth: int = 8
+    grammar_chars: int = 65_536
+    grammar_depth: int = 64
+    queued_requests: int = 256
+    queued_prompt_tokens: int = 2**20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given, least = getattr(self, field.name), int(field.name in _POSITIVE)
+            if given is None and field.name == "prompt_tokens":
+                continue
+            if not isinstance(given, int) or isinstance(given, bool) or given < least:
+                raise OptionFault(f"{field.name} is {given!r}: expected a whole number of at least {least}")
+
+    def check_prompt(self, prompt: object) -> None:
+        """Raise for a prompt with too many characters or token ids, before anything is copied."""
+        if isinstance(prompt, list | tuple | np.ndarray) and self.prompt_tokens is not None:
+            self._check("the prompt", len(prompt), "prompt_tokens", "items")
+        self._check("the prompt", characters_of(prompt, self.prompt_chars), "prompt_chars", "characters or more")
+
+    def check_tokens(self, count: int) -> None:
+        """Raise for a prompt with too many tokens."""
+        if self.prompt_tokens is not None:
+            self._check("the prompt", count, "prompt_tokens", "tokens")
+
+    def check_decoding(self, decoding: Decoding) -> None:
+        """Raise for options of a completion beyond the limits."""
+        self._check("stop", len(decoding.stops), "stop_strings", "stop strings")
+        self._check("a stop string", max(map(len, decoding.stops), default=0), "stop_chars", "characters")
+        self.check_logprobs("logprobs", decoding.logprobs or 0)
+        self._check("logit_bias", len(decoding.sampling.logit_bias), "bias_entries", "entries")
+        self._check("banned", len(decoding.sampling.banned), "banned_tokens", "entries")
+        self._most("max_threads", decoding.max_threads or 0, "threads")
+        self._most("max_depth", decoding.max_depth, "fork_depth")
+        if decoding.grammar is not None:
+            self._check("the grammar", len(decoding.grammar.source), "grammar_chars", "characters")
+            self._check("the grammar", decoding.grammar.depth, "grammar_depth", "nested levels")
+
+    def check_logprobs(self, name: str, top: object) -> None:
+        """Raise for more log probabilities of each token than allowed; other values are checked later."""
+        if isinstance(top, int):
+            self._most(name, top, "logprobs")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The limits by name."""
+        return asdict(self)
+
+    def _check(self, what: str, count: int, limit: str, unit: str) -> None:
+        most = getattr(self, limit)
+        if count > most:
+            raise OptionFault(f"{what} has {count} {unit}: expected at most {most}; Limits({limit}=…) allows more")
+
+    def _most(self, name: str, value: int, limit: str) -> None:
+        most = getattr(self, limit)
+        if value > most:
+            raise OptionFault(f"{name} is {value}: expected at most {most}; Limits({limit}=…) allows more")
+
+
+_POSITIVE = ("prompt_chars", "prompt_tokens", "threads", "grammar_chars", "grammar_depth")
+
+
+DEFAULT_LIMITS = Limits()

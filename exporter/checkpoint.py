@@ -225,7 +225,15 @@ def _generation(folder: Path) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path, remote_code: bool) -> Any:
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+    known = (
+        "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "tekken.json",
+    )
     if not any((folder / name).exists() for name in known):
         raise CheckpointError(
             f"{folder}: no tokenizer in it: expected tokenizer.json, or tokenizer.model to convert from"

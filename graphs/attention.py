@@ -70,6 +70,9 @@ def attention_interface(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls instead of its own; returns B x T x H x D."""
     refuse_unknown(arguments)
+    if key.shape[-1] != value.shape[-1]:  # transformers' eager attention accepts this
+        shapes = f"{tuple(key.shape)}, {tuple(value.shape)}"
+        raise UnsupportedAttention(f"it has keys and values of shapes {shapes}: expected one shape in all layers")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     mask = mask_plane(attention_mask, sliding_window is not None)
     return grouped_attention(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous(), None

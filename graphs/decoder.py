@@ -94,7 +94,7 @@ def decoder_of(
         traits = probe(model)
         if attention_implementation == "operator" and traits.attention_hook == "eager":
             raise UnsupportedModel(
-                f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention"
+                f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
             )
         ids = comparison_ids(model, traits)
         expected = unmodified_logits(model, ids, traits)

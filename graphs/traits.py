@@ -177,12 +177,22 @@ def model_errors(model: PreTrainedModel) -> Iterator[None]:
         raise UnsupportedModel(f"{class_name(model)} does not run with a plain KV cache: {first}") from error
 
 
+def _has_encoder_layers(model: PreTrainedModel) -> bool:
+    return any(getattr(module, "is_decoder", None) is False for module in model.modules())
+
+
 def refuse_by_config(model: PreTrainedModel) -> None:
     """Raise for models whose configuration shows that they cannot be exported."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             f"{class_name(model)} is an encoder-decoder: expected a decoder-only causal language model"
+        )
+    # gpt_neox has the same entry, unused: only an encoder's modules take it over
+    if getattr(config, "is_decoder", None) is False and _has_encoder_layers(model):
+        raise UnsupportedModel(
+            f"{class_name(model)} is an encoder, whose tokens see later ones (is_decoder is false in its configuration): "
+            "expected a decoder-only causal language model"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -194,6 +204,8 @@ def refuse_by_config(model: PreTrainedModel) -> None:
             f"{class_name(model)} takes no position_ids: its positions come from the order of its cache (ALiBi) or from a "
             "recurrent state; expected rotary or learned positions"
         )
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{class_name(model)} has no KV cache: expected a model that takes past_key_values")
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel(f"{class_name(model)} has bidirectional attention: expected causal attention")
     if model.get_output_embeddings() is None:

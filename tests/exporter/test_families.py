@@ -355,5 +355,5 @@ def test_a_model_that_cannot_be_exported_exactly_is_refused_with_the_reason(refu
 
 def test_a_model_whose_attention_cannot_be_replaced_cannot_use_the_operator() -> None:
     (family,) = [family for family in FAMILIES if not family.replaceable]
-    with pytest.raises(UnsupportedModel, match="use plain attention"):
+    with pytest.raises(UnsupportedModel, match=r"use plain attention \(--attention plain\)"):
         decoder_of(build(family), "append", "operator")

@@ -260,6 +260,27 @@ REFUSED = (
         "keys and values of shapes",
     ),
     Refused(
+        Family(
+            "deepseek_v2",
+            "deepseek_v2",
+            "refused",
+            {
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "moe_intermediate_size": 24,
+                "first_k_dense_replace": 2,
+                "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 128,
+                "v_head_dim": 128,  # as in the published model
+            },
+        ),
+        "keys and values of shapes",
+    ),
+    Refused(
+        Family("openai-gpt", "openai-gpt", "refused", {"n_embd": 32, "n_layer": 2, "n_head": 4}), "has no KV cache"
+    ),
+    Refused(Family("bert", "bert", "refused"), r"is an encoder, .*is_decoder is false"),
+    Refused(
         Family("phimoe, window", "phimoe", "refused", {**GROUPED, **SLIDING, "num_local_experts": 4}),
         "no layer passes a window to attention",
     ),

@@ -124,6 +124,8 @@ def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int =
         if edge + 4 < length:
             builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5)
     builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=PREFILL_ROWS)
+    if length == manifest.max_positions:
+        builder.text("up to the last position", [length - 8], chains, length, chunk=PREFILL_ROWS, accept_all=True)
     window = manifest.signature.window
     if window is not None and length - 8 <= window < manifest.max_positions:
         builder.skipped.append(
@@ -189,6 +191,7 @@ class _Builder:
         self._recorder = recorder
         self._random = random
         self.skipped: list[str] = []
+        self._max_positions = manifest.max_positions
         tokens = manifest.tokens
         special = {*tokens.forbidden, *tokens.fork_ids}
         self._ordinary_tokens = np.array(
@@ -283,7 +286,7 @@ class _Builder:
         config = RequestConfig(
             tokens=tokens or self._tokens,
             selector=selector,
-            max_length=length + 64,
+            max_length=min(length + 64, self._max_positions + 1),  # the last token is not fed
             max_total=capacity,
             draft_config=draft_config,
             planner=DraftPlanner(fixed_costs(0.0)),  # rows count as free, so drafts are as wide as allowed

@@ -31,7 +31,8 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        return all(pair.passed for pair in self.pairs)
+        layers_agree = self.layers is None or self.layers.first_mismatch is None
+        return layers_agree and all(pair.passed for pair in self.pairs)
 
     @property
     def suspect(self) -> str | None:

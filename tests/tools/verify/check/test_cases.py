@@ -86,3 +86,18 @@ def test_no_call_is_wider_than_the_narrowest_engine(tmp_path: Path) -> None:
     engine = HashEngine(Language(1, 70), CAPACITY, REQUESTS, "append")
     recorded_on(engine, tmp_path, STEP_ROWS)
     assert max(engine.widths) == STEP_ROWS
+
+
+@pytest.mark.parametrize("length", [64, 192, LENGTH])
+def test_rows_use_the_whole_position_table_and_nothing_beyond_it(length: int, tmp_path: Path) -> None:
+    """Models with learned positions (gpt2, opt) raise an error for a row beyond their table."""
+    engine = HashEngine(Language(1, 70), CAPACITY, REQUESTS)
+    tokens = TokenIds(MASKS, FORK, CHILD, (END,))
+    manifest = replace(
+        fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(MASKS), max_positions=length
+    )
+    calls, _ = record(engine, manifest, EngineLimits(length, CAPACITY, REQUESTS, PREFILL_ROWS))
+    highest = {call.case: 0 for call in calls}
+    for call in calls:
+        highest[call.case] = max(highest[call.case], int(call.arrays["position_ids"].max()))
+    assert max(highest.values()) == highest["up to the last position"] == length - 1

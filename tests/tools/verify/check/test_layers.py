@@ -23,7 +23,7 @@ from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, RecordedCall
 from spaceport.tools.verify.check.check import CheckReport, check
 from spaceport.tools.verify.check.engines import CheckOptions
-from spaceport.tools.verify.check.layers import LayerValue, compare_layers
+from spaceport.tools.verify.check.layers import FirstMismatch, LayerComparison, LayerValue, compare_layers
 from support.families import FAMILIES, build
 from support.paths import TINY
 from support.planted import (
@@ -185,3 +185,12 @@ def test_a_graph_without_marked_values_is_compared_by_keys_and_values(tiny_bundl
 def test_layers_are_refused_without_a_checkpoint(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(tiny_bundle), "--layers"]) == 2
     assert "--layers compares with the PyTorch model: expected a CHECKPOINT" in capsys.readouterr().err
+
+
+def test_a_layer_out_of_tolerance_fails_the_check_even_if_all_logits_agree() -> None:
+    value = LayerValue("n", 0, "output")
+    mismatch = FirstMismatch(value, "prompt", 0.5, 0.1)
+    layers = LayerComparison("PyTorch and the graph", (value,), mismatch, (value, 5.0))
+    report = CheckReport((), (), 1, (), {}, (), layers)
+    assert not report.passed
+    assert replace(report, layers=replace(layers, first_mismatch=None)).passed

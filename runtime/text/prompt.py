@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from numbers import Integral
+from typing import cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -15,6 +18,9 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.text.chat import ChatTemplate, Message, open_template, plain_messages
 from spaceport.runtime.text.control_tokens import ControlTokens, Span
 from spaceport.runtime.text.protected_messages import MessageProtector, ProtectedText, restored
+
+_MOST_ITEMS = 2**20  # of a prompt, for models with shorter contexts; against endless sequences
+_SHOWN = 1000  # items or characters of an argument whose whole repr is made
 
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -50,6 +56,8 @@ class PromptEncoder:
             raise OptionFault(f"the prompt is {shown(prompt)}: expected text, token ids or chat messages")
         if not len(prompt):
             raise OptionFault("the prompt is empty: expected at least one character, token id or message")
+        if not isinstance(prompt, str):
+            prompt = self._items(prompt)
         if isinstance(prompt, str):
             protected = () if parse_special else None
             ids = self.controls.ids(prompt, special=True, protected=protected)
@@ -98,6 +106,14 @@ class PromptEncoder:
         encoded = self.controls.encode(text + continuation, special=plain, protected=protected)
         return encoded.ids, encoded.first_beyond(len(text))
 
+    def _items(self, prompt: Sequence[int] | Sequence[Message]) -> list[int] | list[Message]:
+        """The items of a prompt, read once: a sequence of a caller's own may be endless, or differ each time."""
+        most, length = max(_MOST_ITEMS, self.bundle.manifest.max_positions), len(prompt)
+        items = list(islice(prompt, min(length, most) + 1))
+        if len(items) > most:
+            raise OptionFault(f"the prompt has {length} items: expected at most {most} token ids or messages")
+        return cast("list[int] | list[Message]", items[:length])
+
     def _rendered(self, prompt: Sequence[int] | Sequence[Message], parse_special: bool) -> ProtectedText:
         messages: Sequence[Message] = plain_messages([item for item in prompt if not isinstance(item, int)])
         self.template.check_roles(messages)
@@ -117,5 +133,6 @@ class PromptEncoder:
 
 def shown(given: object) -> str:
     """An argument as an error message quotes it."""
-    text = repr(given)
+    long = isinstance(given, Sized) and len(given) > _SHOWN
+    text = reprlib.repr(given) if long else repr(given)
     return text if len(text) <= 60 else f"{text[:59]}…"

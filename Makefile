@@ -2,6 +2,7 @@
 # make demo-chat   the same with a chat model of 135 million parameters (98 MB to install)
 # make fast   format, lint, quick tests without torch  make check    format, lint and types
 # make test   everything that must pass               make nightly  the tests that make test leaves out
+# make attack   three minutes of hostile bundles and requests
 # make docs   pages and API reference in build/docs    make clean    leaves the sources and the environment
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four CPUs (2 by default),
@@ -20,11 +21,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; 
 
 JOBS ?= 2
 TESTS ?=
+SECONDS ?= 180
+SEED ?= 1
 
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat fast test nightly check format docs venv clean
+.PHONY: demo demo-chat fast test nightly attack check format docs venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
@@ -42,6 +45,10 @@ fast: format
 test: format
 	@echo "test: pytest"
 	@$(PYTEST) $(TESTS)
+
+# SECONDS=3600 runs a longer campaign, SEED=2 another one.
+attack: venv
+	@PYTHONPATH=tests $(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED)
 
 nightly: venv
 	@echo "nightly: pytest"

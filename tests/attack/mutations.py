@@ -1,0 +1,112 @@
+"""Mutations: random changes of a bundle's files, from a flipped bit to a missing file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
+from spaceport.graphs.contract.manifest_file import with_digest
+
+_VALUES: tuple[Any, ...] = (
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    True,
+    None,
+    "",
+    "x" * 10_000,
+    "../x",
+    "\0",
+    [],
+    {},
+    [[]],
+)
+
+
+def mutate(folder: Path, random: Random) -> str:
+    """Change a file of a bundle; returns what was done."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    if random.random() < 0.3:
+        return _edit_entries(folder / MANIFEST_FILE, random)
+    file = random.choice(files)
+    content = bytearray(file.read_bytes())
+    kind = random.choice(("flip", "flip", "truncate", "extend", "zero", "repeat", "delete", "replace"))
+    begin = random.randrange(max(1, len(content)))
+    if kind == "flip":
+        for _ in range(random.choice((1, 1, 1, 8))):
+            content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    elif kind == "truncate":
+        del content[begin:]
+    elif kind == "extend":
+        content += random.randbytes(random.randrange(1, 200))
+    elif kind == "zero":
+        content[begin : begin + 64] = bytes(len(content[begin : begin + 64]))
+    elif kind == "repeat":
+        content[begin:begin] = content[begin : begin + random.randrange(1, 500)]
+    file.unlink()
+    if kind == "replace":
+        _replace(file, random)
+    elif kind != "delete":
+        file.write_bytes(content)
+    return f"{kind} {file.name} at {begin}"
+
+
+def repair(folder: Path) -> bool:
+    """Make the hashes and sizes of a manifest those of the changed files; returns whether that was possible."""
+    file = folder / MANIFEST_FILE
+    if not file.is_file():  # /dev/zero, for one, never ends
+        return False
+    try:
+        entries = json.loads(file.read_bytes())
+        for name, record in entries["files"].items():
+            content = (folder / name).read_bytes() if (folder / name).is_file() else b""
+            record |= {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+        entries.pop("sha256", None)
+        file.write_bytes(with_digest(entries))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def _replace(file: Path, random: Random) -> None:
+    """Put something else where a file was."""
+    kind = random.choice(("folder", "link", "FIFO", "empty file"))
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "link":
+        file.symlink_to("/dev/zero")
+    elif kind == "FIFO":
+        os.mkfifo(file)
+    else:
+        file.touch()
+
+
+def _edit_entries(file: Path, random: Random) -> str:
+    """Change, remove or add an entry of a JSON file at a random depth."""
+    entries = json.loads(file.read_bytes())
+    inner, path = entries, []
+    while True:
+        keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+        if not keys:
+            inner["new"] = 1
+            break
+        path.append(key := random.choice(keys))
+        if isinstance(inner[key], dict | list) and inner[key] and random.random() < 0.8:
+            inner = inner[key]
+            continue
+        if random.random() < 0.2:
+            del inner[key]
+        else:
+            inner[key] = random.choice(_VALUES)
+        break
+    file.write_text(json.dumps(entries, indent=2))
+    return f"entry {path}"

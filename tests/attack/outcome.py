@@ -1,0 +1,60 @@
+"""Outcome: what a part of the campaign has tried and found, as a table."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+_SHOWN = 10  # failures that are printed
+
+
+@dataclass
+class Outcome:
+    """Counts of one part of the campaign; any failure makes the campaign fail."""
+
+    attack: str
+    seed: int
+    cases: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # what happened, without failures
+    failures: list[str] = field(default_factory=list)
+    figures: dict[str, str] = field(default_factory=dict)  # measurements
+    seconds: float = 0.0
+
+    def note(self, case: str, result: str, fine: bool) -> None:
+        """Count a case."""
+        self.cases += 1
+        self.counts[result] += 1
+        if not fine:
+            self.failures.append(f"{case}: {result}")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a part may run, and how many cases it tries at most."""
+
+    seconds: float
+    cases: int = 10**9
+
+    def numbers(self) -> Iterator[int]:
+        """Numbers of cases until the time or the number is spent; there is always one."""
+        end = time.monotonic() + self.seconds
+        for number in range(self.cases):
+            if number and time.monotonic() > end:
+                return
+            yield number
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as Markdown, failures below it."""
+    lines = ["| attack | cases | failures | seconds | seed | results |", "|---|---|---|---|---|---|"]
+    for each in outcomes:
+        results = [f"{count} {name}" for name, count in each.counts.most_common()]
+        results += [f"{name} {value}" for name, value in each.figures.items()]
+        lines.append(
+            f"| {each.attack} | {each.cases} | {len(each.failures)} | {each.seconds:.0f} | {each.seed} | {', '.join(results)} |"
+        )
+    for each in outcomes:
+        lines += [f"\n{each.attack}: {failure}" for failure in each.failures[:_SHOWN]]
+    return "\n".join(lines)

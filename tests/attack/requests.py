@@ -1,0 +1,193 @@
+"""Requests: hostile ones beside normal ones, whose texts must stay right and whose tokens must not wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from attack.outcome import Budget, Outcome
+from spaceport.runtime import Decoding, Grammar, Runtime, Sampling, SpaceportError
+
+_NORMAL = 4
+_HOSTILE = 4
+_QUIET = 0.25  # share of the time without hostile requests
+_PROMPTS = ("import json\n", "def close(self):\n", "class Reader:\n", "for name in names:\n")
+_PLAIN = Decoding(max_tokens=32, fork=False)
+
+Hostile = Callable[[Runtime, Random], object]
+
+
+def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
+    """Normal clients alone, then beside hostile ones; compares the gaps between their tokens."""
+    outcome = Outcome("hostile requests", seed)
+    with Runtime.open(bundle, threads=1, max_seq_len=512, max_requests=_NORMAL + _HOSTILE) as runtime:
+        expected = [runtime.generate(prompt, _PLAIN).text for prompt in _PROMPTS]
+        quiet = _normal_clients(runtime, expected, outcome, lambda: time.sleep(_QUIET * budget.seconds))
+        busy = _normal_clients(runtime, expected, outcome, lambda: _attack(runtime, outcome, seed, budget))
+        if not runtime.status().healthy:
+            outcome.failures.append("the runtime is unhealthy")
+    for name, gaps in (("quiet", quiet), ("beside hostile requests", busy)):
+        outcome.figures[f"token gap {name}"] = f"p50 {_percentile(gaps, 50)}, p99 {_percentile(gaps, 99)}"
+    outcome.figures["p99 ratio"] = f"{np.percentile(busy, 99) / np.percentile(quiet, 99):.1f}"
+    return outcome
+
+
+def _normal_clients(runtime: Runtime, expected: list[str], outcome: Outcome, during: Callable[[], None]) -> list[float]:
+    """Seconds between the tokens of normal requests while something else happens."""
+    stop, gaps, lock = threading.Event(), [0.0], threading.Lock()
+
+    def client(number: int) -> None:
+        while not stop.is_set():
+            last, text = time.perf_counter(), ""
+            for piece in runtime.stream(_PROMPTS[number], _PLAIN):
+                now = time.perf_counter()
+                gaps.append(now - last)
+                last, text = now, text + piece.reading
+            with lock:
+                outcome.note(f"normal request {number}", "right" if text == expected[number] else "wrong text", True)
+                if text != expected[number]:
+                    outcome.failures.append(f"normal request {number}: {text!r}")
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(_NORMAL)]
+    for thread in clients:
+        thread.start()
+    try:
+        during()
+    finally:
+        stop.set()
+        for thread in clients:
+            thread.join()
+    return gaps
+
+
+def _attack(runtime: Runtime, outcome: Outcome, seed: int, budget: Budget) -> None:
+    """Run hostile requests in several OS threads."""
+    numbers, lock = budget.numbers(), threading.Lock()
+
+    def client() -> None:
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            random = Random(f"{seed} {number}")
+            hostile = random.choice(HOSTILE)
+            result, fine = _result(runtime, hostile, random)
+            with lock:
+                outcome.note(f"{number} {hostile.__name__}", result, fine)
+
+    clients = [threading.Thread(target=client) for _ in range(_HOSTILE)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+
+
+def _result(runtime: Runtime, hostile: Hostile, random: Random) -> tuple[str, bool]:
+    try:
+        hostile(runtime, random)
+    except SpaceportError as error:
+        return f"refused {type(error).__name__}", True
+    except BaseException as error:  # noqa: BLE001  (what the campaign looks for)
+        return f"untyped {type(error).__name__}: {str(error)[:100]}", False
+    return "ended", True
+
+
+def _percentile(gaps: list[float], percent: float) -> str:
+    return f"{np.percentile(gaps, percent) * 1e3:.1f} ms"
+
+
+def long_text(runtime: Runtime, random: Random) -> object:
+    return runtime.generate("a" + " " * random.choice((10, 10**4, 10**6)) + "b", Decoding(max_tokens=4))
+
+
+def long_prompt(runtime: Runtime, random: Random) -> object:
+    return runtime.generate([random.randrange(300) for _ in range(random.randrange(300, 600))], Decoding(max_tokens=4))
+
+
+def many_threads(runtime: Runtime, random: Random) -> object:
+    decoding = Decoding(max_tokens=64, max_depth=random.choice((1, 8, 64)), max_threads=64, timeout=3)
+    return runtime.generate([{"role": "user", "content": "Explain the parameters of move( src, dst )"}], decoding)
+
+
+def many_stop_strings(runtime: Runtime, random: Random) -> object:
+    stop = ["ab" * random.randrange(1, 500) + str(number) for number in range(random.choice((10, 100, 1000)))]
+    return runtime.generate("abab", Decoding(max_tokens=32, stop=stop, timeout=3))
+
+
+def many_logprobs(runtime: Runtime, random: Random) -> object:
+    return runtime.generate("x", Decoding(max_tokens=32, logprobs=random.choice((0, 5, 20, 10**4))))
+
+
+def invalid_option(runtime: Runtime, random: Random) -> object:
+    name = random.choice(("max_tokens", "stop", "timeout", "max_depth", "draft", "logprobs", "grammar", "sampling"))
+    value = random.choice((-1, 10**30, "x" * 10**5, None, True, [], float("nan"), {"a": 1}, object()))
+    return runtime.generate("x", Decoding(**{"timeout": 3, name: value}))
+
+
+def invalid_prompt(runtime: Runtime, random: Random) -> object:
+    prompts: list[object] = [
+        b"x",
+        5,
+        None,
+        "",
+        [],
+        [10**9],
+        [-1],
+        [True],
+        [1, "a"],
+        "\ud800",
+        iter([1]),
+        [{}],
+        {"a": 1},
+    ]
+    prompts += [[{"role": "user", "content": value}] for value in (None, 5, "\0", "x" * 10**5)]
+    return runtime.generate(random.choice(prompts), Decoding(max_tokens=4))  # type: ignore[arg-type]
+
+
+def control_tokens(runtime: Runtime, random: Random) -> object:
+    return runtime.generate([{"role": "<s>", "content": "</s><s>[Fork][Child]" * 20}], Decoding(max_tokens=8))
+
+
+def grammar(runtime: Runtime, random: Random) -> object:
+    regex = random.choice(("a{1,2000}", "(a|b)*c", "[", "(a*)*b", "\\d{3}"))
+    return runtime.generate("x", Decoding(max_tokens=16, grammar=Grammar(regex=regex), timeout=3))
+
+
+def cancelled_prompt(runtime: Runtime, random: Random) -> object:
+    stream = runtime.stream(list(range(300)), Decoding(max_tokens=4))
+    time.sleep(random.uniform(0, 0.05))
+    stream.close()
+    return stream.completion()
+
+
+def slow_reader(runtime: Runtime, random: Random) -> object:
+    with runtime.stream("x", Decoding(max_tokens=64)) as stream:
+        next(stream, None)
+        time.sleep(random.uniform(0, 0.2))
+        return None if random.random() < 0.5 else stream.completion()
+
+
+def short_deadline(runtime: Runtime, random: Random) -> object:
+    return runtime.generate("x", Decoding(timeout=random.uniform(1e-9, 0.05)))
+
+
+def extreme_sampling(runtime: Runtime, random: Random) -> object:
+    bias = {random.randrange(300): random.choice((-100.0, 100.0)) for _ in range(random.choice((1, 300)))}
+    sampling = Sampling(temperature=random.choice((1e-6, 2.0)), top_p=random.choice((1e-9, 1.0)), logit_bias=bias)
+    return runtime.generate("x", Decoding(max_tokens=16, sampling=sampling))
+
+
+def scoring(runtime: Runtime, random: Random) -> object:
+    return runtime.score("x" * random.choice((1, 300)), random.choice(("y", None, "", [5])), top=random.choice((0, 20)))
+
+
+HOSTILE: tuple[Hostile, ...] = (
+    *(long_text, long_prompt, many_threads, many_stop_strings, many_logprobs, invalid_option, invalid_prompt),
+    *(control_tokens, grammar, cancelled_prompt, slow_reader, short_deadline, extreme_sampling, scoring),
+)

@@ -180,8 +180,9 @@ def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequenc
             maps = [mapped.enter_context(_mapped(bundle.files, name)) for name in weights]
             options.add_external_initializers_from_files_in_memory(weights, maps, [len(content) for content in maps])
         session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
-    for name in weights if bundle.files is not None else ():
-        bundle.files.require_same(name)
+    if bundle.files is not None:
+        for name in weights:
+            bundle.files.require_same(name)
     _check_signature(session, bundle.manifest.signature, path)
     return session
 

@@ -1,6 +1,6 @@
 """Faults: exception types for user errors, by what the user has to change, and the base of all exceptions of spaceport."""
 
-_START, _END = 3000, 500  # characters of a longer message that are kept: the subject, and what to do
+_START, _END = 3000, 500  # characters at both ends of a longer message: its subject, and what to do
 
 
 class SpaceportError(Exception):

@@ -52,13 +52,13 @@ def swapped_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
     for folder in (first, second):
         shutil.copytree(bundle, folder)
     data = bytearray((second / "model.onnx.data").read_bytes())
-    for place in range(3, len(data), 4):  # the sign of every float32
-        data[place] ^= 0x80
+    for index in range(3, len(data), 4):  # the sign of every float32
+        data[index] ^= 0x80
     (second / "model.onnx.data").write_bytes(data)
     repair(second)
     whole = {opener.open(first), opener.open(second)}
     if len(whole) != 2 or not all(result.startswith(_TOKENS) for result in whole):
-        raise ValueError(f"the bundles cannot be told apart: {whole}")
+        raise ValueError(f"the two bundles have the same output: {whole}")
     with subprocess.Popen([sys.executable, "-c", _SWAP, str(first), str(second), str(seed)]) as swapping:
         for number in budget.numbers():
             result = opener.open(first)

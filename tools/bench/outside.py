@@ -73,7 +73,7 @@ def generations(bundle: Bundle, engine: SyntheticEngine, rows: int) -> list[Gene
     planner = DraftPlanner(fixed_costs(engine.costs.row))
     correction = read_correction(bundle)
     admission = Admission(
-        without_end_tokens(bundle), open_tokenizer(bundle), engine, LENGTH, LENGTH, planner, correction
+        without_end_tokens(bundle), open_tokenizer(bundle), engine, LENGTH, LENGTH, planner, correction=correction
     )
     random = np.random.default_rng(0)
     mask_slots = 0 if rows == 1 else bundle.manifest.max_mask_slots

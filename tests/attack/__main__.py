@@ -16,6 +16,7 @@ from attack.kills import killed_exports
 from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests
 from attack.soak import soak
+from attack.templates import hostile_templates
 from spaceport.runtime import BundleError, open_bundle
 from support.paths import DEMO, TINY
 
@@ -23,6 +24,7 @@ PARTS: dict[str, Callable[[Path, Path, int, Budget], Outcome]] = {
     "mutations": lambda tiny, work, seed, budget: mutated_bundles(tiny, work, seed, budget),
     "swaps": lambda tiny, work, seed, budget: swapped_bundles(tiny, work, seed, budget),
     "kills": lambda tiny, work, seed, budget: killed_exports(work, seed, budget),
+    "templates": lambda tiny, work, seed, budget: hostile_templates(tiny, work, seed, budget),
     "requests": lambda tiny, work, seed, budget: hostile_requests(_demo(work), seed, budget),
     "soak": lambda tiny, work, seed, budget: soak(tiny, seed, budget),
 }

@@ -15,10 +15,11 @@ from attack.opener import Opener
 from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests
 from attack.soak import Usage, soak
+from attack.templates import hostile_templates
 from spaceport.runtime import open_bundle
 from support.small_bundle import fill
 
-SLICE = Budget(36.0)  # seconds; five parts take three minutes
+SLICE = Budget(30.0)  # seconds; six parts take three minutes
 
 
 @pytest.mark.nightly
@@ -35,6 +36,11 @@ def test_swapped_bundles_are_never_mixed(tiny_bundle: Path, tmp_path: Path) -> N
 @pytest.mark.torch
 def test_killed_exports_leave_a_whole_bundle(tmp_path: Path) -> None:
     assert killed_exports(tmp_path, 1, SLICE).failures == []
+
+
+@pytest.mark.nightly
+def test_hostile_templates_have_typed_errors(tiny_bundle: Path, tmp_path: Path) -> None:
+    assert hostile_templates(tiny_bundle, tmp_path, 1, SLICE).failures == []
 
 
 @pytest.mark.nightly

@@ -1,0 +1,85 @@
+"""Templates: chat templates of a bundle that try to leave the sandbox, to fill the memory or never to end."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from random import Random
+
+from attack.mutations import repair
+from attack.opener import Opener
+from attack.outcome import Budget, Outcome
+
+_PATIENCE = 60.0  # seconds of a case on a busy machine
+
+EXPRESSIONS = (
+    *(
+        "''.__class__.__mro__[1].__subclasses__()",
+        "messages.__class__.__init__.__globals__",
+        "self.__init__.__globals__",
+    ),
+    *(
+        "cycler.__init__.__globals__.os.popen('id').read()",
+        "joiner.__init__['__globals__']",
+        "namespace.__init__.__code__",
+    ),
+    *("''|attr('__class__')", "'{0.__class__.__mro__}'.format('')", "'%s' % messages.__class__", "lipsum.__globals__"),
+    *("messages[0].__class__.__base__", "(1).__class__", "raise_exception('x')", "1 // 0", "undefined.missing.deeper"),
+    *(
+        "messages.append(1)",
+        "messages.clear()",
+        "messages[0].update(content='x')",
+        "range(10**9)|list|length",
+        "[[]]|tojson",
+    ),
+    *("'a' * 10**5", "'\\ud800'", "messages|map(attribute='__class__')|list", "[1]|sort(attribute='__class__')"),
+)
+STATEMENTS = (
+    *(
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% extends '/etc/passwd' %}",
+        "{% if %}",
+        "{{",
+        "{% for %}",
+    ),
+    *(
+        "{% set x = namespace() %}{% set x.__class__ = 1 %}",
+        "{% macro f() %}{{ f.__globals__ }}{% endmacro %}{{ f() }}",
+    ),
+    *(
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ '" + "{" * 5000 + "' }}",
+        "{% raw %}" * 500,
+        "\0",
+        "",
+        "\ufeff{{ 1 }}",
+    ),
+)
+
+
+def hostile_templates(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcome:
+    """Open bundles with hostile templates, whose hashes are right, and generate from messages."""
+    outcome, opener, folder = Outcome("templates", seed), Opener(_PATIENCE), work / "template"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(bundle, folder)
+    for number in budget.numbers():
+        template = _template(number, Random(f"{seed} {number}"))
+        (folder / "chat_template.jinja").write_text(template, "utf-8", "surrogatepass")
+        repair(folder)
+        result = opener.open(folder)
+        generated = result.startswith("tokens")
+        outcome.note(
+            f"{number} {template[:60]!r}", "generated" if generated else result, generated or "refused" in result
+        )
+    opener.close()
+    shutil.rmtree(folder)
+    return outcome
+
+
+def _template(number: int, random: Random) -> str:
+    """Each one alone at first, then random sequences of them."""
+    alone = [*(f"{{{{ {expression} }}}}" for expression in EXPRESSIONS), *STATEMENTS]
+    if number < len(alone):
+        return alone[number]
+    return "x".join(random.choices(alone, k=random.randrange(2, 5)))

@@ -15,17 +15,29 @@ from spaceport.runtime.text.stop_search import StopSearch
 
 _LONG = 4096  # characters; tokenizers encodes a batch without Python's global lock, so other OS threads go on
 _BROKEN = "\ufffd"  # replacement character for bytes that are not a complete character
+_CACHED_WORDS = 1000
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer:
     """The bundle's tokenizer."""
     file = bundle.path / TOKENIZER_FILE
     try:
-        return Tokenizer.from_str(bundle.read(TOKENIZER_FILE).decode())
+        return with_small_cache(Tokenizer.from_str(bundle.read(TOKENIZER_FILE).decode()))
     except BaseException as error:  # tokenizers raises Exception itself, or panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise BundleError(f"{file}: not a readable tokenizer: {error}") from error
+
+
+def with_small_cache(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with a cache of few words.
+
+    By default it stores 10,000 words of up to 256 characters with their tokens. Prompts of ever new words fill it with 60 MB.
+    """
+    resize = getattr(tokenizer.model, "_resize_cache", None)  # of the models that have a cache
+    if resize is not None:
+        resize(_CACHED_WORDS)
+    return tokenizer
 
 
 @dataclass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenId
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.text.tokenizer import TextStream, context_of, encode, open_tokenizer
+from support.paths import ROOT, TINY
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, SPECIAL, cut_at, full, one_byte_each
 
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
@@ -253,3 +257,28 @@ def test_a_file_that_is_no_tokenizer_is_an_error_that_names_it(content: bytes, t
     manifest = Manifest(Signature(1, 1, 1, 1, "float32", "scatter"), TokenIds(), 0, 1, "llama", 1, 23, "plain")
     with pytest.raises(BundleError, match="not a readable tokenizer"):
         open_tokenizer(Bundle(tmp_path, manifest))
+
+
+NEW_WORDS = """
+import os, random, sys
+from pathlib import Path
+from tokenizers import Tokenizer
+from spaceport.runtime.text.tokenizer import with_small_cache
+
+def mebibytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+tokenizer = with_small_cache(Tokenizer.from_file(sys.argv[1]))
+random.seed(1)
+before = mebibytes()
+for _ in range(12_000):
+    tokenizer.encode("".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=random.randrange(100, 250))))
+print(mebibytes() - before)
+"""
+
+
+def test_prompts_of_ever_new_words_do_not_fill_the_memory() -> None:
+    command = [sys.executable, "-c", NEW_WORDS, str(TINY / TOKENIZER_FILE)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
+    assert float(done.stdout) < 20  # MiB: 57 with the tokenizer's own cache of 10,000 words, 7 with this one

@@ -229,6 +229,7 @@ class Runtime:
         If an engine call does not return within `timeout` seconds, or within `call_timeout`, the requests fail at once, and
         the engine keeps its memory until the call returns.
         """
+        self._admission.close()
         if self._worker.close(timeout):
             self.engine.close()
             _log.info("closed %s", self.bundle.path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.isolation.process import HelperProcess, JobFailed
 from spaceport.runtime.sampling.vocabulary import Matcher, Vocabulary
 
 # Whitespace between JSON tokens: none, a space, or a line break with indentation. If all whitespace were allowed, a weak
@@ -25,6 +28,23 @@ _SPACE = r" |\n {0,20}"
 _OPTIONS = '%llguidance {"no_forcing": true}'
 _EXAMPLE = '{"type": "object", "properties": {"name": {"type": "string"}}}'
 _ADVICE = "expected a grammar that the model's tokens can match; use one that allows more at this position"
+_MOST_COMPILED = 64  # compiled grammars that are stored
+# Keywords of JSON schemas whose conditions are intersected, which may take exponential time.
+_INTERSECTIONS = frozenset(
+    (
+        "allOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "patternProperties",
+        "propertyNames",
+        "dependentSchemas",
+        "contains",
+    )
+)
+_TEXT_RULES = frozenset(("pattern", "format", "minLength", "maxLength"))
 _MOST_SHOWN = 60  # characters of a grammar or a text in an error message
 
 
@@ -207,8 +227,58 @@ class Constrained:
         )
 
 
+class GrammarCompiler:
+    """Compiled grammars of one vocabulary; the last ones are stored for further requests."""
+
+    def __init__(self, vocabulary: Vocabulary, helper: HelperProcess | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._helper = helper  # compiles grammars first that may take long; None: they are compiled here
+        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._lock = Lock()
+
+    def constrained(self, inner: TokenSelector, grammar: Grammar) -> Constrained:
+        """A token selector for one request, whose completion matches the grammar."""
+        with self._lock:
+            start = self._compiled.get(grammar.source)
+            if start is not None:
+                self._compiled.move_to_end(grammar.source)
+        if start is None:
+            if self._helper is not None and not is_simple(grammar):
+                try:
+                    self._helper.run("compile", grammar=grammar.source)
+                except JobFailed as error:
+                    raise OptionFault(f"{grammar.label} cannot be used: {error}: expected a simpler grammar") from error
+            start = _compiled(grammar, self._vocabulary)
+            with self._lock:
+                self._compiled[grammar.source] = start
+                while len(self._compiled) > _MOST_COMPILED:
+                    self._compiled.popitem(last=False)
+        return Constrained(inner, grammar, self._vocabulary, start.deep_copy())
+
+
+def is_simple(grammar: Grammar) -> bool:
+    """Whether a grammar compiles soon: llguidance limits expressions, but not the intersections of JSON schemas."""
+    if grammar.regex is not None:
+        return True
+    waiting: list[Any] = [json.loads(grammar.source.partition("%json ")[2])]
+    while waiting:
+        schema = waiting.pop()
+        if isinstance(schema, dict):
+            if not _INTERSECTIONS.isdisjoint(schema) or len(_TEXT_RULES.intersection(schema)) > 1:
+                return False
+            waiting += schema.values()
+        elif isinstance(schema, list):
+            waiting += schema
+    return True
+
+
 def constrained(inner: TokenSelector, grammar: Grammar, vocabulary: Vocabulary) -> Constrained:
     """A token selector for one request, whose completion matches the grammar."""
+    return GrammarCompiler(vocabulary).constrained(inner, grammar)
+
+
+def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
+    """The matcher of a grammar before the first token, after a check that it allows one."""
     start = vocabulary.matcher(grammar.source)
     if start.is_error():
         known = "Rust's regex crate" if grammar.regex is not None else "llguidance's JSON schemas"
@@ -216,7 +286,7 @@ def constrained(inner: TokenSelector, grammar: Grammar, vocabulary: Vocabulary) 
     trial = start.deep_copy()
     if not vocabulary.allowed(trial, first=True).any():
         raise DeadEnd(f"{grammar.label} allows no first token: {_reason(trial)}: {_ADVICE}")
-    return Constrained(inner, grammar, vocabulary, start)
+    return start
 
 
 def _reason(matcher: Matcher) -> str:

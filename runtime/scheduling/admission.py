@@ -19,10 +19,11 @@ from spaceport.runtime.decode.request import Observer, Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.isolation.process import HelperProcess
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.correction import Corrected
-from spaceport.runtime.sampling.grammar import constrained
+from spaceport.runtime.sampling.grammar import GrammarCompiler
 from spaceport.runtime.sampling.logprobs import Logprobs, check_top
 from spaceport.runtime.sampling.sampler import Sampling, chooser, seeded
 from spaceport.runtime.sampling.scoring import Scoring
@@ -48,9 +49,18 @@ class Admission:
     correction: CorrectionTables | None = None  # of the candidates of mask slots
 
     @cached_property
+    def helper(self) -> HelperProcess:
+        """The process for templates and grammars that may take long."""
+        return HelperProcess()
+
+    def close(self) -> None:
+        """End the helper process."""
+        self.helper.close()
+
+    @cached_property
     def prompts(self) -> PromptEncoder:
         """Encoder of prompts."""
-        return PromptEncoder(self.bundle, self.tokenizer)
+        return PromptEncoder(self.bundle, self.tokenizer, self.helper)
 
     @cached_property
     def speller(self) -> Speller:
@@ -145,6 +155,11 @@ class Admission:
         return Logprobs(top, self.speller)
 
     @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiled grammars of the bundle's vocabulary."""
+        return GrammarCompiler(self.vocabulary, self.helper)
+
+    @cached_property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary as grammars use it; building it takes a while, so only requests with a grammar wait for it."""
         manifest = self.bundle.manifest
@@ -161,7 +176,7 @@ class Admission:
         selector = chooser(sampling, bans, prompt_length)
         if decoding.grammar is not None:
             with PanicsContained(f"llguidance compiled {decoding.grammar.label}"):
-                selector = constrained(selector, decoding.grammar, self.vocabulary)
+                selector = self.grammars.constrained(selector, decoding.grammar)
         return selector if self.correction is None else Corrected(selector, self.correction)
 
     def _forks(self, decoding: Decoding) -> bool:

@@ -8,6 +8,8 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from time import thread_time
 from typing import Any
 
 import jinja2
@@ -19,10 +21,15 @@ from jinja2.parser import Parser
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.isolation.process import CPU_SECONDS, HelperProcess, JobFailed
+from spaceport.runtime.text.prompt_size import characters_of
+from spaceport.runtime.text.template_check import is_harmless
 
 # Nested loops could hang the caller or fill the memory: the sandbox limits each range, these limit all loops together.
-_LONGEST_PROMPT = 10_000_000  # characters
+_MOST_ADDED = 256 << 10  # characters of a rendered text beyond those of the messages
 _MOST_ROUNDS = 1_000_000
+_TIMED = 256  # iterations of all loops between two looks at the clock
+_PREFIX = "chat template: "
 _MOST_SHOWN = 100  # characters of a message in an error message
 
 _ROLE = re.compile(r"[a-z_]+")
@@ -48,31 +55,54 @@ class _Generation(jinja2.ext.Extension):
 class ChatTemplate:
     """A chat template, ready to render messages; safe to use from several OS threads."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], helper: HelperProcess | None = None) -> None:
+        self._source = source
         self._special_tokens = dict(special_tokens)
+        self._helper = helper  # renders templates that may take long; None: they are rendered here
         self._rounds = threading.local()
         with _template_errors():
-            environment = _environment(self._counted)
-            parsed = environment.parse(source)
+            parsed = _environment(self._counted).parse(source)
+            self.harmless = is_harmless(parsed)
             named = (one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str))
             self.roles = frozenset({*ROLES, *(text for text in named if _ROLE.fullmatch(text))})
-            for loop in list(parsed.find_all(nodes.For)):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-            parsed.set_environment(environment)
-            self._template = environment.from_string(parsed)
 
     def render(self, messages: Sequence[Message], ask: bool = True) -> str:
         """The text of these messages; with `ask`, up to where the assistant starts to answer."""
+        if self.harmless or self._helper is None:
+            return self.render_here(messages, ask)
+        plain = plain_messages(messages)
+        try:
+            text = self._helper.run(
+                "render", source=self._source, special_tokens=self._special_tokens, messages=plain, ask=ask
+            )
+        except JobFailed as error:
+            message = str(error)
+            raise TemplateError(message if message.startswith(_PREFIX) else f"{_PREFIX}{message}") from error
+        return str(text)
+
+    def render_here(self, messages: Sequence[Message], ask: bool = True) -> str:
+        """The text of these messages, rendered in this process."""
+        plain = plain_messages(messages)
         given = {
             **self._special_tokens,
-            "messages": plain_messages(messages),
+            "messages": plain,
             "tools": None,  # as in transformers: many templates test whether tools are none
             "documents": None,
             "add_generation_prompt": ask,
         }
-        self._rounds.count = 0
+        self._rounds.count, self._rounds.end = 0, thread_time() + CPU_SECONDS
         with _template_errors():
-            return _joined(self._template.generate(given))
+            return _joined(self._compiled.generate(given), _MOST_ADDED + characters_of(plain))
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        """The template with counted loops; compiling it computes its constant expressions, which may take long."""
+        environment = _environment(self._counted)
+        parsed = environment.parse(self._source)
+        for loop in list(parsed.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        parsed.set_environment(environment)
+        return environment.from_string(parsed)
 
     def check_roles(self, messages: Sequence[Message]) -> None:
         """Raise for roles that are neither common nor named by the template."""
@@ -89,11 +119,13 @@ class ChatTemplate:
             self._rounds.count += 1
             if self._rounds.count > _MOST_ROUNDS:
                 raise TemplateError(f"chat template: its loops have more than {_MOST_ROUNDS} iterations")
+            if not self._rounds.count % _TIMED and thread_time() > self._rounds.end:
+                raise TemplateError(f"chat template: took more than {CPU_SECONDS:g} s")
             yield item
 
 
-def open_template(bundle: Bundle) -> ChatTemplate:
-    """The chat template of a bundle."""
+def open_template(bundle: Bundle, helper: HelperProcess | None = None) -> ChatTemplate:
+    """The chat template of a bundle; with a helper process, it renders templates that may take long."""
     if TEMPLATE_FILE not in bundle.manifest.files:
         raise TemplateError(
             f"{bundle.path}: the checkpoint had no chat template: give a plain prompt instead of messages"
@@ -102,7 +134,7 @@ def open_template(bundle: Bundle) -> ChatTemplate:
         source = bundle.read(TEMPLATE_FILE).decode()
     except (OSError, ValueError) as error:
         raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
-    return ChatTemplate(source, bundle.manifest.special_tokens)
+    return ChatTemplate(source, bundle.manifest.special_tokens, helper)
 
 
 def render(bundle: Bundle, messages: Sequence[Message], ask: bool = True) -> str:
@@ -130,13 +162,13 @@ def plain_messages(messages: Sequence[Message]) -> list[Any]:
         raise TemplateError(f"messages: {error}: expected JSON values") from error
 
 
-def _joined(pieces: Iterable[str]) -> str:
+def _joined(pieces: Iterable[str], most: int) -> str:
     found, length = [], 0
     for piece in pieces:
         found.append(piece)
         length += len(piece)
-        if length > _LONGEST_PROMPT:
-            raise TemplateError(f"chat template: rendered more than {_LONGEST_PROMPT} characters")
+        if length > most:
+            raise TemplateError(f"chat template: rendered more than {most} characters")
     return "".join(found)
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.isolation.process import HelperProcess
 from spaceport.runtime.text.chat import ChatTemplate, Message, open_template, plain_messages
 from spaceport.runtime.text.control_tokens import ControlTokens, Span
 from spaceport.runtime.text.protected_messages import MessageProtector, ProtectedText, restored
@@ -34,6 +35,7 @@ class PromptEncoder:
 
     bundle: Bundle
     tokenizer: Tokenizer
+    helper: HelperProcess | None = None  # for templates that may take long
 
     @cached_property
     def controls(self) -> ControlTokens:
@@ -48,7 +50,7 @@ class PromptEncoder:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template of the bundle."""
-        return open_template(self.bundle)
+        return open_template(self.bundle, self.helper)
 
     def tokens_of(self, prompt: Prompt, parse_special: bool = False) -> list[int]:
         """The tokens of a prompt: text, token ids, or chat messages."""

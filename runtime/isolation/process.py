@@ -1,0 +1,116 @@
+"""Process: a helper process that runs one job at a time, and is killed if a job takes too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+from contextlib import suppress
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+from spaceport.graphs.contract.faults import OptionFault
+
+CPU_SECONDS = 1.0  # CPU time of a job
+_WALL_SECONDS = 10.0  # a job's limit on a machine that is too busy to give it its CPU time
+_START_SECONDS = 60.0
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from spaceport.runtime.isolated_jobs import main; main(float(sys.argv[2]))"
+)
+
+
+class JobFailed(OptionFault):
+    """The job raised an error, or it needed more time or memory than allowed."""
+
+
+class HelperProcess:
+    """Runs jobs of `spaceport.runtime.isolated_jobs`; started by the first job, safe to use from several OS threads.
+
+    The process is spawned, not forked, inherits no files or sockets, and ends with `close` or with this process.
+    """
+
+    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._lock = Lock()  # one job at a time
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+
+    def run(self, job: str, **arguments: Any) -> Any:
+        """The result of a job with these JSON arguments."""
+        request = json.dumps({"job": job, **arguments}).encode() + b"\n"
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(request)
+                process.stdin.flush()
+                answer = json.loads(_line(process, _WALL_SECONDS))
+            except (OSError, EOFError) as error:
+                self._end()
+                raise JobFailed(f"took more than {self._cpu_seconds:g} s or too much memory") from error
+            except BaseException:
+                self._end()  # the answer of an interrupted job must not become that of the next one
+                raise
+        if "error" in answer:
+            raise JobFailed(str(answer["error"]))
+        return answer["result"]
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._owner != os.getpid():  # the process belongs to the one that this one was forked from
+            self._process, self._owner = None, os.getpid()
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), str(self._cpu_seconds)]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl+C in a terminal is not for it
+            )
+            try:
+                _line(self._process, _START_SECONDS)
+            except (OSError, EOFError) as error:
+                self._end()
+                raise JobFailed(f"the helper process did not start: {command[0]}") from error
+        return self._process
+
+    def _end(self) -> None:
+        """Kill the process and wait for its end, so that no zombie remains."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # unsent bytes of a job that was interrupted
+                    pipe.close()
+
+
+def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """The next line that a process writes; raises EOFError if it ends, TimeoutError after these seconds."""
+    assert process.stdout is not None
+    deadline, found = monotonic() + seconds, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not found.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - monotonic())):
+                raise TimeoutError
+            chunk = os.read(process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise EOFError
+            found += chunk
+    return found

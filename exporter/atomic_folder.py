@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,7 @@ def check_target(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> No
         raise TargetError(f"{parent}: no such folder: create it first")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise TargetError(f"{parent}: no permission to write in it: choose another folder for the {kind.noun}")
+    _try_to_create(target.absolute(), kind)
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
@@ -54,6 +55,21 @@ def check_target(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> No
         )
     if not overwrite and any(target.iterdir()):
         raise TargetError(f"{target}: a {kind.noun} exists there: replace it with --overwrite")
+
+
+def _try_to_create(target: Path, kind: FolderKind) -> None:
+    """Raise if a folder beside the target cannot be created, or the target's name is not possible."""
+    partial = partial_of(target)
+    try:
+        with suppress(FileNotFoundError):
+            os.lstat(target)
+        with suppress(FileExistsError):  # the target is being written
+            partial.mkdir()
+            partial.rmdir()
+    except OSError as error:
+        raise TargetError(
+            f"{target}: {error.strerror}: choose another folder for the {kind.noun}, or another name"
+        ) from error
 
 
 @contextmanager
@@ -69,6 +85,12 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterato
         check_target(target, overwrite, kind)  # again: the target may have changed in the meantime
         with _target_locked(target), interrupts_deferred():
             _publish(partial, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        written = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+        reason = f"{error.strerror} after {written:,} bytes: free some space or choose another disk for the {kind.noun}"
+        raise OSError(error.errno, reason, str(target)) from error
     finally:
         with interrupts_deferred():  # `partial` is now the incomplete folder, or the old one
             shutil.rmtree(partial, ignore_errors=True)

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spaceport.exporter.adapter import ADAPTER_FILE, apply_adapter, read_adapter
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
+from spaceport.exporter.checkpoint_files import load_with_own_attention, refuse_sizes, refuse_special_files
 from spaceport.exporter.correction_factors import FACTORS_FILE, check_factors, read_factors
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile, is_gguf, read_gguf
@@ -160,7 +161,8 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, dict
     """The model, and the loading report of transformers."""
     if checkpoint.gguf is not None:
         return load_gguf_weights(checkpoint.gguf, checkpoint.config, dtype)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    return load_with_own_attention(
+        AutoModelForCausalLM.from_pretrained,
         checkpoint.folder,
         config=checkpoint.config,
         dtype=dtype,
@@ -170,8 +172,6 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, dict
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported by name
     )
-    model, report = loaded
-    return model, report
 
 
 def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
@@ -184,7 +184,9 @@ def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
         raise CheckpointError(
             f"{folder}: no config.json in it: expected a checkpoint (config.json, *.safetensors, tokenizer)"
         )
+    refuse_special_files(folder)
     content = read_json(file)
+    refuse_sizes(file, content)
     kind = content.get("model_type")
     if not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not remote_code:
         own_code = "it has its own code: use --trust-remote-code if you trust it"

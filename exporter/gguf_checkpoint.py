@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from spaceport.exporter.checkpoint_files import load_with_own_attention
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.gguf_hyperparameters import check_shapes, hyperparameters_of
 from spaceport.exporter.sar_config import CheckpointError
@@ -38,7 +39,8 @@ def load_gguf_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dty
     """The model with dequantized weights and the loading report of transformers; no quantizer is left in it."""
     quiet: Any = modeling_gguf_pytorch_utils
     quiet.tqdm = _without_progress
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    model, report = load_with_own_attention(
+        AutoModelForCausalLM.from_pretrained,
         file.path.parent,
         gguf_file=file.path.name,
         config=config,
@@ -47,7 +49,6 @@ def load_gguf_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dty
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported by name
     )
-    model, report = loaded
     remove_quantizer(model)
     _check_all_used(file, model)
     return model, report

@@ -41,9 +41,11 @@ def write_sar_config(folder: Path, changes: dict[str, Any]) -> None:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file}: not a regular file: expected a JSON file")
     try:
         data = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:  # ValueError: not JSON, not UTF-8, too many digits
         raise CheckpointError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file}: contains {type(data).__name__}: expected an object")

@@ -62,9 +62,9 @@ def open_bundle(path: str | os.PathLike[str], *, allow_links: bool = False, copy
     - `copy_weights`: Whether engines copy the weights into memory of their own instead of mapping their file, so that a
       later change or truncation of the file has no effect; default False.
     """
-    files = _open_folder(Path(path), allow_links)
+    files, manifest = _with_manifest(Path(path), allow_links)
     try:
-        manifest = _verified(files, allow_links)
+        _verify(files, manifest, allow_links)
     except BaseException:
         files.close()
         raise
@@ -74,11 +74,9 @@ def open_bundle(path: str | os.PathLike[str], *, allow_links: bool = False, copy
 
 def read_manifest(folder: Path, allow_links: bool = False) -> Manifest:
     """The manifest of a bundle folder, without checking its files."""
-    files = _open_folder(folder, allow_links)
-    try:
-        return _manifest_in(files)
-    finally:
-        files.close()
+    files, manifest = _with_manifest(folder, allow_links)
+    files.close()
+    return manifest
 
 
 def read_correction(bundle: Bundle) -> CorrectionTables | None:
@@ -101,9 +99,22 @@ def _open_folder(folder: Path, links: bool) -> OpenedFiles:
         raise BundleError(f"{folder}: {error.strerror}: expected a readable folder") from error
 
 
-def _verified(files: OpenedFiles, links: bool) -> Manifest:
-    """The manifest, once all files that it lists are verified."""
-    folder, manifest = files.path, _manifest_in(files)
+def _with_manifest(folder: Path, links: bool) -> tuple[OpenedFiles, Manifest]:
+    """An open folder and its manifest; opened again if an export replaces the folder meanwhile."""
+    while True:
+        files = _open_folder(folder, links)
+        try:
+            return files, _manifest_in(files)
+        except BaseException as error:
+            replaced = files.replaced
+            files.close()
+            if not isinstance(error, BundleError) or not replaced:
+                raise
+
+
+def _verify(files: OpenedFiles, manifest: Manifest, links: bool) -> None:
+    """Verify all files that the manifest lists."""
+    folder = files.path
     for name in (MODEL_FILE, TOKENIZER_FILE):
         if name not in manifest.files:
             raise BundleError(f"{folder}: the manifest lists no {name}: expected one; export the checkpoint again")
@@ -112,7 +123,6 @@ def _verified(files: OpenedFiles, links: bool) -> Manifest:
     for name, record in manifest.files.items():
         _check_name(folder, name)
         files.verify(name, record)
-    return manifest
 
 
 def _manifest_in(files: OpenedFiles) -> Manifest:

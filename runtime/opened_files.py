@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -64,6 +65,14 @@ class OpenedFiles:
         """A path of this folder for libraries, which stays the same folder if another one is moved to its path."""
         own = _OWN_DESCRIPTORS / str(self._folder)
         return str(own if own.exists() else self.path)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another folder is at the path now."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._folder))
+        except OSError:
+            return False
 
     def first_bytes(self, name: str, most: int) -> bytes:
         """The content of a file that no manifest records, such as the manifest; raises if it is longer than `most`."""
@@ -173,7 +182,9 @@ class OpenedFiles:
         try:
             descriptor = self._open(name)
         except OSError as error:
-            raise BundleError(f"{file}: {error.strerror}: {AGAIN}") from error
+            denied = error.errno in (errno.EACCES, errno.EPERM)
+            advice = "expected a readable file" if denied else AGAIN
+            raise BundleError(f"{file}: {error.strerror}: {advice}") from error
         try:
             self.check_status(file, os.fstat(descriptor))
             yield descriptor
@@ -201,7 +212,7 @@ class OpenedFiles:
         """Raise for anything but a regular file, and for files with several names unless these are allowed."""
         if not stat.S_ISREG(status.st_mode):
             raise BundleError(f"{file}: not a regular file: {_NO_LINKS}")
-        if status.st_nlink != 1 and not self.links:
+        if status.st_nlink > 1 and not self.links:  # 0: it was removed since it was opened
             raise BundleError(f"{file}: {_HARD_LINKS.format(status.st_nlink)}")
 
 

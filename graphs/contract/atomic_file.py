@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -22,8 +23,14 @@ def replace_text(target: Path, text: str, durable: bool = False) -> None:
 
 def replace_bytes(target: Path, content: bytes | memoryview, durable: bool = False) -> None:
     """Replace a file with these bytes; with `durable`, content and rename are flushed to the disk."""
-    with staged(target, content, durable) as commit:
-        commit()
+    try:
+        with staged(target, content, durable) as commit:
+            commit()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        needed = f"{error.strerror}: {len(content):,} bytes are needed, free some space"
+        raise OSError(error.errno, needed, str(target)) from error
 
 
 @contextmanager

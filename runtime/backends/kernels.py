@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from typing import Any
 
 from spaceport.graphs.contract.atomic_file import replace_bytes
 from spaceport.runtime.backends import trust
+from spaceport.runtime.backends.private_files import make_private, read_private
 
 _FOLDER = "kernels"
+_DIGEST = 32  # bytes of the SHA-256 at the start of the file
 
 
 class Kernels:
@@ -50,8 +53,8 @@ class Kernels:
         if content == self._content:
             return
         with contextlib.suppress(OSError):  # without the file, the next process compiles again
-            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            replace_bytes(self._file, content)
+            make_private(self._file.parent)
+            replace_bytes(self._file, hashlib.sha256(content).digest() + content)
 
     def let_go(self) -> None:
         """Release everything of the engine, after its contexts."""
@@ -63,7 +66,7 @@ class Kernels:
         return hasattr(self._api, "DynamicShapesKernelSpecializationStrategy")
 
     def _read(self) -> bytes:
-        try:
-            return self._file.read_bytes()
-        except OSError:
-            return b""
+        """The stored kernels; empty if there are none, or if their file was damaged or may be another user's."""
+        stored = read_private(self._file) or b""
+        digest, content = stored[:_DIGEST], stored[_DIGEST:]
+        return content if hashlib.sha256(content).digest() == digest else b""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from spaceport.runtime.backends.private_files import append_private, read_private
+
 _FILE = "built-engines"
 _NOWHERE = Path(os.devnull)  # not a folder: reading and writing below it fails
 
@@ -13,11 +15,8 @@ def remember(sha256: str) -> bool:
     """Record that an engine was built here; returns whether that was possible."""
     if built_here(sha256):
         return True
-    file = _file()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with file.open("a") as stream:  # one short line is appended atomically
-            stream.write(f"{sha256}\n")
+        append_private(_file(), f"{sha256}\n".encode())
     except OSError:
         return False
     return True
@@ -25,10 +24,8 @@ def remember(sha256: str) -> bool:
 
 def built_here(sha256: str) -> bool:
     """Whether an engine was built on this machine by this user."""
-    try:
-        return sha256 in _file().read_text("ascii", "replace").splitlines()
-    except OSError:
-        return False
+    content = read_private(_file())
+    return content is not None and sha256 in content.decode("ascii", "replace").splitlines()
 
 
 def state_folder() -> Path:

@@ -318,3 +318,25 @@ def test_missing_permissions_are_reported(public: Path) -> None:
         for path in closed:
             path.chmod(0o755)
     assert names(public) == {"bundle"}
+
+
+@pytest.mark.parametrize("target", [Path("/proc/bundle"), Path("/proc/self/bundle")])
+def test_a_folder_that_cannot_be_created_is_refused_before_any_work(target: Path) -> None:
+    """The permissions of a file system that root cannot write to do not show it."""
+    with pytest.raises(TargetError, match=r"choose another folder|create it first"):
+        check_target(target, overwrite=False)
+
+
+def test_a_name_that_is_too_long_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="File name too long: choose another folder for the bundle, or another name"):
+        check_target(tmp_path / ("a" * 256), overwrite=False)
+
+
+def test_a_full_disk_is_reported_with_the_path_and_the_bytes(tmp_path: Path) -> None:
+    def write() -> None:
+        with writing(tmp_path / "bundle", overwrite=False) as partial:
+            (partial / "model").write_bytes(bytes(1234))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device after 1,234 bytes: free some space .*/bundle'"):
+        write()

@@ -21,6 +21,9 @@ from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.device import NoGpu, gpu
+from spaceport.runtime.backends.private_files import problem_of
+from spaceport.runtime.backends.trust import state_folder
+from spaceport.tools.cli.exit_codes import MISSING, OK
 from spaceport.tools.cli.options import json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
@@ -79,13 +82,22 @@ print(library.version, *library.targets, sep="\\n")
 
 @click.command("doctor")
 @json_option("the result")
-def command(as_json: bool) -> None:
-    """Show the backends, devices and packages of this machine and the commands that install missing packages."""
+def command(as_json: bool) -> int:
+    """Show the backends, devices and packages of this machine and the commands that install missing packages.
+
+    The exit code is 5 if something is wrong: a problem is found, or no backend is ready.
+    """
     found = survey()
     if as_json:
         show_json(found)
-        return
-    show(found)
+    else:
+        show(found)
+    return OK if healthy(found) else MISSING
+
+
+def healthy(found: Mapping[str, Any]) -> bool:
+    """Whether a backend is ready and no problem was found."""
+    return not found["problems"] and any(backend["ready"] for backend in found["backends"])
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -162,12 +174,14 @@ def survey() -> dict[str, Any]:
 
 def _problems() -> list[dict[str, Any]]:
     """What is installed but cannot work, with the commands that repair it."""
-    clash = clashing()
-    if clash is None:
-        return []
-    reason, commands = split_commands(clash)
-    repair = f"{reason}: uninstall both, then install one of them"
-    return [{"problem": repair, "commands": [*commands, install_command("cpu"), install_command("gpu")]}]
+    found = []
+    if (clash := clashing()) is not None:
+        reason, commands = split_commands(clash)
+        repair = f"{reason}: uninstall both, then install one of them"
+        found.append({"problem": repair, "commands": [*commands, install_command("cpu"), install_command("gpu")]})
+    if (problem := problem_of(state_folder())) is not None:
+        found.append({"problem": problem, "commands": []})
+    return found
 
 
 def _install(package: str, versions: dict[str, str | None]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,8 @@ import click
 
 def show_json(data: Any) -> None:
     """Print data as JSON on stdout."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    click.echo(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text))  # json escapes all below 0x20
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -97,4 +99,9 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1e-2 and value else f"{value:.2f}"
-    return str(value)
+    return printable(str(value))
+
+
+def printable(text: str) -> str:
+    """A text with its control characters escaped: those in a file's entries could change the terminal."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)

@@ -17,7 +17,7 @@ from spaceport.graphs.contract.installation import install_command
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.device import no_gpu
 from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli.exit_codes import MISSING, OK
 
 pytestmark = pytest.mark.torch  # every backend is tried, each in a process of its own
 
@@ -71,7 +71,7 @@ def test_two_packages_of_onnxruntime_are_a_problem(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-c", PROGRAM, "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stderr) == (OK, "")
+    assert (done.returncode, done.stderr) == (MISSING, "")
     *shown, uninstall, cpu, gpu = done.stdout.splitlines()
     problem = " ".join(line.strip() for line in shown[shown.index("Problem") + 1 :])
     assert re.fullmatch("onnxruntime and onnxruntime-gpu are both installed.*: uninstall both, then .*", problem)
@@ -89,3 +89,14 @@ def test_a_library_that_crashes_its_process_is_not_ready(tmp_path: Path) -> None
     assert done.returncode == OK
     (entry,) = [entry for entry in json.loads(done.stdout)["backends"] if entry["backend"] == "onnxruntime"]
     assert entry == {"backend": "onnxruntime", "ready": False, "why": "the process crashed with exit code -6"}
+
+
+def test_a_state_folder_that_others_may_write_to_is_a_problem(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "spaceport").mkdir()
+    (tmp_path / "spaceport").chmod(0o777)
+    assert run(["doctor", "--json"]) == MISSING
+    (problem,) = json.loads(capfd.readouterr().out)["problems"]
+    assert "other users may write to it: expected a folder of this user" in problem["problem"]

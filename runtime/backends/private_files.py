@@ -1,0 +1,73 @@
+"""Private files: small files of this user's state, which no other user can have written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # neither links nor, without waiting, FIFOs
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def read_private(file: Path) -> bytes | None:
+    """The content of a file that belongs to this user alone; None if there is no such file."""
+    try:
+        with _private_folder(file.parent) as folder:
+            descriptor = os.open(file.name, os.O_RDONLY | _FILE, dir_fd=folder)
+            with os.fdopen(descriptor, "rb") as stream:
+                _require_private(os.fstat(descriptor), stat.S_ISREG)
+                return stream.read()
+    except OSError:
+        return None
+
+
+def append_private(file: Path, content: bytes) -> None:
+    """Append to a file that belongs to this user alone, and create it and its folder; raises OSError otherwise."""
+    make_private(file.parent)
+    with _private_folder(file.parent) as folder:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _FILE
+        descriptor = os.open(file.name, flags, 0o600, dir_fd=folder)
+        with os.fdopen(descriptor, "ab") as stream:
+            _require_private(os.fstat(descriptor), stat.S_ISREG)
+            stream.write(content)  # one short line is appended atomically
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder for this user alone; raises OSError if another user may write to it."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _private_folder(folder):
+        pass
+
+
+def problem_of(folder: Path) -> str | None:
+    """Why a folder that exists is not used for this user's state; None if it is used."""
+    if not os.path.lexists(folder):
+        return None
+    try:
+        with _private_folder(folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}: expected a folder of this user that no other user may write to"
+
+
+@contextmanager
+def _private_folder(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, _FOLDER)
+    try:
+        _require_private(os.fstat(descriptor), stat.S_ISDIR)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _require_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    if not is_kind(status.st_mode):
+        raise PermissionError(1, "not a regular file")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(1, "it belongs to another user")
+    if status.st_mode & _OTHERS_WRITE:
+        raise PermissionError(1, "other users may write to it")

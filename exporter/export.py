@@ -19,6 +19,7 @@ from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoin
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.prompt_tokens import Prompt, prompt_tokens
+from spaceport.exporter.provenance import provenance_of
 from spaceport.exporter.quantization_scales import write_scales
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
@@ -204,6 +205,7 @@ def manifest_for(
         fork_by_default=checkpoint.fork_by_default,
         special_tokens=checkpoint.special_tokens,
         generation_config=checkpoint.generation,
+        provenance=provenance_of(checkpoint.folder, None if checkpoint.gguf is None else checkpoint.gguf.metadata),
         versions={
             "spaceport": __version__,
             "python": platform.python_version(),

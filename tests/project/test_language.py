@@ -13,7 +13,10 @@ from support.vocabulary import NAME_PARTS, WORDS, help_pages, names_in, parts_of
 
 LONGEST_PAGE = 200  # lines
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "THREATS.md", "CHANGELOG.md", "tests/README.md")
+    ),
     *sorted(DOCS.rglob("*.md")),
 ]
 FOLDERS = ("graphs", "exporter", "runtime", "tools", "tests", "docs")

@@ -14,7 +14,7 @@ from spaceport.runtime.backends import BACKENDS
 from support.paths import DOCS, ROOT
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "THREATS.md", "CHANGELOG.md")),
     *sorted((ROOT / ".github").rglob("*.md")),
     *sorted(DOCS.rglob("*.md")),
 ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from spaceport.tools.terminal.screen import show_json, show_table
 from support.terminal import on_a_terminal
 
 PROGRAM = """
-import pytest
-
-from spaceport.tools.terminal.screen import show_json, show_table, stages
+from spaceport.tools.terminal.screen import show_table, stages
 show_table("\\nTo install [bold]", ("what [red]", "how"), [("a", "pip install 'spaceport[tensorrt]' :smile:")])
 with stages() as stage:
     stage("not tensorrt: pip install 'spaceport[tensorrt]'")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
+from time import monotonic
 from types import TracebackType
+from typing import TypeVar
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends.engine_options import EngineOptions
@@ -36,6 +39,7 @@ MOST_REQUESTS = 1024  # against typing errors that would allocate all memory
 MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # CPU threads of an engine, also against typing errors
 
 _DEFAULTS = Decoding()
+_Admitted = TypeVar("_Admitted")
 _log = logging.getLogger("spaceport.runtime")
 
 
@@ -167,7 +171,15 @@ class Runtime:
 
     async def agenerate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The completion of a prompt, for asyncio; cancelling the call cancels the request."""
-        async with self.astream(prompt, decoding) as stream:
+        self._worker.check_process()
+        deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
+        put = deliver_to_loop(deliveries, asyncio.get_running_loop())
+        self.bundle.require_unchanged()
+        generation = await self._admitted(
+            prompt, partial(self._admission.generation, prompt, decoding, put, submitted=monotonic())
+        )
+        self._worker.submit(generation)
+        async with AsyncStream(generation, deliveries) as stream:
             return await stream.completion()
 
     def astream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> AsyncStream:
@@ -205,7 +217,10 @@ class Runtime:
         parse_special: bool = False,
     ) -> Score:
         """Log probabilities of given text, for asyncio; see `score`."""
-        task = self._submit_scoring(prompt, continuation, top, parse_special)
+        self._worker.check_process()
+        self.bundle.require_unchanged()
+        task = await self._admitted(prompt, partial(self._admission.scoring, prompt, continuation, top, parse_special))
+        self._worker.submit(task)
         try:
             await asyncio.wrap_future(task.fed)
         finally:
@@ -241,6 +256,16 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    async def _admitted(self, prompt: Prompt, admit: Callable[[], _Admitted]) -> _Admitted:
+        """An admitted request; text and messages are tokenized on another OS thread, token ids need no such work."""
+        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], int):
+            return admit()
+        try:
+            future = self._admission.pool.submit(admit)
+        except RuntimeError:  # the runtime is closed, which submitting the request reports
+            return admit()
+        return await asyncio.wrap_future(future)
 
     def _submit_scoring(
         self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int, parse_special: bool

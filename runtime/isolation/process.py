@@ -38,11 +38,14 @@ class HelperProcess:
         self._lock = Lock()  # one job at a time
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
+        self._closed = False
 
     def run(self, job: str, **arguments: Any) -> Any:
         """The result of a job with these JSON arguments."""
         request = json.dumps({"job": job, **arguments}).encode() + b"\n"
         with self._lock:
+            if self._closed:
+                raise JobFailed("the runtime is closed")
             process = self._started()
             assert process.stdin is not None
             try:
@@ -60,8 +63,9 @@ class HelperProcess:
         return answer["result"]
 
     def close(self) -> None:
-        """End the process."""
+        """End the process for good, after the job that it runs."""
         with self._lock:
+            self._closed = True
             self._end()
 
     def __del__(self) -> None:

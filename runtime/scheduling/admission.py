@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic
 
@@ -34,6 +35,12 @@ from spaceport.runtime.text.prompt import Prompt, PromptEncoder, shown
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 
+_POOL_THREADS = 2
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_POOL_THREADS, "spaceport-admission")  # starts its OS threads when they are needed
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -47,15 +54,13 @@ class Admission:
     planner: DraftPlanner
     limits: Limits = DEFAULT_LIMITS
     correction: CorrectionTables | None = None  # of the candidates of mask slots
-
-    @cached_property
-    def helper(self) -> HelperProcess:
-        """The process for templates and grammars that may take long."""
-        return HelperProcess()
+    helper: HelperProcess = field(default_factory=HelperProcess)  # for templates and grammars that may take long
+    pool: ThreadPoolExecutor = field(default_factory=_pool)  # tokenizes prompts and compiles grammars for event loops
 
     def close(self) -> None:
-        """End the helper process."""
+        """End the helper process and the OS threads, without waiting for their work."""
         self.helper.close()
+        self.pool.shutdown(wait=False)
 
     @cached_property
     def prompts(self) -> PromptEncoder:
@@ -74,8 +79,11 @@ class Admission:
         self.limits.check_tokens(len(ids))
         return ids
 
-    def generation(self, prompt: Prompt, decoding: Decoding, deliver: Deliver) -> Generation:
-        """A request for a completion, with enough KV slots for all its limits."""
+    def generation(
+        self, prompt: Prompt, decoding: Decoding, deliver: Deliver, *, submitted: float | None = None
+    ) -> Generation:
+        """A request for a completion, with enough KV slots for all its limits; its timeout counts from `submitted`."""
+        submitted = monotonic() if submitted is None else submitted
         if not isinstance(decoding, Decoding):
             raise OptionFault(f"decoding is {shown(decoding)}: expected a Decoding, such as Decoding(max_tokens=64)")
         self.limits.check_decoding(decoding)
@@ -106,7 +114,7 @@ class Admission:
         observers = [observer for observer in (logprobs, trace) if observer is not None]
         return Generation(
             request=self._request(ids, config, observers, events or transcript),
-            deadline=None if decoding.timeout is None else monotonic() + decoding.timeout,
+            deadline=None if decoding.timeout is None else submitted + decoding.timeout,
             transcript=transcript,
             events=events,
             deliver=deliver,

@@ -7,6 +7,8 @@ import gc
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import current_thread
+from time import sleep
 from typing import Any, TypeVar
 
 import pytest
@@ -18,7 +20,9 @@ from spaceport.runtime.scheduling.scheduler import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt, PromptEncoder
 from support.hash_engine import Language
+from support.hash_runtime import hash_runtime
 from support.stepwise_engine import StepwiseEngine, close_between_steps, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
@@ -236,3 +240,34 @@ def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> No
         engine.go()
         assert second.completion().tokens == tuple(ENDLESS.write([4, 5], 62))
     assert kept[0].statistics.tokens < 10
+
+
+def test_text_is_tokenized_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    tokens_of = PromptEncoder.tokens_of
+
+    def noted(self: PromptEncoder, prompt: Prompt, parse_special: bool = False) -> list[int]:
+        names.append(current_thread().name)
+        return tokens_of(self, prompt, parse_special)
+
+    monkeypatch.setattr(PromptEncoder, "tokens_of", noted)
+    with hash_runtime(Language(3)) as runtime:
+        expected = runtime.generate("abc", Decoding(max_tokens=5)).text
+        assert asyncio.run(runtime.agenerate("abc", Decoding(max_tokens=5))).text == expected
+        assert asyncio.run(runtime.ascore("abc")) == runtime.score("abc")
+    assert [name.startswith("spaceport-admission") for name in names][:3] == [False, True, True]
+    with pytest.raises(RuntimeClosed):
+        asyncio.run(runtime.agenerate("abc"))
+
+
+def test_a_timeout_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens_of = PromptEncoder.tokens_of
+
+    def slow(self: PromptEncoder, prompt: Prompt, parse_special: bool = False) -> list[int]:
+        sleep(0.05)
+        return tokens_of(self, prompt, parse_special)
+
+    monkeypatch.setattr(PromptEncoder, "tokens_of", slow)
+    with hash_runtime(Language(3, end_every=10**9)) as runtime:
+        assert asyncio.run(runtime.agenerate("abc", Decoding(timeout=0.01))).ending == "deadline"
+        assert runtime.generate("abc", Decoding(timeout=0.01)).ending == "deadline"

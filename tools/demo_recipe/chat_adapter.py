@@ -32,7 +32,7 @@ _DRAFTS = (
     "64",
 )
 _LAYERS = ("--rank", "32", "--alpha", "64", "--target", "o_proj", "--target", "down_proj")
-_FORKS = ("--objective", "both", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "16")
+_FORKS = ("--objective", "apar")
 _TRAINING = (
     "--method",
     "gated-lora",
@@ -145,7 +145,7 @@ def _finished(file: Path) -> list[tuple[dict[str, object], bool]]:
 
 
 def _train_forks(recipe: Recipe, target: Path) -> None:
-    budget = ("--time-budget", str(recipe.fork_time), "--epochs", "12", "--learning-rate", "5e-4")
+    budget = ("--time-budget", str(recipe.fork_time), "--epochs", "12", "--learning-rate", "5e-3")
     further = ("--adapter", recipe.file("drafts"))
     _tune(recipe, target, recipe.file("forks.jsonl"), *_FORKS, *further, *budget)
 

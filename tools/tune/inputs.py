@@ -24,6 +24,11 @@ def check_job(job: TuningJob) -> None:
     check_target(job.target, job.overwrite, target_kind(job))
     if job.adapter is not None and job.settings.method != "gated-lora":
         raise OptionFault(f"--adapter with --method {job.settings.method}: expected --method gated-lora")
+    if job.settings.method == "gated-lora" and job.settings.objective == "apar" and job.adapter is None:
+        raise OptionFault(
+            "--method gated-lora with --objective apar: its adapters act on mask rows, and there are none; expected "
+            "--objective sar or both, an adapter that learns to fork (--adapter), or --method embeddings"
+        )
     if job.adapter_only and job.settings.method != "gated-lora":
         raise OptionFault(f"--adapter-only with --method {job.settings.method}: expected --method gated-lora")
     if job.target.resolve() == job.checkpoint.resolve():

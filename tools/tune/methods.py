@@ -53,7 +53,7 @@ def apply_method(
             adapter = existing
             unfold_scale(model, adapter)
         for parameter in trainable_parameters(model):
-            parameter.requires_grad_(True)
+            parameter.requires_grad_(settings.drafts)
         forking = settings.forks  # ordinary rows differ behind [Fork] and [Child] only, and in the logits of [Fork]
         merge_embeddings = train_token_embeddings(
             model, new if forking else tokens.mask, tokens.fork_ids if forking else ()

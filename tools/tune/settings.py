@@ -85,11 +85,6 @@ class TrainingSettings:
                 f"--target {self.targets[0]} with --method {self.method}, which adds no adapters: expected --method lora or "
                 "gated-lora"
             )
-        if self.method == "gated-lora" and self.objective == "apar":
-            raise OptionFault(
-                "--method gated-lora with --objective apar: its adapters act on mask rows, and there are none; expected "
-                "--objective sar or both, or --method embeddings"
-            )
 
     @property
     def drafts(self) -> bool:

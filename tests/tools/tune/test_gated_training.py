@@ -18,6 +18,7 @@ from torch import Tensor
 from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.correction_factors import FACTORS_FILE
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
@@ -228,3 +229,23 @@ def test_an_adapter_keeps_its_rank(capsys: pytest.CaptureFixture[str], data: Pat
     assert run([*gated, "--max-steps", "1", "--batch-size", "1"]) == OK
     with pytest.raises(OptionFault, match="--adapter with --method full: expected --method gated-lora"):
         tune(TuningJob(TINY, tmp_path / "u", (data,), TrainingSettings(), adapter=tmp_path / "first"))
+
+
+def test_an_adapter_learns_to_fork_without_changing_its_drafts(data: Path, tmp_path: Path) -> None:
+    first = trained(data, tmp_path / "first", replace(SETTINGS, correction_rank=2, learning_rate=0.01))
+    forks = TrainingSettings(
+        "apar", "gated-lora", batch_size=2, max_steps=9, epochs=9, cutoff=160, learning_rate=0.05, unfork_rate=0.0
+    )
+    further = trained(data, tmp_path / "further", forks, adapter=tmp_path / "first")
+    assert all(torch.equal(tensor, further[name]) for name, tensor in first.items())
+    one, two = (load_file(tmp_path / name / FACTORS_FILE) for name in ("first", "further"))
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    config = json.loads((tmp_path / "further" / "sar_config.json").read_text())
+    assert (config["mask_slots"], config["fork_by_default"]) == (3, False)
+    before, after = (load_file(tmp_path / name / EMBEDDINGS_FILE) for name in ("first", "further"))
+    rows = {int(token): row for token, row in zip(after["ids"], after["input"], strict=True)}
+    for token, row in zip(before["ids"], before["input"], strict=True):
+        torch.testing.assert_close(rows[int(token)], row)
+    manifest = export(TINY, tmp_path / "bundle", ExportOptions(adapter=tmp_path / "further"))
+    assert manifest.max_mask_slots == 3
+    assert manifest.tokens.fork is not None

@@ -36,7 +36,6 @@ from spaceport.runtime.text.tokenizer import open_tokenizer
 DEFAULT_CALL_TIMEOUT = 300.0  # seconds
 MOST_REQUESTS = 1024  # against typing errors that would allocate all memory
 
-MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # CPU threads of an engine, also against typing errors
 
 _DEFAULTS = Decoding()
 _Admitted = TypeVar("_Admitted")
@@ -132,8 +131,6 @@ class Runtime:
                 raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
             if call_timeout is not None and not call_timeout > 0:
                 raise OptionFault(f"call_timeout is {call_timeout}: expected a number of seconds above 0, or None")
-            if not 0 <= threads <= MOST_THREADS:
-                raise OptionFault(f"threads is {threads}: expected 0 to {MOST_THREADS}; 0 uses one for each core")
             return EngineOptions(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
 
         opened, resolved, options = open_with_engine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,7 +18,7 @@ from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Engine
 
-MOST_THREADS = 1024  # against typing errors that would overload the machine with threads
+MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # against typing errors that would overload the machine
 
 
 class Backend(NamedTuple):

@@ -13,12 +13,13 @@ from threading import Lock
 from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.faults import SpaceportError
-from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
+from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.costs import StepCosts, fixed_costs
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.scheduling.calls import group_by_width
+from spaceport.runtime.scheduling.fair_rows import FairRows
 from spaceport.runtime.scheduling.status import TokenMeter
 from spaceport.runtime.scheduling.task import Task
 from spaceport.runtime.scheduling.watchdog import Heartbeat
@@ -27,7 +28,6 @@ _log = logging.getLogger("spaceport.runtime")
 
 BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, which wait for them
 _LEAST_BESIDE = 32  # the same on engines where rows are expensive; fewer would make prompts slow
-_SHARE = 2.0  # plain steps: maximum cost of all threads of requests that have several, in a round with other requests
 
 
 class QueueFull(SpaceportError, RuntimeError):
@@ -64,7 +64,7 @@ class Scheduler:
         self.meter = TokenMeter()
         self.ended = self.failed = 0  # requests
         self._abandoned = False
-        self._fair: tuple[int, int] | None = None  # version of the costs, and number of rows
+        self._fair = FairRows(self._costs)
         self._spoilt: set[int] = set()  # free indices whose KV buffers may hold NaN, to be cleared before they are used
 
     @property
@@ -196,7 +196,7 @@ class Scheduler:
 
     def _inputs(self) -> list[StepInput]:
         """The requests of this round, in the order of their indices."""
-        self._share_rows()
+        self._fair.share(self.active)
         decoding = [
             StepInput(task.request, index, self._prompt_rows)
             for index, task in self._running.items()
@@ -206,29 +206,11 @@ class Scheduler:
             decoding += self._prefilling(bool(decoding))
         return sorted(decoding, key=itemgetter(1)) if len(decoding) > 1 else decoding  # by engine index
 
-    def _share_rows(self) -> None:
-        """Limit the rows of requests with several threads while others run, so that these wait for few rows."""
-        several = [task.request for task in self._running.values() if len(task.request.threads) > 1]
-        if several:
-            rows = STEP_ROWS if len(self._running) == 1 else self._fair_rows // len(several)
-            for request in several:
-                request.limit_rows(rows)
-
-    @property
-    def _fair_rows(self) -> int:
-        """Number of rows that cost as much as the share of a round."""
-        version = self._costs.version
-        if self._fair is None or self._fair[0] != version:
-            most = _SHARE * self._costs.seconds(1)
-            rows = next((rows for rows in range(2, STEP_ROWS + 1) if self._costs.seconds(rows) > most), STEP_ROWS + 1)
-            self._fair = version, rows - 1
-        return self._fair[1]
-
     def _prefilling(self, beside: bool) -> list[StepInput]:
         """The requests that get a prefill chunk in this round, the longest waiting first."""
         rows = self._prompt_rows
         if beside:
-            rows = min(rows, BESIDE_ROWS, max(_LEAST_BESIDE, self._fair_rows))
+            rows = min(rows, BESIDE_ROWS, max(_LEAST_BESIDE, self._fair.rows))
         lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.vocab_size))  # rows of logits
         chosen: list[StepInput] = []
         for index, task in list(self._running.items()):
@@ -300,10 +282,8 @@ class Scheduler:
     def _count(self, task: Task) -> None:
         self.ended += 1
         self.failed += task.fault is not None
-        if task.fault is not None:
-            _log.warning(
-                "request %d failed: %s", task.number, type(task.fault).__name__
-            )  # a message may quote its text
+        if task.fault is not None:  # its message may quote text of the request
+            _log.warning("request %d failed: %s", task.number, type(task.fault).__name__)
             return
         request, statistics = task.request, task.request.statistics
         _log.debug(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+_TESTS = str(Path(__file__).parents[1])
 _MEMORY = 5 * 2**29  # bytes of address space
 
 
@@ -31,6 +32,7 @@ class Opener:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((_TESTS, *sys.path))},
         )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -122,5 +122,5 @@ def test_prompt_tokens_of_waiting_requests_are_limited() -> None:
 
 
 def test_an_absurd_number_of_cpu_threads_is_refused(tiny_bundle: Path) -> None:
-    with pytest.raises(OptionFault, match="threads is 999: expected 0 to"):
+    with pytest.raises(OptionFault, match="threads is 999: expected 0 "):
         Runtime.open(tiny_bundle, threads=999)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.graphs.contract.faults import MissingDependency
-from spaceport.graphs.contract.manifest import SELECTION_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
 from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
 from spaceport.runtime.backends.device import Gpu, no_gpu
@@ -148,10 +150,12 @@ def test_a_bundle_without_a_selection_graph_runs_by_its_logits(tiny_bundle: Path
 
 
 def test_a_selection_graph_of_another_vocabulary_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
-    bundle = open_bundle(tiny_bundle)
-    write_selection(tmp_path / SELECTION_FILE, 11)
+    folder = shutil.copytree(tiny_bundle, tmp_path / "bundle", ignore=shutil.ignore_patterns(MANIFEST_FILE))
+    write_selection(folder / SELECTION_FILE, 11)
+    write_manifest(folder, open_bundle(tiny_bundle).manifest)
+    bundle = open_bundle(folder)
     with pytest.raises(BundleError, match=r"selection.onnx: has the input logits tensor\(float\) \[\?, \?, 11\]"):
-        open_selection(replace(bundle, path=tmp_path), ["CPUExecutionProvider"])
+        open_selection(bundle, ["CPUExecutionProvider"])
 
 
 @st.composite

@@ -103,7 +103,7 @@ WRONG: list[tuple[list[object], str]] = [
     (["--report", "nowhere/r.html"], "nowhere/r.html: the folder .*nowhere does not exist: create it first"),
     (["--trace", "same", "--report", "./same"], "--trace and --report are both same: expected two files"),
     (["--json", "--logprobs", -1], "--logprobs is -1: expected"),
-    (["--json", "--logprobs", 641], "--logprobs is 641: expected 0 to 640"),
+    (["--json", "--logprobs", 641], "--logprobs is 641: expected at most 20"),
     (["--logprobs", 2], "--logprobs has no effect without --json"),
     (["--live"], "--live needs a terminal, and standard output is none: leave it out, or use --show-drafts"),
 ]

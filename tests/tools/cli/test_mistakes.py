@@ -92,8 +92,8 @@ def put(bundle: Path, name: str, content: bytes) -> None:
         ),
         (["a", "--mask-slots", -1], "--mask-slots is -1: expected"),
         (["a", "--stop", ""], "expected strings of at least one character"),
-        (["a", "--threads", -1], r"--threads is -1: expected 0 \(one for each core\) to 1024"),
-        (["a", "--threads", 100_000], r"--threads is 100000: expected 0 \(one for each core\) to 1024"),
+        (["a", "--threads", -1], r"--threads is -1: expected 0 \(one for each core\) to \d+"),
+        (["a", "--threads", 100_000], r"--threads is 100000: expected 0 \(one for each core\) to \d+"),
         (["a", "--backend", "torch"], "--backend torch runs the PyTorch checkpoint: name its folder with --checkpoint"),
         (["a", "--backend", "torch", "--checkpoint", TINY, "--threads", -1], "--threads is -1: expected 0"),
         (

@@ -7,6 +7,7 @@ from pathlib import Path
 from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import ADAPTER_FOLDER
 from spaceport.exporter.atomic_folder import FolderKind, check_target
+from spaceport.exporter.correction_factors import FACTORS_FILE
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import record_of
 from spaceport.tools.tune.job import TuningJob
@@ -52,11 +53,17 @@ def identity_of(job: TuningJob) -> dict[str, list[str]]:
         "data": [f"{path.name} {_digest(path)}" for path in job.data],
         "validation": [f"{path.name} {_digest(path)}" for path in job.validation],
         "checkpoint": [f"{path.name} {_digest(path)}" for path in own if path.exists()],
-        **({} if job.adapter is None else {"adapter": [_digest(job.adapter / ADAPTER_FILE)]}),
+        **({} if job.adapter is None else {"adapter": _digests(job.adapter)}),
         "tokens": list(job.names.all),
         "self-distill": [str(job.distillation is not None)],
         "bf16": [str(job.bf16)],
     }
+
+
+def _digests(adapter: Path) -> list[str]:
+    """Digests of what is trained further."""
+    files = (adapter / name for name in (ADAPTER_FILE, FACTORS_FILE))
+    return [_digest(file) for file in files if file.exists()]
 
 
 def _digest(path: Path) -> str:

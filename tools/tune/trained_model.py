@@ -27,6 +27,11 @@ def adapter_settings(settings: TrainingSettings, checkpoint: Checkpoint) -> Trai
     """The settings with those of the adapter and the draft correction of a checkpoint, which are trained further."""
     adapter, correction = checkpoint.adapter, checkpoint.correction
     if correction is not None and settings.drafts:
+        if settings.correction_rank not in (0, correction.rank):
+            raise OptionFault(
+                f"--correction-rank is {settings.correction_rank}, the draft correction that is trained further has rank "
+                f"{correction.rank}: leave the option out"
+            )
         settings = replace(settings, correction_rank=correction.rank)
     if adapter is None:
         return settings

@@ -17,6 +17,7 @@ from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoin
 from spaceport.exporter.correction_factors import FACTORS_FILE, read_factors
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
@@ -122,6 +123,10 @@ def test_a_correction_is_trained_further_with_its_adapter(train: Train) -> None:
     assert before is not None
     for found, expected in zip(same, before, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
+    with pytest.raises(
+        OptionFault, match="--correction-rank is 8, the draft correction that is trained further has rank 4"
+    ):
+        train("other", replace(SETTINGS, correction_rank=8), adapter=first)
 
 
 @pytest.mark.parametrize("method", ["full", "embeddings"])

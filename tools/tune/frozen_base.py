@@ -39,10 +39,11 @@ class FrozenBaseModel(PackedModel):
         wanted, slots, previous = (each[:, split:][learned] for each in (targets, mask_slots, before))
         if not self.plain_head:
             logits, _ = self.split_logits(ids, positions, visible, split, learned)
-            return self.sums_of(losses_of(logits, wanted), wanted, slots, previous)
+            return self.sums_of(losses_of(logits, wanted, self.candidates), wanted, slots, previous)
         _, hidden = self.split_logits(ids, positions, visible, split, learned, heads=0)
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        return self.sums_of(head_loss(hidden, head.weight, head.bias, wanted), wanted, slots, previous)
+        found = head_loss(hidden, head.weight, head.bias, wanted, self.candidates)
+        return self.sums_of(found, wanted, slots, previous)
 
     def split_logits(
         self, ids: Tensor, positions: Tensor, visible: Tensor, split: int, wanted: Tensor, heads: int | None = None

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spaceport.graphs.contract.draft_correction import CANDIDATES
-
 _ROWS = 128  # whose logits are held at once
 
 
@@ -29,11 +27,13 @@ class _HeadLoss(torch.autograd.Function):
     """Losses of rows, with the gradient of each stored in place of its logits."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, most: int
+    ) -> tuple[Tensor, ...]:
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         correct = torch.empty_like(losses)
         gradients = torch.empty_like(hidden)
-        count = min(CANDIDATES, len(weight))
+        count = min(most, len(weight))
         scores = hidden.new_empty(len(hidden), count, dtype=torch.float32)
         candidates = torch.empty_like(scores, dtype=torch.int64)
         for first in range(0, len(hidden), _ROWS):
@@ -51,13 +51,13 @@ class _HeadLoss(torch.autograd.Function):
         return losses, correct, candidates, scores
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradients,) = ctx.saved_tensors
-        return outer[0][:, None].to(gradients.dtype) * gradients, None, None, None
+        return outer[0][:, None].to(gradients.dtype) * gradients, None, None, None, None
 
 
-def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> RowLosses:
-    """The losses of rows of hidden states (N x H)."""
+def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, most: int) -> RowLosses:
+    """The losses of rows of hidden states (N x H), with up to `most` candidates each."""
     with torch.autocast(hidden.device.type, enabled=False):
-        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets)  # type: ignore[no-untyped-call]
+        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most)  # type: ignore[no-untyped-call]
     return RowLosses(*found)

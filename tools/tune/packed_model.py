@@ -44,12 +44,19 @@ class PackedModel(nn.Module):
         """Maximum positions of the model."""
         return self.traits.max_positions
 
+    @property
+    def candidates(self) -> int:
+        """Candidates of a row: those that a draft correction scores, else the best one, for the accuracy."""
+        return 1 if self.correction is None else CANDIDATES
+
     def forward(
         self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor, before: Tensor
     ) -> Tensor:
         learned = targets != IGNORED
         logits = self.logits(ids, positions, visible, learned)
-        return self.sums_of(losses_of(logits, targets[learned]), targets[learned], mask_slots[learned], before[learned])
+        return self.sums_of(
+            losses_of(logits, targets[learned], self.candidates), targets[learned], mask_slots[learned], before[learned]
+        )
 
     def sums_of(self, found: RowLosses, targets: Tensor, slots: Tensor, before: Tensor) -> Tensor:
         """The sums of a batch from its rows with targets, their mask slots and the tokens before their targets."""
@@ -84,10 +91,10 @@ class PackedModel(nn.Module):
         return attention.additive_mask(planes, _working_type(self.model))
 
 
-def losses_of(logits: Tensor, targets: Tensor) -> RowLosses:
-    """The losses of rows of logits (N x V)."""
+def losses_of(logits: Tensor, targets: Tensor, most: int) -> RowLosses:
+    """The losses of rows of logits (N x V), with up to `most` candidates each."""
     each = cross_entropy(logits, targets, reduction="none")
-    scores, candidates = logits.detach().topk(min(CANDIDATES, logits.shape[-1]))
+    scores, candidates = logits.detach().topk(min(most, logits.shape[-1]))
     return RowLosses(each, (candidates[:, 0] == targets).to(each.dtype), candidates, scores)
 
 

@@ -93,7 +93,7 @@ def test_the_loss_in_chunks_is_cross_entropy_with_its_gradient(rows: int) -> Non
     logits = torch.nn.functional.linear(hidden, weight, bias)
     expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     (gradient,) = torch.autograd.grad((expected * outer).sum(), hidden)
-    losses, correct, candidates, scores = head_loss(hidden, weight, bias, targets)
+    losses, correct, candidates, scores = head_loss(hidden, weight, bias, targets, CANDIDATES)
     torch.testing.assert_close(losses, expected)
     assert torch.equal(correct, (logits.argmax(-1) == targets).float())
     torch.testing.assert_close(scores, logits.topk(CANDIDATES).values)

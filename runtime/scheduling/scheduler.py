@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from heapq import heappop, heappush
 from operator import itemgetter
 from threading import Lock
 from time import monotonic, perf_counter
@@ -18,6 +17,7 @@ from spaceport.runtime.costs import StepCosts, fixed_costs
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.scheduling.buffers import FreeBuffers
 from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.fair_rows import FairRows
 from spaceport.runtime.scheduling.status import TokenMeter
@@ -59,13 +59,12 @@ class Scheduler:
         self._waiting: deque[Task] = deque()
         self._lock = Lock()  # guards the waiting tasks
         self._running: dict[int, Task] = {}  # by index in the engine; the first one gets the next prefill chunk
-        self._free = list(range(engine.requests))  # heap of free indices
+        self._buffers = FreeBuffers(engine.requests)
         self.heartbeat = Heartbeat()
         self.meter = TokenMeter()
         self.ended = self.failed = 0  # requests
         self._abandoned = False
         self._fair = FairRows(self._costs)
-        self._spoilt: set[int] = set()  # free indices whose KV buffers may hold NaN, to be cleared before they are used
 
     @property
     def busy(self) -> bool:
@@ -85,9 +84,9 @@ class Scheduler:
     def submit(self, task: Task) -> None:
         """Queue a request."""
         with self._lock:
-            if len(self._waiting) >= self.queue_limit + len(self._free):
+            if len(self._waiting) >= self.queue_limit + len(self._buffers):
                 raise QueueFull(
-                    f"{len(self._waiting) - len(self._free)} requests wait already, queue_limit is {self.queue_limit}: try again later, or "
+                    f"{len(self._waiting) - len(self._buffers)} requests wait already, queue_limit is {self.queue_limit}: try again later, or "
                     "raise queue_limit or max_requests"
                 )
             self._check_tokens(task)
@@ -95,7 +94,7 @@ class Scheduler:
 
     def _check_tokens(self, task: Task) -> None:
         """Raise `QueueFull` if all waiting requests have too many prompt tokens; a single one may have any number."""
-        if self._queued_tokens is None or len(self._waiting) <= len(self._free):
+        if self._queued_tokens is None or len(self._waiting) <= len(self._buffers):
             return
         count = sum(each.request.statistics.prompt_tokens for each in (*self._waiting, task))
         if count > self._queued_tokens:
@@ -172,26 +171,23 @@ class Scheduler:
             self._waiting = deque(task for task in self._waiting if not task.done)
 
     def _admit(self) -> None:
-        """Give free indices to waiting requests, first come, first served."""
+        """Give free KV buffers to waiting requests, first come, first served."""
         while self._waiting and (admitted := self._next()) is not None:
             index, task = admitted
             self._running[index] = task
             task.request.statistics.waiting_seconds = perf_counter() - task.submitted
-            if index in self._spoilt:
-                try:
-                    self.engine.clear(index)
-                except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
-                    self._give_up(task, error)
-                    self._report(task)
-                else:
-                    self._spoilt.remove(index)
+            try:
+                self._buffers.prepare(self.engine, index)
+            except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
+                self._give_up(task, error)
+                self._report(task)
 
     def _next(self) -> tuple[int, Task] | None:
         with self._lock:
-            if not self._free or not self._waiting:
+            if not self._buffers or not self._waiting:
                 return None
             task = self._waiting.popleft()
-            task.index = heappop(self._free)  # the lowest one, so that calls have few idle requests
+            task.index = self._buffers.take()
             return task.index, task
 
     def _inputs(self) -> list[StepInput]:
@@ -275,9 +271,7 @@ class Scheduler:
         if task.index is not None and self._running.get(task.index) is task:
             del self._running[task.index]
             # rows of a prefill chunk have no logits that would show NaN
-            if task.fault is not None or task.request.prefilling:
-                self._spoilt.add(task.index)
-            heappush(self._free, task.index)
+            self._buffers.release(task.index, task.fault is not None or task.request.prefilling)
 
     def _count(self, task: Task) -> None:
         self.ended += 1

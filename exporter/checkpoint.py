@@ -28,6 +28,7 @@ from spaceport.exporter.correction_factors import FACTORS_FILE, check_factors, r
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile, is_gguf, read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
+from spaceport.exporter.input_rows_file import INPUT_ROWS_FILE, check_input_rows, read_input_rows
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.exporter.sar_config import read_json, read_sar_config
@@ -37,6 +38,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
+from spaceport.graphs.input_rows import InputRows, use_input_rows
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Checkpoint:
     adapter: Adapter | None  # for mask rows
     adapter_folder: AdapterFolder | None  # with this adapter; None: it is in the checkpoint
     correction: Factors | None  # of the drafts of mask slots
+    input_rows: InputRows | None  # of tokens whose rows in the embedding table are for their logits only
     gguf: GgufFile | None  # None: a folder
 
 
@@ -98,6 +101,7 @@ def open_checkpoint(
         adapter=read_adapter(adapter or folder, tokens),
         adapter_folder=added,
         correction=read_factors(adapter or folder),
+        input_rows=read_input_rows(adapter or folder),
         gguf=gguf,
     )
 
@@ -137,6 +141,9 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
     if added is not None:
         with _naming(checkpoint.folder):
             add_embeddings(model, added, dtype)
+    if checkpoint.input_rows is not None:
+        check_input_rows(owner, checkpoint.input_rows, model.get_input_embeddings())
+        use_input_rows(model, checkpoint.input_rows)
     if checkpoint.adapter is not None:
         apply_adapter(model, owner, checkpoint.tokens.mask, checkpoint.adapter)
     return cast(PreTrainedModel, model.eval())
@@ -211,7 +218,7 @@ def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
 
 
 def _weights(folder: Path) -> None:
-    if any(file.name not in (ADAPTER_FILE, FACTORS_FILE) for file in folder.glob("*.safetensors")):
+    if any(file.name not in (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE) for file in folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(

@@ -8,6 +8,7 @@ from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import ADAPTER_FOLDER
 from spaceport.exporter.atomic_folder import FolderKind, check_target
 from spaceport.exporter.correction_factors import FACTORS_FILE
+from spaceport.exporter.input_rows_file import INPUT_ROWS_FILE
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import record_of
 from spaceport.tools.tune.job import TuningJob
@@ -62,7 +63,7 @@ def identity_of(job: TuningJob) -> dict[str, list[str]]:
 
 def _digests(adapter: Path) -> list[str]:
     """Digests of what is trained further."""
-    files = (adapter / name for name in (ADAPTER_FILE, FACTORS_FILE))
+    files = (adapter / name for name in (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE))
     return [_digest(file) for file in files if file.exists()]
 
 

@@ -17,6 +17,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters, unfold_scale
+from spaceport.graphs.input_rows import InputRows
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from spaceport.tools.tune.vocabulary import embedding_rows
@@ -29,6 +30,7 @@ class MergedModel:
     model: PreTrainedModel
     adapter: Adapter | None
     correction: Factors | None = None  # of the drafts of mask slots
+    input_rows: InputRows | None = None
 
 
 Merge = Callable[[], MergedModel]
@@ -60,8 +62,7 @@ def apply_method(
         )
 
         def merge() -> MergedModel:
-            merge_embeddings()
-            return MergedModel(model, adapter)
+            return MergedModel(model, adapter, input_rows=merge_embeddings())
 
         return merge
     if settings.method == "lora":

@@ -44,11 +44,16 @@ def select_parameters(
     """The model that trains the method's parameters and the draft correction, and the function that merges them at the end."""
     trained, merge = _with_method(job, tunable, packed_model, accelerator)
     rank = job.settings.correction_rank if job.settings.drafts else 0
+
+    def merged() -> MergedModel:
+        found = merge()
+        return replace(found, correction=tunable.correction, input_rows=found.input_rows or tunable.input_rows)
+
     if not rank:
-        return trained, lambda: replace(merge(), correction=tunable.correction)
+        return trained, merged
     table = cast(nn.Embedding, tunable.model.get_input_embeddings()).weight
     correction = trained.correction = DraftCorrection(table, rank, tunable.correction)
-    return trained, lambda: replace(merge(), correction=correction.factors())
+    return trained, lambda: replace(merged(), correction=correction.factors())
 
 
 def _with_method(

@@ -17,6 +17,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
+from spaceport.graphs.input_rows import InputRows
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TrainingSettings
 from spaceport.tools.tune.token_names import TokenNames, resolve_token_names
@@ -47,6 +48,7 @@ class TunableModel:
     base: BaseIdentity | None  # of the checkpoint, for a gated adapter
     adapter: Adapter | None  # of the model: it is trained further
     correction: Factors | None  # the same
+    input_rows: InputRows | None  # the same
 
     @property
     def tokens(self) -> TokenIds:
@@ -91,6 +93,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
         base,
         checkpoint.adapter,
         checkpoint.correction,
+        checkpoint.input_rows,
     )
 
 

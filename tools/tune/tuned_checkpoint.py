@@ -16,6 +16,7 @@ from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_fold
 from spaceport.exporter.atomic_folder import FolderKind
 from spaceport.exporter.correction_factors import write_factors
 from spaceport.exporter.embedding_rows import embedding_tables
+from spaceport.exporter.input_rows_file import write_input_rows
 from spaceport.exporter.sar_config import write_sar_config
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.tools.tune.methods import MergedModel
@@ -54,6 +55,8 @@ def write_checkpoint(
         write_adapter(folder, model, tuned.adapter)
     if tuned.correction is not None:
         write_factors(folder, tuned.correction)
+    if tuned.input_rows is not None:
+        write_input_rows(folder, tuned.input_rows)
     return dtype
 
 
@@ -75,6 +78,8 @@ def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) 
     )
     if tuned.correction is not None:
         write_factors(folder, tuned.correction)
+    if tuned.input_rows is not None:
+        write_input_rows(folder, tuned.input_rows)
 
 
 def _sar_config(tunable: TunableModel, tuned: MergedModel) -> dict[str, Any]:

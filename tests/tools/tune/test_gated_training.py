@@ -16,14 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spaceport.exporter.adapter import ADAPTER_FILE
-from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.correction_factors import FACTORS_FILE
-from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.session import Runtime
+from spaceport.graphs.input_rows import use_input_rows
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK, USAGE
 from spaceport.tools.tune import training
@@ -101,28 +95,14 @@ def test_only_the_logits_of_predicted_tokens_change(tied: bool) -> None:
     assert torch.equal(changed[..., others], before[..., others])
     assert not torch.allclose(changed[..., 93], before[..., 93])
     behind = model(input_ids=torch.tensor([[7, 93, 11]])).logits
-    merge()
+    apart = merge()
+    assert (apart is not None) == tied
+    if apart is not None:
+        assert apart.tokens == (93,)
+        use_input_rows(model, apart)
     torch.testing.assert_close(model(input_ids=ids).logits[..., 93], changed[..., 93])
     found = model(input_ids=torch.tensor([[7, 93, 11]])).logits
     torch.testing.assert_close(found[..., :90], behind[..., :90])
-
-
-def test_forks_are_trained_beside_a_gated_adapter(data: Path, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, objective="both", learning_rate=0.05, max_steps=12, unfork_rate=0.0)
-    tune(TuningJob(TINY, tmp_path / "adapter", (data,), settings, adapter_only=True))
-    stored = load_file(tmp_path / "adapter" / EMBEDDINGS_FILE)
-    tiny = load_model(open_checkpoint(TINY, TokenFlags()), "float32").get_input_embeddings().weight  # type: ignore[operator]
-    assert all((row != tiny[token]).any() for token, row in zip(stored["ids"], stored["input"], strict=True))
-    export(TINY, tmp_path / "plain.bundle", ExportOptions())
-    # the tiny checkpoint names these tokens already, so its own bundle forks by default
-    assert open_bundle(tmp_path / "plain.bundle").manifest.fork_by_default
-    export(TINY, tmp_path / "bundle", ExportOptions(adapter=tmp_path / "adapter"))
-    assert not open_bundle(tmp_path / "bundle").manifest.fork_by_default
-    prompt = "User: Which 1?\n"
-    with Runtime.open(tmp_path / "plain.bundle", max_seq_len=200) as runtime:
-        expected = runtime.generate(prompt, Decoding(max_tokens=40, fork=False))
-    with Runtime.open(tmp_path / "bundle", max_seq_len=200) as runtime:
-        assert runtime.generate(prompt, Decoding(max_tokens=40)).tokens == expected.tokens
 
 
 # Time budget and prefetching
@@ -229,23 +209,3 @@ def test_an_adapter_keeps_its_rank(capsys: pytest.CaptureFixture[str], data: Pat
     assert run([*gated, "--max-steps", "1", "--batch-size", "1"]) == OK
     with pytest.raises(OptionFault, match="--adapter with --method full: expected --method gated-lora"):
         tune(TuningJob(TINY, tmp_path / "u", (data,), TrainingSettings(), adapter=tmp_path / "first"))
-
-
-def test_an_adapter_learns_to_fork_without_changing_its_drafts(data: Path, tmp_path: Path) -> None:
-    first = trained(data, tmp_path / "first", replace(SETTINGS, correction_rank=2, learning_rate=0.01))
-    forks = TrainingSettings(
-        "apar", "gated-lora", batch_size=2, max_steps=9, epochs=9, cutoff=160, learning_rate=0.05, unfork_rate=0.0
-    )
-    further = trained(data, tmp_path / "further", forks, adapter=tmp_path / "first")
-    assert all(torch.equal(tensor, further[name]) for name, tensor in first.items())
-    one, two = (load_file(tmp_path / name / FACTORS_FILE) for name in ("first", "further"))
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
-    config = json.loads((tmp_path / "further" / "sar_config.json").read_text())
-    assert (config["mask_slots"], config["fork_by_default"]) == (3, False)
-    before, after = (load_file(tmp_path / name / EMBEDDINGS_FILE) for name in ("first", "further"))
-    rows = {int(token): row for token, row in zip(after["ids"], after["input"], strict=True)}
-    for token, row in zip(before["ids"], before["input"], strict=True):
-        torch.testing.assert_close(rows[int(token)], row)
-    manifest = export(TINY, tmp_path / "bundle", ExportOptions(adapter=tmp_path / "further"))
-    assert manifest.max_mask_slots == 3
-    assert manifest.tokens.fork is not None

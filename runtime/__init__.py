@@ -2,7 +2,7 @@
 
 from spaceport.graphs.contract.faults import InputFault, LibraryPanic, MissingDependency, OptionFault, SpaceportError
 from spaceport.runtime.backends import MissingBackend
-from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
+from spaceport.runtime.bundle import Bundle, BundleError, SignatureError, open_bundle
 from spaceport.runtime.costs import CostSource
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.statistics import Statistics
@@ -52,6 +52,7 @@ __all__ = [
     "RuntimeStatus",
     "Sampling",
     "Score",
+    "SignatureError",
     "SpaceportError",
     "Statistics",
     "Stream",

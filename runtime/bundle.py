@@ -6,7 +6,7 @@ import io
 import os
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, read_tables
@@ -23,6 +23,8 @@ from spaceport.graphs.contract.manifest_file import manifest_in
 from spaceport.runtime.opened_files import AGAIN, OpenedFiles
 from spaceport.runtime.opened_files import BundleError as BundleError
 from spaceport.runtime.opened_files import ChangedWhileOpening as ChangedWhileOpening
+from spaceport.runtime.signed_manifest import SignatureError as SignatureError
+from spaceport.runtime.signed_manifest import require_signature as require_signed
 
 _LARGEST_MANIFEST = 16 * 2**20
 
@@ -35,12 +37,14 @@ class Bundle:
     - `manifest`: What the bundle holds: graph, tokens, precision, sizes and hashes of its files.
     - `files`: The verified files, held open; None: files are read by their names without verification.
     - `copies_weights`: Whether engines copy the weights into memory of their own, so that later changes have no effect.
+    - `manifest_content`: The content of the manifest's file, which a signature covers; empty if no file was read.
     """
 
     path: Path
     manifest: Manifest
     files: OpenedFiles | None = None
     copies_weights: bool = False
+    manifest_content: bytes = field(default=b"", repr=False)
 
     def read(self, name: str) -> bytes:
         """The content of a file that the manifest lists, exactly as it was verified."""
@@ -54,27 +58,37 @@ class Bundle:
                     self.files.require_unchanged(name)
 
 
-def open_bundle(path: str | os.PathLike[str], *, allow_links: bool = False, copy_weights: bool = False) -> Bundle:
+def open_bundle(
+    path: str | os.PathLike[str],
+    *,
+    allow_links: bool = False,
+    copy_weights: bool = False,
+    require_signature: str | os.PathLike[str] | None = None,
+) -> Bundle:
     """The bundle in a folder, once every file has the size and SHA-256 that its manifest records.
 
     - `allow_links`: Whether its files may be symbolic links or have several hard links, as in caches of a model hub and
       in stores without duplicates; default False.
     - `copy_weights`: Whether engines copy the weights into memory of their own instead of mapping their file, so that a
       later change or truncation of the file has no effect; default False.
+    - `require_signature`: File of an Ed25519 public key, in PEM format: the manifest must have a signature of this key,
+      which is verified before anything in the bundle is parsed; default None: no signature is required.
     """
-    files, manifest = _with_manifest(Path(path), allow_links)
+    files, content, manifest = _with_manifest(Path(path), allow_links, require_signature)
     try:
         _verify(files, manifest, allow_links)
     except BaseException:
         files.close()
         raise
     linked = any(files.is_link(name) for name in manifest.files if name.startswith(DATA_FILE))
-    return Bundle(Path(path), manifest, files, copy_weights or linked)
+    return Bundle(Path(path), manifest, files, copy_weights or linked, content)
 
 
-def read_manifest(folder: Path, allow_links: bool = False) -> Manifest:
+def read_manifest(
+    folder: Path, allow_links: bool = False, require_signature: str | os.PathLike[str] | None = None
+) -> Manifest:
     """The manifest of a bundle folder, without checking its files."""
-    files, manifest = _with_manifest(folder, allow_links)
+    files, _, manifest = _with_manifest(folder, allow_links, require_signature)
     files.close()
     return manifest
 
@@ -99,12 +113,17 @@ def _open_folder(folder: Path, links: bool) -> OpenedFiles:
         raise BundleError(f"{folder}: {error.strerror}: expected a readable folder") from error
 
 
-def _with_manifest(folder: Path, links: bool) -> tuple[OpenedFiles, Manifest]:
+def _with_manifest(
+    folder: Path, links: bool, key_file: str | os.PathLike[str] | None
+) -> tuple[OpenedFiles, bytes, Manifest]:
     """An open folder and its manifest; opened again if an export replaces the folder meanwhile."""
     while True:
         files = _open_folder(folder, links)
         try:
-            return files, _manifest_in(files)
+            content = _manifest_content(files)
+            if key_file is not None:
+                require_signed(files, content, key_file)  # before anything in the bundle is parsed
+            return files, content, _parsed(files, content)
         except BaseException as error:
             replaced = files.replaced
             files.close()
@@ -125,12 +144,16 @@ def _verify(files: OpenedFiles, manifest: Manifest, links: bool) -> None:
         files.verify(name, record)
 
 
-def _manifest_in(files: OpenedFiles) -> Manifest:
+def _manifest_content(files: OpenedFiles) -> bytes:
     folder, file = files.path, files.path / MANIFEST_FILE
     if not os.path.lexists(file):
         hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
         raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
-    content = files.first_bytes(MANIFEST_FILE, _LARGEST_MANIFEST)
+    return files.first_bytes(MANIFEST_FILE, _LARGEST_MANIFEST)
+
+
+def _parsed(files: OpenedFiles, content: bytes) -> Manifest:
+    file = files.path / MANIFEST_FILE
     try:
         return manifest_in(content)
     except NewerSchema as error:

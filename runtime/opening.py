@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,28 +30,26 @@ def open_with_engine(
     *,
     allow_links: bool = False,
     copy_weights: bool = False,
+    require_signature: str | os.PathLike[str] | None = None,
 ) -> Opened:
     """The bundle in a folder, and its engine with the options that this bundle gets."""
+    open_again = partial(
+        open_bundle, path, allow_links=allow_links, copy_weights=copy_weights, require_signature=require_signature
+    )
     for _ in range(_ATTEMPTS - 1):
         before = _identity(path)
         try:
-            return _open(path, backend, options_for, allow_links, copy_weights)
+            return _open(open_again, backend, options_for)
         except ChangedWhileOpening:
             continue
         except BundleError:
             if _identity(path) == before:
                 raise
-    return _open(path, backend, options_for, allow_links, copy_weights)
+    return _open(open_again, backend, options_for)
 
 
-def _open(
-    path: str | os.PathLike[str],
-    backend: str,
-    options_for: Callable[[Bundle], EngineOptions],
-    allow_links: bool,
-    copy_weights: bool,
-) -> Opened:
-    bundle = open_bundle(path, allow_links=allow_links, copy_weights=copy_weights)
+def _open(open_again: Callable[[], Bundle], backend: str, options_for: Callable[[Bundle], EngineOptions]) -> Opened:
+    bundle = open_again()
     options = options_for(bundle)
     return Opened(bundle, resolve(bundle, backend, options), options)
 

@@ -31,7 +31,8 @@ LAYERS = {
     "exporter": ("graphs",),
     "runtime.engine": ("graphs.contract",),
     "runtime.opened_files": ("graphs.contract",),
-    "runtime.bundle": ("graphs.contract", "runtime.opened_files"),
+    "runtime.signed_manifest": ("graphs.contract", "runtime.opened_files"),
+    "runtime.bundle": ("graphs.contract", "runtime.opened_files", "runtime.signed_manifest"),
     "runtime.costs": (),
     "runtime.selection": ("graphs.contract", "runtime.engine"),
     "runtime.backends": (
@@ -91,13 +92,14 @@ LIBRARIES = {
     "spaceport.runtime.backends": None,
     "spaceport.runtime.sampling.vocabulary": {"numpy", "tokenizers", "llguidance"},  # an optional extra
     "spaceport.graphs.contract": {"numpy"},
+    "spaceport.graphs.contract.ed25519": {"cryptography"},  # an optional extra
 }
 
 # The recipe of the demo model: in the checkout and the sdist, not in the wheel.
 CHECKOUT_ONLY = "spaceport/tools/demo_recipe/"
 
 HEAVY = (
-    "llguidance",
+    *("cryptography", "llguidance"),
     *("onnx", "onnx_graphsurgeon", "onnxruntime", "onnxscript", "polygraphy"),
     *("tensorrt", "tensorrt_rtx", "torch", "transformers"),
 )

@@ -50,7 +50,7 @@ def test_every_exported_name_exists_and_the_list_is_sorted() -> None:
 def test_every_exported_error_is_a_spaceport_error() -> None:
     exported = [getattr(spaceport.runtime, name) for name in spaceport.runtime.__all__]
     errors = [value for value in exported if inspect.isclass(value) and issubclass(value, Exception)]
-    assert len(errors) == 13
+    assert len(errors) == 14
     assert [error for error in errors if not issubclass(error, SpaceportError)] == []
 
 

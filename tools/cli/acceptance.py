@@ -11,7 +11,15 @@ import click
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.options import PATH, Sectioned, adapter_option, json_option, remote_code_option, threads_option
+from spaceport.tools.cli.options import (
+    PATH,
+    Sectioned,
+    adapter_option,
+    json_option,
+    remote_code_option,
+    require_signature_option,
+    threads_option,
+)
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
@@ -51,6 +59,7 @@ class AcceptanceCommand(Sectioned):
     help="Backend of a bundle.",
 )
 @threads_option
+@require_signature_option
 @remote_code_option
 @click.option("--plot", type=PATH, metavar="FILE", help="Write a plot as .svg or .png.")
 @json_option("the numbers")
@@ -64,6 +73,7 @@ def command(
     max_seq_len: int | None,
     backend: str,
     threads: int,
+    require_signature: Path | None,
     plot: Path | None,
     trust_remote_code: bool,
     as_json: bool,
@@ -81,7 +91,9 @@ def command(
         stage("reading the conversations")
         conversations = read_conversations(data)[:limit]
         stage("opening the model")
-        with open_source(model, backend, max_seq_len, threads, trust_remote_code, adapter) as runtime:
+        with open_source(
+            model, backend, max_seq_len, threads, trust_remote_code, adapter, require_signature
+        ) as runtime:
             slots = slots_of(runtime, max_mask_slots)
             check_lengths(runtime, max_tokens)
             samples, counts = samples_of(runtime, conversations, data)

@@ -15,6 +15,7 @@ from spaceport.tools.cli.options import (
     backend_option,
     bundle_argument,
     json_option,
+    require_signature_option,
     threads_option,
     trust_engines_option,
 )
@@ -53,6 +54,7 @@ class Audit(Sectioned):
 @threads_option
 @trust_engines_option
 @allow_links_option
+@require_signature_option
 @json_option("the report")
 def command(
     bundle: Path,
@@ -65,6 +67,7 @@ def command(
     threads: int,
     trust_engines: bool,
     allow_links: bool,
+    require_signature: Path | None,
     as_json: bool,
 ) -> int:
     """Verify that the output of every draft mode equals plain decoding for the prompts in PROMPTS, on one backend.
@@ -73,7 +76,9 @@ def command(
     are chains, trees, prompt lookup, forks and concurrent requests. The exit code is 4 if a token is not the one that
     plain decoding chooses; near-ties, within the rounding noise of the engine, are counted apart.
     """
-    options = AuditOptions(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines, allow_links)
+    options = AuditOptions(
+        max_tokens, limit, max_seq_len, max_requests, threads, trust_engines, allow_links, require_signature
+    )
     with stages() as stage:
         report = audit_bundle(bundle, prompts, backend, options, stage)
     if as_json:

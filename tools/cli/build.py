@@ -13,6 +13,7 @@ from spaceport.exporter.tensorrt.append_graph import refuse_scatter
 from spaceport.exporter.tensorrt.build import BuildResult, build_engine, host_memory
 from spaceport.exporter.tensorrt.profiles import Shapes
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, open_library, target_of
+from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
@@ -20,7 +21,14 @@ from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
-from spaceport.tools.cli.options import Renamed, Sectioned, bundle_argument, json_option, options
+from spaceport.tools.cli.options import (
+    Renamed,
+    Sectioned,
+    bundle_argument,
+    json_option,
+    options,
+    require_signature_option,
+)
 from spaceport.tools.terminal.build_screen import building
 from spaceport.tools.terminal.screen import show_json, size
 
@@ -100,6 +108,7 @@ class Build(Sectioned):
 @click.option(
     "--refittable", is_flag=True, help="Build refittable engines, whose weights can be replaced; needs a GPU."
 )
+@require_signature_option
 @click.option("--rebuild", is_flag=True, help="Build engines again that exist already.")
 @json_option("the engines")
 def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
@@ -108,18 +117,20 @@ def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
     Export the bundle with --lowering append, and with the --dtype that the engine shall compute in.
     """
     library = open_library(given["flavour"])
-    manifest = read_manifest(bundle)
+    manifest = read_manifest(bundle, require_signature=given["require_signature"])
     refuse_scatter(bundle, manifest.signature)
     _refuse_dtype(manifest, given["dtype"])
     _refuse_integers(bundle, manifest)
     targets = _targets(library, given["asked"], given["refittable"], given["timing_cache"])
     _refuse_targets(manifest, targets)
     shapes = _shapes(manifest, given)
-    manifest = open_bundle(bundle).manifest  # last, because it hashes the weights
-    outcomes = []
+    opened = open_bundle(bundle, require_signature=given["require_signature"])  # last, because it hashes the weights
+    manifest, outcomes = opened.manifest, []
     for name in targets:
         outcomes.append(_build(bundle, manifest, library, _options(name, shapes, manifest, given), rebuild))
         _report(bundle, outcomes[-1], as_json)
+    if (bundle / SIGNATURE_FILE).exists() and any(outcome.built for outcome in outcomes):
+        click.echo(f"{bundle}: its signature no longer matches: sign it again with `spaceport sign`", err=True)
     if as_json:
         show_json({"bundle": str(bundle), "engines": [_as_dict(outcome) for outcome in outcomes]})
 

@@ -26,6 +26,7 @@ from spaceport.tools.cli.options import (
     json_option,
     refuse_unused,
     remote_code_option,
+    require_signature_option,
     threads_option,
     trust_engines_option,
 )
@@ -102,6 +103,7 @@ class Check(Sectioned):
 )
 @trust_engines_option
 @allow_links_option
+@require_signature_option
 @remote_code_option
 @json_option("the report")
 @click.pass_context
@@ -120,6 +122,7 @@ def command(
     seed: int,
     trust_engines: bool,
     allow_links: bool,
+    require_signature: Path | None,
     trust_remote_code: bool,
     as_json: bool,
 ) -> int:
@@ -130,9 +133,18 @@ def command(
     """
     _refuse_unused(context, print_polygraphy, outputs)
     options = CheckOptions(
-        checkpoint, backends, length, threads, seed, trust_remote_code, trust_engines, layers, adapter
+        checkpoint,
+        backends,
+        length,
+        threads,
+        seed,
+        trust_remote_code,
+        trust_engines,
+        layers,
+        adapter,
+        require_signature,
     )
-    opened = open_bundle(bundle, allow_links=allow_links)
+    opened = open_bundle(bundle, allow_links=allow_links, require_signature=require_signature)
     _check_length(length, opened)
     if print_polygraphy:
         show_lines(opened, checkpoint)

@@ -102,10 +102,11 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
             step_costs=given["step_costs"],
             allow_links=given["allow_links"],
             copy_weights=given["copy_weights"],
+            require_signature=given["require_signature"],
         )
     from spaceport.tools.reference import open_reference
 
-    opened = open_bundle(bundle, allow_links=given["allow_links"])
+    opened = open_bundle(bundle, allow_links=given["allow_links"], require_signature=given["require_signature"])
     length = seq_len(opened.manifest, max_seq_len)
     slots = slots_for(length, max_slots)
     capacity = capacity_for(opened.manifest, slots)

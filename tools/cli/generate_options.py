@@ -17,6 +17,7 @@ from spaceport.tools.cli.options import (
     copy_weights_option,
     json_option,
     options,
+    require_signature_option,
     step_costs_option,
     threads_option,
 )
@@ -170,6 +171,7 @@ engines = options(
     ),
     _flag("--trust-engines", "Also load TensorRT engines built on other machines: an engine file is code."),
     allow_links_option,
+    require_signature_option,
     copy_weights_option,
     threads_option,
     step_costs_option,

@@ -16,7 +16,8 @@ from spaceport.runtime.backends import trust
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
-from spaceport.tools.cli.options import allow_links_option, bundle_argument, json_option
+from spaceport.runtime.signed_manifest import SignatureState, signature_state
+from spaceport.tools.cli.options import allow_links_option, bundle_argument, json_option, require_signature_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
 
@@ -38,20 +39,29 @@ from spaceport.tools.terminal.screen import show_json, show_table, size
     help="KV cache slots for the prompt and all threads, for the memory estimate; default: --max-seq-len.",
 )
 @allow_links_option
+@require_signature_option
 @json_option("everything")
 def command(
-    bundle: Path, requests: int, max_seq_len: int | None, max_slots: int | None, allow_links: bool, as_json: bool
+    bundle: Path,
+    requests: int,
+    max_seq_len: int | None,
+    max_slots: int | None,
+    allow_links: bool,
+    require_signature: Path | None,
+    as_json: bool,
 ) -> None:
     """Verify the files of BUNDLE and show its model, graph, token ids, files, engines, memory use and check results."""
     if requests < 1:
         raise OptionFault(f"--requests is {requests}: expected at least 1")
-    opened = open_bundle(bundle, allow_links=allow_links)
+    opened = open_bundle(bundle, allow_links=allow_links, require_signature=require_signature)
+    signed = signature_of(opened)
     length = seq_len(opened.manifest, max_seq_len)
     memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
     if as_json:
         show_json(
             {
                 **opened.manifest.as_dict(),
+                "signed": signed.as_dict(),
                 "contract": contract(opened.manifest),
                 "memory": memory,
                 "limits": DEFAULT_LIMITS.as_dict(),
@@ -61,7 +71,7 @@ def command(
         )
         return
     manifest = opened.manifest
-    show_table("", ("property", "value"), list(facts(manifest).items()))
+    show_table("", ("property", "value"), [*facts(manifest).items(), ("signed by", signed)])
     show_table(
         "\nGraph",
         ("tensor", "type", "shape"),
@@ -88,6 +98,11 @@ def command(
     limits = [(name, "max_seq_len" if most is None else f"{most:,}") for name, most in DEFAULT_LIMITS.as_dict().items()]
     show_table("\nLimits of requests (defaults)", ("limit", "maximum"), limits)
     click.echo(f"\nAccuracy: {verdict(manifest, accuracy(opened))}")
+
+
+def signature_of(bundle: Bundle) -> SignatureState:
+    """Who signed a bundle, and whether the signature is valid."""
+    return SignatureState(False) if bundle.files is None else signature_state(bundle.files, bundle.manifest_content)
 
 
 def facts(manifest: Manifest) -> dict[str, object]:

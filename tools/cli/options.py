@@ -55,6 +55,12 @@ trust_engines_option = click.option(
 allow_links_option = click.option(
     "--allow-links", is_flag=True, help="Allow links as files of the bundle, as in caches of a model hub."
 )
+require_signature_option = click.option(
+    "--require-signature",
+    type=PATH,
+    metavar="PUBLIC_KEY",
+    help="Refuse the bundle unless it is signed with this key (`spaceport sign`).",
+)
 copy_weights_option = click.option(
     "--copy-weights",
     is_flag=True,

@@ -14,6 +14,7 @@ from spaceport.tools.cli.options import (
     backend_option,
     bundle_argument,
     json_option,
+    require_signature_option,
     threads_option,
     trust_engines_option,
 )
@@ -38,6 +39,7 @@ from spaceport.tools.terminal.screen import show_json, show_notes, show_table
 @backend_option
 @threads_option
 @trust_engines_option
+@require_signature_option
 @json_option("all tables")
 def command(
     bundle: Path,
@@ -47,6 +49,7 @@ def command(
     backend: str,
     threads: int,
     trust_engines: bool,
+    require_signature: Path | None,
     as_json: bool,
 ) -> None:
     """Show the step costs of BUNDLE on this machine and the drafts that pay off at given acceptance rates.
@@ -56,7 +59,12 @@ def command(
     rates = [_rates(text) for text in acceptance]
     if requests < 1 or context < 1:
         raise OptionFault(f"--requests is {requests}, --context {context}: expected at least 1 for both")
-    options = {"backend": backend, "threads": threads, "trust_engines": trust_engines}
+    options = {
+        "backend": backend,
+        "threads": threads,
+        "trust_engines": trust_engines,
+        "require_signature": require_signature,
+    }
     with Runtime.open(bundle, max_requests=requests, **options) as runtime:  # type: ignore[arg-type]
         costs, most = runtime.costs, runtime.bundle.manifest.max_mask_slots
         show_notes(runtime.notes)

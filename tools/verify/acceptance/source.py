@@ -23,6 +23,7 @@ def open_source(
     threads: int,
     remote_code: bool,
     adapter: Path | None = None,
+    require_signature: Path | None = None,
 ) -> Iterator[Runtime]:
     """A runtime over a bundle on a backend, or over a checkpoint in PyTorch; either must have mask slots."""
     if not is_checkpoint(folder):
@@ -35,10 +36,14 @@ def open_source(
                 f"--adapter {adapter} with the bundle {folder}: expected a checkpoint with it; leave it out, or export its "
                 "base model with `spaceport export --adapter`"
             )
-        _require_masks(folder, read_manifest(folder).max_mask_slots)
-        with Runtime.open(folder, backend=backend, max_seq_len=max_seq_len, threads=threads) as runtime:
+        _require_masks(folder, read_manifest(folder, require_signature=require_signature).max_mask_slots)
+        with Runtime.open(
+            folder, backend=backend, max_seq_len=max_seq_len, threads=threads, require_signature=require_signature
+        ) as runtime:
             yield runtime
         return
+    if require_signature is not None:
+        raise OptionFault(f"--require-signature: {folder} is a checkpoint, expected a bundle with it: leave it out")
     if backend != "auto":
         raise OptionFault(
             f"--backend {backend} runs bundles, {folder} is a checkpoint and runs in PyTorch: leave --backend out, "

@@ -28,6 +28,7 @@ class AuditOptions:
     threads: int = 0
     trust_engines: bool = False
     allow_links: bool = False  # whether files of the bundle may be links
+    require_signature: Path | None = None  # public key file of the signature that the bundle must have
 
     def __post_init__(self) -> None:
         for name, given in (("--max-tokens", self.max_tokens), ("--limit", self.limit)):
@@ -41,15 +42,16 @@ def audit_bundle(
     """The audit of a bundle on a backend over a prompt file."""
     prompts = read_prompts(prompt_file)[: options.limit]
     on_progress("opening the bundle")
-    requests = options.max_requests
+    requests, key = options.max_requests, options.require_signature
     with Runtime.open(
         bundle,
         backend=backend,
         max_seq_len=options.max_seq_len,
-        max_requests=requests_for(read_manifest(bundle, options.allow_links)) if requests is None else requests,
+        max_requests=requests_for(read_manifest(bundle, options.allow_links, key)) if requests is None else requests,
         threads=options.threads,
         trust_engines=options.trust_engines,
         allow_links=options.allow_links,
+        require_signature=key,
         step_costs="free",  # always draft: a draft that is skipped shows no fault
     ) as runtime:
         for note in runtime.notes:

@@ -42,6 +42,7 @@ class CheckOptions:
     trust_engines: bool = False
     layers: bool = False  # also find the first layer value that is out of tolerance
     adapter: Path | None = None  # adapter folder of the checkpoint
+    require_signature: Path | None = None  # public key file; audits open the bundle again
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < SHORTEST:

@@ -1,0 +1,172 @@
+"""Ed25519: keys in PEM files, and errors that say which file is wrong and what is expected."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+
+from spaceport.graphs.contract.ed25519 import (
+    MAX_KEY_BYTES,
+    KeyFileError,
+    PrivateKey,
+    new_private_key,
+    read_private_key,
+    read_public_key,
+)
+from spaceport.graphs.contract.faults import MissingDependency, SpaceportError
+
+MESSAGE = b"a manifest"
+
+
+@pytest.fixture(scope="module")
+def key() -> PrivateKey:
+    return new_private_key()
+
+
+def written(file: Path, content: bytes) -> Path:
+    file.write_bytes(content)
+    return file
+
+
+def test_a_signature_holds_for_its_content_and_its_key_alone(key: PrivateKey) -> None:
+    signature = key.sign(MESSAGE)
+    assert len(signature) == 64
+    assert key.public.verifies(MESSAGE, signature)
+    assert not key.public.verifies(MESSAGE + b"\n", signature)
+    assert not new_private_key().public.verifies(MESSAGE, signature)
+    for index in (0, 31, 32, 63):
+        damaged = bytearray(signature)
+        damaged[index] ^= 1
+        assert not key.public.verifies(MESSAGE, bytes(damaged))
+    for wrong in (b"", signature[:-1], signature + b"\n"):
+        assert not key.public.verifies(MESSAGE, wrong)
+
+
+def test_keys_are_read_from_the_files_that_were_written(key: PrivateKey, tmp_path: Path) -> None:
+    private = read_private_key(written(tmp_path / "private", key.pem))
+    public = read_public_key(written(tmp_path / "public", key.public.pem))
+    assert public.verifies(MESSAGE, private.sign(MESSAGE))
+    assert private.public.fingerprint == public.fingerprint == key.public.fingerprint
+
+
+def test_no_representation_shows_the_private_key(key: PrivateKey) -> None:
+    assert key.pem.splitlines()[1].decode() not in repr(key)
+
+
+def test_the_fingerprint_is_that_of_the_der_encoding(key: PrivateKey) -> None:
+    public = load_pem_public_key(key.public.pem)
+    der = public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    assert key.public.fingerprint == f"sha256:{hashlib.sha256(der).hexdigest()}"
+
+
+def rsa_key() -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(65537, 2048)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda key: key.pem, "is a private key: expected the public key"),
+        (lambda key: b"", "is not a public key in PEM format"),
+        (lambda key: key.public.pem[:-40], "is not a public key in PEM format"),
+        (lambda key: b"\x00" * (MAX_KEY_BYTES + 1), f"is longer than {MAX_KEY_BYTES} bytes"),
+        (
+            lambda key: rsa_key().public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+            "is a key of another kind: expected an Ed25519 public key",
+        ),
+    ],
+)
+def test_a_file_without_a_public_key_is_refused(
+    key: PrivateKey, tmp_path: Path, content: Callable[[PrivateKey], bytes], message: str
+) -> None:
+    file = written(tmp_path / "key.pem", content(key))
+    with pytest.raises(KeyFileError, match=message) as caught:
+        read_public_key(file)
+    assert str(file) in str(caught.value)
+    assert isinstance(caught.value, SpaceportError)
+
+
+def encrypted(key: PrivateKey) -> bytes:
+    secret = BestAvailableEncryption(b"secret")
+    return load_pem_private_key(key.pem, None).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, secret)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda key: key.public.pem, "is a public key: expected the private key"),
+        (lambda key: b"a key", "is not a private key in PEM format"),
+        (encrypted, "is encrypted: expected a key without a passphrase"),
+        (
+            lambda key: rsa_key().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+            "is a key of another kind: expected an Ed25519 private key",
+        ),
+    ],
+)
+def test_a_file_without_a_usable_private_key_is_refused(
+    key: PrivateKey, tmp_path: Path, content: Callable[[PrivateKey], bytes], message: str
+) -> None:
+    with pytest.raises(KeyFileError, match=message):
+        read_private_key(written(tmp_path / "key.pem", content(key)))
+
+
+@pytest.mark.parametrize("read", [read_public_key, read_private_key])
+def test_a_file_that_cannot_be_read_is_refused(read: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"missing: No such file or directory: expected a readable .* --new-key"):
+        read(tmp_path / "missing")
+    with pytest.raises(KeyFileError, match="Is a directory"):
+        read(tmp_path)
+    with pytest.raises(KeyFileError, match="expected a readable"):
+        read(Path("a\0b"))
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(
+    key: PrivateKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = builtins.__import__
+
+    def without(name: str, *arguments: Any, **named: Any) -> Any:
+        if name.partition(".")[0] == "cryptography":
+            raise ModuleNotFoundError("hidden", name=name)
+        return found(name, *arguments, **named)
+
+    file = written(tmp_path / "public", key.public.pem)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingDependency, match=r"signatures need the package cryptography.*pip install .*\[sign\]"):
+        read_public_key(file)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_openssl_verifies_signatures_and_makes_usable_keys(tmp_path: Path) -> None:
+    def openssl(*arguments: str) -> int:
+        return subprocess.run(["openssl", *arguments], cwd=tmp_path, capture_output=True, check=False).returncode
+
+    assert openssl("genpkey", "-algorithm", "ed25519", "-out", "private") == 0
+    assert openssl("pkey", "-in", "private", "-pubout", "-out", "public") == 0
+    assert openssl("pkey", "-pubin", "-in", "public", "-outform", "DER", "-out", "der") == 0
+    key = read_private_key(tmp_path / "private")
+    assert key.public.pem == (tmp_path / "public").read_bytes()
+    assert key.public.fingerprint == f"sha256:{hashlib.sha256((tmp_path / 'der').read_bytes()).hexdigest()}"
+    written(tmp_path / "content", MESSAGE)
+    written(tmp_path / "signature", key.sign(MESSAGE))
+    verify = ("pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", "public", "-sigfile", "signature", "-in", "content")
+    assert openssl(*verify) == 0
+    written(tmp_path / "content", MESSAGE + b".")
+    assert openssl(*verify) != 0

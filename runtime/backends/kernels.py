@@ -6,9 +6,8 @@ import contextlib
 import hashlib
 from typing import Any
 
-from spaceport.graphs.contract.atomic_file import replace_bytes
 from spaceport.runtime.backends import trust
-from spaceport.runtime.backends.private_files import make_private, read_private
+from spaceport.runtime.backends.private_files import read_private, replace_private
 
 _FOLDER = "kernels"
 _DIGEST = 32  # bytes of the SHA-256 at the start of the file
@@ -53,8 +52,7 @@ class Kernels:
         if content == self._content:
             return
         with contextlib.suppress(OSError):  # without the file, the next process compiles again
-            make_private(self._file.parent)
-            replace_bytes(self._file, hashlib.sha256(content).digest() + content)
+            replace_private(self._file, hashlib.sha256(content).digest() + content)
 
     def let_go(self) -> None:
         """Release everything of the engine, after its contexts."""

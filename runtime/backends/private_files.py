@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from spaceport.graphs.contract.atomic_file import replacing
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # neither links nor, without waiting, FIFOs
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def read_private(file: Path) -> bytes | None:
-    """The content of a file that belongs to this user alone; None if there is no such file."""
+def read_private(file: Path, most: int = -1) -> bytes | None:
+    """The content of a file that belongs to this user alone, or its first `most` bytes; None if there is no such file."""
     try:
         with _private_folder(file.parent) as folder:
             descriptor = os.open(file.name, os.O_RDONLY | _FILE, dir_fd=folder)
             with os.fdopen(descriptor, "rb") as stream:
                 _require_private(os.fstat(descriptor), stat.S_ISREG)
-                return stream.read()
+                return stream.read(most)
     except OSError:
         return None
 
@@ -34,6 +36,14 @@ def append_private(file: Path, content: bytes) -> None:
         with os.fdopen(descriptor, "ab") as stream:
             _require_private(os.fstat(descriptor), stat.S_ISREG)
             stream.write(content)  # one short line is appended atomically
+
+
+def replace_private(file: Path, content: bytes) -> None:
+    """Replace a file in one step, or create it and its folder, for this user alone; raises OSError otherwise."""
+    make_private(file.parent)
+    with replacing(file) as stream:
+        os.fchmod(stream.fileno(), 0o600)  # with a umask of 002, a file that others may write would not be read again
+        stream.write(content)
 
 
 def make_private(folder: Path) -> None:

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 
-from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends.private_files import read_private, replace_private
 from spaceport.runtime.backends.timing import batched_requests, measure
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, CostTable, Points, StepCosts, fixed_costs
@@ -35,16 +35,17 @@ def step_costs(bundle: Bundle, backend: str, engine: Engine, options: EngineOpti
     table = load(file)
     if table is None or table.requests != batched_requests(engine):
         table = measure(engine)
-        with suppress(OSError):  # full disk or read-only folder: they are measured again next time
+        with suppress(
+            OSError
+        ):  # full disk, read-only folder or that of another user: they are measured again next time
             store(file, table)
     return StepCosts(table)
 
 
 def load(file: Path) -> CostTable | None:
-    """The table in a file; None if there is no valid one."""
+    """The table in a file; None if there is no valid one, or if another user may have written it."""
     try:
-        with file.open("rb") as stream:
-            found = json.loads(stream.read(_MOST_BYTES))
+        found = json.loads(read_private(file, _MOST_BYTES) or b"")
         if found.pop("schema") != _SCHEMA:
             return None
         return CostTable(
@@ -55,14 +56,13 @@ def load(file: Path) -> CostTable | None:
             slot=float(found["slot"]),
             row_slot=float(found["row_slot"]),
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
 
 def store(file: Path, table: CostTable) -> None:
     """Write a table; other processes may do so at the same time."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(file, json.dumps({"schema": _SCHEMA, **asdict(table)}))
+    replace_private(file, json.dumps({"schema": _SCHEMA, **asdict(table)}).encode())
 
 
 def cache_folder() -> Path:

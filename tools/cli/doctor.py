@@ -22,6 +22,7 @@ from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.backends.private_files import problem_of
+from spaceport.runtime.backends.step_costs import cache_folder
 from spaceport.runtime.backends.trust import state_folder
 from spaceport.tools.cli.exit_codes import MISSING, OK
 from spaceport.tools.cli.options import json_option
@@ -180,8 +181,8 @@ def _problems() -> list[dict[str, Any]]:
         reason, commands = split_commands(clash)
         repair = f"{reason}: uninstall both, then install one of them"
         found.append({"problem": repair, "commands": [*commands, install_command("cpu"), install_command("gpu")]})
-    if (problem := problem_of(state_folder())) is not None:
-        found.append({"problem": problem, "commands": []})
+    problems = [problem_of(folder) for folder in (state_folder(), cache_folder())]
+    found += [{"problem": problem, "commands": []} for problem in problems if problem is not None]
     return found
 
 

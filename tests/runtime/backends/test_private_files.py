@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.runtime.backends.private_files import append_private, problem_of, read_private
+from spaceport.runtime.backends.private_files import append_private, problem_of, read_private, replace_private
 
 
 @pytest.fixture
@@ -25,6 +25,23 @@ def test_what_was_appended_can_be_read_by_this_user_alone(file: Path) -> None:
     assert problem_of(file.parent) is None
     assert problem_of(file.parent / "nothing") is None
     assert read_private(file.with_name("nothing")) is None
+
+
+def test_a_replaced_file_can_be_read_by_this_user_alone(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "table"
+    previous = os.umask(0)
+    try:
+        for content in (b"one", b"two"):
+            replace_private(file, content)
+    finally:
+        os.umask(previous)
+    assert read_private(file) == b"two"
+    assert read_private(file, 2) == b"tw"
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    file.parent.chmod(0o777)
+    with pytest.raises(PermissionError, match="other users may write to it"):
+        replace_private(file, b"three")
+    assert file.read_bytes() == b"two"
 
 
 def link(path: Path) -> None:

@@ -54,6 +54,37 @@ def test_a_damaged_file_is_no_table(tmp_path: Path, text: str) -> None:
     assert load(tmp_path) is None
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022])
+def test_a_table_is_this_users_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    file = tmp_path / "costs" / "table.json"
+    previous = os.umask(umask)
+    try:
+        store(file, TABLE)
+        store(file, TABLE)
+    finally:
+        os.umask(previous)
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert load(file) == TABLE
+
+
+def test_a_table_that_another_user_could_have_written_is_not_used(tmp_path: Path) -> None:
+    file = tmp_path / "costs" / "table.json"
+    store(file, TABLE)
+    file.chmod(0o666)
+    assert load(file) is None
+    store(file, TABLE)
+    assert load(file) == TABLE
+    file.parent.chmod(0o777)
+    assert load(file) is None
+    with pytest.raises(PermissionError, match="other users may write to it"):
+        store(file, TABLE)
+
+
+def test_a_fifo_instead_of_a_table_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "table.json")
+    assert load(tmp_path / "table.json") is None
+
+
 def test_costs_are_measured_once_for_a_bundle(tiny_bundle: Path, cache: Path) -> None:
     def opened(max_requests: int = 1) -> CostTable:
         with Runtime.open(tiny_bundle, max_seq_len=128, threads=1, max_requests=max_requests) as runtime:

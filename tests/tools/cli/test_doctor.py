@@ -97,6 +97,10 @@ def test_a_state_folder_that_others_may_write_to_is_a_problem(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "spaceport").mkdir()
     (tmp_path / "spaceport").chmod(0o777)
+    (tmp_path / "spaceport" / "step-costs").mkdir()
+    (tmp_path / "spaceport" / "step-costs").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run(["doctor", "--json"]) == MISSING
-    (problem,) = json.loads(capfd.readouterr().out)["problems"]
-    assert "other users may write to it: expected a folder of this user" in problem["problem"]
+    problems = json.loads(capfd.readouterr().out)["problems"]
+    for folder, problem in zip(("spaceport", "step-costs"), problems, strict=True):
+        assert f"{folder}: other users may write to it: expected a folder of this user" in problem["problem"]

@@ -56,6 +56,12 @@ class Batch:
         return [(tensor.name, getattr(self, tensor.name)) for tensor in signature.rows]
 
 
+def slots_in_order(slots: NDArray[np.int64]) -> int:
+    """How many of the first slots are 0, 1, 2, and so on."""
+    (moved,) = np.nonzero(slots != np.arange(slots.size))
+    return int(moved[0]) if moved.size else slots.size
+
+
 class Engine(Protocol):
     """Runs calls on KV buffers that it owns; requests are numbered from 0."""
 
@@ -90,6 +96,12 @@ class Engine(Protocol):
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         """Copy KV slots in all layers, for the requests from `first` on."""
+
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        """Copy these KV slots of a request to the lowest slots of another one, in all layers and in this order.
+
+        It may be the same request: all slots are read before any is written.
+        """
 
     def clear(self, request: int) -> None:
         """Zero the KV buffers of a request, since NaN in them would spread to the next request."""

@@ -163,6 +163,19 @@ class DeviceEngine:
                 f"onnxruntime on {self.device}: a scatter-lowered graph writes rows anywhere, nothing moves"
             )
 
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        """Copy KV slots through host memory, since onnxruntime copies none between parts of a device buffer."""
+        heads, size = self.signature.kv_heads, self._bytes_of_request // self.signature.kv_heads
+        row = size // self.capacity
+        for index in range(2 * self.signature.layers):
+            for head in range(heads):
+                begin, target_at = (
+                    self._kv.data_ptr() + ((index * self.requests + request) * heads + head) * size
+                    for request in (source, target)
+                )
+                found = self._view(begin, (int(slots.max()) + 1) * row).numpy().reshape(-1, row)[slots]
+                self._view(target_at, slots.size * row).update_inplace(found.reshape(-1))
+
     def clear(self, request: int) -> None:
         size = self._bytes_of_request
         zeros = np.zeros(size, np.uint8)

@@ -21,7 +21,7 @@ from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.external_data import external_files
 from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, Moves
+from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, Moves, slots_in_order
 from spaceport.runtime.opened_files import OpenedFiles
 
 # onnxruntime's exceptions have no common base class; broken files also raise Python's own.
@@ -89,6 +89,13 @@ class OnnxRuntimeEngine:
         for request, (sources, targets) in enumerate(moves, first):
             if sources.size:
                 self._kv[:, request, :, targets] = self._kv[:, request, :, sources]
+
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        same = slots_in_order(slots)  # a slice is copied faster than slots one by one
+        rest = self._kv[:, source][:, :, slots[same:]]
+        if source != target:
+            self._kv[:, target, :, :same] = self._kv[:, source, :, :same]
+        self._kv[:, target, :, same : slots.size] = rest
 
     def clear(self, request: int) -> None:
         self._kv[:, request] = 0

@@ -133,6 +133,10 @@ class TensorRtEngine:
         with self._device.working():
             move_slots(self._kv, first, moves)
 
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        with self._device.working():
+            copy_slots(self._kv, source, target, slots)
+
     def clear(self, request: int) -> None:
         with self._device.working():
             self._kv[:, request] = 0
@@ -232,6 +236,11 @@ def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
     sources, targets = (np.concatenate([move[side] for move in busy]) for side in (1, 2))
     where = torch.from_numpy(np.stack((lines, sources, targets))).to(kv.device)
     kv[:, where[0], :, where[2]] = kv[:, where[0], :, where[1]]
+
+
+def copy_slots(kv: torch.Tensor, source: int, target: int, slots: NDArray[np.int64]) -> None:
+    """Copy slots of a request to the lowest ones of another in all layers; kv is 2L x requests x Hkv x S x D."""
+    kv[:, target, :, : slots.size] = kv[:, source][:, :, torch.from_numpy(slots).to(kv.device)]
 
 
 def open_engine(bundle: Bundle, options: EngineOptions, flavour: Flavour) -> TensorRtEngine:

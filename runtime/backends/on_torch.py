@@ -52,6 +52,10 @@ class TorchEngine:
                 moved = self._kv[:, request, :, torch.from_numpy(sources).to(self.device)]
                 self._kv[:, request, :, torch.from_numpy(targets).to(self.device)] = moved
 
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        copied = self._kv[:, source][:, :, torch.from_numpy(slots).to(self.device)]
+        self._kv[:, target, :, : slots.size] = copied
+
     def clear(self, request: int) -> None:
         self._kv[:, request] = 0
 

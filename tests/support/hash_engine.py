@@ -125,6 +125,7 @@ class HashEngine:
     costs: Costs = FREE_ROWS
     notes: tuple[str, ...] = ()
     owner: Callable[[int], object] = int  # request that uses an index of the engine now
+    copied: list[tuple[int, int, int]] = field(default_factory=list)  # source, target and slots of each copy
 
     def __post_init__(self) -> None:
         self.signature = Signature(1, 1, 1, VOCAB, "float32", self.lowering, self.language.window)
@@ -151,6 +152,12 @@ class HashEngine:
                 cells[source] = None
             for target, cell in zip(targets, moved, strict=True):
                 cells[target] = cell
+
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        copied = [self._cells[source][slot] for slot in slots]
+        assert None not in copied, "a slot that holds nothing is copied"
+        self.copied.append((source, target, slots.size))
+        self._cells[target][: slots.size] = copied
 
     def clear(self, request: int) -> None:
         self._cells[request] = [None] * self.capacity

@@ -45,6 +45,9 @@ class SpoiltEngine:
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         self.inner.move(first, moves)
 
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        self.inner.copy(source, target, slots)
+
     def clear(self, request: int) -> None:
         self.cleared += 1
         self.inner.clear(request)

@@ -86,6 +86,10 @@ class SyntheticEngine:
         if self._inner is not None:
             self._inner.move(first, moves)
 
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        if self._inner is not None:
+            self._inner.copy(source, target, slots)
+
     def clear(self, request: int) -> None:
         if self._inner is not None:
             self._inner.clear(request)

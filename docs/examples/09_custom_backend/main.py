@@ -62,6 +62,11 @@ class MarkovEngine:
             self.tokens[request, targets] = self.tokens[request, sources]
             self.positions[request, targets] = self.positions[request, sources]
 
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        """Copy slots to the lowest ones of another request; called with a prefix cache only."""
+        self.tokens[target, : slots.size] = self.tokens[source, slots]
+        self.positions[target, : slots.size] = self.positions[source, slots]
+
     def clear(self, request: int) -> None:
         self.tokens[request] = self.positions[request] = 0
 

@@ -75,6 +75,9 @@ class Recorder:
             self._moves.extend((request, int(s), int(t)) for s, t in zip(sources, targets, strict=True))
         self.engine.move(first, moves)
 
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        raise NotImplementedError("the cases use no prefix cache: a copy would have to be recorded like moves")
+
     def clear(self, request: int) -> None:
         self.engine.clear(request)
 

@@ -16,6 +16,7 @@ from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Draft, DraftConfig
 from spaceport.runtime.decode.drafter import Drafter, drafter_for
 from spaceport.runtime.decode.events import Listener, NullListener
+from spaceport.runtime.decode.kv_prefix import KvPrefix, kv_prefix
 from spaceport.runtime.decode.plan import Part, Plan, plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing
 from spaceport.runtime.decode.selector import TokenSelector
@@ -40,6 +41,7 @@ class RequestConfig:
     max_threads: int = 1  # maximum threads that decode at the same time; the others wait
     echo: int | None = None  # position of the first prompt token whose logits observers get
     end: frozenset[int] = frozenset()
+    cache_salt: str | None = None  # requests of one salt reuse each other's KV rows; None: it reuses and leaves none
 
 
 class ScheduledStep(NamedTuple):
@@ -101,6 +103,7 @@ class Request:
         self.selects = getattr(config.selector, "selects", False) and not (
             config.echo is not None or any(getattr(observer, "needs_logits", True) for observer in observers)
         )
+        self.prefix: KvPrefix | None = None  # what later requests may reuse, once it has ended
         self._listener = listener or NullListener()
         self._drafter = drafter or drafter_for(config.draft_config, config.planner, config.kind)
         self._generated = 0  # tokens, of all threads
@@ -122,6 +125,18 @@ class Request:
         """Number of prompt rows before the first one whose logits are needed."""
         root, echo = self.threads[0], self.config.echo
         return max(0, (len(root.tokens) if echo is None else echo) - root.fed)
+
+    @property
+    def reusable(self) -> list[int]:
+        """The first prompt tokens whose rows need not be computed: no logits of them are needed."""
+        root, echo = self.threads[0], self.config.echo
+        return root.tokens[: root.start - 1 if echo is None else echo]
+
+    def reuse(self, count: int) -> None:
+        """Start behind the first prompt tokens, whose rows are in the lowest KV slots already."""
+        root = self.threads[0]
+        root.sees[self.slots.take(np.arange(count))] = True
+        root.fed = self.statistics.cached_tokens = count
 
     def draft(self, prefill_rows: int, call: SharedCall | None = None) -> list[Draft]:
         """The drafts of the live threads; in a call with other requests, a single thread gets the rows that they agree on."""
@@ -266,6 +281,8 @@ class Request:
     def _end(self, thread: Thread, ending: Ending) -> None:
         if thread.ending is None:
             thread.ending = ending
+            if self.config.cache_salt is not None and all(other.ending is not None for other in self.threads):
+                self.prefix = kv_prefix(thread, self.slots)  # of the last thread to end: it still holds its slots
             self.slots.release(thread.held)
             thread.sees[:] = False
             self._listener.on_end(thread)

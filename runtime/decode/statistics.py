@@ -14,6 +14,7 @@ class Statistics:
     """Counts and times of a request so far; a step in which the request failed adds its time only.
 
     - `prompt_tokens`: Number of prompt tokens.
+    - `cached_tokens`: Number of prompt tokens whose KV rows were reused from the prefix cache.
     - `prompt_steps`: Prefill steps: they fed a part of the prompt and generated nothing.
     - `steps`: Decode steps: they generated at least one token.
     - `tokens`: Generated tokens of all threads.
@@ -33,6 +34,7 @@ class Statistics:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     prompt_steps: int = 0
     steps: int = 0
     tokens: int = 0

@@ -1,34 +1,129 @@
-"""Buffers: the free KV buffers of an engine, by their index."""
+"""Buffers: the free KV buffers of an engine, and which of them a request gets."""
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from collections.abc import Collection
+from typing import NamedTuple
 
+from spaceport.runtime.decode.kv_prefix import in_order
+from spaceport.runtime.decode.request import Request
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.scheduling.prefix_cache import NO_MATCH, PrefixCache
+from spaceport.runtime.scheduling.radix_tree import Match
+
+_LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
+
+
+class Placement(NamedTuple):
+    """The KV buffers that a request gets, and the prompt tokens that it reuses."""
+
+    index: int
+    donor: int = -1  # index of the buffers that hold the reused rows; may be `index`
+    length: int = 0  # reused tokens
 
 
 class FreeBuffers:
-    """The KV buffers that no request uses."""
+    """The KV buffers that no request uses; their contents stay reusable until a request gets them."""
 
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count))  # heap of indices
+    def __init__(self, count: int, cache: PrefixCache | None = None) -> None:
+        self._free = set(range(count))
         self._spoilt: set[int] = set()  # free indices whose buffers may hold NaN, to be cleared before they are used
+        self._cache = cache
 
     def __len__(self) -> int:
         return len(self._free)
 
-    def take(self) -> int:
-        """The index of the buffers that the next request gets: the lowest one, so that calls have few idle requests."""
-        return heappop(self._free)
+    @property
+    def cached_tokens(self) -> int:
+        """Number of tokens in free buffers that a request with the same beginning would reuse."""
+        return 0 if self._cache is None else self._cache.tokens(tuple(self._free))
 
-    def prepare(self, engine: Engine, index: int) -> None:
-        """Make taken buffers usable; raises the engine's error."""
+    def take(self, request: Request, running: Collection[int]) -> Placement:
+        """The buffers for a request, beside those of the running ones."""
+        placement = Placement(min(self._free)) if self._cache is None else self._choose(self._cache, request, running)
+        self._free.remove(placement.index)
+        return placement
+
+    def prepare(self, engine: Engine, request: Request, placement: Placement) -> None:
+        """Copy the reused rows to the lowest slots, or clear what may be NaN; raises the engine's error."""
+        index, donor, length = placement
         if index in self._spoilt:
             engine.clear(index)
             self._spoilt.remove(index)
+        if self._cache is None:
+            return
+        self._cache.queried_tokens += request.statistics.prompt_tokens
+        if not length:
+            self._cache.forget(index)
+            return
+        found = self._cache[donor].prefix.cut(length)
+        if donor != index or found.tokens_in_order < length:
+            self._cache.forget(index)
+            engine.copy(donor, index, found.slots)
+        request.reuse(length)
+        self._cache.hits += 1
+        self._cache.hit_tokens += length
+        self.store_prompt(index, request)
 
-    def release(self, index: int, spoilt: bool) -> None:
+    def store_prompt(self, index: int, request: Request) -> None:
+        """Let others reuse the prompt rows that a request has computed and that have led to logits without NaN."""
+        salt, root = request.config.cache_salt, request.threads[0]
+        if self._cache is not None and salt is not None and request.live:
+            known = request.statistics.cached_tokens if request.prefilling else root.start
+            self._cache.store(index, salt, in_order(root.tokens[:known]))
+
+    def release(self, index: int, request: Request, spoilt: bool) -> None:
         """Take back the buffers of a request that has ended; `spoilt`: they may hold NaN."""
         if spoilt:
             self._spoilt.add(index)
-        heappush(self._free, index)
+        if self._cache is not None:
+            salt, prefix = request.config.cache_salt, request.prefix
+            if spoilt or salt is None or prefix is None:
+                self._cache.forget(index)
+            else:
+                self._cache.store(index, salt, prefix)
+        self._free.add(index)
+
+    def forget_prefixes(self) -> None:
+        """Reuse nothing that is in the buffers now."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    def _choose(self, cache: PrefixCache, request: Request, running: Collection[int]) -> Placement:
+        """Buffers near the running ones, since calls pad the requests between; among equals the least recently used.
+
+        Buffers of which the request reuses at least half are taken over. Otherwise their rows are copied, so that they
+        stay reusable for others.
+        """
+        salt = request.config.cache_salt
+        match = NO_MATCH if salt is None else cache.longest(salt, request.reusable)
+
+        low, high = min(running, default=0), max(running, default=0)
+
+        def span(index: int) -> int:
+            """Number of requests in a call of the running ones and this one, idle ones between them included."""
+            return max(index, high) - min(index, low) + 1 if running else 1
+
+        index = min(self._free, key=lambda one: (span(one), cache[one].used if one in cache else -1, one))
+        whole = [donor for donor in match.holders & self._free if match.length * 2 >= len(cache[donor].prefix.tokens)]
+        near = [donor for donor in whole if span(donor) == span(index)]
+        if near:
+            index = min(near, key=lambda one: len(cache[one].prefix.tokens))
+        donor = self._donor(cache, match, index)
+        if index in cache and donor != index:
+            cache.evictions += 1
+        if donor < 0:
+            return Placement(index)
+        if donor != index and donor in whole:
+            cache.demote(donor)  # the copy takes its part
+        else:
+            cache.touch(donor)
+        return Placement(index, donor, match.length)
+
+    def _donor(self, cache: PrefixCache, match: Match, index: int) -> int:
+        """The buffers whose rows are reused: those of the request itself, if they have them; -1: none are."""
+        if index in match.holders:
+            return index
+        if match.length < _LEAST_COPIED:
+            return -1
+        return max(match.holders, key=lambda holder: (holder not in self._free, cache[holder].used))

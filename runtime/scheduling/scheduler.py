@@ -16,10 +16,11 @@ from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.costs import StepCosts, fixed_costs
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
-from spaceport.runtime.engine import Engine
-from spaceport.runtime.scheduling.buffers import FreeBuffers
+from spaceport.runtime.engine import Engine, EngineFault
+from spaceport.runtime.scheduling.buffers import FreeBuffers, Placement
 from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.fair_rows import FairRows
+from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.status import TokenMeter
 from spaceport.runtime.scheduling.task import Task
 from spaceport.runtime.scheduling.watchdog import Heartbeat
@@ -49,6 +50,7 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         costs: StepCosts | None = None,
         queued_tokens: int | None = None,  # maximum prompt tokens of waiting requests; None: any number
+        cache: PrefixCache | None = None,
     ) -> None:
         self.engine = engine
         self.queue_limit = queue_limit
@@ -59,7 +61,8 @@ class Scheduler:
         self._waiting: deque[Task] = deque()
         self._lock = Lock()  # guards the waiting tasks
         self._running: dict[int, Task] = {}  # by index in the engine; the first one gets the next prefill chunk
-        self._buffers = FreeBuffers(engine.requests)
+        self.cache = cache
+        self.buffers = FreeBuffers(engine.requests, cache)
         self.heartbeat = Heartbeat()
         self.meter = TokenMeter()
         self.ended = self.failed = 0  # requests
@@ -84,9 +87,9 @@ class Scheduler:
     def submit(self, task: Task) -> None:
         """Queue a request."""
         with self._lock:
-            if len(self._waiting) >= self.queue_limit + len(self._buffers):
+            if len(self._waiting) >= self.queue_limit + len(self.buffers):
                 raise QueueFull(
-                    f"{len(self._waiting) - len(self._buffers)} requests wait already, queue_limit is {self.queue_limit}: try again later, or "
+                    f"{len(self._waiting) - len(self.buffers)} requests wait already, queue_limit is {self.queue_limit}: try again later, or "
                     "raise queue_limit or max_requests"
                 )
             self._check_tokens(task)
@@ -94,7 +97,7 @@ class Scheduler:
 
     def _check_tokens(self, task: Task) -> None:
         """Raise `QueueFull` if all waiting requests have too many prompt tokens; a single one may have any number."""
-        if self._queued_tokens is None or len(self._waiting) <= len(self._buffers):
+        if self._queued_tokens is None or len(self._waiting) <= len(self.buffers):
             return
         count = sum(each.request.statistics.prompt_tokens for each in (*self._waiting, task))
         if count > self._queued_tokens:
@@ -125,6 +128,7 @@ class Scheduler:
             statistics.seconds = ended - task.submitted
             if not statistics.first_token_seconds and not request.prefilling:
                 statistics.first_token_seconds = statistics.seconds
+                self.buffers.store_prompt(index, request)
             self._report(task)
         return len(inputs)
 
@@ -132,6 +136,7 @@ class Scheduler:
         """Fail all waiting and running requests with this error."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
+        self.buffers.forget_prefixes()
         for task in (*waiting, *self._running.values()):
             self._give_up(task, error)
             self._report(task)
@@ -159,36 +164,36 @@ class Scheduler:
             with self._lock:
                 tasks = [*self._waiting, *tasks]
         gone = [task for task in tasks if task.cancelled or (task.deadline is not None and now >= task.deadline)]
-        if not gone:
-            return
         for task in gone:
             try:
                 task.request.finish("cancelled" if task.cancelled else "deadline")
             except Exception as error:  # noqa: BLE001  (an error of its listener fails the request)
                 self._give_up(task, error)
             self._report(task)
-        with self._lock:
-            self._waiting = deque(task for task in self._waiting if not task.done)
+        if gone:
+            with self._lock:
+                self._waiting = deque(task for task in self._waiting if not task.done)
 
     def _admit(self) -> None:
         """Give free KV buffers to waiting requests, first come, first served."""
         while self._waiting and (admitted := self._next()) is not None:
-            index, task = admitted
-            self._running[index] = task
+            placement, task = admitted
+            self._running[placement.index] = task
             task.request.statistics.waiting_seconds = perf_counter() - task.submitted
             try:
-                self._buffers.prepare(self.engine, index)
+                self.buffers.prepare(self.engine, task.request, placement)
             except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
                 self._give_up(task, error)
                 self._report(task)
 
-    def _next(self) -> tuple[int, Task] | None:
+    def _next(self) -> tuple[Placement, Task] | None:
         with self._lock:
-            if not self._buffers or not self._waiting:
+            if not self.buffers or not self._waiting:
                 return None
             task = self._waiting.popleft()
-            task.index = self._buffers.take()
-            return task.index, task
+            placement = self.buffers.take(task.request, self._running.keys())
+            task.index = placement.index
+            return placement, task
 
     def _inputs(self) -> list[StepInput]:
         """The requests of this round, in the order of their indices."""
@@ -244,6 +249,8 @@ class Scheduler:
 
     def _failed(self, index: int, error: Exception) -> None:
         self._check_abandoned()
+        if isinstance(error, EngineFault):  # the state of the engine is not known
+            self.buffers.forget_prefixes()
         self._give_up(self._running[index], error)
 
     def _give_up(self, task: Task, error: BaseException) -> None:
@@ -271,7 +278,7 @@ class Scheduler:
         if task.index is not None and self._running.get(task.index) is task:
             del self._running[task.index]
             # rows of a prefill chunk have no logits that would show NaN
-            self._buffers.release(task.index, task.fault is not None or task.request.prefilling)
+            self.buffers.release(task.index, task.request, task.fault is not None or task.request.prefilling)
 
     def _count(self, task: Task) -> None:
         self.ended += 1

@@ -17,6 +17,7 @@ from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.task import Task
 from support.hash_engine import HashEngine, Language, Tree, request_for
@@ -42,6 +43,7 @@ class Arrival:
     patience: int | None = None  # rounds after which its deadline passes
     trouble: Trouble | None = None
     when: int = 0  # calls that succeed before one fails
+    salt: str | None = None  # of the prefix cache; None: it takes no part
 
     def alone(self, language: Language) -> Tree:
         """The output of each of its threads without failures."""
@@ -114,7 +116,13 @@ class SharedEngine(HashEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.owner = lambda index: id(self.tenant(index))
+        self.owner = self._owner_of
+
+    def _owner_of(self, index: int) -> object:
+        """The salt of the request that uses an index, whose rows others of this salt may see; else the request itself."""
+        tenant = self.tenant(index)
+        salt = None if tenant is None else tenant.config.cache_salt
+        return id(tenant) if salt is None else salt
 
     def tenant(self, index: int) -> Request | None:
         """The request that holds slots of an index; there is never more than one."""
@@ -169,6 +177,7 @@ class Scene:
         queue_limit: int = 10**6,
         faulty: int | None = None,
         row_cost: float = 0.0,  # in plain steps
+        cache: PrefixCache | None = None,
     ) -> None:
         self.language, self.arrivals = language, arrivals
         self.alone = [arrival.alone(language) for arrival in arrivals]
@@ -177,7 +186,9 @@ class Scene:
         self.engine = SharedEngine(language, longest + widest + 1, requests, lowering, faulty=faulty)
         self.now = 0
         costs = fixed_costs(row_cost)
-        self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs)
+        self.scheduler = Scheduler(
+            self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs, cache=cache
+        )
         self.tasks = [self._task(*numbered) for numbered in enumerate(arrivals)]
         self.engine.guests.extend(self.tasks)
         self.reports: list[list[bool]] = [[] for _ in self.tasks]  # for each task: whether it was done at each report
@@ -226,7 +237,9 @@ class Scene:
         )
         if arrival.trouble == "choice":
             request.config = replace(request.config, selector=RaisingChoice(fuse, request.config.selector))
-        elif arrival.trouble == "number":
+        if arrival.salt is not None:
+            request.config = replace(request.config, cache_salt=arrival.salt)
+        if arrival.trouble == "number":
             self.engine.poisoned[id(request)] = arrival.when
 
         def on_progress(done: bool) -> None:

@@ -15,7 +15,7 @@ from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.generation import Completion
-from spaceport.runtime.scheduling.scheduler import QueueFull
+from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed

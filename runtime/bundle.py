@@ -50,6 +50,15 @@ class Bundle:
         """The content of a file that the manifest lists, exactly as it was verified."""
         return (self.path / name).read_bytes() if self.files is None else self.files.read(name)
 
+    @property
+    def maybe_changed(self) -> bool:
+        """Whether `require_unchanged` raises, or reads whole files first."""
+        return (
+            self.files is not None
+            and not self.copies_weights
+            and not all(self.files.has_stamp(name) for name in self.manifest.files if name.startswith(DATA_FILE))
+        )
+
     def require_unchanged(self) -> None:
         """Raise if weights that engines may still read from their files were changed since the bundle was opened."""
         if self.files is not None and not self.copies_weights:

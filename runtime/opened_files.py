@@ -127,11 +127,16 @@ class OpenedFiles:
         if _stamp(named) != opened.stamp or _stamp(os.fstat(opened.descriptor)) != opened.stamp:
             raise ChangedWhileOpening(f"{self.path / name}: was changed or replaced while it was opened: open it again")
 
+    def has_stamp(self, name: str) -> bool:
+        """Whether the metadata of a verified file says that it has not changed."""
+        opened = self._files[name]
+        return self._changed is None and _stamp(os.fstat(opened.descriptor)) == opened.stamp
+
     def require_unchanged(self, name: str) -> None:
         """Raise if a verified file has other content now; after a change of its metadata only, it is hashed again."""
-        opened = self._files[name]
-        if self._changed is None and _stamp(os.fstat(opened.descriptor)) == opened.stamp:
+        if self.has_stamp(name):
             return
+        opened = self._files[name]
         with self._lock:
             stamp = _stamp(os.fstat(opened.descriptor))
             if self._changed is None and stamp != self._files[name].stamp:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from queue import SimpleQueue
-from time import monotonic
 from types import TracebackType
-from typing import TypeVar
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends.engine_options import EngineOptions
@@ -25,10 +22,11 @@ from spaceport.runtime.opening import open_with_engine
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
-from spaceport.runtime.scheduling.generation import Completion, Delivery, ScoringTask
+from spaceport.runtime.scheduling.generation import Completion, Delivery
+from spaceport.runtime.scheduling.intake import Intake
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.status import RuntimeStatus
-from spaceport.runtime.scheduling.stream import AsyncStream, Stream, deliver_to_loop
+from spaceport.runtime.scheduling.stream import AsyncStream, Stream, deliver_to_loop, settled_event
 from spaceport.runtime.scheduling.worker import Worker
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import open_tokenizer
@@ -38,7 +36,6 @@ MOST_REQUESTS = 1024  # against typing errors that would allocate all memory
 
 
 _DEFAULTS = Decoding()
-_Admitted = TypeVar("_Admitted")
 _log = logging.getLogger("spaceport.runtime")
 
 
@@ -79,6 +76,7 @@ class Runtime:
         queued = limits.queued_requests if queue_limit is None else queue_limit
         scheduler = Scheduler(engine, queued, prompt_rows, costs=self.costs, queued_tokens=limits.queued_prompt_tokens)
         self._worker = Worker(scheduler, call_timeout=call_timeout)
+        self._intake = Intake(bundle, self._admission, self._worker)
 
     @classmethod
     def open(
@@ -167,35 +165,30 @@ class Runtime:
 
     def stream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Stream:
         """A stream of the pieces of a completion, while it is generated."""
-        self._worker.check_process()
         deliveries: SimpleQueue[Delivery | None] = SimpleQueue()
-        self.bundle.require_unchanged()
-        generation = self._admission.generation(prompt, decoding, deliveries.put)
-        self._worker.submit(generation)
-        return Stream(generation, deliveries)
+        submission = self._intake.generation(prompt, decoding, deliveries.put)
+        self._intake.admit(submission)
+        return Stream(submission, deliveries)
 
     async def agenerate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The completion of a prompt, for asyncio; cancelling the call cancels the request."""
-        self._worker.check_process()
-        deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
-        put = deliver_to_loop(deliveries, asyncio.get_running_loop())
-        self.bundle.require_unchanged()
-        generation = await self._admitted(
-            prompt, partial(self._admission.generation, prompt, decoding, put, submitted=monotonic())
-        )
-        self._worker.submit(generation)
-        async with AsyncStream(generation, deliveries) as stream:
+        async with self.astream(prompt, decoding) as stream:
             return await stream.completion()
 
     def astream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> AsyncStream:
-        """A stream for asyncio: `async for piece in runtime.astream(prompt)`."""
-        self._worker.check_process()
-        deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
-        put = deliver_to_loop(deliveries, asyncio.get_running_loop())
-        self.bundle.require_unchanged()
-        generation = self._admission.generation(prompt, decoding, put)
-        self._worker.submit(generation)
-        return AsyncStream(generation, deliveries)
+        """A stream for asyncio: `async for piece in runtime.astream(prompt)`.
+
+        Text and messages are tokenized on another OS thread; `await stream.submitted()` waits for that and raises the
+        error of an invalid request, as the first piece does.
+        """
+        loop, deliveries = asyncio.get_running_loop(), asyncio.Queue[Delivery | None]()
+        timers: list[asyncio.TimerHandle] = []
+        settled, on_settled = settled_event(loop, timers)
+        submission = self._intake.generation(prompt, decoding, deliver_to_loop(deliveries, loop), on_settled)
+        self._intake.admit_elsewhere(submission, prompt, decoding)
+        if decoding.timeout is not None and not submission.settled:
+            timers.append(loop.call_later(decoding.timeout, self._intake.expire, submission))
+        return AsyncStream(submission, deliveries, settled, self._intake.discard)
 
     def score(
         self,
@@ -206,7 +199,9 @@ class Runtime:
         parse_special: bool = False,
     ) -> Score:
         """Log probability of each token of a continuation, or of the prompt itself; `top` most probable tokens with each."""
-        task = self._submit_scoring(prompt, continuation, top, parse_special)
+        submission = self._intake.scoring(prompt, continuation, top, parse_special)
+        self._intake.admit(submission)
+        task = submission.submitted
         try:
             task.fed.result()
         finally:
@@ -222,14 +217,18 @@ class Runtime:
         parse_special: bool = False,
     ) -> Score:
         """Log probabilities of given text, for asyncio; see `score`."""
-        self._worker.check_process()
-        self.bundle.require_unchanged()
-        task = await self._admitted(prompt, partial(self._admission.scoring, prompt, continuation, top, parse_special))
-        self._worker.submit(task)
+        settled, on_settled = settled_event(asyncio.get_running_loop())
+        submission = self._intake.scoring(prompt, continuation, top, parse_special, on_settled)
+        self._intake.admit_elsewhere(submission, prompt)
         try:
+            await settled.wait()
+            if submission.fault is not None:
+                raise submission.fault
+            task = submission.submitted
             await asyncio.wrap_future(task.fed)
         finally:
-            task.cancelled = True
+            submission.cancel()
+            self._intake.discard(submission)
         return task.scoring.score()
 
     def tokens_of(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
@@ -237,6 +236,7 @@ class Runtime:
 
         Special tokens that text or messages spell out stay text, unless `parse_special` is set.
         """
+        self._worker.check_process()
         return self._admission.tokens_of(prompt, parse_special)
 
     def status(self) -> RuntimeStatus:
@@ -249,7 +249,7 @@ class Runtime:
         If an engine call does not return within `timeout` seconds, or within `call_timeout`, the requests fail at once, and
         the engine keeps its memory until the call returns.
         """
-        self._admission.close()
+        self._intake.close()
         if self._worker.close(timeout):
             self.engine.close()
             _log.info("closed %s", self.bundle.path)
@@ -261,22 +261,3 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    async def _admitted(self, prompt: Prompt, admit: Callable[[], _Admitted]) -> _Admitted:
-        """An admitted request; text and messages are tokenized on another OS thread, token ids need no such work."""
-        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], int):
-            return admit()
-        try:
-            future = self._admission.pool.submit(admit)
-        except RuntimeError:  # the runtime is closed, which submitting the request reports
-            return admit()
-        return await asyncio.wrap_future(future)
-
-    def _submit_scoring(
-        self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int, parse_special: bool
-    ) -> ScoringTask:
-        self._worker.check_process()
-        self.bundle.require_unchanged()
-        task = self._admission.scoring(prompt, continuation, top, parse_special)
-        self._worker.submit(task)
-        return task

@@ -27,6 +27,10 @@ class JobFailed(OptionFault):
     """The job raised an error, or it needed more time or memory than allowed."""
 
 
+class DeadlinePassed(JobFailed):
+    """The deadline of the request passed while its job waited or ran."""
+
+
 class HelperProcess:
     """Runs jobs of `spaceport.runtime.isolated_jobs`; started by the first job, safe to use from several OS threads.
 
@@ -37,23 +41,34 @@ class HelperProcess:
         self._cpu_seconds = cpu_seconds
         self._lock = Lock()  # one job at a time
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False  # whether the process has started
         self._owner = os.getpid()
         self._closed = False
 
-    def run(self, job: str, **arguments: Any) -> Any:
-        """The result of a job with these JSON arguments."""
+    def run(self, job: str, deadline: float | None = None, **arguments: Any) -> Any:
+        """The result of a job with these JSON arguments.
+
+        `deadline` is a time of the monotonic clock, after which `DeadlinePassed` is raised.
+        """
         request = json.dumps({"job": job, **arguments}).encode() + b"\n"
         with self._lock:
             if self._closed:
                 raise JobFailed("the runtime is closed")
-            process = self._started()
+            process = self._started(deadline)
             assert process.stdin is not None
+            limit = _limit(_WALL_SECONDS, deadline)
             try:
                 process.stdin.write(request)
                 process.stdin.flush()
-                answer = json.loads(_line(process, _WALL_SECONDS))
+                answer = json.loads(_line(process, limit))
             except (OSError, EOFError) as error:
                 self._end()
+                if self._closed:
+                    raise JobFailed("the runtime is closed") from error
+                with suppress(OSError):  # which the next job reports
+                    self._process = self._spawned()  # starts while nobody waits for it
+                if isinstance(error, TimeoutError) and limit < _WALL_SECONDS:
+                    raise DeadlinePassed("the deadline passed before it ended") from error
                 raise JobFailed(f"took more than {self._cpu_seconds:g} s or too much memory") from error
             except BaseException:
                 self._end()  # the answer of an interrupted job must not become that of the next one
@@ -63,33 +78,44 @@ class HelperProcess:
         return answer["result"]
 
     def close(self) -> None:
-        """End the process for good, after the job that it runs."""
+        """End the process for good; a job that it runs fails."""
+        self._closed = True
+        if self._owner == os.getpid() and (process := self._process) is not None:
+            process.kill()
         with self._lock:
-            self._closed = True
             self._end()
 
     def __del__(self) -> None:
         self._end()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self, deadline: float | None) -> subprocess.Popen[bytes]:
         if self._owner != os.getpid():  # the process belongs to the one that this one was forked from
             self._process, self._owner = None, os.getpid()
         if self._process is None or self._process.poll() is not None:
             self._end()
-            command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), str(self._cpu_seconds)]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl+C in a terminal is not for it
-            )
+            self._process = self._spawned()
+        if not self._ready:
+            limit = _limit(_START_SECONDS, deadline)
             try:
-                _line(self._process, _START_SECONDS)
+                _line(self._process, limit)
             except (OSError, EOFError) as error:
+                if isinstance(error, TimeoutError) and limit < _START_SECONDS:
+                    raise DeadlinePassed("the deadline passed before it began") from error
                 self._end()
-                raise JobFailed(f"the helper process did not start: {command[0]}") from error
+                raise JobFailed(f"the helper process did not start: {sys.executable}") from error
+            self._ready = True
         return self._process
+
+    def _spawned(self) -> subprocess.Popen[bytes]:
+        """A new process, which says when it is ready."""
+        self._ready = False
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), str(self._cpu_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl+C in a terminal is not for it
+        )
 
     def _end(self) -> None:
         """Kill the process and wait for its end, so that no zombie remains."""
@@ -102,6 +128,16 @@ class HelperProcess:
             if pipe is not None:
                 with suppress(OSError):  # unsent bytes of a job that was interrupted
                     pipe.close()
+
+
+def _limit(seconds: float, deadline: float | None) -> float:
+    """How many of these seconds are left until a deadline."""
+    if deadline is None:
+        return seconds
+    left = deadline - monotonic()
+    if left <= 0:
+        raise DeadlinePassed("the deadline passed before it began")
+    return min(seconds, left)
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:

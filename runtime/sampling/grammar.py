@@ -17,7 +17,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.isolation.process import HelperProcess, JobFailed
+from spaceport.runtime.isolation.pool import HelperPool
+from spaceport.runtime.isolation.process import DeadlinePassed, JobFailed
 from spaceport.runtime.sampling.vocabulary import Matcher, Vocabulary
 
 # Whitespace between JSON tokens: none, a space, or a line break with indentation. If all whitespace were allowed, a weak
@@ -230,13 +231,17 @@ class Constrained:
 class GrammarCompiler:
     """Compiled grammars of one vocabulary; the last ones are stored for further requests."""
 
-    def __init__(self, vocabulary: Vocabulary, helper: HelperProcess | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary, helper: HelperPool | None = None) -> None:
         self._vocabulary = vocabulary
         self._helper = helper  # compiles grammars first that may take long; None: they are compiled here
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
         self._lock = Lock()
 
-    def constrained(self, inner: TokenSelector, grammar: Grammar) -> Constrained:
+    def isolates(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled in a helper process first."""
+        return self._helper is not None and grammar.source not in self._compiled and not is_simple(grammar)
+
+    def constrained(self, inner: TokenSelector, grammar: Grammar, deadline: float | None = None) -> Constrained:
         """A token selector for one request, whose completion matches the grammar."""
         with self._lock:
             start = self._compiled.get(grammar.source)
@@ -245,7 +250,9 @@ class GrammarCompiler:
         if start is None:
             if self._helper is not None and not is_simple(grammar):
                 try:
-                    self._helper.run("compile", grammar=grammar.source)
+                    self._helper.run("compile", deadline, grammar=grammar.source)
+                except DeadlinePassed:
+                    raise
                 except JobFailed as error:
                     raise OptionFault(f"{grammar.label} cannot be used: {error}: expected a simpler grammar") from error
             start = _compiled(grammar, self._vocabulary)

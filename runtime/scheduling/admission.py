@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from time import monotonic
 
 from tokenizers import Tokenizer
 
@@ -20,7 +18,7 @@ from spaceport.runtime.decode.request import Observer, Request, RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.isolation.process import HelperProcess
+from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.correction import Corrected
@@ -31,15 +29,9 @@ from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.sampling.spelling import Speller
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
-from spaceport.runtime.text.prompt import Prompt, PromptEncoder, shown
+from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens, shown
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
-
-_POOL_THREADS = 2
-
-
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_POOL_THREADS, "spaceport-admission")  # starts its OS threads when they are needed
 
 
 @dataclass(frozen=True)
@@ -54,18 +46,16 @@ class Admission:
     planner: DraftPlanner
     limits: Limits = DEFAULT_LIMITS
     correction: CorrectionTables | None = None  # of the candidates of mask slots
-    helper: HelperProcess = field(default_factory=HelperProcess)  # for templates and grammars that may take long
-    pool: ThreadPoolExecutor = field(default_factory=_pool)  # tokenizes prompts and compiles grammars for event loops
+    helpers: HelperPool = field(default_factory=HelperPool)  # for templates and grammars that may take long
 
     def close(self) -> None:
-        """End the helper process and the OS threads, without waiting for their work."""
-        self.helper.close()
-        self.pool.shutdown(wait=False)
+        """End the helper processes."""
+        self.helpers.close()
 
     @cached_property
     def prompts(self) -> PromptEncoder:
         """Encoder of prompts."""
-        return PromptEncoder(self.bundle, self.tokenizer, self.helper)
+        return PromptEncoder(self.bundle, self.tokenizer, self.helpers)
 
     @cached_property
     def speller(self) -> Speller:
@@ -79,15 +69,25 @@ class Admission:
         self.limits.check_tokens(len(ids))
         return ids
 
-    def generation(
-        self, prompt: Prompt, decoding: Decoding, deliver: Deliver, *, submitted: float | None = None
-    ) -> Generation:
-        """A request for a completion, with enough KV slots for all its limits; its timeout counts from `submitted`."""
-        submitted = monotonic() if submitted is None else submitted
+    def check_decoding(self, decoding: Decoding) -> None:
+        """Raise for options that are no `Decoding`, or are beyond the limits."""
         if not isinstance(decoding, Decoding):
             raise OptionFault(f"decoding is {shown(decoding)}: expected a Decoding, such as Decoding(max_tokens=64)")
         self.limits.check_decoding(decoding)
-        ids = self.tokens_of(prompt, decoding.parse_special)
+
+    def isolates(self, prompt: Prompt, decoding: Decoding | None) -> bool:
+        """Whether a request needs a helper process to be admitted."""
+        if decoding is not None and decoding.grammar is not None and self.grammars.isolates(decoding.grammar):
+            return True
+        messages = not isinstance(prompt, str | bytes) and isinstance(prompt, Sequence) and len(prompt)
+        return bool(messages) and isinstance(prompt[0], Mapping) and self.prompts.template.isolates
+
+    def generation(
+        self, prompt: Prompt, decoding: Decoding, deliver: Deliver, deadline: float | None = None
+    ) -> Generation:
+        """A request for a completion, with enough KV slots for all its limits."""
+        self.check_decoding(decoding)
+        ids = self._within_context(prompt, decoding.parse_special, deadline)
         manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
@@ -98,7 +98,7 @@ class Admission:
         logprobs = self._logprobs(decoding.logprobs)
         config = RequestConfig(
             tokens=manifest.tokens,
-            selector=self._selector(decoding, sampling, fork, len(ids)),
+            selector=self._selector(decoding, sampling, fork, len(ids), deadline),
             max_length=max_length,
             max_total=self._max_total(ids, decoding.max_total_tokens),
             draft_config=draft_config,
@@ -114,7 +114,7 @@ class Admission:
         observers = [observer for observer in (logprobs, trace) if observer is not None]
         return Generation(
             request=self._request(ids, config, observers, events or transcript),
-            deadline=None if decoding.timeout is None else submitted + decoding.timeout,
+            deadline=deadline,
             transcript=transcript,
             events=events,
             deliver=deliver,
@@ -129,10 +129,13 @@ class Admission:
         self.limits.check_prompt(prompt)
         self.limits.check_prompt(continuation)
         self.limits.check_logprobs("top", top)
-        ids, start = self.prompts.parts_of(prompt, continuation, parse_special)
+        try:
+            ids, start = self.prompts.parts_of(prompt, continuation, parse_special, most=self.max_seq_len)
+        except TooManyTokens as error:
+            raise self._too_long(f"more than {error.count}", "text") from error
         self.limits.check_tokens(len(ids))
         if len(ids) > self.max_seq_len:
-            raise self._too_long(ids, "text")
+            raise self._too_long(str(len(ids)), "text")
         check_top("top", top, self.bundle.manifest.signature.vocab_size)
         scoring, plain = Scoring(ids, start, top, self.speller), Decoding()
         config = RequestConfig(
@@ -143,6 +146,16 @@ class Admission:
             echo=start - 1,
         )
         return ScoringTask(request=self._request(ids, config, (scoring,)), scoring=scoring)
+
+    def _within_context(self, prompt: Prompt, parse_special: bool, deadline: float | None) -> list[int]:
+        """The tokens of a prompt; one that is surely too long is not tokenized as a whole."""
+        self.limits.check_prompt(prompt)
+        try:
+            ids = self.prompts.tokens_of(prompt, parse_special, deadline=deadline, most=self.max_seq_len)
+        except TooManyTokens as error:
+            raise self._too_long(f"more than {error.count}", "prompt") from error
+        self.limits.check_tokens(len(ids))
+        return ids
 
     def _request(
         self,
@@ -165,7 +178,7 @@ class Admission:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """Compiled grammars of the bundle's vocabulary."""
-        return GrammarCompiler(self.vocabulary, self.helper)
+        return GrammarCompiler(self.vocabulary, self.helpers)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -176,7 +189,9 @@ class Admission:
         with PanicsContained("llguidance read the bundle's tokenizer"):
             return open_vocabulary(self.tokenizer, manifest.signature.vocab_size, tokens.end, never)
 
-    def _selector(self, decoding: Decoding, sampling: Sampling, fork: bool, prompt_length: int) -> TokenSelector:
+    def _selector(
+        self, decoding: Decoding, sampling: Sampling, fork: bool, prompt_length: int, deadline: float | None = None
+    ) -> TokenSelector:
         tokens = self.bundle.manifest.tokens
         bans = Bans(frozenset(tokens.forbidden), tokens.fork, tokens.child, decoding.max_depth)
         if not fork:
@@ -184,7 +199,7 @@ class Admission:
         selector = chooser(sampling, bans, prompt_length)
         if decoding.grammar is not None:
             with PanicsContained(f"llguidance compiled {decoding.grammar.label}"):
-                selector = self.grammars.constrained(selector, decoding.grammar)
+                selector = self.grammars.constrained(selector, decoding.grammar, deadline)
         return selector if self.correction is None else Corrected(selector, self.correction)
 
     def _forks(self, decoding: Decoding) -> bool:
@@ -200,7 +215,7 @@ class Admission:
     def _max_length(self, ids: Sequence[int], max_tokens: int | None) -> int:
         free = self.max_seq_len - len(ids)
         if free < 1:
-            raise self._too_long(ids, "prompt")
+            raise self._too_long(str(len(ids)), "prompt")
         if max_tokens is None:
             return self.max_seq_len
         if max_tokens > free:
@@ -210,8 +225,8 @@ class Admission:
             )
         return len(ids) + max_tokens
 
-    def _too_long(self, ids: Sequence[int], what: str) -> OptionFault:
-        return OptionFault(f"the {what} has {len(ids)} tokens, {self._limit(f'shorten the {what}')}")
+    def _too_long(self, count: str, what: str) -> OptionFault:
+        return OptionFault(f"the {what} has {count} tokens, {self._limit(f'shorten the {what}')}")
 
     def _limit(self, remedy: str) -> str:
         """The length limit and what to do; it can be raised unless it is the model's."""

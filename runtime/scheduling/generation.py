@@ -38,7 +38,7 @@ class Completion:
     - `ending`: Why generation ended: "total", "deadline" or "cancelled" if that ended any thread, else the ending of the
       root thread.
     - `statistics`: Counts and times of the request.
-    - `prompt_tokens`: Token ids of the prompt.
+    - `prompt_tokens`: Token ids of the prompt; empty if the request ended before it was tokenized.
     - `threads`: All threads, parents before their children, the root thread first.
     - `logprobs`: Log probability of each of `tokens`; empty unless `Decoding.logprobs` was set.
     - `seed`: Seed of the sampled tokens; None with greedy decoding.
@@ -121,6 +121,11 @@ class Generation(Task):
             self.seed,
             self.trace,
         )
+
+
+def not_submitted(ending: Ending) -> Completion:
+    """The completion of a request that ended before it was tokenized."""
+    return Completion("", (), ending, Statistics(), threads=(ThreadText((), None, "", (), ending),))
 
 
 def _fed() -> Future[None]:

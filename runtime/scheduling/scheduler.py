@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
-from threading import Lock
 from time import monotonic, perf_counter
 
-from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.costs import StepCosts, fixed_costs
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault
-from spaceport.runtime.scheduling.buffers import FreeBuffers, Placement
+from spaceport.runtime.scheduling.buffers import FreeBuffers
 from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.fair_rows import FairRows
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
+from spaceport.runtime.scheduling.queue import RequestQueue, Reservation
 from spaceport.runtime.scheduling.status import TokenMeter
 from spaceport.runtime.scheduling.task import Task
 from spaceport.runtime.scheduling.watchdog import Heartbeat
@@ -29,10 +27,6 @@ _log = logging.getLogger("spaceport.runtime")
 
 BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, which wait for them
 _LEAST_BESIDE = 32  # the same on engines where rows are expensive; fewer would make prompts slow
-
-
-class QueueFull(SpaceportError, RuntimeError):
-    """The queue of waiting requests is full; try again later."""
 
 
 class Abandoned(BaseException):
@@ -53,13 +47,10 @@ class Scheduler:
         cache: PrefixCache | None = None,
     ) -> None:
         self.engine = engine
-        self.queue_limit = queue_limit
-        self._queued_tokens = queued_tokens
+        self.queue = RequestQueue(queue_limit, queued_tokens)
         self._prompt_rows = min(prompt_rows or engine.costs.prompt_rows, engine.rows)
         self._costs = costs or fixed_costs(engine.costs.row)
         self._clock = clock  # for deadlines
-        self._waiting: deque[Task] = deque()
-        self._lock = Lock()  # guards the waiting tasks
         self._running: dict[int, Task] = {}  # by index in the engine; the first one gets the next prefill chunk
         self.cache = cache
         self.buffers = FreeBuffers(engine.requests, cache)
@@ -71,40 +62,21 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._running or self._waiting)
+        """Whether any admitted request waits or runs."""
+        return bool(self._running) or self.queue.ready
 
     @property
     def active(self) -> list[Request]:
         """The requests that have KV slots."""
         return [task.request for task in list(self._running.values())]
 
-    @property
-    def queued(self) -> int:
-        """Number of requests that wait."""
-        return len(self._waiting)
+    def reserve(self, tokens: int) -> Reservation:
+        """A reservation in the queue for a request that is being admitted, with about this many prompt tokens."""
+        return self.queue.reserve(len(self.buffers), tokens)
 
-    def submit(self, task: Task) -> None:
-        """Queue a request."""
-        with self._lock:
-            if len(self._waiting) >= self.queue_limit + len(self.buffers):
-                raise QueueFull(
-                    f"{len(self._waiting) - len(self.buffers)} requests wait already, queue_limit is {self.queue_limit}: try again later, or "
-                    "raise queue_limit or max_requests"
-                )
-            self._check_tokens(task)
-            self._waiting.append(task)
-
-    def _check_tokens(self, task: Task) -> None:
-        """Raise `QueueFull` if all waiting requests have too many prompt tokens; a single one may have any number."""
-        if self._queued_tokens is None or len(self._waiting) <= len(self.buffers):
-            return
-        count = sum(each.request.statistics.prompt_tokens for each in (*self._waiting, task))
-        if count > self._queued_tokens:
-            raise QueueFull(
-                f"the requests that wait have {count} prompt tokens, queued_prompt_tokens is {self._queued_tokens}: try again "
-                "later, or raise it in Limits"
-            )
+    def submit(self, task: Task, reservation: Reservation | None = None) -> None:
+        """Queue an admitted request."""
+        self.queue.put(task, len(self.buffers), reservation)
 
     def round(self) -> int:
         """Run one step of every decoding request, and prefill chunks of others; returns the number of steps."""
@@ -134,10 +106,8 @@ class Scheduler:
 
     def fail(self, error: BaseException) -> None:
         """Fail all waiting and running requests with this error."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, deque()
         self.buffers.forget_prefixes()
-        for task in (*waiting, *self._running.values()):
+        for task in (*self.queue.take_all(), *self._running.values()):
             self._give_up(task, error)
             self._report(task)
 
@@ -147,9 +117,7 @@ class Scheduler:
         The state of the requests and of the engine belongs to that call, so nothing but the tasks is touched.
         """
         self._abandoned = True
-        with self._lock:
-            waiting, self._waiting = self._waiting, deque()
-        for task in (*waiting, *list(self._running.values())):
+        for task in (*self.queue.take_all(), *list(self._running.values())):
             if not task.done:
                 task.fault, task.done = error, True
                 self._count(task)
@@ -160,9 +128,8 @@ class Scheduler:
         """End requests that were cancelled or are past their deadline."""
         now = self._clock()
         tasks = list(self._running.values())
-        if self._waiting:
-            with self._lock:
-                tasks = [*self._waiting, *tasks]
+        if self.queue.ready:
+            tasks = [*self.queue, *tasks]
         gone = [task for task in tasks if task.cancelled or (task.deadline is not None and now >= task.deadline)]
         for task in gone:
             try:
@@ -171,13 +138,13 @@ class Scheduler:
                 self._give_up(task, error)
             self._report(task)
         if gone:
-            with self._lock:
-                self._waiting = deque(task for task in self._waiting if not task.done)
+            self.queue.remove_done()
 
     def _admit(self) -> None:
         """Give free KV buffers to waiting requests, first come, first served."""
-        while self._waiting and (admitted := self._next()) is not None:
-            placement, task = admitted
+        while self.buffers and (task := self.queue.take()) is not None:
+            placement = self.buffers.take(task.request, self._running.keys())
+            task.index = placement.index
             self._running[placement.index] = task
             task.request.statistics.waiting_seconds = perf_counter() - task.submitted
             try:
@@ -185,15 +152,6 @@ class Scheduler:
             except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
                 self._give_up(task, error)
                 self._report(task)
-
-    def _next(self) -> tuple[Placement, Task] | None:
-        with self._lock:
-            if not self.buffers or not self._waiting:
-                return None
-            task = self._waiting.popleft()
-            placement = self.buffers.take(task.request, self._running.keys())
-            task.index = placement.index
-            return placement, task
 
     def _inputs(self) -> list[StepInput]:
         """The requests of this round, in the order of their indices."""

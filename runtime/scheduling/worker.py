@@ -9,6 +9,7 @@ from threading import Condition, Event, Thread
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.queue import Reservation
 from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
 from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.task import Task
@@ -48,17 +49,25 @@ class Worker:
         """Raise in a forked process, before any lock is taken: its holder may not exist there."""
         check_process(self._process)
 
-    def submit(self, task: Task) -> None:
-        """Submit a request."""
+    def reserve(self, tokens: int) -> Reservation:
+        """A reservation in the queue for a request that is being admitted, with about this many prompt tokens."""
         self.check_process()
         with self._change:
-            if self._closing:
-                raise RuntimeClosed("the runtime is closed")
-            if self._stalled is not None:
-                raise EngineFault(self._stalled)
+            self._check_open()
+            return self._scheduler.reserve(tokens)
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Give up the reservation of a request that was not admitted."""
+        self._scheduler.queue.cancel(reservation)
+
+    def submit(self, task: Task, reservation: Reservation | None = None) -> None:
+        """Submit an admitted request, in exchange for its reservation if it has one."""
+        self.check_process()
+        with self._change:
+            self._check_open()
             if self._thread is None:
                 self._thread = self._begin()
-            self._scheduler.submit(task)
+            self._scheduler.submit(task, reservation)
             self._change.notify()
 
     def status(self) -> RuntimeStatus:
@@ -71,8 +80,8 @@ class Worker:
             closed=self._closing,
             active_requests=len(active),
             max_requests=engine.requests,
-            queued_requests=scheduler.queued,
-            queue_limit=scheduler.queue_limit,
+            queued_requests=len(scheduler.queue),
+            queue_limit=scheduler.queue.limit,
             kv_slots_used=sum(request.slots.held for request in active),
             kv_slots=engine.requests * engine.capacity,
             heartbeat_age=scheduler.heartbeat.age,
@@ -103,6 +112,12 @@ class Worker:
         with self._change:
             self._scheduler.fail(RuntimeClosed("the runtime was closed before the completion ended"))
         return True
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RuntimeClosed("the runtime is closed")
+        if self._stalled is not None:
+            raise EngineFault(self._stalled)
 
     def _begin(self) -> Thread:
         # A daemon thread: a program that ends without closing its runtimes does not wait for their completions. It waits

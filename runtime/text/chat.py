@@ -21,7 +21,8 @@ from jinja2.parser import Parser
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.isolation.process import CPU_SECONDS, HelperProcess, JobFailed
+from spaceport.runtime.isolation.pool import HelperPool
+from spaceport.runtime.isolation.process import CPU_SECONDS, DeadlinePassed, JobFailed
 from spaceport.runtime.text.prompt_size import characters_of
 from spaceport.runtime.text.template_check import is_harmless
 
@@ -55,7 +56,7 @@ class _Generation(jinja2.ext.Extension):
 class ChatTemplate:
     """A chat template, ready to render messages; safe to use from several OS threads."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], helper: HelperProcess | None = None) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], helper: HelperPool | None = None) -> None:
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._helper = helper  # renders templates that may take long; None: they are rendered here
@@ -66,15 +67,22 @@ class ChatTemplate:
             named = (one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str))
             self.roles = frozenset({*ROLES, *(text for text in named if _ROLE.fullmatch(text))})
 
-    def render(self, messages: Sequence[Message], ask: bool = True) -> str:
+    @property
+    def isolates(self) -> bool:
+        """Whether it is rendered in a helper process."""
+        return self._helper is not None and not self.harmless
+
+    def render(self, messages: Sequence[Message], ask: bool = True, deadline: float | None = None) -> str:
         """The text of these messages; with `ask`, up to where the assistant starts to answer."""
         if self.harmless or self._helper is None:
             return self.render_here(messages, ask)
         plain = plain_messages(messages)
         try:
             text = self._helper.run(
-                "render", source=self._source, special_tokens=self._special_tokens, messages=plain, ask=ask
+                "render", deadline, source=self._source, special_tokens=self._special_tokens, messages=plain, ask=ask
             )
+        except DeadlinePassed:
+            raise
         except JobFailed as error:
             message = str(error)
             raise TemplateError(message if message.startswith(_PREFIX) else f"{_PREFIX}{message}") from error
@@ -124,7 +132,7 @@ class ChatTemplate:
             yield item
 
 
-def open_template(bundle: Bundle, helper: HelperProcess | None = None) -> ChatTemplate:
+def open_template(bundle: Bundle, helper: HelperPool | None = None) -> ChatTemplate:
     """The chat template of a bundle; with a helper process, it renders templates that may take long."""
     if TEMPLATE_FILE not in bundle.manifest.files:
         raise TemplateError(

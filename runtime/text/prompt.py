@@ -15,15 +15,26 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.isolation.process import HelperProcess
+from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.text.chat import ChatTemplate, Message, open_template, plain_messages
 from spaceport.runtime.text.control_tokens import ControlTokens, Span
 from spaceport.runtime.text.protected_messages import MessageProtector, ProtectedText, restored
+from spaceport.runtime.text.tokenizer import encoding_of
 
 _MOST_ITEMS = 2**20  # of a prompt, for models with shorter contexts; against endless sequences
 _SHOWN = 1000  # items or characters of an argument whose whole repr is made
 
+_LONG_TOKEN = 16  # characters; texts with fewer for each allowed token are tokenized as a whole
+
 Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class TooManyTokens(OptionFault):
+    """A text has more tokens than allowed."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"the text has more than {count} tokens: shorten it")
+        self.count = count
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class PromptEncoder:
 
     bundle: Bundle
     tokenizer: Tokenizer
-    helper: HelperProcess | None = None  # for templates that may take long
+    helper: HelperPool | None = None  # for templates that may take long
 
     @cached_property
     def controls(self) -> ControlTokens:
@@ -52,8 +63,19 @@ class PromptEncoder:
         """The chat template of the bundle."""
         return open_template(self.bundle, self.helper)
 
-    def tokens_of(self, prompt: Prompt, parse_special: bool = False) -> list[int]:
-        """The tokens of a prompt: text, token ids, or chat messages."""
+    def tokens_of(
+        self,
+        prompt: Prompt,
+        parse_special: bool = False,
+        *,
+        deadline: float | None = None,
+        most: int | None = None,
+    ) -> list[int]:
+        """The tokens of a prompt: text, token ids, or chat messages.
+
+        Raises `DeadlinePassed` if messages are not rendered until the deadline, and `TooManyTokens` for a long text that
+        surely has more than `most` tokens.
+        """
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
             raise OptionFault(f"the prompt is {shown(prompt)}: expected text, token ids or chat messages")
         if not len(prompt):
@@ -62,6 +84,7 @@ class PromptEncoder:
             prompt = self._items(prompt)
         if isinstance(prompt, str):
             protected = () if parse_special else None
+            self._check_length(prompt, most)
             ids = self.controls.ids(prompt, special=True, protected=protected)
         elif all(isinstance(item, Integral) for item in prompt):
             ids = [int(item) for item in prompt if isinstance(item, Integral)]
@@ -70,23 +93,30 @@ class PromptEncoder:
         elif any(isinstance(item, Integral) for item in prompt):
             raise OptionFault(f"the prompt is {shown(prompt)}: expected token ids or chat messages, not both")
         else:
-            text, spans = self._rendered(prompt, parse_special)
+            text, spans = self._rendered(prompt, parse_special, deadline)
+            self._check_length(text, most)
             ids = self.controls.ids(text, special=False, protected=spans)
         self._check_tokens(ids)
         return ids
 
     def parts_of(
-        self, prompt: Prompt, continuation: str | Sequence[int] | None, parse_special: bool = False
+        self,
+        prompt: Prompt,
+        continuation: str | Sequence[int] | None,
+        parse_special: bool = False,
+        *,
+        most: int | None = None,
     ) -> tuple[list[int], int]:
         """The tokens of a prompt and its continuation, and the index of the first token to score."""
         if continuation is None:
-            return self.tokens_of(prompt, parse_special), 1
+            return self.tokens_of(prompt, parse_special, most=most), 1
         if not continuation:
             raise OptionFault("the continuation is empty: expected at least one token, or None to score the prompt")
         if not isinstance(continuation, str):
-            ids = self.tokens_of(prompt, parse_special)
+            ids = self.tokens_of(prompt, parse_special, most=most)
             return [*ids, *self.tokens_of(continuation)], len(ids)
-        self.tokens_of(prompt, parse_special)  # raises if it is invalid
+        self.tokens_of(prompt, parse_special, most=most)  # raises if it is invalid
+        self._check_length(continuation, most)
         if isinstance(prompt[0], int):
             raise OptionFault(
                 "the prompt is token ids and the continuation is text: expected both as ids or both as text"
@@ -116,13 +146,22 @@ class PromptEncoder:
             raise OptionFault(f"the prompt has {length} items: expected at most {most} token ids or messages")
         return cast("list[int] | list[Message]", items[:length])
 
-    def _rendered(self, prompt: Sequence[int] | Sequence[Message], parse_special: bool) -> ProtectedText:
+    def _check_length(self, text: str, most: int | None) -> None:
+        """Raise for a long text whose beginning has twice as many tokens as allowed, without tokenizing the rest."""
+        if most is not None and len(text) > most * _LONG_TOKEN:
+            count = len(encoding_of(self.tokenizer, text[: most * _LONG_TOKEN], special=False))
+            if count > 2 * most:
+                raise TooManyTokens(2 * most)
+
+    def _rendered(
+        self, prompt: Sequence[int] | Sequence[Message], parse_special: bool, deadline: float | None = None
+    ) -> ProtectedText:
         messages: Sequence[Message] = plain_messages([item for item in prompt if not isinstance(item, int)])
         self.template.check_roles(messages)
         if parse_special:
-            return ProtectedText(self.template.render(messages))
+            return ProtectedText(self.template.render(messages, deadline=deadline))
         messages, stand_ins = self.protector.protect(messages)
-        return restored(self.template.render(messages), stand_ins)
+        return restored(self.template.render(messages, deadline=deadline), stand_ins)
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         vocab = self.bundle.manifest.signature.vocab_size

@@ -16,7 +16,7 @@ import pytest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.generation import Completion
-from spaceport.runtime.scheduling.scheduler import QueueFull
+from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
@@ -246,9 +246,9 @@ def test_text_is_tokenized_outside_of_the_event_loop(monkeypatch: pytest.MonkeyP
     names: list[str] = []
     tokens_of = PromptEncoder.tokens_of
 
-    def noted(self: PromptEncoder, prompt: Prompt, parse_special: bool = False) -> list[int]:
+    def noted(self: PromptEncoder, prompt: Prompt, parse_special: bool = False, **others: Any) -> list[int]:
         names.append(current_thread().name)
-        return tokens_of(self, prompt, parse_special)
+        return tokens_of(self, prompt, parse_special, **others)
 
     monkeypatch.setattr(PromptEncoder, "tokens_of", noted)
     with hash_runtime(Language(3)) as runtime:
@@ -263,9 +263,9 @@ def test_text_is_tokenized_outside_of_the_event_loop(monkeypatch: pytest.MonkeyP
 def test_a_timeout_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens_of = PromptEncoder.tokens_of
 
-    def slow(self: PromptEncoder, prompt: Prompt, parse_special: bool = False) -> list[int]:
+    def slow(self: PromptEncoder, prompt: Prompt, parse_special: bool = False, **others: Any) -> list[int]:
         sleep(0.05)
-        return tokens_of(self, prompt, parse_special)
+        return tokens_of(self, prompt, parse_special, **others)
 
     monkeypatch.setattr(PromptEncoder, "tokens_of", slow)
     with hash_runtime(Language(3, end_every=10**9)) as runtime:

@@ -18,7 +18,7 @@ from support.hash_runtime import hash_runtime
 runtime = hash_runtime(Language(3, end_every=10**9), max_seq_len=3000)
 stream = runtime.stream([1, 2], Decoding(mask_slots=0))
 next(stream)
-locks = [runtime._worker._change, runtime._worker._scheduler._lock, stream._reading]
+locks = [runtime._worker._change, runtime._worker._scheduler.queue._lock, stream._reading]
 for lock in locks:  # as another OS thread may hold them at the fork
     lock.acquire()
 if os.fork() == 0:

@@ -14,7 +14,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.scheduler import QueueFull
+from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.session import Runtime
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime

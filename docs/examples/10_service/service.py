@@ -25,6 +25,7 @@ async def write(request: Request) -> Response:
         prompt = body["prompt"]
         decoding = Decoding(max_tokens=body.get("max_tokens"), stop=body.get("stop", ()), timeout=60)
         stream = request.app.state.runtime.astream(prompt, decoding)
+        await stream.submitted()  # or raises its error
     except QueueFull as error:
         return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
     except (KeyError, TypeError, ValueError) as error:  # an OptionFault is a ValueError

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.isolation.process import HelperProcess, JobFailed
 from spaceport.runtime.sampling.choice import greedy
 from spaceport.runtime.sampling.grammar import Grammar, GrammarCompiler, is_simple
@@ -26,10 +27,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def helper() -> Iterator[HelperProcess]:
-    started = HelperProcess(cpu_seconds=0.5)
+def helper() -> Iterator[HelperPool]:
+    started = HelperPool(processes=1, cpu_seconds=0.5)
     yield started
     started.close()
+
+
+def rendered(helper: HelperProcess) -> object:
+    return helper.run("render", source=GREETING, special_tokens={}, messages=HELLO, ask=True)
 
 
 HANGING = {
@@ -42,7 +47,7 @@ HANGING = {
 
 
 @pytest.mark.parametrize("name", HANGING)
-def test_a_template_that_takes_long_fails_alone(helper: HelperProcess, name: str) -> None:
+def test_a_template_that_takes_long_fails_alone(helper: HelperPool, name: str) -> None:
     template = ChatTemplate(HANGING[name], {}, helper)
     assert not template.harmless
     with pytest.raises(TemplateError, match="chat template: "):
@@ -50,7 +55,7 @@ def test_a_template_that_takes_long_fails_alone(helper: HelperProcess, name: str
     assert ChatTemplate(GREETING, {}, helper).render(HELLO) == "2Hello"
 
 
-def test_a_template_renders_the_same_in_the_helper(helper: HelperProcess) -> None:
+def test_a_template_renders_the_same_in_the_helper(helper: HelperPool) -> None:
     template = (
         "{{ bos_token }}{% macro f(x) %}[{{ x }}]{% endmacro %}{% for m in messages %}{{ f(m.content) }}{% endfor %}"
     )
@@ -59,18 +64,18 @@ def test_a_template_renders_the_same_in_the_helper(helper: HelperProcess) -> Non
     assert there == ChatTemplate(template, {"bos_token": "<s>"}).render(messages) == "<s>[é😀\n][</s>]"
 
 
-def test_errors_of_a_template_are_the_same_in_the_helper(helper: HelperProcess) -> None:
+def test_errors_of_a_template_are_the_same_in_the_helper(helper: HelperPool) -> None:
     template = "{{ 1 * 2 }}{{ raise_exception('no') }}"
     with pytest.raises(TemplateError, match=r"^chat template: TemplateError: no$"):
         ChatTemplate(template, {}, helper).render(HELLO)
 
 
-def test_a_template_adds_at_most_256_kib(helper: HelperProcess) -> None:
+def test_a_template_adds_at_most_256_kib(helper: HelperPool) -> None:
     with pytest.raises(TemplateError, match="rendered more than 2621"):
         ChatTemplate("{{ 'x' * 300000 }}", {}, helper).render(HELLO)
 
 
-def test_thirty_schemas_that_all_hold_are_refused(helper: HelperProcess) -> None:
+def test_thirty_schemas_that_all_hold_are_refused(helper: HelperPool) -> None:
     compiler = GrammarCompiler(open_vocabulary(BYTES, BYTES.get_vocab_size(), (1,)), helper)
     assert not is_simple(ALL_OF_THIRTY)
     with pytest.raises(
@@ -107,7 +112,7 @@ def test_the_helper_inherits_no_sockets_and_leaves_no_process() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.set_inheritable(True)
-        assert ChatTemplate(GREETING, {}, helper).render(HELLO) == "2Hello"
+        assert rendered(helper) == "2Hello"
         assert helper._process is not None
         process = helper._process.pid
         links = [str(entry.readlink()) for entry in Path(f"/proc/{process}/fd").iterdir()]
@@ -117,15 +122,16 @@ def test_the_helper_inherits_no_sockets_and_leaves_no_process() -> None:
     helper.close()
 
 
-def test_a_helper_that_was_killed_is_started_again(helper: HelperProcess) -> None:
-    template = ChatTemplate(GREETING, {}, helper)
-    template.render(HELLO)
+def test_a_helper_that_was_killed_is_started_again() -> None:
+    helper = HelperProcess()
+    assert rendered(helper) == "2Hello"
     assert helper._process is not None
     helper._process.kill()
     helper._process.wait()
-    assert template.render(HELLO) == "2Hello"
+    assert rendered(helper) == "2Hello"
+    helper.close()
 
 
-def test_an_unknown_job_is_an_error(helper: HelperProcess) -> None:
+def test_an_unknown_job_is_an_error(helper: HelperPool) -> None:
     with pytest.raises(JobFailed, match="unheard"):
         helper.run("unheard")

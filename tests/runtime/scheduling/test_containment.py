@@ -95,12 +95,12 @@ def test_a_failed_call_that_returned_too_late_changes_nothing() -> None:
 def test_a_request_pauses_while_its_reader_is_slow_and_others_go_on() -> None:
     with hash_runtime(ENDLESS, max_seq_len=128, requests=2) as runtime:
         stream = runtime.stream([1, 2, 3], Decoding(max_tokens=100, mask_slots=0, lookup=0))
-        stream._generation.unread_limit = 20
+        stream._submission.submitted.unread_limit = 20
         assert runtime.generate([4], Decoding(max_tokens=90)).tokens == tuple(ENDLESS.write([4], 90))
-        wait_for(lambda: stream._generation.paused)
-        unread = stream._generation.delivered
+        wait_for(lambda: stream._submission.submitted.paused)
+        unread = stream._submission.submitted.delivered
         time.sleep(0.05)
-        assert 20 <= stream._generation.delivered == unread < 100
+        assert 20 <= stream._submission.submitted.delivered == unread < 100
         assert [piece.token for piece in stream] == ENDLESS.write([1, 2, 3], 100)
 
 
@@ -109,9 +109,9 @@ def test_a_paused_request_still_reaches_its_deadline_and_can_be_cancelled() -> N
         late = runtime.stream([1], Decoding(timeout=0.5))
         closed = runtime.stream([2])
         for stream in (late, closed):
-            stream._generation.unread_limit = 5
-        wait_for(lambda: late._generation.done)
-        wait_for(lambda: closed._generation.paused)
+            stream._submission.submitted.unread_limit = 5
+        wait_for(lambda: late._submission.submitted.done)
+        wait_for(lambda: closed._submission.submitted.paused)
         closed.close()
         assert [stream.completion().ending for stream in (late, closed)] == ["deadline", "cancelled"]
 
@@ -119,8 +119,8 @@ def test_a_paused_request_still_reaches_its_deadline_and_can_be_cancelled() -> N
 def test_a_paused_request_does_not_delay_closing() -> None:
     runtime = hash_runtime(ENDLESS, max_seq_len=128)
     stream = runtime.stream([1])
-    stream._generation.unread_limit = 5
-    wait_for(lambda: stream._generation.paused)
+    stream._submission.submitted.unread_limit = 5
+    wait_for(lambda: stream._submission.submitted.paused)
     runtime.close()
     with pytest.raises(RuntimeClosed):
         stream.completion()

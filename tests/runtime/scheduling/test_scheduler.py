@@ -12,7 +12,8 @@ from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, QueueFull
+from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
 from spaceport.runtime.scheduling.task import Task
 from support.arrival_strategies import ARRIVALS, LANGUAGES, begins
 from support.arrivals import Arrival, Scene, Trap, steps_of

@@ -50,7 +50,7 @@ def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: p
             with pytest.raises(ValueError, match="no text"):
                 next(stream)
             with pytest.raises(ValueError, match="no text"):
-                stream._generation.completion()
+                stream._submission.submitted.completion()
         assert len(tried) == 3
         assert runtime.generate([1, 2, 3]).tokens
 
@@ -60,7 +60,7 @@ def test_a_reader_of_the_whole_text_is_not_woken_for_each_step(patient: bool, mo
     runtime, engine = slow_runtime(Language(1))
     with runtime:
         stream = runtime.stream([1, 2, 3], Decoding(max_tokens=60, mask_slots=0, lookup=0, fork=False))
-        generation, woken = stream._generation, 0
+        generation, woken = stream._submission.submitted, 0
         generation.patient = patient  # as `completion` sets it, before the first step is over
         engine.leave.set()
         read = generation.read

@@ -19,7 +19,8 @@ import pytest
 
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.scheduler import QueueFull, Scheduler
+from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.scheduling.task import Task
 from spaceport.runtime.scheduling.worker import RuntimeClosed, Worker

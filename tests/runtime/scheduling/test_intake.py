@@ -1,0 +1,297 @@
+"""Intake: requests count, and may end, from the moment they are handed over; the event loop does not admit them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field, replace
+from threading import Semaphore, current_thread
+from typing import Any, TypeVar
+
+import pytest
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.limits import Limits
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.scheduling.admission import Admission
+from spaceport.runtime.scheduling.generation import Completion, Generation
+from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.worker import RuntimeClosed
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt, PromptEncoder
+from support.hash_engine import Language
+from support.hash_runtime import hash_runtime
+
+ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
+FIVE = Decoding(max_tokens=5)
+T = TypeVar("T")
+
+
+@dataclass
+class Gate:
+    """Lets prompts be tokenized one by one, and notes where that happens."""
+
+    began: Semaphore = field(default_factory=lambda: Semaphore(0))
+    leave: Semaphore = field(default_factory=lambda: Semaphore(0))
+    threads: list[str] = field(default_factory=list)
+
+    async def wait(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert await asyncio.to_thread(self.began.acquire, timeout=60)
+
+    def go(self) -> None:
+        self.leave.release(10**6)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Stops each text before it is tokenized."""
+    found, tokens_of = Gate(), PromptEncoder.tokens_of
+
+    def gated(self: PromptEncoder, prompt: Prompt, parse_special: bool = False, **others: Any) -> list[int]:
+        if isinstance(prompt, str):
+            found.threads.append(current_thread().name)
+            found.began.release()
+            assert found.leave.acquire(timeout=60)
+        return tokens_of(self, prompt, parse_special, **others)
+
+    monkeypatch.setattr(PromptEncoder, "tokens_of", gated)
+    yield found
+    found.go()
+
+
+def within_a_minute(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def small_queue(queue_limit: int, **limits: int) -> Runtime:
+    with hash_runtime(ENDLESS) as like:
+        return Runtime(like.bundle, like.engine, like.max_seq_len, queue_limit=queue_limit, limits=Limits(**limits))
+
+
+def test_a_stream_is_admitted_outside_of_the_event_loop(gate: Gate) -> None:
+    with hash_runtime(ENDLESS) as runtime:
+
+        async def read() -> Completion:
+            stream = runtime.astream("abc", FIVE)
+            await gate.wait()  # the loop goes on meanwhile
+            assert runtime.status().queued_requests == 1
+            assert stream.statistics.prompt_tokens == 0
+            gate.go()
+            await stream.submitted()
+            assert stream.statistics.prompt_tokens == 3
+            pieces = [piece.token async for piece in stream]
+            found: Completion = await stream.completion()
+            assert tuple(pieces) == found.tokens
+            return found
+
+        found = within_a_minute(read())
+        assert found.tokens == runtime.generate("abc", FIVE).tokens
+    assert [name.startswith("spaceport-admission") for name in gate.threads] == [True, False]
+
+
+def test_token_ids_with_a_grammar_are_admitted_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, admit = [], Admission.generation
+
+    def noted(self: Admission, prompt: Prompt, decoding: Decoding, *others: Any) -> Generation:
+        names.append(current_thread().name)
+        return admit(self, prompt, replace(decoding, grammar=None), *others)
+
+    monkeypatch.setattr(Admission, "generation", noted)
+    monkeypatch.setattr(Admission, "isolates", lambda *_: False)
+    with hash_runtime(ENDLESS) as runtime:
+        within_a_minute(runtime.agenerate([1, 2], Decoding(max_tokens=3, grammar=Grammar(regex="[a-j]{9}"))))
+        within_a_minute(runtime.agenerate([1, 2], FIVE))
+    assert [name.split("_")[0] for name in names] == ["spaceport-admission", "MainThread"]
+
+
+def test_changed_weights_are_read_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(Bundle, "maybe_changed", property(lambda _: True))
+    monkeypatch.setattr(Bundle, "require_unchanged", lambda _: names.append(current_thread().name))
+    with hash_runtime(ENDLESS) as runtime:
+        within_a_minute(runtime.agenerate([1, 2], FIVE))
+    assert names[0].startswith("spaceport-admission")
+
+
+def test_requests_that_are_being_admitted_count_towards_the_queue(gate: Gate) -> None:
+    with small_queue(1) as runtime:
+
+        async def fill() -> None:
+            streams = [runtime.astream("abc", FIVE) for _ in range(2)]  # one runs at once, one may wait
+            with pytest.raises(QueueFull, match="1 requests wait already, queue_limit is 1"):
+                runtime.astream("abc", FIVE)
+            with pytest.raises(QueueFull):
+                await asyncio.to_thread(runtime.generate, "abc", FIVE)
+            with pytest.raises(QueueFull):
+                await runtime.ascore("abc")
+            streams[1].close()
+            later = runtime.astream("abc", FIVE) if await discarded(streams[1].completion(), gate) else None
+            gate.go()
+            assert later is not None
+            assert (await later.completion()).tokens == (await streams[0].completion()).tokens
+
+        async def discarded(completion: Coroutine[Any, Any, Completion], gate: Gate) -> bool:
+            assert (await completion).ending == "cancelled"
+            gate.leave.release(2)  # both have begun; the reservation ends when the cancelled one is tokenized
+            while runtime.status().queued_requests:
+                await asyncio.sleep(0.001)
+            return True
+
+        within_a_minute(fill())
+
+
+def test_prompts_that_are_being_admitted_count_towards_the_queued_tokens(gate: Gate) -> None:
+    with small_queue(9, queued_prompt_tokens=10) as runtime:
+
+        async def fill() -> None:
+            streams = [runtime.astream("a" * 20, FIVE) for _ in range(2)]  # about five tokens each
+            with pytest.raises(QueueFull, match="have 11 prompt tokens, queued_prompt_tokens is 10"):
+                runtime.astream("abcd", FIVE)
+            for stream in streams:
+                stream.close()
+
+        within_a_minute(fill())
+
+
+def test_a_refused_request_does_not_count_any_longer() -> None:
+    with small_queue(0) as runtime:
+        for _ in range(3):
+            with pytest.raises(OptionFault):
+                runtime.generate("a" * 100, FIVE)
+            with pytest.raises(OptionFault):
+                within_a_minute(runtime.agenerate("a" * 100, FIVE))
+            with pytest.raises(OptionFault):
+                within_a_minute(runtime.ascore("a" * 100))
+            with pytest.raises(OptionFault):
+                within_a_minute(runtime.agenerate([1] * 100))
+            assert runtime.status().queued_requests == 0
+
+
+def test_a_deadline_ends_a_request_that_is_being_admitted(gate: Gate) -> None:
+    with hash_runtime(ENDLESS) as runtime:
+
+        async def wait() -> None:
+            gone = [await runtime.agenerate("abc", Decoding(timeout=0.01)) for _ in range(3)]  # two run, one waits
+            assert [(one.ending, one.tokens, one.text) for one in gone] == [("deadline", (), "")] * 3
+            assert [thread.ending for thread in gone[0].threads] == ["deadline"]
+
+        within_a_minute(wait())
+        gate.go()
+    assert len(gate.threads) == 2
+    assert runtime.status().ended_requests == 0  # none reached the engine
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["closed", "garbage"])
+def test_a_stream_that_is_abandoned_before_it_is_admitted_does_not_reach_the_engine(gate: Gate, forget: bool) -> None:
+    with hash_runtime(ENDLESS) as runtime:
+
+        async def abandon() -> None:
+            streams = [runtime.astream("abc", FIVE) for _ in range(4)]
+            await gate.wait(2)  # the other two wait
+            if forget:
+                streams.clear()
+                gc.collect()
+            for stream in streams:
+                stream.close()
+                assert (await stream.completion()).ending == "cancelled"
+                assert [piece async for piece in stream] == []
+            gate.go()
+            while runtime.status().queued_requests:
+                await asyncio.sleep(0.001)
+
+        within_a_minute(abandon())
+        assert runtime.status().ended_requests == 0
+    assert len(gate.threads) == 2
+
+
+def test_a_cancelled_task_that_waits_for_its_admission_cancels_the_request(gate: Gate) -> None:
+    with hash_runtime(ENDLESS) as runtime:
+
+        async def cancel() -> None:
+            tasks = [asyncio.create_task(runtime.agenerate("abc", FIVE)), asyncio.create_task(runtime.ascore("abc"))]
+            await gate.wait(2)
+            for task in tasks:
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            gate.go()
+            while runtime.status().queued_requests:
+                await asyncio.sleep(0.001)
+
+        within_a_minute(cancel())
+        assert runtime.status().ended_requests == 0
+
+
+def test_closing_fails_requests_that_are_being_admitted(gate: Gate) -> None:
+    runtime = hash_runtime(ENDLESS)
+
+    async def close() -> None:
+        streams = [runtime.astream("abc", FIVE) for _ in range(3)]
+        await gate.wait(2)
+        runtime.close()  # does not wait for them
+        for stream in streams:
+            with pytest.raises(RuntimeClosed, match="closed before the completion ended"):
+                await stream.completion()
+        with pytest.raises(RuntimeClosed, match="the runtime is closed"):
+            runtime.astream("abc", FIVE)
+
+    within_a_minute(close())
+    gate.go()
+    assert runtime.status().queued_requests == 0 or gate.threads
+
+
+def test_an_event_loop_that_ends_before_the_admission_disturbs_nobody(gate: Gate) -> None:
+    with hash_runtime(ENDLESS) as runtime:
+
+        async def begin() -> object:
+            stream = runtime.astream("abc", FIVE)
+            await gate.wait()
+            return stream
+
+        kept = within_a_minute(begin())
+        gate.go()
+        assert runtime.generate("abc", FIVE).ending == "length"
+        del kept
+
+
+def test_a_long_text_is_not_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hash_runtime(ENDLESS) as runtime:
+        longest = 16 * runtime.max_seq_len
+        lengths: list[int] = []
+        controls = runtime._admission.prompts.controls
+
+        def noted(_: object, text: str, **__: object) -> list[int]:
+            lengths.append(len(text))
+            return [1]
+
+        monkeypatch.setattr(type(controls), "ids", noted)
+        runtime.generate("a" * longest, FIVE)
+        for ask in (runtime.generate, runtime.score):
+            with pytest.raises(OptionFault, match="has more than 128 tokens, max_seq_len is 64: shorten the"):
+                ask("a" * (longest + 1))
+        runtime.generate(
+            "ax" * 9 + "\u200b" * longest, FIVE
+        )  # few tokens, since the tokenizer drops unknown characters
+        assert lengths == [longest, longest + 18]
+
+
+def test_work_for_helper_processes_does_not_delay_other_requests(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "isolates", lambda _, prompt, __: prompt == "abc")
+    with hash_runtime(ENDLESS) as runtime:
+
+        async def both() -> None:
+            slow = [runtime.astream("abc", FIVE) for _ in range(5)]
+            await gate.wait(2)
+            other = runtime.astream("def", FIVE)
+            await gate.wait()
+            assert gate.threads[2].startswith("spaceport-admission")
+            gate.go()
+            for stream in (other, *slow):
+                assert (await stream.completion()).ending == "length"
+
+        within_a_minute(both())
+    assert sum(name.startswith("spaceport-isolated") for name in gate.threads) == 5

@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spaceport.exporter.checkpoint_files import ADAPTER_FILE as ADAPTER_FILE
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config, write_sar_config
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import Adapter, adapter_state, fold_scale, gate_model, load_adapter
-
-ADAPTER_FILE = "mask_adapter.safetensors"  # not read by transformers, which loads model*.safetensors
 
 _EXAMPLE = '{"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}'
 

@@ -16,17 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.adapter import write_tensors
-from spaceport.exporter.atomic_folder import FolderKind
 from spaceport.exporter.base_identity import BaseIdentity, identity_from
+from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
+from spaceport.exporter.checkpoint_files import require_adapter_folder
 from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_json, read_sar_config, write_sar_config
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.gated import Adapter
 
-BASE_FILE = "base.json"
 EMBEDDINGS_FILE = "token_embeddings.safetensors"  # rows of the special tokens and of padding
-ADAPTER_FOLDER = FolderKind("trained adapter", BASE_FILE)
 
 _SCHEMA = 1
 _IDS = "ids"  # tensor with the token id of each row
@@ -57,11 +56,8 @@ class TrainedAdapter:
 
 def read_adapter_folder(path: Path) -> AdapterFolder:
     """The adapter folder at a path, checked as far as possible without its base model."""
+    require_adapter_folder(path)
     file = path / BASE_FILE
-    if not file.exists():
-        raise CheckpointError(
-            f"{path}: no {BASE_FILE} in it: expected an adapter folder, as `spaceport tune --adapter-only` writes it"
-        )
     content = JsonField(read_json(file), f"{file}:", Rules(CheckpointError, _ADVICE), prefix=f"{file}: ")
     content.entry("schema").one_of((_SCHEMA,))
     tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from pathlib import Path
 
+from spaceport.exporter.checkpoint_files import BASE_FILE
 from spaceport.exporter.folder_lock import locked_folder
 from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.graphs.contract.atomic_file import flush, partial_of, sweep
@@ -31,6 +32,8 @@ class FolderKind:
 
 
 BUNDLE = FolderKind("bundle", MANIFEST_FILE)
+CHECKPOINT = FolderKind("checkpoint", "config.json")
+ADAPTER_FOLDER = FolderKind("trained adapter", BASE_FILE)
 
 
 class TargetError(InputFault):

@@ -1,4 +1,4 @@
-"""Checkpoint files: what a checkpoint's files must not do before its weights are loaded."""
+"""Checkpoint files: the checks of a checkpoint's files that need neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.sar_config import CheckpointError, read_json
 
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
 _LIMITS = {
@@ -16,6 +16,50 @@ _LIMITS = {
     r"\w*(size|dim|rank|embd|inner|ctx|positions?|embeddings|window)|d_\w+|dff": 2**31 - 1,
 }
 _ATTENTION = ("sdpa", "eager")
+
+# Files beside the weights, which transformers does not read: it loads model*.safetensors
+ADAPTER_FILE = "mask_adapter.safetensors"
+FACTORS_FILE = "draft_correction.safetensors"
+INPUT_ROWS_FILE = "input_rows.safetensors"
+BASE_FILE = "base.json"  # of an adapter folder
+
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
+_EXPECTED = "expected a checkpoint (config.json, *.safetensors, tokenizer)"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def require_checkpoint(path: Path) -> None:
+    """Raise if a path is no checkpoint: neither a GGUF file nor a folder with configuration, weights and tokenizer."""
+    if is_gguf(path):
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder: {_EXPECTED}")
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{path}: no config.json in it: {_EXPECTED}")
+    refuse_special_files(path)
+    refuse_sizes(path / "config.json", read_json(path / "config.json"))
+    _require_weights(path)
+    if not any((path / name).exists() for name in _TOKENIZERS):
+        raise CheckpointError(
+            f"{path}: no tokenizer in it: expected tokenizer.json, or tokenizer.model to convert from"
+        )
+
+
+def require_adapter_folder(path: Path) -> None:
+    """Raise if a path is no adapter folder."""
+    if not (path / BASE_FILE).exists():
+        raise CheckpointError(
+            f"{path}: no {BASE_FILE} in it: expected an adapter folder, as `spaceport tune --adapter-only` writes it"
+        )
 
 
 def refuse_special_files(folder: Path) -> None:
@@ -48,6 +92,17 @@ def load_with_own_attention(load: Callable[..., Any], *arguments: Any, **options
         else:
             return model, report
     raise AssertionError("the last implementation returns or raises")
+
+
+def _require_weights(folder: Path) -> None:
+    if any(file.name not in (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE) for file in folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder}: its weights are pickles, which can run code when opened: expected *.safetensors; "
+            "save it again with save_pretrained"
+        )
+    raise CheckpointError(f"{folder}: no weights in it: expected *.safetensors")
 
 
 def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:

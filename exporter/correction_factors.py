@@ -9,11 +9,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from spaceport.exporter.checkpoint_files import FACTORS_FILE as FACTORS_FILE
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, write_tables
 from spaceport.graphs.correction import Factors
-
-FACTORS_FILE = "draft_correction.safetensors"  # not read by transformers, which loads model*.safetensors
 
 _ADVICE = "copy the file that belongs to this folder, or remove it to go on without a draft correction"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.exporter.gguf_layout import check_layout
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import MissingDependency
@@ -46,15 +47,9 @@ class GgufFile:
         return self.metadata.get(f"tokenizer.ggml.{key}", default)
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
-
-
 def read_gguf(path: Path) -> GgufFile:
     """Read the metadata of a GGUF file; raise if its model cannot be loaded exactly."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
+    require_checkpoint(path)
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise MissingDependency(

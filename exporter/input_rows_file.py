@@ -9,10 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from spaceport.exporter.checkpoint_files import INPUT_ROWS_FILE as INPUT_ROWS_FILE
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.input_rows import InputRows
-
-INPUT_ROWS_FILE = "input_rows.safetensors"  # not read by transformers, which loads model*.safetensors
 
 _NAMES = {"ids", "rows"}
 _ADVICE = "copy the file that belongs to this folder"

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import click
 
-from spaceport.exporter.export import ExportOptions, TokenFlags, export
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.atomic_folder import check_target
+from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, LOWERINGS, PRECISIONS, WEIGHTS
 from spaceport.tools.cli.options import (
@@ -138,15 +138,23 @@ def command(
 
     Without a mask token the bundle drafts with prompt lookup only.
     """
-    quiet_libraries()
     named = ("mask", "fork", "child")
     refuse_unused(context, [Unused(adapter is not None, named, "with --adapter", "the adapter names its tokens")])
-    tokens = TokenFlags(mask, fork, child, max_mask_slots)
     if calibrate is not None and (weights != "int8" or activations == "float"):
         raise OptionFault(
             "--calibration-data needs quantized activations: expected --weights int8 with it, and no --activations float"
         )
     prompts = () if calibrate is None else tuple(one.prompt for one in read_prompts(calibrate))
+    check_target(bundle, overwrite)
+    require_checkpoint(checkpoint)
+    if adapter is not None:
+        require_adapter_folder(adapter)
+    # torch is imported only once the paths are valid
+    from spaceport.exporter.export import ExportOptions, TokenFlags, export
+    from spaceport.exporter.quiet import quiet_libraries
+
+    quiet_libraries()
+    tokens = TokenFlags(mask, fork, child, max_mask_slots)
     options = ExportOptions(
         lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations, prompts, adapter
     )

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, check_target
+from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
 from spaceport.tools.cli.options import PATH
 from spaceport.tools.cli.tune_options import (
     Tune,
@@ -44,7 +46,11 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     settings = TrainingSettings(
         **{field.name: given[field.name] for field in fields(TrainingSettings) if field.name in given}
     )
-    # torch is imported only once the options are valid
+    check_target(tuned, given["overwrite"], ADAPTER_FOLDER if given["adapter_only"] else CHECKPOINT)
+    require_checkpoint(checkpoint)
+    if given["adapter"] is not None:
+        require_adapter_folder(given["adapter"])
+    # torch is imported only once the options and paths are valid
     from spaceport.tools.terminal.tuning_screen import is_first, shown
     from spaceport.tools.tune.distill import Distillation
     from spaceport.tools.tune.job import TuningJob

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spaceport.exporter.adapter import ADAPTER_FILE
-from spaceport.exporter.adapter_folder import ADAPTER_FOLDER
-from spaceport.exporter.atomic_folder import FolderKind, check_target
-from spaceport.exporter.correction_factors import FACTORS_FILE
-from spaceport.exporter.input_rows_file import INPUT_ROWS_FILE
+from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, FolderKind, check_target
+from spaceport.exporter.checkpoint_files import ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import record_of
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.tunable_model import IDENTITY_FILES
-from spaceport.tools.tune.tuned_checkpoint import CHECKPOINT
 
 
 def target_kind(job: TuningJob) -> FolderKind:

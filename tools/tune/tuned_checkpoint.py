@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from spaceport.exporter.adapter import write_adapter
 from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_folder
-from spaceport.exporter.atomic_folder import FolderKind
 from spaceport.exporter.correction_factors import write_factors
 from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.input_rows_file import write_input_rows
@@ -21,8 +20,6 @@ from spaceport.exporter.sar_config import write_sar_config
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.tools.tune.methods import MergedModel
 from spaceport.tools.tune.tunable_model import TunableModel
-
-CHECKPOINT = FolderKind("checkpoint", "config.json")
 
 _GENERATION_FILE = "generation_config.json"
 

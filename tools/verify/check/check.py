@@ -12,7 +12,8 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import ComparedPair, LogitDifference, compare, recorded_engine
 from spaceport.tools.verify.check.cases import Recording, record
-from spaceport.tools.verify.check.engines import CheckOptions, EngineSelection, select_engines
+from spaceport.tools.verify.check.check_options import CheckOptions
+from spaceport.tools.verify.check.engines import EngineSelection, select_engines
 from spaceport.tools.verify.check.layer_runners import GraphLayers, ModelLayers
 from spaceport.tools.verify.check.layers import LayerComparison, compare_layers, layer_values
 

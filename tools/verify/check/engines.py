@@ -23,30 +23,9 @@ from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, CallFailed, ComparedEngine, RunCall
 from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, replay
+from spaceport.tools.verify.check.check_options import DEFAULT_LONG, SHORTEST, CheckOptions
 
-DEFAULT_LONG = 1024
-SHORTEST = 32
 _GENERATED = 64  # tokens that the cases generate after their longest prompt, at most
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """What a check compares, and how."""
-
-    checkpoint: Path | None = None  # of the PyTorch model; None: compare the engines with each other
-    backends: tuple[str, ...] = ()  # empty: all that can run here
-    length: int | None = None  # tokens of the longest case; None: what all engines have capacity for
-    threads: int = 0
-    seed: int = 0
-    remote_code: bool = False
-    trust_engines: bool = False
-    layers: bool = False  # also find the first layer value that is out of tolerance
-    adapter: Path | None = None  # adapter folder of the checkpoint
-    require_signature: Path | None = None  # public key file; audits open the bundle again
-
-    def __post_init__(self) -> None:
-        if self.length is not None and self.length < SHORTEST:
-            raise OptionFault(f"--long-context is {self.length}: expected at least {SHORTEST}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from spaceport.tools.verify.audit.audit_report import AuditReport
 from spaceport.tools.verify.audit.bundle_audit import AuditOptions, audit_bundle
 from spaceport.tools.verify.audit.prompts import read_prompts
 from spaceport.tools.verify.check.check import CheckReport, check
-from spaceport.tools.verify.check.engines import CheckOptions
+from spaceport.tools.verify.check.check_options import CheckOptions
 from spaceport.tools.verify.check.quantization import Agreement, measure_quantization
 
 

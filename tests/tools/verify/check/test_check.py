@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -83,6 +85,35 @@ def test_the_result_is_printed_even_if_the_report_cannot_be_written(
     assert "PASS" in captured.out
     assert code == 1
     assert "Is a directory" in captured.err
+
+
+def without_override() -> None:
+    """Drop the capability with which root writes to read-only folders; takes effect when the process starts a program."""
+    PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
+    if os.geteuid() == 0:
+        assert ctypes.CDLL(None, use_errno=True).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0) == 0
+
+
+@pytest.mark.slow
+def test_a_read_only_bundle_passes_and_the_report_is_printed(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    bundle.chmod(0o555)
+    program = [sys.executable, "-c", "from spaceport.tools.cli import main; main()"]
+    arguments = ["check", str(bundle), str(TINY), "--long-context", "32", "--threads", "1", "--json"]
+    try:
+        done = subprocess.run(
+            [*program, *arguments], capture_output=True, text=True, check=False, preexec_fn=without_override
+        )
+    finally:
+        bundle.chmod(0o755)
+    first, *others = done.stderr.splitlines()
+    assert first == (
+        f"{bundle} is read-only: the report is printed to stdout and not saved in the bundle; --json prints all of it"
+    )
+    assert not any("read-only" in line for line in others)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"] is True
+    assert not (bundle / ACCURACY_FILE).exists()
 
 
 class PlainEngine(HashEngine):

@@ -22,7 +22,8 @@ from spaceport.runtime.engine import EngineFault
 from spaceport.tools.cli import run
 from spaceport.tools.verify.accuracy import CallFailed, ComparedEngine, RecordedCall, RunCall, compare, recorded_engine
 from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, record
-from spaceport.tools.verify.check.engines import SHORTEST, CheckOptions, limits_of, raising_call_failed, select_engines
+from spaceport.tools.verify.check.check_options import SHORTEST, CheckOptions
+from spaceport.tools.verify.check.engines import limits_of, raising_call_failed, select_engines
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from support.paths import TINY
 from support.small_bundle import RECORD, fill

@@ -22,7 +22,7 @@ from spaceport.tools.cli import run
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, RecordedCall
 from spaceport.tools.verify.check.check import CheckReport, check
-from spaceport.tools.verify.check.engines import CheckOptions
+from spaceport.tools.verify.check.check_options import CheckOptions
 from spaceport.tools.verify.check.layers import FirstMismatch, LayerComparison, LayerValue, compare_layers
 from support.families import FAMILIES, build
 from support.paths import TINY

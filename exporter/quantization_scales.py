@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.int8 import InputScale, IntegerModel, LinearScales
@@ -51,25 +52,28 @@ def write_scales(folder: Path, integers: IntegerModel) -> None:
     save_file(tensors, folder / SCALES_FILE, {"modules": json.dumps(modules)})
 
 
-def read_scales(folder: Path) -> ModelScales:
-    """The scales of the int8 layers of a bundle, by the names of the linear modules."""
-    names = _OLDER_FORMAT if (folder / _OLDER_FORMAT.file).exists() else _FORMAT
+def scales_file(files: Collection[str]) -> str:
+    """The name of the file with scales among the files of an int8 bundle."""
+    return _OLDER_FORMAT.file if _OLDER_FORMAT.file in files else SCALES_FILE
+
+
+def scales_in(content: bytes, file: Path) -> ModelScales:
+    """The scales of the int8 layers of a bundle in the content of its file, by the names of the linear modules."""
+    names = _OLDER_FORMAT if file.name == _OLDER_FORMAT.file else _FORMAT
     try:
-        return _read(folder / names.file, names)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        return _parsed(content, names)
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputFault(
-            f"{folder / names.file}: {error}: expected the scales that `spaceport export --weights int8` writes; "
-            "export the checkpoint again"
+            f"{file}: {error}: expected the scales that `spaceport export --weights int8` writes; export the checkpoint again"
         ) from error
 
 
-def _read(path: Path, names: _Format) -> dict[str, LinearScales]:
+def _parsed(content: bytes, names: _Format) -> dict[str, LinearScales]:
+    tensors = load(content)
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors reads it from paths only
     found: dict[str, LinearScales] = {}
-    with safe_open(path, "pt") as file:
-        keys = set(file.keys())
-        for number, modules in json.loads(file.metadata()["modules"]).items():
-            clip = float(file.get_tensor(f"{number}.{names.clip}"))
-            key = f"{number}.{names.smoothing}"
-            scale = InputScale(None if clip != clip else clip, file.get_tensor(key) if key in keys else None)
-            found.update({name: LinearScales(scale, file.get_tensor(f"{name}.{names.weight}")) for name in modules})
+    for number, modules in json.loads(header["__metadata__"]["modules"]).items():
+        clip = float(tensors[f"{number}.{names.clip}"])
+        scale = InputScale(None if clip != clip else clip, tensors.get(f"{number}.{names.smoothing}"))
+        found.update({name: LinearScales(scale, tensors[f"{name}.{names.weight}"]) for name in modules})
     return found

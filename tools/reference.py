@@ -12,12 +12,12 @@ import torch
 
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.export import ExportOptions, TokenFlags, build_decoder, manifest_for
-from spaceport.exporter.quantization_scales import read_scales
+from spaceport.exporter.quantization_scales import scales_file, scales_in
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.quantize import QuantizedInputs
+from spaceport.graphs.quantize import ModelScales, QuantizedInputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
@@ -52,8 +52,7 @@ def open_reference(
     options = ExportOptions(
         signature.lowering, stored, weights, "plain", remote_code=remote_code, requested_activations=activations
     )
-    scales = read_scales(bundle.path) if bundle.manifest.integer_matmuls else None
-    decoder, _ = build_decoder(opened, options, arithmetic=dtype, scales=scales)
+    decoder, _ = build_decoder(opened, options, arithmetic=dtype, scales=scales_of(bundle))
     if decoder.quantization.integers is not None:
         QuantizedInputs(decoder.model, decoder.quantization.integers)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window"):
@@ -63,6 +62,16 @@ def open_reference(
                 f"{checkpoint}: {fact} is {theirs}, the bundle's is {ours}: expected the checkpoint that {bundle.path} was made from"
             )
     return TorchEngine(decoder, decoder.signature, capacity, requests, "cpu")
+
+
+def scales_of(bundle: Bundle) -> ModelScales | None:
+    """The scales of a bundle's int8 layers, exactly as they were verified; None without integer products."""
+    if not bundle.manifest.integer_matmuls:
+        return None
+    name = scales_file(bundle.manifest.files)
+    if name not in bundle.manifest.files:
+        raise InputFault(f"{bundle.path}: the manifest lists no {name}: expected one; export the checkpoint again")
+    return scales_in(bundle.read(name), bundle.path / name)
 
 
 def open_reference_runtime(bundle: Bundle, checkpoint: Path, max_seq_len: int | None, threads: int = 0) -> Runtime:

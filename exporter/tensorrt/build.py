@@ -42,8 +42,13 @@ def build_engine(
     reusable: Callable[[EngineRecord], bool] = lambda record: True,
     on_start: Callable[[], None] = lambda: None,
     on_progress: OnProgress = lambda done, phase: None,
+    require_unchanged: Callable[[], None] = lambda: None,
 ) -> BuildResult:
-    """Build and store an engine in a checked bundle, or return the existing engine with the same options."""
+    """Build and store an engine in a checked bundle, or return the existing engine with the same options.
+
+    `require_unchanged` is called before the engine is stored, and raises if the graph's files are not those that were
+    verified: the builder reads them by their names.
+    """
     graph, signature = manifest.graph, manifest.signature
     name = engine_name(graph, signature.vocab_size, library, options)
     model = append_graph(folder, signature, options.shapes.capacity)
@@ -69,5 +74,6 @@ def build_engine(
         refittable=options.refittable,
         decomposed=built.attention.decomposed,
     )
+    require_unchanged()
     store_engine(folder, name, built.plan, record)
     return BuildResult(name, record, True, built.attention.reason, built.activation or None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -177,7 +178,19 @@ def session_options(threads: int, weights: Weights, activations: Activations = "
 
 def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
     """A session of the bundle's graph, checked against the manifest; raises onnxruntime's own errors."""
-    graph, path = bundle.read(MODEL_FILE), bundle.path / MODEL_FILE
+    graph = bundle.read(MODEL_FILE)
+    with weights_for(bundle, graph, options):
+        session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
+    _check_signature(session, bundle.manifest.signature, bundle.path / MODEL_FILE)
+    return session
+
+
+@contextmanager
+def weights_for(bundle: Bundle, graph: bytes, options: ort.SessionOptions) -> Iterator[None]:
+    """Let a session that is opened in the block load the weights of a bundle's graph from the files that were verified.
+
+    Raises at the end of the block if one of them was changed or replaced meanwhile.
+    """
     weights = _weight_files(bundle, graph)
     with ExitStack() as mapped:
         if bundle.files is None or not bundle.copies_weights:
@@ -186,12 +199,12 @@ def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequenc
         else:
             maps = [mapped.enter_context(_mapped(bundle.files, name)) for name in weights]
             options.add_external_initializers_from_files_in_memory(weights, maps, [len(content) for content in maps])
-        session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
+        yield
+    if bundle.copies_weights:
+        _return_free_memory()
     if bundle.files is not None:
         for name in weights:
             bundle.files.require_same(name)
-    _check_signature(session, bundle.manifest.signature, path)
-    return session
 
 
 def _weight_files(bundle: Bundle, graph: bytes) -> list[str]:
@@ -206,6 +219,13 @@ def _weight_files(bundle: Bundle, graph: bytes) -> list[str]:
                 f"{bundle.path / MODEL_FILE}: loads weights from {name!r}, which the manifest does not list: export it again"
             )
     return named
+
+
+def _return_free_memory() -> None:
+    """Return memory to the system that the C library holds back: copies of weights that a session freed after packing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

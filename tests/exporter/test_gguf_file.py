@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("gguf")
 
 from spaceport.exporter import gguf_file
-from spaceport.exporter.gguf_file import GgufTensor, is_gguf, read_gguf
+from spaceport.exporter.checkpoint_files import is_gguf
+from spaceport.exporter.gguf_file import GgufTensor, read_gguf
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import MissingDependency
 from support.gguf_files import random_model, write_gguf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,11 +16,11 @@ from spaceport.exporter.tensorrt.profiles import Shapes
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, open_library, target_of
 from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.contract.manifest import FLAVOURS, EngineRecord, Manifest
+from spaceport.graphs.contract.manifest import FLAVOURS, MODEL_FILE, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
 from spaceport.runtime.backends import trust
 from spaceport.runtime.backends.device import NoGpu, gpu
-from spaceport.runtime.bundle import open_bundle, read_manifest
+from spaceport.runtime.bundle import Bundle, open_bundle, read_manifest
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.options import (
     Renamed,
@@ -127,7 +128,7 @@ def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
     opened = open_bundle(bundle, require_signature=given["require_signature"])  # last, because it hashes the weights
     manifest, outcomes = opened.manifest, []
     for name in targets:
-        outcomes.append(_build(bundle, manifest, library, _options(name, shapes, manifest, given), rebuild))
+        outcomes.append(_build(opened, library, _options(name, shapes, manifest, given), rebuild))
         _report(bundle, outcomes[-1], as_json)
     if (bundle / SIGNATURE_FILE).exists() and any(outcome.built for outcome in outcomes):
         click.echo(f"{bundle}: its signature no longer matches: sign it again with `spaceport sign`", err=True)
@@ -147,10 +148,9 @@ def _options(name: str, shapes: Shapes, manifest: Manifest, given: Mapping[str, 
     return BuildOptions(name, shapes, scratch, given["refittable"], manifest.max_mask_slots, given["timing_cache"])
 
 
-def _build(
-    bundle: Path, manifest: Manifest, library: Library, build_options: BuildOptions, rebuild: bool
-) -> BuildResult:
+def _build(opened: Bundle, library: Library, build_options: BuildOptions, rebuild: bool) -> BuildResult:
     """The engine of a target, built with progress on the terminal."""
+    bundle, manifest = opened.path, opened.manifest
     memory = _memory(manifest, build_options.shapes)
     with building(f"{library.name} for {build_options.target}", memory) as progress:
         return build_engine(
@@ -161,7 +161,16 @@ def _build(
             lambda record: not rebuild and _reusable(record),
             progress.begin,
             progress.update,
+            partial(_require_unchanged, opened),
         )
+
+
+def _require_unchanged(bundle: Bundle) -> None:
+    """Raise if the files of the graph are no longer those that were verified."""
+    if bundle.files is not None:
+        for name in bundle.manifest.files:
+            if name.startswith(MODEL_FILE):
+                bundle.files.require_same(name)
 
 
 def _report(bundle: Path, outcome: BuildResult, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs, attention_output_name, layer_output_name
+from spaceport.runtime.backends.on_onnxruntime import weights_for
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.verify.accuracy import Array
@@ -59,10 +60,11 @@ class GraphLayers:
 
     def __init__(self, bundle: Bundle, limits: EngineLimits, threads: int, cuda: bool) -> None:
         self.signature = bundle.manifest.signature
-        model = onnx.load(str(bundle.path / MODEL_FILE), load_external_data=False)
+        graph = bundle.read(MODEL_FILE)
+        model = onnx.load_model_from_string(graph)
         self.marks = show_marks(model, self.signature)
         float32_at_the_edges(model, self.signature)
-        self._session = _session(model, bundle, threads, cuda)
+        self._session = _session(model, graph, bundle, threads, cuda)
         self.device = "cuda" if _CUDA in self._session.get_providers() else "cpu"
         shape = (limits.requests, self.signature.kv_heads, limits.capacity, self.signature.head_dim)
         self._kv = {tensor.name: np.zeros(shape, np.float32) for tensor in self.signature.past}
@@ -123,16 +125,16 @@ def _by_request(moves: Array) -> list[tuple[int, Any, Any]]:
     return [(int(request), *moves[moves[:, 0] == request, 1:].T) for request in np.unique(moves[:, 0])]
 
 
-def _session(model: onnx.ModelProto, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
-    """A session of the changed graph, with the weights of the bundle."""
+def _session(model: onnx.ModelProto, graph: bytes, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
+    """A session of the changed graph, with the weights that the bundle's own graph names."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path))
     usable = cuda and _CUDA in ort.get_available_providers()
     providers = [_CUDA, _CPU] if usable else [_CPU]
     try:
-        return ort.InferenceSession(model.SerializeToString(), options, providers=providers, enable_fallback=0)
+        with weights_for(bundle, graph, options):
+            return ort.InferenceSession(model.SerializeToString(), options, providers=providers, enable_fallback=0)
     except ort.capi.onnxruntime_pybind11_state.NotImplemented as error:
         raise MissingDependency(
             f"{bundle.path}: onnxruntime here does not run its graph ({error}), which --layers needs: leave --layers out, or run "

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.quantization_scales import read_scales
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.quantize import QuantizedInputs, quantize_model
 from spaceport.runtime.bundle import Bundle
+from spaceport.tools.reference import scales_of
 
 TEXTS = 4
 LENGTH = 64  # tokens per text
@@ -58,9 +58,8 @@ def measure_quantization(
         expected = log_probabilities(unquantized, texts)
         del unquantized  # only one model has to fit into memory
         quantized = load_model(checkpoint, manifest.signature.dtype)
-        scales = read_scales(bundle.path) if manifest.integer_matmuls else None
         found = quantize_model(
-            quantized, manifest.weights, manifest.activations, manifest.signature.lowering, scales
+            quantized, manifest.weights, manifest.activations, manifest.signature.lowering, scales_of(bundle)
         ).integers
         inputs = None if found is None else QuantizedInputs(quantized, found)
         got = log_probabilities(cast(PreTrainedModel, quantized.to(torch.float32)), texts)  # type: ignore[arg-type]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spaceport.tools.cli import run
-from spaceport.tools.demo_recipe.chat_prompts import prompts
+from spaceport.tools.demo_recipe.chat_prompts import prompts, titled_lists
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Tree, extract
 
@@ -32,7 +33,8 @@ _DRAFTS = (
     "64",
 )
 _LAYERS = ("--rank", "32", "--alpha", "64", "--target", "o_proj", "--target", "down_proj")
-_FORKS = ("--objective", "apar")
+_FORKS = ("--objective", "apar", "--unfork-rate", "0.05")
+_NUMBERED = re.compile(r"^\d+\. ", re.MULTILINE)
 _TRAINING = (
     "--method",
     "gated-lora",
@@ -54,6 +56,7 @@ class Recipe:
     work: Path
     answers: int  # prompts of all kinds
     lists: int  # further prompts that ask for a list, with longer answers
+    titled: int  # prompts that ask for a list whose items have titles, for the training of forks
     draft_time: str
     fork_time: str | None  # None: the adapter learns to draft only
     bf16: bool
@@ -79,6 +82,8 @@ def follow(recipe: Recipe) -> Path:
         ("drafts", _train_drafts),
     ]
     forks: list[tuple[str, Callable[[Recipe, Path], None]]] = [
+        ("titled_prompts.jsonl", _write_titled_prompts),
+        ("titled_answers.jsonl", _distill_titled),
         ("forks.jsonl", _select_forks),
         ("adapter", _train_forks),
     ]
@@ -126,26 +131,37 @@ def _train_drafts(recipe: Recipe, target: Path) -> None:
     _tune(recipe, target, recipe.file("train.jsonl"), *_DRAFTS, *_LAYERS, *budget)
 
 
+def _write_titled_prompts(recipe: Recipe, target: Path) -> None:
+    _write(target, titled_lists(recipe.titled, seed=2))
+
+
+def _distill_titled(recipe: Recipe, target: Path) -> None:
+    _answer(recipe, "titled_prompts.jsonl", target, _LIST)
+
+
 def _select_forks(recipe: Recipe, target: Path) -> None:
-    """Write the finished answers that fork, and as many finished ones that do not."""
-    found = _finished(recipe.file("train.jsonl"))
-    forking = [line for line, forks in found if forks]
-    plain = [line for line, forks in found if not forks]
-    _write(target, [*forking, *plain[: len(forking)]])
+    """Write the finished lists that fork, and as many finished answers that do not: lists without titles, and others."""
+    found: dict[str, list[dict[str, object]]] = {"list": [], "paragraphs": [], "numbered": [], "other": []}
+    for name in ("titled_answers.jsonl", "train.jsonl"):
+        for kind, line in _finished(recipe.file(name)):
+            found[kind].append(line)
+    half = len(found["list"]) // 2
+    _write(target, [*found["list"], *found["numbered"][:half], *found["other"][: len(found["list"]) - half]])
 
 
-def _finished(file: Path) -> list[tuple[dict[str, object], bool]]:
-    """The lines of a file with finished answers, and whether the answer forks."""
+def _finished(file: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """The lines of a file with finished answers; each with the kind of its paragraph tree, if it has one."""
     lines = {number: json.loads(line) for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)}
-    return [
-        (lines[conversation.line], isinstance(extract(conversation.answer or ""), Tree))
-        for conversation in read_conversations(file)
-        if conversation.ends
-    ]
+    for conversation in read_conversations(file):
+        answer = conversation.answer or ""
+        if conversation.ends:
+            tree = extract(answer)
+            unforked = "numbered" if _NUMBERED.search(answer) else "other"
+            yield tree.kind if isinstance(tree, Tree) else unforked, lines[conversation.line]
 
 
 def _train_forks(recipe: Recipe, target: Path) -> None:
-    budget = ("--time-budget", str(recipe.fork_time), "--epochs", "12", "--learning-rate", "5e-3")
+    budget = ("--time-budget", str(recipe.fork_time), "--epochs", "6", "--learning-rate", "5e-2")
     further = ("--adapter", recipe.file("drafts"))
     _tune(recipe, target, recipe.file("forks.jsonl"), *_FORKS, *further, *budget)
 
@@ -179,12 +195,20 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="GGUF file or checkpoint folder of the base model")
     parser.add_argument("--answers", type=int, default=2528, help="number of generated prompts")
     parser.add_argument("--lists", type=int, default=128, help="number of further prompts that ask for a list")
+    parser.add_argument("--titled", type=int, default=160, help="number of prompts for lists with titles, for forks")
     parser.add_argument("--draft-time", default="96m", help="training time of the drafts")
-    parser.add_argument("--fork-time", help="training time of the forks, such as 8m; default: no forks")
+    parser.add_argument("--fork-time", default="12m", help="training time of the forks; 0s: no forks")
     parser.add_argument("--no-bf16", action="store_true", help="compute in float32, on CPUs without bfloat16")
     given = parser.parse_args()
     recipe = Recipe(
-        given.base, given.work, given.answers, given.lists, given.draft_time, given.fork_time, not given.no_bf16
+        given.base,
+        given.work,
+        given.answers,
+        given.lists,
+        given.titled,
+        given.draft_time,
+        None if given.fork_time == "0s" else given.fork_time,
+        not given.no_bf16,
     )
     try:
         print(follow(recipe))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics as python_topics
+from typing import Any
 
 Words = dict[str, list[str]]
 Turns = list[str]  # user turns; each is answered before the next one
@@ -24,6 +25,11 @@ _PARAGRAPH = range(250, 900)  # characters of a text to summarize
 _ATTEMPTS = 50  # per prompt, to find one that is new
 _MONTHS = ("January", "March", "April", "May", "July", "August", "October", "November")
 _COUNTS = ("three", "five", "six", "seven", "eight", "ten")
+_TITLES = (
+    "Give each item a short title, a colon and one or two sentences.",
+    "Write each item as a bold title, a colon and an explanation.",
+    "Number the items; each has a title, a colon and one sentence.",
+)
 _STYLES = ("", "", "", " Keep it short.", " Be detailed.", " Use simple words.", " Give one example.")
 
 
@@ -46,6 +52,18 @@ def prompts(count: int, seed: int) -> list[dict[str, object]]:
             raise ValueError(f"{count} prompts: no new prompt of kind {kind} in {_ATTEMPTS} attempts: ask for fewer")
         found.append({"kind": kind, "messages": [{"role": "user", "content": turn} for turn in turns]})
     return found
+
+
+def titled_lists(count: int, seed: int) -> list[dict[str, object]]:
+    """Prompts that ask for a list whose items have titles: a model can learn to fork on the answers."""
+    dice = random.Random(seed)
+    listed = [prompt for prompt in prompts(len(_KINDS) * count, seed) if prompt["kind"] == "lists"]
+    return [{**prompt, "messages": _with_suffix(prompt, dice.choice(_TITLES))} for prompt in listed]
+
+
+def _with_suffix(prompt: dict[str, Any], suffix: str) -> list[dict[str, str]]:
+    *before, last = prompt["messages"]
+    return [*before, {**last, "content": f"{last['content']} {suffix}"}]
 
 
 def _cycle(kinds: list[str]) -> Iterator[str]:

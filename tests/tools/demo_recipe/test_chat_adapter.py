@@ -11,6 +11,8 @@ import pytest
 from spaceport.tools.demo_recipe import chat_adapter
 from spaceport.tools.demo_recipe.chat_adapter import Recipe, StepFailed, follow
 
+PLAIN_LIST = "1. Red\n2. Green\n3. Blue"
+PARAGRAPHS = "\n\n".join(f"This is sentence number {name}. It has another one." for name in ("one", "two", "three"))
 FORKING = "1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea"
 
 
@@ -28,9 +30,10 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         given.append(words)
         target = Path(words[3] if words[0] == "distill" else words[2])
         if words[0] == "distill":
-            lists = target.name.startswith("list")
+            lists = target.name.startswith(("list", "titled"))
             cut = answered(FORKING, ends=False)
-            target.write_text((answered(FORKING) + cut if lists else "") + answered("Yes.") * 50, "utf-8")
+            found = answered(FORKING) + cut + answered(PARAGRAPHS) + answered(PLAIN_LIST) * 2 if lists else ""
+            target.write_text(found + answered("Yes.") * 50, "utf-8")
         else:
             target.mkdir()
         return 0
@@ -41,13 +44,13 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    return Recipe(Path("base.gguf"), tmp_path / "work", 64, 8, "1m", "10s", True)
+    return Recipe(Path("base.gguf"), tmp_path / "work", 64, 8, 4, "1m", "10s", True)
 
 
 def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[list[str]]) -> None:
     assert follow(recipe) == recipe.work / "adapter"
-    assert [words[0] for words in commands] == ["export", "distill", "distill", "tune", "tune"]
-    drafts, forks = commands[3], commands[4]
+    assert [words[0] for words in commands] == ["export", "distill", "distill", "tune", "distill", "tune"]
+    drafts, forks = commands[3], commands[5]
     assert drafts[1:4] == ["base.gguf", str(recipe.work / "drafts"), str(recipe.work / "train.jsonl")]
     assert drafts[drafts.index("--time-budget") + 1] == "1m"
     assert forks[forks.index("--adapter") + 1] == str(recipe.work / "drafts")
@@ -62,17 +65,18 @@ def test_without_a_time_for_forks_the_adapter_learns_to_draft_only(recipe: Recip
 def test_one_answer_in_forty_is_held_out(recipe: Recipe, commands: list[list[str]]) -> None:
     follow(recipe)
     sizes = {name: len((recipe.work / name).read_text().splitlines()) for name in ("train.jsonl", "validation.jsonl")}
-    assert sizes == {"train.jsonl": 48 + 52, "validation.jsonl": 2}  # lists are not held out
+    assert sizes == {"train.jsonl": 48 + 55, "validation.jsonl": 2}  # lists are not held out
 
 
-def test_only_finished_lists_teach_forks_beside_as_many_plain_answers(
+def test_only_finished_lists_with_titles_teach_forks_beside_as_many_plain_answers(
     recipe: Recipe, commands: list[list[str]]
 ) -> None:
     follow(recipe)
     lines = (recipe.work / "forks.jsonl").read_text().splitlines(keepends=True)
-    assert lines == [answered(FORKING), answered("Yes.")]
-    kinds = {json.loads(line)["kind"] for line in (recipe.work / "list_prompts.jsonl").read_text().splitlines()}
-    assert kinds == {"lists"}
+    assert lines == [answered(FORKING)] * 2 + [answered(PLAIN_LIST), answered("Yes.")]
+    for name, count in (("list_prompts.jsonl", 8), ("titled_prompts.jsonl", 4)):
+        kinds = [json.loads(line)["kind"] for line in (recipe.work / name).read_text().splitlines()]
+        assert kinds == ["lists"] * count
 
 
 def test_a_step_with_a_result_is_not_repeated(recipe: Recipe, commands: list[list[str]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.tools.demo_recipe import chat_prompts
-from spaceport.tools.demo_recipe.chat_prompts import main, prompts
+from spaceport.tools.demo_recipe.chat_prompts import main, prompts, titled_lists
 
 HELD_OUT = Path(chat_prompts.__file__).parents[1] / "demo" / "chat" / "heldout.jsonl"
 
@@ -40,6 +40,18 @@ def test_the_evaluation_has_25_prompts_of_each_kind_and_none_of_them_is_generate
     assert kinds.keys() == {prompt["kind"] for prompt in prompts(8, 0)}
     assert len({user_turns(prompt) for prompt in held_out}) == len(held_out)
     assert not generated & {turn for prompt in held_out for turn in user_turns(prompt)}
+
+
+def test_lists_with_titles_ask_for_a_colon_and_none_of_them_is_held_out() -> None:
+    found = [user_turns(prompt) for prompt in titled_lists(40, 2)]
+    assert len(set(found)) == 40
+    assert all("title, a colon" in last for (*_, last) in found)
+    assert {prompt["kind"] for prompt in titled_lists(40, 2)} == {"lists"}
+    held_out = [json.loads(line) for line in HELD_OUT.read_text("utf-8").splitlines()]
+    assert not {turn for turns in found for turn in turns} & {
+        turn for prompt in held_out for turn in user_turns(prompt)
+    }
+    assert titled_lists(8, 3) != titled_lists(8, 2)[:8]
 
 
 def test_too_many_prompts_are_refused() -> None:

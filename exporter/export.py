@@ -18,7 +18,7 @@ from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.correction_factors import write_correction
-from spaceport.exporter.prompt_tokens import Prompt, prompt_tokens
+from spaceport.exporter.prompt_tokens import Prompt, added_tokens, prompt_tokens
 from spaceport.exporter.provenance import provenance_of
 from spaceport.exporter.quantization_scales import write_scales
 from spaceport.exporter.selection_graph import write_selection
@@ -177,6 +177,7 @@ def build_decoder(
             options.lowering,
             scales,
             prompt_tokens(checkpoint, options.calibrate) if calibrates else (),
+            added_tokens(checkpoint, model) if calibrates else (),
         )
         # Not converted if the type is the same: rotary frequencies stay in float32 whatever the type of the weights.
         if arithmetic not in (None, options.dtype):

@@ -1,13 +1,16 @@
-"""Prompt tokens: tokenized prompts for calibration."""
+"""Prompt tokens: tokenized prompts for calibration, and the tokens that its texts must not have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
+from spaceport.exporter.embedding_rows import embedding_rows
 from spaceport.graphs.contract.faults import InputFault
 
 Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
@@ -47,3 +50,16 @@ def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Te
             raise InputFault(f"calibration prompt {number} has no tokens: expected a prompt that is not empty")
         found.append(torch.tensor([ids]))
     return tuple(found)
+
+
+def added_tokens(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that a gated adapter added to its base model, and the padding of the embedding table behind them.
+
+    Without them in its calibration texts, an int8 bundle computes ordinary rows like a bundle of the base model.
+    """
+    if checkpoint.adapter is None:
+        return ()
+    tokens = checkpoint.tokens
+    named = {*tokens.mask, *tokens.fork_ids, *(() if tokens.child is None else (tokens.child,))}
+    known = Tokenizer.from_str(checkpoint.tokenizer).get_vocab_size(with_added_tokens=True)
+    return tuple(sorted(named | set(range(known, len(embedding_rows(model)[0])))))

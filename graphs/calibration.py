@@ -63,14 +63,20 @@ def calibrate(
     return found | {name: LinearScales(InputScale(None)) for name in modules.keys() - found.keys()}
 
 
-def calibration_texts(model: PreTrainedModel, prompts: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Calibration texts (batch x tokens): greedy completions of random single tokens and of the given prompts."""
-    vocab = int(model.config.get_text_config().vocab_size)
-    first = torch.randint(0, vocab, (_TEXTS, 1), generator=torch.Generator().manual_seed(0))
-    return [_completed(model, prompt.to(model.device)) for prompt in (first, *prompts)]
+def calibration_texts(
+    model: PreTrainedModel, prompts: Sequence[Tensor] = (), excluded: Sequence[int] = ()
+) -> list[Tensor]:
+    """Calibration texts (batch x tokens): greedy completions of random single tokens and of the given prompts.
+
+    Tokens in `excluded` are neither drawn nor generated."""
+    without = set(excluded)
+    tokens = [token for token in range(int(model.config.get_text_config().vocab_size)) if token not in without]
+    drawn = torch.randint(0, len(tokens), (_TEXTS, 1), generator=torch.Generator().manual_seed(0))
+    first = torch.tensor(tokens)[drawn]
+    return [_completed(model, prompt.to(model.device), sorted(without)) for prompt in (first, *prompts)]
 
 
-def _completed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _completed(model: PreTrainedModel, ids: Tensor, excluded: list[int]) -> Tensor:
     """The end of a prompt and its greedy completion, within the model's maximum number of positions."""
     positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
     length = max(1, min(_LENGTH, positions // 2))
@@ -84,6 +90,7 @@ def _completed(model: PreTrainedModel, ids: Tensor) -> Tensor:
             max_new_tokens=length,
             min_new_tokens=length,
             pad_token_id=0,
+            suppress_tokens=excluded or None,
         ),
     )
 

@@ -47,10 +47,12 @@ def quantize_model(
     lowering: Lowering,
     scales: ModelScales | None = None,
     prompts: tuple[Tensor, ...] = (),
+    excluded: tuple[int, ...] = (),
 ) -> Quantization:
     """Quantize the weights of a model in place.
 
-    Int8 layers use the given scales. Without scales, they are calibrated on completions of the prompts."""
+    Int8 layers use the given scales. Without scales, they are calibrated on completions of the prompts, which hold no
+    token in `excluded`."""
     if weights == "int4" and activations == "int8":
         return _with_embeddings(model, quantize_weights(model, weights, lowering), BLOCKS[lowering])
     if weights != "int8" or activations == "float":
@@ -65,7 +67,7 @@ def quantize_model(
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     if scales is None:
         tied = frozenset(name for name, module in modules.items() if module.weight is embedding.weight)
-        scales = calibrate(model, modules, calibration_texts(model, prompts), limbs, tied)
+        scales = calibrate(model, modules, calibration_texts(model, prompts, excluded), limbs, tied)
     if missing := sorted(modules.keys() - scales.keys()):
         raise InputFault(f"no scale of {missing[0]}: expected one for each of {len(modules)} linear layers")
     integers, errors = _integer_model(model, modules, scales, limbs)

@@ -28,6 +28,8 @@ from spaceport.exporter.checkpoint import (
     open_checkpoint,
 )
 from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.prompt_tokens import added_tokens
+from spaceport.exporter.quantization_scales import SCALES_FILE
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.bundle import open_bundle
@@ -191,6 +193,19 @@ def test_int8_bundles_are_the_same_too(base: Path, adapter: Path, tuned: Path, t
     export(tuned, tmp_path / "tuned", ExportOptions(weights="int8"))
     export(base, tmp_path / "adapted", ExportOptions(weights="int8", adapter=adapter))
     require_equal_bundles(tmp_path / "tuned", tmp_path / "adapted")
+    export(base, tmp_path / "plain", ExportOptions(weights="int8"))
+    plain, adapted = (load_file(tmp_path / name / SCALES_FILE) for name in ("plain", "adapted"))
+    assert plain.keys() == adapted.keys()
+    for name, scales in plain.items():
+        found = adapted[name][: len(scales)] if scales.dim() else adapted[name]  # more tokens in the last layer
+        torch.testing.assert_close(found, scales, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_calibration_leaves_out_what_the_adapter_added(base: Path, adapter: Path, tuned: Path) -> None:
+    for checkpoint in (open_checkpoint(tuned, TokenFlags()), open_checkpoint(base, TokenFlags(), adapter=adapter)):
+        assert added_tokens(checkpoint, load_model(checkpoint, "float32")) == tuple(range(VOCAB, GROWN))
+    checkpoint = open_checkpoint(base, TokenFlags())
+    assert added_tokens(checkpoint, load_model(checkpoint, "float32")) == ()
 
 
 def test_acceptance_is_measured_on_the_base_model_with_its_adapter(

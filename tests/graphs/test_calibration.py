@@ -97,6 +97,15 @@ def test_norms_are_recognized_by_their_output(family: str) -> None:
     assert any(scale.clip is not None for scale in behind_norms)
 
 
+def test_calibration_texts_have_no_excluded_token(tiny: PreTrainedModel) -> None:
+    (before,) = calibration_texts(tiny)
+    excluded = sorted({int(token) for token in before.flatten()})[:5]
+    (after,) = calibration_texts(tiny, excluded=excluded)
+    assert not {int(token) for token in after.flatten()} & {*excluded}
+    vocab = int(tiny.config.vocab_size)
+    assert [text.tolist() for text in calibration_texts(tiny, excluded=range(vocab, vocab + 9))] == [before.tolist()]
+
+
 def test_calibration_texts_begin_with_the_prompts(tiny: PreTrainedModel) -> None:
     _, text = calibration_texts(tiny, (torch.tensor([[5, 6, 7]]),))
     assert text[0, :3].tolist() == [5, 6, 7]

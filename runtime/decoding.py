@@ -15,6 +15,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 
 _LOOKUP = 16  # tokens; how many are drafted depends on their acceptance rate
 MAX_THREADS = 16
+_MOST_SALT = 256  # characters
 
 # Integer options with their minimum and maximum.
 _INTEGERS: tuple[tuple[str, int | None, int | None], ...] = (
@@ -35,6 +36,8 @@ _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("grammar", (Grammar, NoneType), "a Grammar, such as Grammar(regex='[a-z]+')"),
     ("fork", (bool, NoneType), "True, False or None"),
     ("trace", (bool,), "True or False"),
+    ("prefix_cache", (bool,), "True or False"),
+    ("cache_salt", (str,), "text"),
     ("parse_special", (bool,), "True or False"),
     ("timeout", (int, float, NoneType), "a number of seconds above 0, or None"),
 )
@@ -66,6 +69,10 @@ class Decoding:
       drafts are exact in one line only.
     - `lookup`: Maximum draft tokens from prompt lookup in a step, 0 = none; default None: 16 in trees, 0 in chains and
       with `mask_slots=0`.
+    - `prefix_cache`: Whether the request reuses the KV rows of others with the same beginning and leaves its own for
+      others, in a runtime with a prefix cache; default True.
+    - `cache_salt`: Text that separates requests in the prefix cache: only those with the same salt reuse each other's
+      rows; default "".
     - `max_threads`: Maximum threads of the request that decode at the same time, the others wait; default None: 16, or 1
       with 8-bit activations of one limb (`int8`).
 
@@ -90,6 +97,8 @@ class Decoding:
     lookup: int | None = None
 
     fork: bool | None = None
+    prefix_cache: bool = True
+    cache_salt: str = ""
     max_threads: int | None = None
     max_depth: int = 1
     parse_special: bool = False
@@ -117,6 +126,8 @@ class Decoding:
             raise OptionFault(
                 "fork is True with a grammar: a constrained completion cannot fork: leave one of them out"
             )
+        if len(self.cache_salt) > _MOST_SALT:
+            raise OptionFault(f"cache_salt has {len(self.cache_salt)} characters: expected at most {_MOST_SALT}")
         self.draft_config(0)
 
     def _stops(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.runtime.scheduling.generation import Completion, Delivery
 from spaceport.runtime.scheduling.intake import Intake
+from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream, deliver_to_loop, settled_event
@@ -54,6 +55,7 @@ class Runtime:
         costs: StepCosts | None = None,
         call_timeout: float | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        prefix_cache: bool = False,
     ) -> None:
         self.bundle = bundle
         self.engine = engine
@@ -74,7 +76,10 @@ class Runtime:
             read_correction(bundle),
         )
         queued = limits.queued_requests if queue_limit is None else queue_limit
-        scheduler = Scheduler(engine, queued, prompt_rows, costs=self.costs, queued_tokens=limits.queued_prompt_tokens)
+        cache = PrefixCache(in_order=bundle.manifest.exact_drafts == "chain") if prefix_cache else None
+        scheduler = Scheduler(
+            engine, queued, prompt_rows, costs=self.costs, queued_tokens=limits.queued_prompt_tokens, cache=cache
+        )
         self._worker = Worker(scheduler, call_timeout=call_timeout)
         self._intake = Intake(bundle, self._admission, self._worker)
 
@@ -93,6 +98,7 @@ class Runtime:
         trust_engines: bool = False,
         step_costs: CostSource = "measured",
         call_timeout: float | None = DEFAULT_CALL_TIMEOUT,
+        prefix_cache: bool = False,
         allow_links: bool = False,
         copy_weights: bool = False,
         require_signature: str | os.PathLike[str] | None = None,
@@ -117,6 +123,8 @@ class Runtime:
           each time. "free": rows cost nothing, drafts are as wide as their options allow; for tests.
         - `call_timeout`: Seconds after which an engine call counts as hung: all requests fail with `EngineFault`, and the
           bundle has to be opened again; None: no limit; default 300.
+        - `prefix_cache`: Whether ended requests leave their KV rows for requests with the same beginning, such as the next
+          turn of a chat; default False.
         - `allow_links`: Whether the bundle's files may be links, as in caches of a model hub; default False.
         - `copy_weights`: Whether to copy the weights into memory of their own, so that changes of their file have no
           effect; default False: the file is mapped, and truncating it ends the process with SIGBUS.
@@ -156,6 +164,7 @@ class Runtime:
             costs=costs,
             call_timeout=call_timeout,
             limits=limits,
+            prefix_cache=prefix_cache,
         )
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:

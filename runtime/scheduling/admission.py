@@ -107,6 +107,7 @@ class Admission:
             max_rows=self.engine.rows,
             max_threads=decoding.threads(manifest.parallel_threads),
             end=frozenset(manifest.tokens.end),
+            cache_salt=decoding.cache_salt if decoding.prefix_cache else None,
         )
         transcript = Transcript(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)
         events = None if decoding.stops else EventLog()
@@ -143,6 +144,7 @@ class Admission:
             selector=self._selector(plain, plain.sampling, self._forks(plain), len(ids)),
             max_length=len(ids),
             max_total=0,
+            cache_salt=plain.cache_salt,
             echo=start - 1,
         )
         return ScoringTask(request=self._request(ids, config, (scoring,)), scoring=scoring)

@@ -52,7 +52,8 @@ class FreeBuffers:
             self._spoilt.remove(index)
         if self._cache is None:
             return
-        self._cache.queried_tokens += request.statistics.prompt_tokens
+        if request.config.cache_salt is not None:
+            self._cache.queried_tokens += request.statistics.prompt_tokens
         if not length:
             self._cache.forget(index)
             return

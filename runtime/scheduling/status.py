@@ -28,6 +28,11 @@ class RuntimeStatus:
     - `tokens_per_second`: Generated tokens per second over the last 10 seconds.
     - `ended_requests`: Number of requests that have ended since the runtime was opened, failed ones included.
     - `failed_requests`: Number of requests that ended with an error.
+    - `cached_tokens`: Tokens in the KV buffers of ended requests that later requests may reuse.
+    - `cache_queried_tokens`: Prompt tokens of all requests that were compared with the prefix cache.
+    - `cache_hit_tokens`: Of these, the tokens whose KV rows were reused.
+    - `cache_hits`: Number of requests that reused KV rows.
+    - `cache_evictions`: Number of prefixes that were overwritten by a request with another prompt.
     """
 
     healthy: bool
@@ -43,6 +48,11 @@ class RuntimeStatus:
     tokens_per_second: float
     ended_requests: int
     failed_requests: int
+    cached_tokens: int = 0
+    cache_queried_tokens: int = 0
+    cache_hit_tokens: int = 0
+    cache_hits: int = 0
+    cache_evictions: int = 0
 
 
 class TokenMeter:

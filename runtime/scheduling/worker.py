@@ -9,6 +9,7 @@ from threading import Condition, Event, Thread
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.queue import Reservation
 from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
 from spaceport.runtime.scheduling.status import RuntimeStatus
@@ -74,7 +75,7 @@ class Worker:
         """The state at this moment."""
         self.check_process()
         scheduler, engine = self._scheduler, self._scheduler.engine
-        active = scheduler.active
+        active, cache = scheduler.active, scheduler.cache or PrefixCache()
         return RuntimeStatus(
             healthy=self._stalled is None,
             closed=self._closing,
@@ -89,6 +90,11 @@ class Worker:
             tokens_per_second=scheduler.meter.tokens_per_second,
             ended_requests=scheduler.ended,
             failed_requests=scheduler.failed,
+            cached_tokens=scheduler.buffers.cached_tokens,
+            cache_queried_tokens=cache.queried_tokens,
+            cache_hit_tokens=cache.hit_tokens,
+            cache_hits=cache.hits,
+            cache_evictions=cache.evictions,
         )
 
     def close(self, timeout: float | None = None) -> bool:

@@ -41,7 +41,8 @@ class Trace:
     def on_step(self, verified: VerifiedStep) -> None:
         """Store a step."""
         if self._request is not verified.request:
-            first = int(verified.plan.parts[0].positions[0]) == 0  # only the first step feeds position 0
+            fed = verified.request.statistics.cached_tokens  # before the first step
+            first = int(verified.plan.parts[0].positions[0]) == fed
             if self._request is not None or not first:
                 raise ValueError(
                     "a Trace records one request from its first step on: create a new one for each request"

@@ -72,6 +72,7 @@ def hash_runtime(
     requests: int = 1,
     lowering: Lowering = "scatter",
     prompt_rows: int = PREFILL_ROWS,
+    prefix_cache: bool = False,
 ) -> Runtime:
     """A runtime whose model generates a language."""
     manifest = Manifest(
@@ -86,7 +87,7 @@ def hash_runtime(
     )
     bundle = Bundle(_folder(), manifest)
     engine = HashEngine(language, capacity_for(manifest, max_slots or max_seq_len), requests, lowering)
-    return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows)
+    return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows, prefix_cache=prefix_cache)
 
 
 def counting_runtime(language: Language, vocab_size: int, requests: int) -> tuple[Runtime, CountingEngine]:

@@ -1,0 +1,136 @@
+"""Prefix cache of a runtime: chats, scores and traces are those without it, and cost less prefill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.session import Runtime
+from support.hash_engine import HashEngine, Language
+from support.hash_runtime import hash_runtime
+from support.traced import TOKENIZER
+
+LANGUAGE = Language(11, 70, end_every=10**9)
+PROMPT = [1, 2, 3, 4] * 10
+FEW = Decoding(max_tokens=6)
+
+
+def cached(completion: Completion) -> int:
+    return completion.statistics.cached_tokens
+
+
+def test_the_next_turn_of_a_chat_reuses_its_history() -> None:
+    with (
+        hash_runtime(LANGUAGE, 200, prefix_cache=True, requests=2) as runtime,
+        hash_runtime(LANGUAGE, 200) as without,
+    ):
+        history, found = PROMPT, []
+        for turn in range(4):
+            answer = runtime.generate(history, FEW)
+            expected = without.generate(history, FEW)
+            assert answer.tokens == expected.tokens
+            found.append((cached(answer), cached(expected), answer.statistics.prompt_tokens))
+            history = [*history, *answer.tokens, turn, 9]
+        assert found == [(0, 0, 40), (45, 0, 48), (53, 0, 56), (61, 0, 64)]
+        status = runtime.status()
+        assert (status.cached_tokens, status.cache_hits, status.cache_hit_tokens) == (64 + 5, 3, 45 + 53 + 61)
+        assert (status.cache_queried_tokens, status.cache_evictions) == (40 + 48 + 56 + 64, 0)
+        assert without.status().cached_tokens == without.status().cache_queried_tokens == 0
+
+
+def test_a_request_can_stay_out_of_the_cache() -> None:
+    private = replace(FEW, prefix_cache=False)
+    with hash_runtime(LANGUAGE, 200, prefix_cache=True) as runtime:
+        assert [cached(runtime.generate(PROMPT, one)) for one in (FEW, private, FEW, FEW)] == [0, 0, 0, 39]
+        assert runtime.status().cache_queried_tokens == 3 * 40
+
+
+def test_a_salt_separates_the_requests_of_a_runtime() -> None:
+    ours, theirs = replace(FEW, cache_salt="a"), replace(FEW, cache_salt="b")
+    with hash_runtime(LANGUAGE, 200, prefix_cache=True, requests=3) as runtime:
+        assert [cached(runtime.generate(PROMPT, one)) for one in (FEW, ours, theirs, theirs, ours)] == [0, 0, 0, 39, 39]
+    with pytest.raises(OptionFault, match="cache_salt has 257 characters: expected at most 256"):
+        Decoding(cache_salt="x" * 257)
+    with pytest.raises(OptionFault, match="cache_salt is None: expected text"):
+        Decoding(cache_salt=None)  # type: ignore[arg-type]
+
+
+def test_scores_reuse_rows_whose_logits_nobody_needs() -> None:
+    with (
+        hash_runtime(LANGUAGE, 200, prefix_cache=True) as runtime,
+        hash_runtime(LANGUAGE, 200) as without,
+    ):
+        assert isinstance(runtime.engine, HashEngine)
+        for continuation, hits in (([5, 6], 0), ([7], 39), ([5], 78)):
+            assert runtime.score(PROMPT, continuation) == without.score(PROMPT, continuation)
+            assert runtime.status().cache_hit_tokens == hits
+        assert runtime.score(PROMPT) == without.score(PROMPT)
+        assert runtime.status().cache_hit_tokens == 78
+        assert cached(runtime.generate(PROMPT, FEW)) == 39
+        assert runtime.engine.copied == []
+
+
+def test_a_trace_begins_behind_the_reused_rows() -> None:
+    with hash_runtime(LANGUAGE, 200, prefix_cache=True) as runtime:
+        runtime.generate(PROMPT, FEW)
+        found = runtime.generate([*PROMPT, 5, 6], replace(FEW, trace=True))
+        assert found.trace is not None
+        assert found.trace.record(TOKENIZER).steps[0].rows[0].positions[0] == cached(found) == 40
+
+
+def runtimes(bundle: Bundle, requests: int) -> list[Runtime]:
+    """A runtime with and one without prefix cache."""
+    options = EngineOptions(capacity_for(bundle.manifest, 400), requests, 1)
+    return [
+        Runtime(bundle, open_engine(bundle, "onnxruntime", options), 400, prefix_cache=prefix_cache)
+        for prefix_cache in (True, False)
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("requests", [1, 2])
+def test_chats_of_a_model_are_those_without_a_cache(any_tiny_bundle: Path, requests: int) -> None:
+    bundle = open_bundle(any_tiny_bundle)
+    options = [
+        Decoding(max_tokens=24, mask_slots=0, logprobs=0),
+        Decoding(max_tokens=24, draft="chain", logprobs=0),
+        Decoding(max_tokens=24, logprobs=0, sampling=Sampling(temperature=1.0, seed=5)),
+        Decoding(max_tokens=24, logprobs=0),
+    ]
+    within = 0 if bundle.manifest.exact_drafts == "chain" else 1e-4
+    runtime, without = runtimes(bundle, requests)
+    with runtime, without:
+        for system in ("The harbour of the old town.", "A second text that has another beginning."):
+            history = runtime.tokens_of(system)
+            for turn, decoding in enumerate(options):
+                answer, expected = runtime.generate(history, decoding), without.generate(history, decoding)
+                assert answer.tokens == expected.tokens
+                for one, other in zip(answer.logprobs, expected.logprobs, strict=True):
+                    assert abs(one.logprob - other.logprob) <= within
+                assert cached(answer) > len(history) // 2 or not turn
+                history = [*history, *answer.tokens, 20 + turn, 30]
+        assert runtime.status().cache_hits >= 6
+
+
+@pytest.mark.torch
+def test_scores_of_a_model_are_those_without_a_cache(any_tiny_bundle: Path) -> None:
+    bundle = open_bundle(any_tiny_bundle)
+    runtime, without = runtimes(bundle, 2)
+    with runtime, without:
+        for continuation in (" sea", " boats and the sea", " town"):
+            found, expected = (
+                one.score("The harbour of the old town, the", continuation) for one in (runtime, without)
+            )
+            assert found.tokens == expected.tokens
+            assert found.sum == pytest.approx(expected.sum, abs=1e-4)
+        assert runtime.status().cache_hits == 2

@@ -13,7 +13,7 @@ from spaceport.graphs.contract.panics import is_panic, raise_panic
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.text.stop_search import StopSearch
 
-_LONG = 4096  # characters; tokenizers encodes a batch without Python's global lock, so other OS threads go on
+_LONG = 512  # characters; tokenizers encodes a batch without Python's global lock, so other OS threads go on
 _BROKEN = "\ufffd"  # replacement character for bytes that are not a complete character
 _CACHED_WORDS = 1000
 

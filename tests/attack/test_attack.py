@@ -14,7 +14,7 @@ from attack.mutations import mutate, repair
 from attack.opener import Opener
 from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests
-from attack.soak import Usage, soak
+from attack.soak import Latencies, Usage, soak
 from attack.templates import hostile_templates
 from spaceport.runtime import open_bundle
 from support.small_bundle import fill
@@ -74,6 +74,21 @@ def test_the_memory_slope_is_that_of_the_samples_after_the_warm_up() -> None:
     assert abs(usage.slope()) < 1e-6
     usage.mebibytes = [50 + second / 3600 for second in range(100)]
     assert usage.slope() == pytest.approx(1, rel=1e-3)
+
+
+def test_latencies_are_those_of_each_third_and_need_no_further_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("attack.soak.time.monotonic", lambda: now)
+    latencies = Latencies(30)
+    for second in range(30):
+        now = float(second)
+        for _ in range(99):
+            latencies.note(0.1 if second < 10 else 0.2)
+        latencies.note(None)
+    assert latencies.percentile(0, 50) == pytest.approx(0.1, rel=0.03)
+    assert latencies.percentile(2, 99) == pytest.approx(0.2, rel=0.03)
+    assert latencies.requests.tolist() == [1000, 1000, 1000]
+    assert set(latencies.figures()) == {"latency", "CPU time per request"}
 
 
 def test_an_opener_survives_a_bundle_that_ends_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

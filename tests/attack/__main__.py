@@ -12,7 +12,10 @@ from pathlib import Path
 import click
 
 from attack.bundles import mutated_bundles, swapped_bundles
-from attack.kills import killed_exports
+from attack.fork_bombs import fork_bombs
+from attack.grammars import slow_grammars
+from attack.injections import injected_tokens
+from attack.kills import killed_commands
 from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests
 from attack.soak import soak
@@ -23,8 +26,11 @@ from support.paths import DEMO, TINY
 PARTS: dict[str, Callable[[Path, Path, int, Budget], Outcome]] = {
     "mutations": lambda tiny, work, seed, budget: mutated_bundles(tiny, work, seed, budget),
     "swaps": lambda tiny, work, seed, budget: swapped_bundles(tiny, work, seed, budget),
-    "kills": lambda tiny, work, seed, budget: killed_exports(work, seed, budget),
+    "kills": lambda tiny, work, seed, budget: killed_commands(work, seed, budget),
     "templates": lambda tiny, work, seed, budget: hostile_templates(tiny, work, seed, budget),
+    "injections": lambda tiny, work, seed, budget: injected_tokens(_demo(work), seed, budget),
+    "grammars": lambda tiny, work, seed, budget: slow_grammars(_demo(work), seed, budget),
+    "bombs": lambda tiny, work, seed, budget: fork_bombs(_demo(work), seed, budget),
     "requests": lambda tiny, work, seed, budget: hostile_requests(_demo(work), seed, budget),
     "soak": lambda tiny, work, seed, budget: soak(tiny, seed, budget),
 }

@@ -26,34 +26,40 @@ def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
     """Normal clients alone, then beside hostile ones; compares the gaps between their tokens."""
     outcome = Outcome("hostile requests", seed)
     with Runtime.open(bundle, threads=1, max_seq_len=512, max_requests=_NORMAL + _HOSTILE) as runtime:
-        expected = [runtime.generate(prompt, _PLAIN).text for prompt in _PROMPTS]
-        quiet = _normal_clients(runtime, expected, outcome, lambda: time.sleep(_QUIET * budget.seconds))
-        busy = _normal_clients(runtime, expected, outcome, lambda: _attack(runtime, outcome, seed, budget))
+        expected = prompts_with_texts(runtime)
+        quiet = normal_clients(runtime, expected, outcome, lambda: time.sleep(_QUIET * budget.seconds))
+        busy = normal_clients(runtime, expected, outcome, lambda: _attack(runtime, outcome, seed, budget))
         if not runtime.status().healthy:
             outcome.failures.append("the runtime is unhealthy")
     for name, gaps in (("quiet", quiet), ("beside hostile requests", busy)):
-        outcome.figures[f"token gap {name}"] = f"p50 {_percentile(gaps, 50)}, p99 {_percentile(gaps, 99)}"
+        outcome.figures[f"token gap {name}"] = f"p50 {percentile(gaps, 50)}, p99 {percentile(gaps, 99)}"
     outcome.figures["p99 ratio"] = f"{np.percentile(busy, 99) / np.percentile(quiet, 99):.1f}"
     return outcome
 
 
-def _normal_clients(runtime: Runtime, expected: list[str], outcome: Outcome, during: Callable[[], None]) -> list[float]:
+def prompts_with_texts(runtime: Runtime) -> dict[str, str]:
+    """The prompts of the normal clients and what they generate."""
+    return {prompt: runtime.generate(prompt, _PLAIN).text for prompt in _PROMPTS}
+
+
+def normal_clients(
+    runtime: Runtime, expected: dict[str, str], outcome: Outcome, during: Callable[[], None]
+) -> list[float]:
     """Seconds between the tokens of normal requests while something else happens."""
     stop, gaps, lock = threading.Event(), [0.0], threading.Lock()
 
-    def client(number: int) -> None:
+    def client(prompt: str) -> None:
         while not stop.is_set():
             last, text = time.perf_counter(), ""
-            for piece in runtime.stream(_PROMPTS[number], _PLAIN):
+            for piece in runtime.stream(prompt, _PLAIN):
                 now = time.perf_counter()
                 gaps.append(now - last)
                 last, text = now, text + piece.reading
             with lock:
-                outcome.note(f"normal request {number}", "right" if text == expected[number] else "wrong text", True)
-                if text != expected[number]:
-                    outcome.failures.append(f"normal request {number}: {text!r}")
+                right = text == expected[prompt]
+                outcome.note(f"normal request {prompt!r}: {text!r}", "right" if right else "wrong text", right)
 
-    clients = [threading.Thread(target=client, args=(number,)) for number in range(_NORMAL)]
+    clients = [threading.Thread(target=client, args=(prompt,)) for prompt in expected]
     for thread in clients:
         thread.start()
     try:
@@ -98,7 +104,8 @@ def _result(runtime: Runtime, hostile: Hostile, random: Random) -> tuple[str, bo
     return "ended", True
 
 
-def _percentile(gaps: list[float], percent: float) -> str:
+def percentile(gaps: list[float], percent: float) -> str:
+    """A percentile of gaps between tokens, with its unit."""
     return f"{np.percentile(gaps, percent) * 1e3:.1f} ms"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from random import Random
 
@@ -56,6 +57,19 @@ STATEMENTS = (
         "\ufeff{{ 1 }}",
     ),
 )
+TIME_BOMBS = (
+    *("{{ 10 ** (10 ** 8) }}", "{{ (10 ** (10 ** 7)) | string }}", "{{ lipsum(n=1000000) }}", "{{ 'x' * 10 ** 9 }}"),
+    "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
+    "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
+    "{% for i in range(99999) %}{{ messages * 99999 }}{% endfor %}",
+    "{{ range(99999) | list * 99999 }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ 'a' | center(10 ** 9) }}",
+    "{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 5) }}",
+    "{{ messages | tojson(indent=10 ** 9) }}",
+)
 
 
 def hostile_templates(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcome:
@@ -63,15 +77,18 @@ def hostile_templates(bundle: Path, work: Path, seed: int, budget: Budget) -> Ou
     outcome, opener, folder = Outcome("templates", seed), Opener(_PATIENCE), work / "template"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(bundle, folder)
+    longest = 0.0
     for number in budget.numbers():
         template = _template(number, Random(f"{seed} {number}"))
         (folder / "chat_template.jinja").write_text(template, "utf-8", "surrogatepass")
         repair(folder)
+        began = time.monotonic()
         result = opener.open(folder)
-        generated = result.startswith("tokens")
-        outcome.note(
-            f"{number} {template[:60]!r}", "generated" if generated else result, generated or "refused" in result
-        )
+        longest = max(longest, time.monotonic() - began)
+        generated = result.startswith("tokens") and template not in TIME_BOMBS
+        name = "generated" if result.startswith("tokens") else result
+        outcome.note(f"{number} {template[:60]!r}", name, generated or "refused" in result)
+    outcome.figures |= {"time bombs": str(min(outcome.cases, len(TIME_BOMBS))), "longest": f"{longest:.1f} s"}
     opener.close()
     shutil.rmtree(folder)
     return outcome
@@ -79,7 +96,7 @@ def hostile_templates(bundle: Path, work: Path, seed: int, budget: Budget) -> Ou
 
 def _template(number: int, random: Random) -> str:
     """Each one alone at first, then random sequences of them."""
-    alone = [*(f"{{{{ {expression} }}}}" for expression in EXPRESSIONS), *STATEMENTS]
+    alone = [*TIME_BOMBS, *(f"{{{{ {expression} }}}}" for expression in EXPRESSIONS), *STATEMENTS]
     if number < len(alone):
         return alone[number]
     return "x".join(random.choices(alone, k=random.randrange(2, 5)))

@@ -9,7 +9,10 @@ from random import Random
 import pytest
 
 from attack.bundles import mutated_bundles, swapped_bundles
-from attack.kills import killed_exports
+from attack.fork_bombs import fork_bombs
+from attack.grammars import slow_grammars
+from attack.injections import injected_tokens
+from attack.kills import killed_commands
 from attack.mutations import mutate, repair
 from attack.opener import Opener
 from attack.outcome import Budget, Outcome, table
@@ -19,7 +22,7 @@ from attack.templates import hostile_templates
 from spaceport.runtime import open_bundle
 from support.small_bundle import fill
 
-SLICE = Budget(30.0)  # seconds; six parts take three minutes
+SLICE = Budget(20.0)  # seconds; nine parts take three minutes
 
 
 @pytest.mark.nightly
@@ -34,13 +37,30 @@ def test_swapped_bundles_are_never_mixed(tiny_bundle: Path, tmp_path: Path) -> N
 
 @pytest.mark.nightly
 @pytest.mark.torch
-def test_killed_exports_leave_a_whole_bundle(tmp_path: Path) -> None:
-    assert killed_exports(tmp_path, 1, SLICE).failures == []
+def test_killed_commands_leave_whole_targets_and_need_no_help(tmp_path: Path) -> None:
+    assert killed_commands(tmp_path, 1, SLICE).failures == []
 
 
 @pytest.mark.nightly
 def test_hostile_templates_have_typed_errors(tiny_bundle: Path, tmp_path: Path) -> None:
     assert hostile_templates(tiny_bundle, tmp_path, 1, SLICE).failures == []
+
+
+@pytest.mark.nightly
+def test_no_spelled_out_token_becomes_a_control_token(demo_bundle: Path) -> None:
+    outcome = injected_tokens(demo_bundle, 1, SLICE)
+    assert outcome.failures == []
+    assert outcome.figures["control tokens where they are allowed"] == "in 27 of 36"  # nine roles are refused
+
+
+@pytest.mark.nightly
+def test_slow_grammars_end_or_are_refused(demo_bundle: Path) -> None:
+    assert slow_grammars(demo_bundle, 1, SLICE).failures == []
+
+
+@pytest.mark.nightly
+def test_fork_bombs_change_no_other_output(demo_bundle: Path) -> None:
+    assert fork_bombs(demo_bundle, 1, SLICE).failures == []
 
 
 @pytest.mark.nightly

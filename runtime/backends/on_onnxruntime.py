@@ -93,10 +93,11 @@ class OnnxRuntimeEngine:
 
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
         same = slots_in_order(slots)  # a slice is copied faster than slots one by one
-        rest = self._kv[:, source][:, :, slots[same:]]
-        if source != target:
-            self._kv[:, target, :, :same] = self._kv[:, source, :, :same]
-        self._kv[:, target, :, same : slots.size] = rest
+        for buffer in self._kv:  # one by one: numpy copies all layers twice, since they might overlap
+            rest = buffer[source][:, slots[same:]]
+            if source != target:
+                buffer[target, :, :same] = buffer[source, :, :same]
+            buffer[target, :, same : slots.size] = rest
 
     def clear(self, request: int) -> None:
         self._kv[:, request] = 0

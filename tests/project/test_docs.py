@@ -42,6 +42,14 @@ def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, caps
     )
 
 
+def test_the_program_of_the_page_on_the_prefix_cache_reuses_what_it_says(
+    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = blocks("prefix_cache.md", "python")
+    exec(program, {"__name__": "__main__"})
+    assert capsys.readouterr().out == "33 of 48 prompt tokens were reused\n"
+
+
 def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle: Path) -> None:
     (program,), (commands,) = blocks("trace.md", "python"), blocks("trace.md", "console")
     _run(program)

@@ -55,6 +55,15 @@ def test_load_needs_values_of_max_requests(demo_bundle: Path, capsys: Capture, o
     assert f"--max-requests is {counts!r}: expected comma-separated numbers" in capsys.readouterr().err
 
 
+def test_the_next_turn_of_a_chat_reuses_its_history_in_the_prefix_benchmark(demo_bundle: Path, capsys: Capture) -> None:
+    command = ["bench", "prefix", str(demo_bundle), "--history", "40,60", "--rounds", "1", "--threads", "1", "--json"]
+    assert run(command) == OK
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [(one["history"], one["reused"]) for one in results] == [(40, 55), (60, 75)]
+    assert all(one["cold_seconds"] > 0 and one["copy_seconds"] > 0 for one in results)
+    assert run(["bench", "prefix", str(demo_bundle), "--history", "0"]) == USAGE
+
+
 @pytest.mark.parametrize("real", [[], ["--real"]])
 def test_steps_of_bench_outside_have_the_stated_numbers_of_requests_and_rows(
     demo_bundle: Path, capsys: Capture, real: list[str]

@@ -1,0 +1,96 @@
+"""Prefix: the time to the first token of a chat's next turn with and without a prefix cache, and of a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import process_time, thread_time
+
+import numpy as np
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+
+_VOCABULARY = 200  # different tokens of a prompt
+_ANSWER = 16  # tokens of the first turn
+_CACHED = Decoding(max_tokens=_ANSWER, fork=False)
+_COLD = Decoding(max_tokens=1, fork=False, prefix_cache=False)
+_WARM = Decoding(max_tokens=1, fork=False)
+
+
+@dataclass(frozen=True)
+class PrefixResult:
+    """Times of the second turn: medians of the rounds, ratios of the same round."""
+
+    history: int  # prompt tokens of the first turn
+    message: int  # tokens of the second message
+    reused: int  # tokens of the second turn that were reused
+    cold_seconds: float  # to the first token, without cache
+    warm_seconds: float  # with cache
+    ratio: float  # warm / cold
+    cpu_ratio: float  # the same of CPU time, which other load on the machine does not change
+    copy_seconds: float  # CPU time of a copy of the reused rows to the buffers of another request
+    copy_ratio: float  # copy / CPU time of the cold request
+
+
+def measure(
+    bundle: Path, histories: Sequence[int], message: int, rounds: int, threads: int, backend: str
+) -> list[PrefixResult]:
+    """The results for each length of the history; requests with and without cache alternate."""
+    longest = max(histories) + message + 2 * _ANSWER
+    opened = Runtime.open(
+        bundle, backend=backend, threads=threads, max_seq_len=longest, max_requests=2, prefix_cache=True
+    )
+    with opened as runtime:
+        return [_measured(runtime, history, message, rounds) for history in histories]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Seconds and CPU seconds of each request of a round."""
+
+    cold: tuple[float, float]
+    warm: tuple[float, float]
+    copy: float
+    reused: int
+
+
+def _measured(runtime: Runtime, history: int, message: int, rounds: int) -> PrefixResult:
+    found = [_round(runtime, history, message, number) for number in range(rounds + 1)][1:]  # the first one warms up
+    return PrefixResult(
+        history,
+        message,
+        found[0].reused,
+        median(one.cold[0] for one in found),
+        median(one.warm[0] for one in found),
+        median(one.warm[0] / one.cold[0] for one in found),
+        median(one.warm[1] / one.cold[1] for one in found),
+        median(one.copy for one in found),
+        median(one.copy / one.cold[1] for one in found),
+    )
+
+
+def _round(runtime: Runtime, history: int, message: int, number: int) -> _Round:
+    random = np.random.default_rng((history, number))
+    first = random.integers(0, _VOCABULARY, history).tolist()
+    answer = runtime.generate(first, _CACHED).tokens
+    second = [*first, *answer, *random.integers(0, _VOCABULARY, message).tolist()]
+    cold = _timed(runtime, second, _COLD) if number % 2 else None
+    warm = _timed(runtime, second, _WARM)
+    cold = cold or _timed(runtime, second, _COLD)
+    if not warm[2]:
+        raise OptionFault(f"a history of {history} tokens was not reused: expected a longer one")
+    slots = np.arange(warm[2])
+    started = thread_time()
+    runtime.engine.copy(0, 1, slots)  # nothing is generated from it: every round has a prompt of its own
+    return _Round(cold[:2], warm[:2], thread_time() - started, warm[2])
+
+
+def _timed(runtime: Runtime, prompt: list[int], decoding: Decoding) -> tuple[float, float, int]:
+    """Seconds and CPU seconds until the first token, and the number of reused tokens."""
+    started = process_time()
+    statistics = runtime.generate(prompt, decoding).statistics
+    return statistics.first_token_seconds, process_time() - started, statistics.cached_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import NoneType
@@ -28,6 +29,7 @@ _INTEGERS: tuple[tuple[str, int | None, int | None], ...] = (
     ("max_threads", 1, STEP_ROWS),
     ("max_depth", 0, None),
     ("logprobs", 0, None),
+    ("min_tokens", 0, None),
 )
 _TREE_OPTIONS = ("draft_rows", "draft_siblings", "lookup")
 _OPTIONAL = ("max_tokens", "max_total_tokens", "mask_slots", "max_threads", "logprobs", *_TREE_OPTIONS)
@@ -39,6 +41,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("prefix_cache", (bool,), "True or False"),
     ("cache_salt", (str,), "text"),
     ("parse_special", (bool,), "True or False"),
+    ("ignore_eos", (bool,), "True or False"),
     ("timeout", (int, float, NoneType), "a number of seconds above 0, or None"),
 )
 
@@ -52,6 +55,10 @@ class Decoding:
     - `max_tokens`: Maximum tokens from the prompt to the end of any thread; default None: up to `max_seq_len`.
     - `max_total_tokens`: Maximum tokens of all threads together; default None: up to `max_slots`.
     - `stop`: Stop string, or a sequence of them; the text ends before the first match; default: none.
+    - `stop_token_ids`: Token ids that end a thread as an end token does; they are not part of the text; default: none.
+    - `min_tokens`: Tokens from the prompt before which no thread ends with an end token or one of `stop_token_ids`: these
+      are not generated before; stop strings and limits still end it; default 0.
+    - `ignore_eos`: Whether to generate end tokens like others and continue, for benchmarks; default False.
     - `timeout`: Seconds from the submission until the completion ends with what it has; default None: no limit.
     - `sampling`: Temperature, filters, penalties, bans and seed; default: greedy decoding.
     - `grammar`: Regular expression or JSON schema that the completion matches; it cannot fork then; default: none.
@@ -86,6 +93,9 @@ class Decoding:
     max_tokens: int | None = None
     max_total_tokens: int | None = None
     stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
     timeout: float | None = None
     sampling: Sampling = field(default_factory=Sampling)
     grammar: Grammar | None = None
@@ -110,11 +120,16 @@ class Decoding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stops", self._stops())
+        object.__setattr__(self, "stop_token_ids", self._stop_token_ids())
         for name, kind, kinds in _TYPES:
             if not isinstance(given := getattr(self, name), kind):
                 raise OptionFault(f"{name} is {given!r}: expected {kinds}")
         for name, least, most in _INTEGERS:
             self._check_integer(name, least, most)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise OptionFault(f"min_tokens is {self.min_tokens}: expected at most max_tokens, {self.max_tokens}")
+        if self.ignore_eos and self.grammar is not None:
+            raise OptionFault("ignore_eos is True with a grammar, which ends with an end token: leave one of them out")
         if self.timeout is not None and not self.timeout > 0:
             raise OptionFault(f"timeout is {self.timeout}: expected a number of seconds above 0")
         for name in _TREE_OPTIONS:
@@ -135,6 +150,16 @@ class Decoding:
         if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
             raise OptionFault(f"stop is {self.stop!r}: expected strings of at least one character")
         return tuple(stops)
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        given = self.stop_token_ids
+        if (
+            isinstance(given, Sequence)
+            and not isinstance(given, str | bytes)
+            and all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in given)
+        ):
+            return tuple(given)
+        raise OptionFault(f"stop_token_ids is {reprlib.repr(given)}: expected token ids, such as (2,)")
 
     def _check_integer(self, name: str, least: int | None, most: int | None) -> None:
         given = getattr(self, name)

@@ -22,7 +22,7 @@ class Limits:
     - `stop_chars`: Maximum characters of a stop string; default 256.
     - `logprobs`: Maximum number of most probable tokens to report for each token; default 20.
     - `bias_entries`: Maximum entries of `Sampling.logit_bias`; default 1,024.
-    - `banned_tokens`: Maximum entries of `Sampling.banned`; default 1,024.
+    - `banned_tokens`: Maximum entries of `Sampling.banned`, and of `Decoding.stop_token_ids`; default 1,024.
     - `threads`: Maximum threads of a request that decode at the same time; default 32.
     - `fork_depth`: Maximum `Decoding.max_depth`; default 8.
     - `grammar_chars`: Maximum characters of a regular expression or a JSON schema; default 65,536.
@@ -71,6 +71,7 @@ class Limits:
         self.check_logprobs("logprobs", decoding.logprobs or 0)
         self._check("logit_bias", len(decoding.sampling.logit_bias), "bias_entries", "entries")
         self._check("banned", len(decoding.sampling.banned), "banned_tokens", "entries")
+        self._check("stop_token_ids", len(decoding.stop_token_ids), "banned_tokens", "entries")
         self._most("max_threads", decoding.max_threads or 0, "threads")
         self._most("max_depth", decoding.max_depth, "fork_depth")
         if decoding.grammar is not None:

@@ -40,7 +40,8 @@ class RequestConfig:
     max_rows: int | None = None  # maximum rows of a step on this engine; None: any number
     max_threads: int = 1  # maximum threads that decode at the same time; the others wait
     echo: int | None = None  # position of the first prompt token whose logits observers get
-    end: frozenset[int] = frozenset()
+    end: frozenset[int] = frozenset()  # tokens that end a thread, its ending is "end"
+    stop: frozenset[int] = frozenset()  # tokens of the caller that end a thread, its ending is "stop"
     cache_salt: str | None = None  # requests of one salt reuse each other's KV rows; None: it reuses and leaves none
 
 
@@ -236,8 +237,8 @@ class Request:
         for index, token in enumerate(verdict.tokens):
             if thread.ending is not None or self.added >= config.max_total:
                 break
-            if token in config.end:
-                self._end(thread, "end")
+            if token in config.end or token in config.stop:
+                self._end(thread, "end" if token in config.end else "stop")
                 break
             accepted = index < verdict.accepted
             thread.tokens.append(token)

@@ -30,15 +30,17 @@ class Bans:
     fork: int | None = None  # must not follow itself or [Child], and is banned in threads that are too deep
     child: int | None = None
     depth: int = 0  # maximum number of forks from the root thread to a thread
+    ends: frozenset[int] = frozenset()  # tokens that end a thread, banned before a position
+    ends_from: int = 0  # this position; 0: they are not banned
 
     def at(self, thread: Thread, ahead: Sequence[int]) -> frozenset[int]:
         """The banned tokens after these tokens of a thread."""
-        if self.fork is None:
-            return self.never
-        last = ahead[-1] if ahead else thread.tokens[-1]
-        if last == self.fork or last == self.child or len(thread.path) >= self.depth:
-            return self._no_fork
-        return self.never
+        early = len(thread.tokens) + len(ahead) < self.ends_from
+        if self.fork is not None:
+            last = ahead[-1] if ahead else thread.tokens[-1]
+            if last == self.fork or last == self.child or len(thread.path) >= self.depth:
+                return self._no_fork_and_end if early else self._no_fork
+        return self._no_end if early else self.never
 
     def among_candidates(self, thread: Thread) -> frozenset[int]:
         """Tokens that no mask slot of a thread may propose, whatever is before it."""
@@ -47,6 +49,14 @@ class Bans:
     @cached_property
     def _no_fork(self) -> frozenset[int]:
         return self.never if self.fork is None else self.never | {self.fork}
+
+    @cached_property
+    def _no_end(self) -> frozenset[int]:
+        return self.never | self.ends
+
+    @cached_property
+    def _no_fork_and_end(self) -> frozenset[int]:
+        return self._no_fork | self.ends
 
 
 @dataclass(frozen=True)

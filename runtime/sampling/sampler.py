@@ -79,10 +79,8 @@ class Sampling:
 
     def check(self, vocab_size: int) -> None:
         """Raise for token ids outside the vocabulary."""
-        for name, tokens in (("banned", self.banned), ("logit_bias", self.logit_bias)):
-            beyond = [token for token in tokens if token >= vocab_size]
-            if beyond:
-                raise OptionFault(f"{name} holds the token id {min(beyond)}: expected ids from 0 to {vocab_size - 1}")
+        check_ids("banned", self.banned, vocab_size)
+        check_ids("logit_bias", self.logit_bias, vocab_size)
         if len(self.banned) >= vocab_size:
             raise OptionFault(f"banned holds all {vocab_size} tokens: expected at least one allowed token")
 
@@ -90,6 +88,12 @@ class Sampling:
     def penalises(self) -> bool:
         """Whether penalties make tokens depend on the text before them."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    """Raise for token ids outside the vocabulary."""
+    if beyond := [token for token in tokens if token >= vocab_size]:
+        raise OptionFault(f"{name} holds the token id {min(beyond)}: expected ids from 0 to {vocab_size - 1}")
 
 
 def seeded(sampling: Sampling) -> Sampling:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tokenizers import Tokenizer
@@ -24,7 +24,7 @@ from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.correction import Corrected
 from spaceport.runtime.sampling.grammar import GrammarCompiler
 from spaceport.runtime.sampling.logprobs import Logprobs, check_top
-from spaceport.runtime.sampling.sampler import Sampling, chooser, seeded
+from spaceport.runtime.sampling.sampler import Sampling, check_ids, chooser, seeded
 from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.sampling.spelling import Speller
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
@@ -94,6 +94,7 @@ class Admission:
         draft_config = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts)
         self._check_mask_slots(draft_config.mask_slots)
         decoding.sampling.check(manifest.signature.vocab_size)
+        check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
         sampling = seeded(decoding.sampling)
         logprobs = self._logprobs(decoding.logprobs)
         config = RequestConfig(
@@ -106,7 +107,8 @@ class Admission:
             kind=(round(sampling.temperature, 1), decoding.grammar is not None),
             max_rows=self.engine.rows,
             max_threads=decoding.threads(manifest.parallel_threads),
-            end=frozenset(manifest.tokens.end),
+            end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),
+            stop=frozenset(decoding.stop_token_ids),
             cache_salt=decoding.cache_salt if decoding.prefix_cache else None,
         )
         transcript = Transcript(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)
@@ -198,6 +200,9 @@ class Admission:
         bans = Bans(frozenset(tokens.forbidden), tokens.fork, tokens.child, decoding.max_depth)
         if not fork:
             bans = Bans(frozenset((*tokens.forbidden, *tokens.fork_ids)))
+        if decoding.min_tokens:
+            ends = frozenset((*decoding.stop_token_ids, *(() if decoding.ignore_eos else tokens.end)))
+            bans = replace(bans, ends=ends, ends_from=prompt_length + decoding.min_tokens)
         selector = chooser(sampling, bans, prompt_length)
         if decoding.grammar is not None:
             with PanicsContained(f"llguidance compiled {decoding.grammar.label}"):

@@ -67,6 +67,16 @@ lengths = options(
     _int("--max-slots", "KV cache slots for the prompt and the output of all threads; default: --max-seq-len."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop string, not part of the output; repeatable."),
     click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        multiple=True,
+        type=int,
+        metavar="N",
+        help="Token id that ends a thread as an end token does; repeatable.",
+    ),
+    _int("--min-tokens", "Minimum number of generated tokens before an end token or --stop-token-id."),
+    _flag("--ignore-eos", "Generate end tokens like others and continue, for benchmarks."),
+    click.option(
         "--limit",
         "limits",
         multiple=True,

@@ -21,6 +21,7 @@ from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat import Message, TemplateError
+from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.piece import Piece, ThreadText
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.trace.trace import Trace
@@ -29,6 +30,7 @@ __all__ = [
     "AsyncStream",
     "Bundle",
     "BundleError",
+    "ChatPrompt",
     "Completion",
     "CostSource",
     "DeadEnd",

@@ -47,8 +47,14 @@ def _answer(request: Mapping[str, Any]) -> bytes:
         return json.dumps({"error": f"{error}" or type(error).__name__}).encode()
 
 
-def _render(source: str, special_tokens: Mapping[str, str], messages: Sequence[Any], ask: bool) -> str:
-    return ChatTemplate(source, special_tokens).render_here(messages, ask)
+def _render(
+    source: str,
+    special_tokens: Mapping[str, str],
+    messages: Sequence[Any],
+    ask: bool,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    return ChatTemplate(source, special_tokens).render_here(messages, ask, variables)
 
 
 def _compile(grammar: str) -> None:

@@ -29,6 +29,7 @@ from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.sampling.spelling import Speller
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
+from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens, shown
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
@@ -79,8 +80,11 @@ class Admission:
         """Whether a request needs a helper process to be admitted."""
         if decoding is not None and decoding.grammar is not None and self.grammars.isolates(decoding.grammar):
             return True
-        messages = not isinstance(prompt, str | bytes) and isinstance(prompt, Sequence) and len(prompt)
-        return bool(messages) and isinstance(prompt[0], Mapping) and self.prompts.template.isolates
+        if not isinstance(prompt, ChatPrompt):
+            items = not isinstance(prompt, str | bytes) and isinstance(prompt, Sequence) and len(prompt)
+            if not items or not isinstance(prompt[0], Mapping):
+                return False
+        return self.prompts.template.isolates
 
     def generation(
         self, prompt: Prompt, decoding: Decoding, deliver: Deliver, deadline: float | None = None

@@ -23,6 +23,8 @@ from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.isolation.process import CPU_SECONDS, DeadlinePassed, JobFailed
+from spaceport.runtime.text.chat_prompt import Message as Message
+from spaceport.runtime.text.content_parts import reads_parts
 from spaceport.runtime.text.prompt_size import characters_of
 from spaceport.runtime.text.template_check import is_harmless
 
@@ -35,8 +37,6 @@ _MOST_SHOWN = 100  # characters of a message in an error message
 
 _ROLE = re.compile(r"[a-z_]+")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-Message = Mapping[str, Any]
 
 
 class TemplateError(OptionFault):
@@ -64,6 +64,7 @@ class ChatTemplate:
         with _template_errors():
             parsed = _environment(self._counted).parse(source)
             self.harmless = is_harmless(parsed)
+            self.reads_parts = reads_parts(parsed)
             named = (one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str))
             self.roles = frozenset({*ROLES, *(text for text in named if _ROLE.fullmatch(text))})
 
@@ -72,15 +73,22 @@ class ChatTemplate:
         """Whether it is rendered in a helper process."""
         return self._helper is not None and not self.harmless
 
-    def render(self, messages: Sequence[Message], ask: bool = True, deadline: float | None = None) -> str:
-        """The text of these messages; with `ask`, up to where the assistant starts to answer."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        ask: bool = True,
+        deadline: float | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of these messages; with `ask`, up to where the assistant starts to answer.
+
+        `variables` are those of the template beside the messages, such as tools, as plain data.
+        """
         if self.harmless or self._helper is None:
-            return self.render_here(messages, ask)
-        plain = plain_messages(messages)
+            return self.render_here(messages, ask, variables)
+        job = {"messages": plain_messages(messages), "ask": ask, "variables": variables}
         try:
-            text = self._helper.run(
-                "render", deadline, source=self._source, special_tokens=self._special_tokens, messages=plain, ask=ask
-            )
+            text = self._helper.run("render", deadline, source=self._source, special_tokens=self._special_tokens, **job)
         except DeadlinePassed:
             raise
         except JobFailed as error:
@@ -88,7 +96,9 @@ class ChatTemplate:
             raise TemplateError(message if message.startswith(_PREFIX) else f"{_PREFIX}{message}") from error
         return str(text)
 
-    def render_here(self, messages: Sequence[Message], ask: bool = True) -> str:
+    def render_here(
+        self, messages: Sequence[Message], ask: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
         """The text of these messages, rendered in this process."""
         plain = plain_messages(messages)
         given = {
@@ -96,11 +106,12 @@ class ChatTemplate:
             "messages": plain,
             "tools": None,  # as in transformers: many templates test whether tools are none
             "documents": None,
+            **(variables or {}),
             "add_generation_prompt": ask,
         }
         self._rounds.count, self._rounds.end = 0, thread_time() + CPU_SECONDS
         with _template_errors():
-            return _joined(self._compiled.generate(given), _MOST_ADDED + characters_of(plain))
+            return _joined(self._compiled.generate(given), _MOST_ADDED + characters_of([plain, variables]))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -164,10 +175,22 @@ def plain_messages(messages: Sequence[Message]) -> list[Any]:
             )
     # None values are left out, as in transformers: many templates would print them or fail.
     said = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return list(plain_data(said, "messages"))
+
+
+def plain_data(value: Any, name: str) -> Any:
+    """A copy of a value as plain JSON data; `name` is that of the value in errors."""
     try:
-        return list(json.loads(json.dumps(said)))
+        return json.loads(json.dumps(value, default=_as_plain))
     except (TypeError, ValueError, RecursionError) as error:
-        raise TemplateError(f"messages: {error}: expected JSON values") from error
+        raise TemplateError(f"{name}: {error}: expected JSON values") from error
+
+
+def _as_plain(value: object) -> Any:
+    """A mapping that is no dictionary as one, such as a frozen tool."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
 def _joined(pieces: Iterable[str], most: int) -> str:

@@ -16,8 +16,11 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.isolation.pool import HelperPool
-from spaceport.runtime.text.chat import ChatTemplate, Message, open_template, plain_messages
+from spaceport.runtime.text.chat import ChatTemplate, Message, open_template, plain_data, plain_messages
+from spaceport.runtime.text.chat_prompt import ChatPrompt
+from spaceport.runtime.text.content_parts import with_joined_parts
 from spaceport.runtime.text.control_tokens import ControlTokens, Span
+from spaceport.runtime.text.final_message import cut_at_mark, with_end_mark
 from spaceport.runtime.text.protected_messages import MessageProtector, ProtectedText, restored
 from spaceport.runtime.text.tokenizer import encoding_of
 
@@ -26,7 +29,7 @@ _SHOWN = 1000  # items or characters of an argument whose whole repr is made
 
 _LONG_TOKEN = 16  # characters; texts with fewer for each allowed token are tokenized as a whole
 
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Message] | ChatPrompt
 
 
 class TooManyTokens(OptionFault):
@@ -76,6 +79,8 @@ class PromptEncoder:
         Raises `DeadlinePassed` if messages are not rendered until the deadline, and `TooManyTokens` for a long text that
         surely has more than `most` tokens.
         """
+        if isinstance(prompt, ChatPrompt):
+            return self._chat_tokens(prompt, parse_special, deadline, most)
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
             raise OptionFault(f"the prompt is {shown(prompt)}: expected text, token ids or chat messages")
         if not len(prompt):
@@ -93,9 +98,7 @@ class PromptEncoder:
         elif any(isinstance(item, Integral) for item in prompt):
             raise OptionFault(f"the prompt is {shown(prompt)}: expected token ids or chat messages, not both")
         else:
-            text, spans = self._rendered(prompt, parse_special, deadline)
-            self._check_length(text, most)
-            ids = self.controls.ids(text, special=False, protected=spans)
+            return self._chat_tokens(ChatPrompt(self._messages(prompt)), parse_special, deadline, most)
         self._check_tokens(ids)
         return ids
 
@@ -117,7 +120,7 @@ class PromptEncoder:
             return [*ids, *self.tokens_of(continuation)], len(ids)
         self.tokens_of(prompt, parse_special, most=most)  # raises if it is invalid
         self._check_length(continuation, most)
-        if isinstance(prompt[0], int):
+        if not isinstance(prompt, ChatPrompt) and isinstance(prompt[0], int):
             raise OptionFault(
                 "the prompt is token ids and the continuation is text: expected both as ids or both as text"
             )
@@ -128,10 +131,23 @@ class PromptEncoder:
         self._check_tokens(ids)
         return ids, start
 
+    def _chat_tokens(
+        self, prompt: ChatPrompt, parse_special: bool, deadline: float | None, most: int | None
+    ) -> list[int]:
+        text, spans = self._rendered(prompt, parse_special, deadline)
+        self._check_length(text, most)
+        ids = self.controls.ids(text, special=False, protected=spans)
+        self._check_tokens(ids)
+        return ids
+
     def _joined(self, prompt: Prompt, continuation: str, parse_special: bool) -> tuple[list[int], int]:
         """The tokens of prompt and continuation, and the index of the first that reaches into the continuation."""
         plain = isinstance(prompt, str)
-        text, spans = ProtectedText(prompt) if isinstance(prompt, str) else self._rendered(prompt, parse_special)
+        if isinstance(prompt, str):
+            text, spans = ProtectedText(prompt)
+        else:
+            chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(self._messages(prompt))
+            text, spans = self._rendered(chat, parse_special)
         protected: tuple[Span, ...] | None = () if parse_special else None
         if not plain and not parse_special:
             protected = (*spans, (len(text), len(text) + len(continuation)))
@@ -153,15 +169,25 @@ class PromptEncoder:
             if count > 2 * most:
                 raise TooManyTokens(2 * most)
 
-    def _rendered(
-        self, prompt: Sequence[int] | Sequence[Message], parse_special: bool, deadline: float | None = None
-    ) -> ProtectedText:
-        messages: Sequence[Message] = plain_messages([item for item in prompt if not isinstance(item, int)])
+    def _rendered(self, prompt: ChatPrompt, parse_special: bool, deadline: float | None = None) -> ProtectedText:
+        """The text of chat messages, whose own texts are protected unless `parse_special` is set."""
+        messages = plain_messages(self._messages(prompt.messages))
         self.template.check_roles(messages)
-        if parse_special:
-            return ProtectedText(self.template.render(messages, deadline=deadline))
-        messages, stand_ins = self.protector.protect(messages)
-        return restored(self.template.render(messages, deadline=deadline), stand_ins)
+        if not self.template.reads_parts:
+            messages = with_joined_parts(messages)
+        stand_ins: dict[str, str] = {}
+        variables = plain_data(prompt.variables, "tools and template_kwargs")
+        if not parse_special:
+            (messages, variables), stand_ins = self.protector.protect([messages, variables])
+        if not prompt.continue_final_message:
+            return restored(self.template.render(messages, prompt.asks, deadline, variables), stand_ins)
+        messages, mark = with_end_mark(messages)
+        text = self.template.render(messages, prompt.asks, deadline, variables)
+        return restored(cut_at_mark(text, mark), stand_ins)
+
+    def _messages(self, messages: Sequence[int] | Sequence[Message]) -> list[Message]:
+        """The messages of a prompt, read once, without token ids among them."""
+        return [item for item in self._items(messages) if not isinstance(item, int)]
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         vocab = self.bundle.manifest.signature.vocab_size

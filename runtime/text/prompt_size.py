@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from spaceport.runtime.text.chat_prompt import ChatPrompt
+
 _PER_TOKEN = 4  # characters
 _MOST_COUNTED = 65_536  # characters and values of messages
 
@@ -18,6 +20,8 @@ def characters_of(prompt: object, most: float = math.inf) -> int:
         return len(prompt)
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], int):
         return 0
+    if isinstance(prompt, ChatPrompt):
+        prompt = [prompt.messages, prompt.tools, prompt.template_kwargs]
     count, waiting = 0, [prompt]
     while waiting and count <= most:
         value = waiting.pop()

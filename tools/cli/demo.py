@@ -21,6 +21,7 @@ from spaceport.runtime.backends import check_threads
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.cli.demo_tables import compare, compare_chats
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
@@ -194,4 +195,5 @@ def _mark() -> str:
 def _shown(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "".join(f"{message['content']}\n" for message in prompt if not isinstance(message, int))
+    messages = prompt.messages if isinstance(prompt, ChatPrompt) else prompt
+    return "".join(f"{message['content']}\n" for message in messages if not isinstance(message, int))

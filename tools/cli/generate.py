@@ -32,6 +32,7 @@ from spaceport.tools.cli.generate_options import (
 )
 from spaceport.tools.cli.generate_request import (
     banned,
+    chat_prompt,
     check_before,
     check_with,
     decoded,
@@ -62,7 +63,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
     check_before(context)
     check_files({f"--{name}": given[name] for name in ("trace", "report", "picture")})
     text = read_prompt(prompt, given["prompt_file"])
-    prompted: Prompt = [{"role": "user", "content": text}] if given["chat"] else text
+    prompted: Prompt = chat_prompt(text, given["system"], given["chat_template_kwargs"]) if given["chat"] else text
     decoding = decoding_of(given)
     with open_runtime(bundle, given) as runtime:
         show_notes(runtime.notes)

@@ -57,6 +57,12 @@ def _flag(flag: str, text: str) -> Callable[[Any], Any]:
 prompts = options(
     _file("--prompt-file", "Read the prompt from a file."),
     _flag("--chat", "Use the prompt as a user message and apply the model's chat template."),
+    click.option("--system", metavar="TEXT", help="With --chat: system message before the prompt."),
+    click.option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="With --chat: variables of the chat template as a JSON object, such as '{\"enable_thinking\": false}'.",
+    ),
     _flag("--parse-special", "Read special tokens that the prompt spells out, such as </s>, as control tokens."),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.tokenizer import encode
 from spaceport.tools.cli.options import Unused, refuse_unused
 
@@ -56,6 +58,7 @@ def check_before(context: click.Context) -> None:
                 f"leave {grammar_flag} out",
             ),
             Unused(not given["as_json"], ("logprobs",), "without --json", "add --json"),
+            Unused(not given["chat"], ("system", "chat_template_kwargs"), "without --chat", "add --chat"),
             Unused(given["as_json"], ("live", "show_drafts"), "with --json", "leave --json out"),
             Unused(
                 given["draft"] == "chain", ("draft_rows", "draft_siblings"), "with --draft chain", "use --draft tree"
@@ -149,6 +152,20 @@ def banned(given: Sequence[str], tokenizer: Tokenizer) -> list[int]:
             raise OptionFault(f"--ban {token!r} is {len(ids)} tokens, {ids}: expected one token; give its id")
         found += ids
     return found
+
+
+def chat_prompt(text: str, system: str | None, template_kwargs: str | None) -> ChatPrompt:
+    """The prompt as a user message, after a system message if there is one."""
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    try:
+        variables = {} if template_kwargs is None else json.loads(template_kwargs)
+    except (ValueError, RecursionError) as error:
+        raise OptionFault(f"--chat-template-kwargs: {error}: expected a JSON object") from error
+    if not isinstance(variables, dict):
+        raise OptionFault(f"--chat-template-kwargs is {template_kwargs!r:.60}: expected a JSON object")
+    return ChatPrompt(messages, template_kwargs=variables)
 
 
 def read_text(file: Path) -> str:

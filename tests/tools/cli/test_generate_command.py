@@ -20,6 +20,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK, USAGE
 from spaceport.tools.cli.generate import command
@@ -336,3 +337,15 @@ def test_inspect_shows_the_memory_of_the_slots(tiny_bundle: Path, capfd: Capture
     assert found[1]["slots"] - found[0]["slots"] == 256
     assert run(["inspect", str(tiny_bundle), "--max-slots", "9"]) == USAGE
     assert "--max-slots is 9: expected at least --max-seq-len, 1024" in capfd.readouterr().err
+
+
+def test_a_system_message_and_template_variables_are_part_of_the_chat(
+    tiny_bundle: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chat = ["--chat", "--system", "Be brief.", "--chat-template-kwargs", '{"bos_token": "ship"}']
+    assert run(["generate", str(tiny_bundle), "a", *chat, "--json", "--max-tokens", "1"]) == OK
+    found = json.loads(capfd.readouterr().out)["prompt_tokens"]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    with Runtime.open(tiny_bundle, max_seq_len=64, threads=1, step_costs="standard") as runtime:
+        assert found == runtime.tokens_of(ChatPrompt(messages, template_kwargs={"bos_token": "ship"}))
+        assert found != runtime.tokens_of(messages)

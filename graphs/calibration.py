@@ -68,11 +68,11 @@ def calibration_texts(
 ) -> list[Tensor]:
     """Calibration texts (batch x tokens): greedy completions of random single tokens and of the given prompts.
 
-    Tokens in `excluded` are neither drawn nor generated."""
+    Tokens in `excluded` are neither sampled nor generated."""
     without = set(excluded)
     tokens = [token for token in range(int(model.config.get_text_config().vocab_size)) if token not in without]
-    drawn = torch.randint(0, len(tokens), (_TEXTS, 1), generator=torch.Generator().manual_seed(0))
-    first = torch.tensor(tokens)[drawn]
+    sampled = torch.randint(0, len(tokens), (_TEXTS, 1), generator=torch.Generator().manual_seed(0))
+    first = torch.tensor(tokens)[sampled]
     return [_completed(model, prompt.to(model.device), sorted(without)) for prompt in (first, *prompts)]
 
 

@@ -17,8 +17,8 @@ _LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
 class Placement(NamedTuple):
     """The KV buffers that a request gets, and the prompt tokens that it reuses."""
 
-    index: int
-    donor: int = -1  # index of the buffers that hold the reused rows; may be `index`
+    target: int  # index of the buffers that the request gets
+    donor: int = -1  # index of the buffers that hold the reused rows; may be `target`
     length: int = 0  # reused tokens
 
 
@@ -41,7 +41,7 @@ class FreeBuffers:
     def take(self, request: Request, running: Collection[int]) -> Placement:
         """The buffers for a request, beside those of the running ones."""
         placement = Placement(min(self._free)) if self._cache is None else self._choose(self._cache, request, running)
-        self._free.remove(placement.index)
+        self._free.remove(placement.target)
         return placement
 
     def prepare(self, engine: Engine, request: Request, placement: Placement) -> None:

@@ -144,8 +144,8 @@ class Scheduler:
         """Give free KV buffers to waiting requests, first come, first served."""
         while self.buffers and (task := self.queue.take()) is not None:
             placement = self.buffers.take(task.request, self._running.keys())
-            task.index = placement.index
-            self._running[placement.index] = task
+            task.index = placement.target
+            self._running[placement.target] = task
             task.request.statistics.waiting_seconds = perf_counter() - task.submitted
             try:
                 self.buffers.prepare(self.engine, task.request, placement)

@@ -108,7 +108,7 @@ class Submission(Generic[Admitted]):
 
     def _hand_over(self, task: Admitted) -> None:
         with self._lock:
-            if self.settled or self.cancelled:
+            if self._is_over():
                 return
             task.submitted = self._began
             self.task = task  # before the worker reports anything
@@ -119,6 +119,10 @@ class Submission(Generic[Admitted]):
                 raise
         if self.cancelled:
             task.cancelled = True
+
+    def _is_over(self) -> bool:
+        """Whether nobody waits for it; another OS thread may cancel it at any time."""
+        return self.settled or self.cancelled
 
     def _report(self) -> None:
         with suppress(Exception):  # of one reader, such as a closed event loop

@@ -46,7 +46,7 @@ def test_the_program_of_the_page_on_the_prefix_cache_reuses_what_it_says(
     beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (program,) = blocks("prefix_cache.md", "python")
-    exec(program, {"__name__": "__main__"})
+    _run(program)
     assert capsys.readouterr().out == "33 of 48 prompt tokens were reused\n"
 
 

@@ -282,8 +282,10 @@ class Request:
     def _end(self, thread: Thread, ending: Ending) -> None:
         if thread.ending is None:
             thread.ending = ending
-            if self.config.cache_salt is not None and all(other.ending is not None for other in self.threads):
-                self.prefix = kv_prefix(thread, self.slots)  # of the last thread to end: it still holds its slots
+            if (
+                self.config.cache_salt is not None
+            ):  # that of the last thread to end remains: it holds its slots until then
+                self.prefix = kv_prefix(thread, self.slots)
             self.slots.release(thread.held)
             thread.sees[:] = False
             self._listener.on_end(thread)

@@ -59,7 +59,6 @@ class FreeBuffers:
             return
         found = self._cache[donor].prefix.cut(length)
         if donor != index or found.tokens_in_order < length:
-            self._cache.forget(index)
             engine.copy(donor, index, found.slots)
         request.reuse(length)
         self._cache.hits += 1
@@ -69,7 +68,7 @@ class FreeBuffers:
     def store_prompt(self, index: int, request: Request) -> None:
         """Let others reuse the prompt rows that a request has computed and that have led to logits without NaN."""
         salt, root = request.config.cache_salt, request.threads[0]
-        if self._cache is not None and salt is not None and request.live:
+        if self._cache is not None and salt is not None:
             known = request.statistics.cached_tokens if request.prefilling else root.start
             self._cache.store(index, salt, in_order(root.tokens[:known]))
 
@@ -127,4 +126,4 @@ class FreeBuffers:
             return index
         if match.length < _LEAST_COPIED:
             return -1
-        return max(match.holders, key=lambda holder: (holder not in self._free, cache[holder].used))
+        return max(match.holders, key=lambda holder: cache[holder].used)

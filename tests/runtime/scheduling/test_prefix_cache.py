@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.kv_prefix import in_order
+from spaceport.runtime.decode.kv_prefix import in_order, kv_prefix
 from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from support.arrival_strategies import ARRIVALS, LANGUAGES, begins
@@ -100,11 +103,6 @@ def hold_the_cache_is_whole(scene: Scene, cache: PrefixCache) -> None:
             assert {cell.owner for cell in cells if cell is not None} == {salt}
             assert index in cache.longest(salt, tokens).holders
             assert cache.longest(salt, tokens).length == len(tokens)
-
-
-def turn(scene: Scene, number: int) -> list[int]:
-    """The prompt of the next chat turn after an arrival: its prompt, its completion, and new tokens."""
-    return [*scene.arrivals[number].prompt, *scene.alone[number][()], 1, 2, 3]
 
 
 def two_turns(draft_config: DraftConfig, lowering: Lowering, **options: bool) -> Scene:
@@ -220,6 +218,85 @@ def test_requests_get_buffers_beside_the_running_ones() -> None:
     assert scene.engine.copied == [(0, 2, 40)]
     assert [task.request.statistics.cached_tokens for task in scene.tasks][-2:] == [40, 40]
     assert [scene.text(number) for number in (5, 6)] == scene.alone[5:]
+
+
+def test_a_buffer_that_was_copied_beside_the_running_ones_is_the_first_to_be_overwritten() -> None:
+    chats = [[chat] * 40 for chat in range(5)]
+    arrivals = [Arrival(chat, max_tokens=1, at=5 * number, salt="") for number, chat in enumerate(chats)]
+    arrivals += [Arrival([*chats[3], 9], max_tokens=20, at=30, salt=""), Arrival([*chats[1], 9], at=32, salt="")]
+    arrivals += [Arrival([7, 8], at=80, salt="")]
+    scene = Scene(NEVER_ENDS, arrivals, 5, cache=PrefixCache())
+    scene.play()
+    assert scene.engine.copied == [(1, 2, 40)]
+    assert scene.tasks[-1].index == 1
+
+
+def test_a_buffer_that_rows_were_copied_from_counts_as_used() -> None:
+    system = [1, 2, 3, 4] * 10
+    prompts = [[*system, *[5] * 60], [8] * 50, [*system, *[6] * 60], [7, 8]]
+    arrivals = [Arrival(prompt, max_tokens=1, at=5 * number, salt="") for number, prompt in enumerate(prompts)]
+    scene = Scene(NEVER_ENDS, arrivals, 3, cache=PrefixCache())
+    scene.play()
+    assert scene.engine.copied == [(0, 2, 40)]
+    assert [task.index for task in scene.tasks] == [0, 1, 2, 1]
+
+
+def test_of_two_buffers_that_match_the_one_with_fewer_other_tokens_is_taken_over() -> None:
+    system = [1, 2, 3, 4] * 10
+    prompts = [[*system, *[5] * 30], [*system, *[6] * 20], [*system, 7]]
+    arrivals = [
+        Arrival(prompt, max_tokens=3, at=0 if number < 2 else 20, salt="") for number, prompt in enumerate(prompts)
+    ]
+    scene = Scene(NEVER_ENDS, arrivals, 2, cache=PrefixCache())
+    scene.play()
+    assert [task.index for task in scene.tasks] == [0, 1, 1]
+
+
+def test_rows_that_are_not_computed_yet_are_not_copied() -> None:
+    system, common = [1, 2, 3, 4] * 10, [5, 6, 7, 8] * 10
+    prompts = [system, [*system, *common, 1], [*system, *common, 2]]
+    arrivals = [
+        Arrival(prompt, max_tokens=3, at=0 if number < 1 else 9, salt="") for number, prompt in enumerate(prompts)
+    ]
+    scene = Scene(NEVER_ENDS, arrivals, 2, prompt_rows=7, cache=PrefixCache())
+    scene.play()
+    assert [task.request.statistics.cached_tokens for task in scene.tasks] == [0, 40, 40]
+    assert [scene.text(number) for number in range(3)] == scene.alone
+
+
+def test_rows_that_a_running_request_overwrites_are_not_copied() -> None:
+    prompts = [[1, 2] * 30, [3, 4] * 30, [5, 6] * 30, [*[1, 2] * 30, 7]]
+    arrivals = [
+        Arrival(prompt, max_tokens=20 if salt is None else 2, at=5 * number, salt=salt)
+        for number, (prompt, salt) in enumerate(zip(prompts, ("", "", None, ""), strict=True))
+    ]
+    scene = Scene(NEVER_ENDS, arrivals, 2, cache=PrefixCache())
+    scene.play()
+    assert [task.index for task in scene.tasks] == [0, 1, 0, 1]
+    assert scene.tasks[3].request.statistics.cached_tokens == 0
+    assert scene.text(3) == scene.alone[3]
+
+
+def test_nothing_is_reused_after_all_requests_were_failed() -> None:
+    prompt = [1, 2, 3, 4] * 10
+    arrivals = [Arrival(prompt, max_tokens=2, salt=""), Arrival([*prompt, 5], at=9, salt="")]
+    scene = Scene(NEVER_ENDS, arrivals, 2, cache=PrefixCache())
+    while scene.now < 8:
+        scene.turn()
+    scene.scheduler.fail(EngineFault("gone"))
+    scene.play()
+    assert scene.tasks[1].request.statistics.cached_tokens == 0
+
+
+def test_a_prefix_is_what_a_thread_sees_as_far_as_it_has_tokens() -> None:
+    slots = Slots(20, "scatter")
+    thread = new_thread([4, 5, 6], 20)
+    taken = slots.take(np.arange(5), np.array([1, 0, 2, 3, 4]))  # rows of two accepted candidates behind a stop string
+    thread.sees[taken] = True
+    assert kv_prefix(thread, slots).tokens == [4, 5, 6]
+    assert kv_prefix(thread, slots).slots.tolist() == [1, 0, 2]
+    thread.sees[0] = False
+    assert kv_prefix(thread, slots).tokens == [4]
 
 
 @pytest.mark.parametrize("trouble", ["number", "choice", "on_token"])

@@ -195,10 +195,11 @@ def test_a_stream_that_is_abandoned_before_it_is_admitted_does_not_reach_the_eng
             if forget:
                 streams.clear()
                 gc.collect()
-            for stream in streams:
+            for stream in streams[::-1]:
                 stream.close()
                 assert (await stream.completion()).ending == "cancelled"
                 assert [piece async for piece in stream] == []
+            assert runtime.status().queued_requests == (4 if forget else 2)  # closing frees what has not begun at once
             gate.go()
             while runtime.status().queued_requests:
                 await asyncio.sleep(0.001)
@@ -224,6 +225,28 @@ def test_a_cancelled_task_that_waits_for_its_admission_cancels_the_request(gate:
 
         within_a_minute(cancel())
         assert runtime.status().ended_requests == 0
+
+
+def test_the_time_of_the_admission_counts_and_leaves_no_timer(gate: Gate) -> None:
+    with hash_runtime(ENDLESS) as runtime:
+
+        async def read() -> None:
+            stream = runtime.astream("abc", Decoding(max_tokens=5, timeout=1000))
+            await gate.wait()
+            await asyncio.sleep(0.05)
+            gate.go()
+            found = await stream.completion()
+            assert 1000 > found.statistics.first_token_seconds >= found.statistics.waiting_seconds > 0.05
+            await asyncio.sleep(0)
+            timers = [
+                timer.when() - asyncio.get_running_loop().time() for timer in scheduled() if not timer.cancelled()
+            ]
+            assert max(timers, default=0) < 100
+
+        def scheduled() -> list[asyncio.TimerHandle]:
+            return list(getattr(asyncio.get_running_loop(), "_scheduled"))  # noqa: B009  (private)
+
+        within_a_minute(read())
 
 
 def test_closing_fails_requests_that_are_being_admitted(gate: Gate) -> None:

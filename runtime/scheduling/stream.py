@@ -145,6 +145,16 @@ class AsyncStream(_Reader):
                     raise self._submission.submitted.fault
         return self._pieces.popleft()
 
+    async def pieces(self) -> list[Piece]:
+        """The next pieces that have come, those of one step or of several; empty at the end."""
+        try:
+            found = [await anext(self)]
+        except StopAsyncIteration:
+            return []
+        found.extend(self._pieces)
+        self._pieces.clear()
+        return found
+
     async def __aenter__(self) -> AsyncStream:
         return self
 

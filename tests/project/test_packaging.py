@@ -68,8 +68,10 @@ LAYERS = {
     "tools.terminal": (*_MODEL, "tools.distill", "tools.tune"),
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.verify"),
+    "tools.serve": _MODEL,
     "tools.cli": (
         *_MODEL,
+        "tools.serve",
         *("tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),
     ),

@@ -1,0 +1,314 @@
+"""Application: the answers, streams and errors of the service's endpoints, with real bundles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve.application import application
+from spaceport.tools.serve.options import ServiceOptions
+from support.paths import DEMO
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "import json\n\n\ndef load(path):\n"
+MESSAGES = [{"role": "user", "content": json.loads((DEMO / "prompts.json").read_text("utf-8"))["triangular"]["user"]}]
+
+
+@pytest.fixture(scope="module")
+def client(demo_bundle: Path) -> Iterator[TestClient]:
+    opener = partial(Runtime.open, demo_bundle, max_requests=4, prefix_cache=True, step_costs="free")
+    with TestClient(application({"demo": opener, "other": opener}, ServiceOptions())) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runtime(demo_bundle: Path) -> Iterator[Runtime]:
+    with Runtime.open(demo_bundle) as found:
+        yield found
+
+
+def ask(client: TestClient, **fields: Any) -> dict[str, Any]:
+    given = {"model": "demo", "temperature": 0, "max_tokens": 24, **fields}
+    response = client.post("/v1/chat/completions" if "messages" in given else "/v1/completions", json=given)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def refused(client: TestClient, status: int, **fields: Any) -> dict[str, Any]:
+    given = {"model": "demo", "prompt": PROMPT, "max_tokens": 4, **fields}
+    given = {name: value for name, value in given.items() if value is not ...}
+    response = client.post("/v1/chat/completions" if "messages" in given else "/v1/completions", json=given)
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def events(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
+    given = {"model": "demo", "temperature": 0, "max_tokens": 24, "stream": True, **fields}
+    response = client.post("/v1/chat/completions" if "messages" in given else "/v1/completions", json=given)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *found, last, end = response.text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    return [json.loads(one.removeprefix("data: ")) for one in found]
+
+
+# Answers
+
+
+def test_an_answer_is_that_of_the_runtime(client: TestClient, runtime: Runtime) -> None:
+    expected = runtime.generate(PROMPT, Decoding(max_tokens=24, fork=False))
+    found = ask(client, prompt=PROMPT)
+    (choice,) = found["choices"]
+    assert choice["text"] == expected.text
+    assert choice["finish_reason"] == {"end": "stop"}.get(expected.ending, "length")
+    usage = found["usage"]
+    assert usage["prompt_tokens"] == len(expected.prompt_tokens)
+    assert usage["completion_tokens"] == expected.statistics.tokens
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert found["object"] == "text_completion"
+    assert found["id"].startswith("cmpl-")
+    drafts = found["metrics"]["speculative_decoding"]
+    assert sum(drafts["acceptance_histogram"]) == drafts["num_spec_steps"]
+    assert drafts["num_accepted_draft_tokens"] == found["timings"]["draft_n_accepted"]
+
+
+def test_messages_are_answered_through_the_chat_template(client: TestClient, runtime: Runtime) -> None:
+    expected = runtime.generate(MESSAGES, Decoding(max_tokens=24, fork=False))
+    found = ask(client, messages=MESSAGES)
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert found["object"] == "chat.completion"
+
+
+def test_drafts_can_be_switched_off_and_change_nothing(client: TestClient) -> None:
+    plain, drafted = (ask(client, prompt=PROMPT, disable_spec_decode=off) for off in (True, False))
+    assert plain["choices"][0]["text"] == drafted["choices"][0]["text"]
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    assert drafted["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+
+
+def test_plain_clients_get_no_forks_and_others_get_each_thread(client: TestClient) -> None:
+    plain = ask(client, messages=MESSAGES, max_tokens=150)["choices"][0]
+    forked = ask(client, messages=MESSAGES, max_tokens=150, spaceport={"fork": True})["choices"][0]
+    assert "threads" not in plain["spaceport"]
+    assert len(forked["spaceport"]["threads"]) > 1
+
+
+def test_choices_have_seeds_of_their_own(client: TestClient) -> None:
+    one, two = (ask(client, prompt=PROMPT, temperature=0.9, seed=5, n=3)["choices"] for _ in range(2))
+    assert [choice["index"] for choice in one] == [0, 1, 2]
+    texts = [choice["text"] for choice in one]
+    assert texts == [choice["text"] for choice in two]
+    assert len(set(texts)) > 1
+    single = ask(client, prompt=PROMPT, temperature=0.9, seed=6)["choices"][0]
+    assert single["text"] == texts[1]
+
+
+def test_several_prompts_are_answered_in_their_order(client: TestClient, runtime: Runtime) -> None:
+    prompts = [PROMPT, "def close(self):\n"]
+    found = ask(client, prompt=prompts)
+    expected = [runtime.generate(one, Decoding(max_tokens=24, fork=False)) for one in prompts]
+    assert [one["text"] for one in found["choices"]] == [one.text for one in expected]
+    assert found["usage"]["prompt_tokens"] == sum(len(one.prompt_tokens) for one in expected)
+
+
+def test_the_end_of_an_answer_is_one_of_the_two_reasons(client: TestClient) -> None:
+    assert ask(client, prompt=PROMPT, max_tokens=1)["choices"][0]["finish_reason"] == "length"
+    whole = ask(client, prompt=PROMPT)["choices"][0]["text"]
+    stopped = ask(client, prompt=PROMPT, stop=whole[6:9])["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert whole.startswith(stopped["text"])
+    assert len(stopped["text"]) <= 6
+
+
+def test_json_answers_conform_to_their_schema(client: TestClient) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = ask(client, messages=MESSAGES, response_format=form)["choices"][0]["message"]["content"]
+    assert json.loads(answer) in ({"n": 1}, {"n": 2})
+    chosen = ask(client, messages=MESSAGES, structured_outputs={"choice": ["a+b", "c.d"]})
+    assert chosen["choices"][0]["message"]["content"] in ("a+b", "c.d")
+
+
+# Log probabilities
+
+
+def test_log_probabilities_are_those_of_the_runtime(client: TestClient, runtime: Runtime) -> None:
+    expected = runtime.generate(PROMPT, Decoding(max_tokens=6, fork=False, logprobs=2)).logprobs
+    found = ask(client, prompt=PROMPT, max_tokens=6, logprobs=2)["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    assert [len(top) for top in found["top_logprobs"]] == [2] * 6
+    chat = ask(client, messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]
+    assert [len(one["top_logprobs"]) for one in chat["content"]] == [2] * 3
+
+
+@pytest.mark.parametrize(
+    "more", [{"max_tokens": 1}, {"max_tokens": 1, "temperature": 0.0, "seed": 7}, {"max_tokens": 0}]
+)
+def test_an_echo_scores_the_prompt(client: TestClient, runtime: Runtime, more: dict[str, Any]) -> None:
+    score = runtime.score(PROMPT, top=1)
+    found = ask(client, prompt=list(score.tokens), echo=True, logprobs=1, **more)["choices"][0]
+    scored = found["logprobs"]["token_logprobs"]
+    assert scored[0] is None
+    assert scored[1 : len(score.tokens)] == pytest.approx([one.logprob for one in score.logprobs], abs=1e-4)
+    assert len(scored) == len(score.tokens) + more["max_tokens"]
+    assert found["text"].startswith(f"<s>{PROMPT}")
+    assert "".join(found["logprobs"]["tokens"]) == found["text"]
+
+
+# Streams
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_a_stream_has_the_text_of_the_whole_answer(client: TestClient, kind: str) -> None:
+    given: dict[str, Any] = {"messages": MESSAGES} if kind == "chat" else {"prompt": PROMPT}
+    whole = ask(client, **given)["choices"][0]
+    found = events(client, **given, stream_options={"include_usage": True})
+    *parts, last = found
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] > 0
+    assert "speculative_decoding" in last["metrics"]
+    choices = [part["choices"][0] for part in parts]
+    if kind == "chat":
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(one["delta"].get("content", "") for one in choices) == whole["message"]["content"]
+    else:
+        assert "".join(one["text"] for one in choices) == whole["text"]
+    assert [one["finish_reason"] for one in choices] == [None] * (len(choices) - 1) + [whole["finish_reason"]]
+    assert len({part["id"] for part in found}) == 1
+
+
+def test_the_choices_of_a_stream_have_their_indices(client: TestClient) -> None:
+    given: dict[str, Any] = {"prompt": PROMPT, "temperature": 0.9, "seed": 5, "n": 3}
+    whole = ask(client, **given)["choices"]
+    texts = ["", "", ""]
+    for part in events(client, **given):
+        for choice in part["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [one["text"] for one in whole]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("status", "fields", "message"),
+    [
+        (400, {"temperature": -1}, "temperature is -1"),
+        (400, {"max_tokens": 0}, "max_tokens is 0"),
+        (400, {"max_tokens": "many"}, "max_tokens: Expected `int"),
+        (400, {"n": 99}, "n is 99: expected 1 to 16"),
+        (400, {"prompt": []}, "prompt is empty"),
+        (400, {"prompt": ["a", 3]}, "prompt mixes texts and token ids"),
+        (400, {"prompt": "x" * 2_000_000}, "prompt_chars"),
+        (400, {"logprobs": 21}, "logprobs"),
+        (400, {"stop": ["x"] * 17}, "stop"),
+        (400, {"logit_bias": {"a": 1}}, "logit_bias"),
+        (400, {"suffix": "end"}, "suffix is not supported"),
+        (400, {"echo": True, "stream": True}, "echo with stream"),
+        (400, {"structured_outputs": {"grammar": "x"}}, "grammar is not supported"),
+        (400, {"messages": []}, "messages is empty"),
+        (400, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the models read text only"),
+        (400, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs without logprobs"),
+        (400, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is supported as"),
+        (404, {"model": "nothing"}, "the model 'nothing' does not exist: expected 'demo', 'other'"),
+        (404, {"model": ...}, "no model is given"),
+        (400, {"stream": True, "temperature": -1}, "temperature is -1"),
+    ],
+)
+def test_an_invalid_request_gets_the_reason(
+    client: TestClient, status: int, fields: dict[str, Any], message: str
+) -> None:
+    error = refused(client, status, **fields)
+    assert message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_body_that_is_no_json_or_too_large_is_refused(client: TestClient, demo_bundle: Path) -> None:
+    response = client.post("/v1/completions", content=b"{")
+    assert (response.status_code, "the body is not JSON" in response.text) == (400, True)
+    opener = partial(Runtime.open, demo_bundle)
+    with TestClient(application({"demo": opener}, ServiceOptions(most_bytes=100, strict=True))) as small:
+        assert small.post("/v1/completions", content=b"x" * 101).status_code == 413
+        response = small.post("/v1/completions", json={"prompt": "a", "unknown": 1, "max_tokens": 1})
+        assert (response.status_code, "unknown fields: unknown" in response.text) == (400, True)
+    ask(client, prompt="a", unknown=1, max_tokens=1)  # ignored unless strict
+
+
+def test_unknown_paths_and_methods_are_reported_as_json(client: TestClient) -> None:
+    assert client.get("/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: no such endpoint"
+    assert client.get("/v1/completions").status_code == 405
+
+
+def test_only_clients_with_a_key_are_answered(demo_bundle: Path) -> None:
+    opener = partial(Runtime.open, demo_bundle)
+    with TestClient(application({"demo": opener}, ServiceOptions(keys=("one", "two")))) as guarded:
+        for path in ("/v1/models", "/metrics", "/load", "/healthy"):
+            assert guarded.get(path).status_code == 401, path
+            assert guarded.get(path, headers={"Authorization": "Bearer three"}).status_code == 401
+        for key in ("one", "two"):
+            assert guarded.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert guarded.get("/health").status_code == 200
+
+
+def test_a_full_queue_asks_clients_to_retry(demo_bundle: Path) -> None:
+    opener = partial(Runtime.open, demo_bundle, queue_limit=0)
+    with TestClient(application({"demo": opener}, ServiceOptions())) as small:
+        response = small.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 500})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert 'admission_rejections_total{reason="queue_full"} 1.0' in small.get("/metrics").text
+        while small.get("/load").json()["server_load"]:  # the cancelled one ends after its step
+            pass
+        assert ask(small, prompt="a", max_tokens=1)
+
+
+# Information
+
+
+def test_models_health_and_load_are_reported(client: TestClient) -> None:
+    models = client.get("/v1/models").json()["data"]
+    assert [one["id"] for one in models] == ["demo", "other"]
+    assert client.get("/v1/models/demo").json()["max_model_len"] > 100
+    assert client.get("/v1/models/nothing").status_code == 404
+    for path in ("/health", "/health/live", "/health/ready", "/v2/health/ready", "/v2/models/demo/ready"):
+        assert client.get(path).status_code == 200, path
+    assert client.get("/load").json()["server_load"] == 0
+    assert client.get("/version").json()["version"]
+
+
+def test_text_becomes_tokens_and_tokens_text(client: TestClient, runtime: Runtime) -> None:
+    tokens = client.post("/tokenize", json={"model": "demo", "prompt": PROMPT}).json()["tokens"]
+    assert tokens == runtime.tokens_of(PROMPT)
+    assert client.post("/detokenize", json={"model": "demo", "tokens": tokens}).json() == {"prompt": f"<s>{PROMPT}"}
+    assert client.post("/detokenize", json={"model": "demo", "tokens": [-1]}).status_code == 400
+    assert client.post("/tokenize", json={"model": "demo"}).status_code == 400
+
+
+def test_metrics_count_what_was_generated(demo_bundle: Path) -> None:
+    opener = partial(Runtime.open, demo_bundle)
+    options = ServiceOptions(metrics_prefix="vllm")
+    with TestClient(application({"demo": opener}, options)) as counted:
+        usage = ask(counted, prompt=PROMPT)["usage"]
+        text = counted.get("/metrics").text
+    assert f'vllm:generation_tokens_total{{model_name="demo"}} {float(usage["completion_tokens"])}' in text
+    assert f'vllm:prompt_tokens_total{{model_name="demo"}} {float(usage["prompt_tokens"])}' in text
+    assert 'vllm:num_requests_running{model_name="demo"} 0.0' in text
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="demo",position="0"}' in text
+
+
+def test_a_stopping_service_refuses_new_requests(demo_bundle: Path) -> None:
+    app = application({"demo": partial(Runtime.open, demo_bundle)}, ServiceOptions())
+    with TestClient(app) as stopping:
+        app.state.service.draining = True
+        assert stopping.get("/health").status_code == 503
+        assert stopping.get("/health/live").status_code == 200
+        assert refused(stopping, 503)["message"].startswith("the service is stopping")

@@ -1,0 +1,134 @@
+"""Server: the command, its keys and names, and how it stops while requests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, USAGE
+from spaceport.tools.cli.serve import keys_of, models_of
+from spaceport.tools.serve.options import ServiceOptions
+
+_COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A running service: its address and its process."""
+    command = [*_COMMAND, "serve", *arguments, "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "SPACEPORT_API_KEY": ""})
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if found := re.search(r"running on (http://\S+)", line):
+                while not is_ready(found[1]):
+                    time.sleep(0.05)
+                yield found[1], process
+                return
+        pytest.fail("the service did not start")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_ready(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{address}/health", timeout=10).status == 200
+    except urllib.error.HTTPError as error:
+        return error.code != 503
+
+
+def post(address: str, **fields: Any) -> Any:
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(fields).encode())
+    return urllib.request.urlopen(request, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_request_that_runs_may_end_before_the_service_stops(demo_bundle: Path) -> None:
+    with served(f"code={demo_bundle}", "--drain-timeout", "60") as (address, process):
+        given = {"model": "code", "prompt": "import json\n", "max_tokens": 300, "temperature": 0, "stream": True}
+        with post(address, **given, ignore_eos=True, disable_spec_decode=True) as response:
+            first = response.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = response.read().decode()
+        assert first.startswith(b"data: {")
+        assert rest.endswith("data: [DONE]\n\n")
+        assert '"error"' not in rest
+        assert '"finish_reason":"length"' in rest
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_a_request_that_runs_too_long_ends_with_an_error(demo_bundle: Path) -> None:
+    with served(str(demo_bundle), "--drain-timeout", "0.1") as (address, process):
+        given = {"prompt": "import json\n", "max_tokens": 450, "n": 8, "temperature": 0, "stream": True}
+        with post(address, **given, ignore_eos=True, disable_spec_decode=True) as response:
+            response.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = response.read().decode()
+        *_, failure, last, end = rest.split("\n\n")
+        assert (last, end) == ("data: [DONE]", "")
+        assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "stopping"
+        assert process.wait(30) == 0
+
+
+def test_a_bundle_that_cannot_be_opened_is_named(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["serve", str(tmp_path / "nothing"), "--port", "0"]) == INPUT
+    assert "nothing: no such folder: expected a bundle" in capfd.readouterr().err
+
+
+def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
+    assert models_of([str(tmp_path / "one"), f"b={tmp_path}/two"]) == {"one": tmp_path / "one", "b": tmp_path / "two"}
+    (tmp_path / "a=b").mkdir()
+    assert models_of([str(tmp_path / "a=b")]) == {"a=b": tmp_path / "a=b"}
+    with pytest.raises(OptionFault, match="two bundles have the name one"):
+        models_of(["x/one", "y/one"])
+    with pytest.raises(OptionFault, match="expected BUNDLE or NAME=BUNDLE"):
+        models_of(["one="])
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the chat\nsk-1\n\n sk-2 \n", "utf-8")
+    assert keys_of(file, "other") == ("sk-1", "sk-2")
+    assert keys_of(None, "a, b,") == ("a", "b")
+    assert keys_of(None, "") == ()
+    file.write_text("\n", "utf-8")
+    with pytest.raises(OptionFault, match="has no key: expected one per line"):
+        keys_of(file, "")
+    with pytest.raises(OptionFault, match="cannot be read"):
+        keys_of(tmp_path / "none", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"keys": ("",)}, "a key of the service is empty"),
+        ({"metrics_prefix": "a-b"}, "metrics_prefix is 'a-b'"),
+        ({"most_choices": 0}, "most_choices is 0"),
+        ({"drain_timeout": 0.0}, "drain_timeout is 0"),
+    ],
+)
+def test_invalid_options_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionFault, match=message):
+        ServiceOptions(**given)
+
+
+def test_a_wrong_prefix_is_a_usage_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["serve", str(tmp_path), "--metrics-prefix", "a-b"]) == USAGE
+    assert "--metrics-prefix is 'a-b'" in capsys.readouterr().err

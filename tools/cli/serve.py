@@ -1,0 +1,156 @@
+"""`spaceport serve`: serve bundles with an OpenAI-compatible HTTP API."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli.options import (
+    PATH,
+    Sectioned,
+    allow_links_option,
+    copy_weights_option,
+    options,
+    require_signature_option,
+    threads_option,
+)
+
+KEY_VARIABLE = "SPACEPORT_API_KEY"
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+class Serve(Sectioned):
+    """The command with its options in groups."""
+
+    headings = {"host": "Network", "max_requests": "Requests", "backend": "Backend"}  # noqa: RUF012
+
+
+_network = options(
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on."),
+    click.option(
+        "--api-key-file",
+        type=PATH,
+        metavar="FILE",
+        help=f"File with one key per line, of which clients have to send one; default: the keys in {KEY_VARIABLE}.",
+    ),
+    click.option("--strict", is_flag=True, help="Refuse requests with unknown fields instead of ignoring the fields."),
+    click.option("--metrics-prefix", default="spaceport", show_default=True, help="First part of all metric names."),
+    click.option(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Time that running requests may take after SIGTERM.",
+    ),
+)
+_requests = options(
+    click.option("--max-requests", type=int, default=8, show_default=True, help="Requests that decode at a time."),
+    click.option("--queue-limit", type=int, help="Requests that may wait; default: 256."),
+    click.option(
+        "--max-seq-len", type=int, help="Maximum context length in tokens; default: the model's, at most 4096."
+    ),
+    click.option(
+        "--prefix-cache/--no-prefix-cache",
+        default=True,
+        show_default=True,
+        help="Reuse the KV rows of earlier requests with the same beginning.",
+    ),
+    click.option(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Time after which a request ends with what it has.",
+    ),
+)
+_engines = options(
+    click.option(
+        "--backend",
+        type=click.Choice(("auto", *BACKENDS)),
+        default="auto",
+        metavar="NAME",
+        help=f"Backend: {', '.join(BACKENDS)}; auto = the best one available (default).",
+    ),
+    threads_option,
+    click.option("--trust-engines", is_flag=True, help="Also load TensorRT engines built on other machines."),
+    allow_links_option,
+    copy_weights_option,
+    require_signature_option,
+)
+
+
+@click.command("serve", cls=Serve)
+@click.argument("bundles", nargs=-1, required=True, metavar="BUNDLE…")
+@_network
+@_requests
+@_engines
+def command(bundles: tuple[str, ...], host: str, port: int, **given: Any) -> None:
+    """Serve each BUNDLE as a model, under the name of its folder; NAME=BUNDLE gives it another name."""
+    from spaceport.tools.serve.application import application
+    from spaceport.tools.serve.options import ServiceOptions
+    from spaceport.tools.serve.server import serve
+
+    keys = keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
+    service_options = ServiceOptions(
+        keys=keys,
+        strict=given["strict"],
+        metrics_prefix=given["metrics_prefix"],
+        request_timeout=given["request_timeout"],
+        drain_timeout=given["drain_timeout"],
+    )
+    opened = (
+        *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "prefix_cache"),
+        *("trust_engines", "allow_links", "copy_weights", "require_signature"),
+    )
+    named = models_of(bundles)
+    openers = {
+        name: partial(Runtime.open, path, **{option: given[option] for option in opened})
+        for name, path in named.items()
+    }
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if not keys and host not in _LOCAL:
+        click.echo(f"warning: anyone who reaches {host}:{port} can send requests: --api-key-file sets keys", err=True)
+    click.echo(f"models {', '.join(named)} at http://{host}:{port}/v1", err=True)
+    serve(application(openers, service_options, answers_while_opening=True), host, port)
+
+
+def models_of(given: Sequence[str]) -> dict[str, Path]:
+    """The bundles to serve, by model name."""
+    found: dict[str, Path] = {}
+    for one in given:
+        name, equals, path = one.partition("=")
+        if not equals or Path(one).exists():
+            name, path = Path(one).resolve().name, one
+        if not name or not path:
+            raise OptionFault(f"{one!r}: expected BUNDLE or NAME=BUNDLE")
+        if name in found:
+            raise OptionFault(f"two bundles have the name {name}: expected different names; NAME=BUNDLE sets one")
+        found[name] = Path(path)
+    return found
+
+
+def keys_of(file: Path | None, variable: str) -> tuple[str, ...]:
+    """The keys in a file, one per line, or else those in the environment, separated by commas."""
+    if file is None:
+        return tuple(key.strip() for key in variable.split(",") if key.strip())
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionFault(f"--api-key-file: {file} cannot be read: {error}: expected one key per line") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise OptionFault(f"--api-key-file: {file} has no key: expected one per line")
+    return keys

@@ -1,0 +1,1 @@
+"""Serve: bundles behind an OpenAI-compatible HTTP service."""

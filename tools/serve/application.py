@@ -1,0 +1,116 @@
+"""Application: the ASGI application of a service; tests, uvicorn and replicas build it alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from spaceport.graphs.contract.faults import SpaceportError
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve import completions, information
+from spaceport.tools.serve.completions import json_response
+from spaceport.tools.serve.failures import Failure, failure_of
+from spaceport.tools.serve.keys import RequireKey
+from spaceport.tools.serve.metrics import Metrics
+from spaceport.tools.serve.options import ServiceOptions
+from spaceport.tools.serve.served_models import ServedModel, ServedModels
+from spaceport.tools.serve.service import Service, log, service_of
+
+# Opens the bundle of a model.
+Opener = Callable[[], Runtime]
+
+_ROUTES = (
+    Route("/v1/chat/completions", completions.chat, methods=["POST"]),
+    Route("/v1/completions", completions.text, methods=["POST"]),
+    Route("/v1/models", information.models),
+    Route("/v1/models/{name:path}", information.model),
+    Route("/tokenize", information.tokenize, methods=["POST"]),
+    Route("/detokenize", information.detokenize, methods=["POST"]),
+    Route("/health", information.ready),
+    Route("/health/live", information.live),
+    Route("/health/ready", information.ready),
+    Route("/v2/health/live", information.live),
+    Route("/v2/health/ready", information.ready),
+    Route("/v2/models/{name:path}/ready", information.model_ready),
+    Route("/metrics", information.metrics),
+    Route("/version", information.version),
+    Route("/load", information.load),
+)
+
+
+def application(
+    openers: Mapping[str, Opener], options: ServiceOptions | None = None, *, answers_while_opening: bool = False
+) -> Starlette:
+    """The application that serves these models; it opens their bundles when it starts, and closes them when it ends.
+
+    With `answers_while_opening`, it is not ready until they are open; an error is then the service's `fault`.
+    """
+    options = options or ServiceOptions()
+    service = Service(options, Metrics(options.metrics_prefix, lambda: _states(service)))
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        opened: list[ServedModel] = []
+        opening = asyncio.create_task(_open(openers, opened, service))
+        try:
+            if not answers_while_opening:
+                await opening
+            yield
+        finally:
+            with suppress(SpaceportError, OSError):  # the service's fault
+                await opening
+            await close_models(opened)
+
+    app = Starlette(
+        routes=list(_ROUTES),
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _no_route, Failure: _failed, SpaceportError: _failed},
+        middleware=[Middleware(RequireKey, keys=options.keys)],
+    )
+    app.state.service = service
+    return app
+
+
+async def _open(openers: Mapping[str, Opener], opened: list[ServedModel], service: Service) -> None:
+    """Open the bundles of all models."""
+    try:
+        for name, opener in openers.items():
+            opened.append(ServedModel(name, await asyncio.to_thread(opener)))
+    except (SpaceportError, OSError) as error:
+        service.fault = error
+        raise
+    service.models = ServedModels(opened)
+
+
+async def close_models(models: Iterable[ServedModel]) -> None:
+    """Close the bundles of models; requests that still run end with an error."""
+    await asyncio.gather(*(asyncio.to_thread(model.runtime.close) for model in models))
+
+
+def _states(service: Service) -> dict[str, Any]:
+    return {model.name: model.runtime.status() for model in service.models}
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    failure = failure_of(error)
+    if failure.status == 503:
+        service_of(request).metrics.refused(failure.code or "unavailable")
+    if failure.status == 500:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return json_response(failure.body(), failure.status, failure.headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    message = f"{what}: no such endpoint" if error.status_code == 404 else f"{what}: {error.detail}"
+    return json_response(Failure(error.status_code, message).body(), error.status_code)

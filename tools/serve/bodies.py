@@ -1,0 +1,142 @@
+"""Bodies: the JSON bodies of requests, with the types of their fields."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from spaceport.tools.serve.failures import Failure
+
+_Body = TypeVar("_Body", bound="Struct")
+_MOST_NAMED = 5  # unknown fields in an error message
+
+
+class StreamOptions(Struct):
+    """What a stream reports besides its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SchemaFormat(Struct):
+    """A JSON schema that the answer conforms to."""
+
+    schema: dict[str, Any] = {}
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """The format of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredOutputs(Struct):
+    """Grammar of the answer, as vLLM spells it; one of the fields."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Own(Struct):
+    """Options that only this service has: how fast a request is decoded and what is reported; see docs/service.md."""
+
+    mask_slots: int | None = None
+    draft_rows: int | None = None
+    lookup: int | None = None
+    fork: bool = False
+    max_threads: int | None = None
+
+
+class GenerationBody(Struct, kw_only=True):
+    """Fields that chat requests and text requests share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    disable_spec_decode: bool | None = None
+    spaceport: Own = msgspec.field(default_factory=Own)
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """A chat request."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TextBody(GenerationBody, kw_only=True):
+    """A text request: one prompt or several."""
+
+    prompt: str | list[int | str | list[int]]  # one text or list of token ids, or several of either
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """A text or messages to tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """Token ids to turn into text."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def body_of(kind: type[_Body], raw: bytes, strict: bool) -> tuple[_Body, list[str]]:
+    """A request's body, and its unknown fields; raises for invalid JSON, wrong types and, if `strict`, unknown fields."""
+    try:
+        content = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Failure(400, f"the body is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise Failure(400, f"the body is a JSON {type(content).__name__}: expected an object")
+    unknown = sorted(content.keys() - {one.encode_name for one in msgspec.structs.fields(kind)})
+    if unknown and strict:
+        names = ", ".join(unknown[:_MOST_NAMED])
+        raise Failure(400, f"unknown fields: {names}; leave them out, or start the service without --strict")
+    try:
+        return msgspec.convert(content, kind), unknown
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        param = where.rstrip("`").lstrip(".") or None
+        raise Failure(400, f"{param or 'the body'}: {what}", param=param) from error

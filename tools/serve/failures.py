@@ -1,0 +1,44 @@
+"""Failures: the responses to requests that cannot be answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.worker import RuntimeClosed
+
+RETRY = {"Retry-After": "1"}
+
+
+@dataclass
+class Failure(Exception):
+    """A request that cannot be answered, with the HTTP status and the error object of OpenAI's API."""
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The error as the body of a response or the last event of a stream."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def failure_of(error: Exception) -> Failure:
+    """The response to an error."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, OptionFault):
+        return Failure(400, str(error))
+    if isinstance(error, QueueFull):
+        return Failure(503, str(error), "overloaded_error", code="queue_full", headers=RETRY)
+    if isinstance(error, RuntimeClosed):
+        return Failure(503, "the service is stopping: send the request again", "overloaded_error", code="stopping")
+    if isinstance(error, EngineFault):
+        return Failure(500, str(error), "server_error", code="engine_fault")
+    return Failure(500, f"{type(error).__name__} in the service; its log has the details", "server_error")

@@ -1,0 +1,139 @@
+"""Generations: the completions of one request, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.stream import AsyncStream
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.piece import Piece
+from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.serve.answers import finish_reason, metrics_of, timings_of, usage_of
+from spaceport.tools.serve.bodies import StreamOptions
+from spaceport.tools.serve.event_stream import DONE, event
+from spaceport.tools.serve.shapes import ChatShape, TextShape
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A choice of an answer: its prompt and options."""
+
+    prompt: Prompt
+    decoding: Decoding
+
+
+# Called once for each completion with the reason of its end, in the words of OpenAI's API, and its statistics.
+OnEnd = Callable[[str, Statistics], None]
+
+
+class Generations:
+    """The running completions of one request."""
+
+    def __init__(self, runtime: Runtime, wanted: Sequence[Wanted], on_end: OnEnd) -> None:
+        self._runtime = runtime
+        self._on_end = on_end
+        self.wanted = wanted
+        self.streams: list[AsyncStream] = []
+        self.completions: dict[int, Completion] = {}
+        self._open: list[tuple[int, AsyncStream]] = []
+
+    async def submit(self) -> None:
+        """Submit all completions; raises the error of an invalid request or a full queue, and then none runs."""
+        try:
+            for one in self.wanted:
+                self.streams.append(self._runtime.astream(one.prompt, one.decoding))
+            for stream in self.streams:
+                await stream.submitted()
+        except BaseException:
+            for stream in self.streams:
+                stream.close()
+            raise
+        self._open = list(enumerate(self.streams))
+
+    def close(self) -> None:
+        """Cancel the completions that have not ended."""
+        streams, self._open = self._open, []
+        for index, stream in streams:
+            stream.close()
+            found = self.completions.get(index)
+            self._on_end("abort" if found is None else finish_reason(found.ending), stream.statistics)
+
+    @property
+    def statistics(self) -> list[Statistics]:
+        """Counts and times of each completion so far."""
+        return [stream.statistics for stream in self.streams]
+
+    async def whole(self) -> list[Completion]:
+        """All completions, once they have ended."""
+        tasks = [asyncio.ensure_future(stream.completion()) for stream in self.streams]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        self.completions = dict(enumerate(found))
+        return found
+
+    async def pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:
+        """The index of a choice with its next pieces, which one step generated; no pieces at its end."""
+        queue: asyncio.Queue[tuple[int, list[Piece] | Exception]] = asyncio.Queue(maxsize=len(self.streams))
+
+        async def read(index: int, stream: AsyncStream) -> None:
+            try:
+                while pieces := await stream.pieces():
+                    await queue.put((index, pieces))
+                self.completions[index] = await stream.completion()
+                await queue.put((index, []))
+            except Exception as error:  # noqa: BLE001  (raised to the reader of the pieces)
+                await queue.put((index, error))
+
+        tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(self.streams)]
+        try:
+            while len(self.completions) < len(self.streams) or not queue.empty():
+                index, found = await queue.get()
+                if isinstance(found, Exception):
+                    raise found
+                yield index, found
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def events_of(
+    running: Generations, shape: ChatShape | TextShape, options: StreamOptions, prompts: int
+) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer to this number of prompts; the completions end with it."""
+    try:
+        opened: set[int] = set()
+        async for index, pieces in running.pieces():
+            if index not in opened:
+                opened.add(index)
+                if choices := shape.opening(index):
+                    yield event(shape.event(choices))
+            if not pieces:
+                yield event(shape.event([shape.ending(index, running.completions[index])]))
+                continue
+            text = "".join(piece.reading for piece in pieces)
+            found = None
+            if running.wanted[index].decoding.logprobs is not None:
+                found = [piece.logprob for piece in pieces if piece.logprob is not None]
+            if text or found:
+                more = {"usage": usage(running, prompts)} if options.continuous_usage_stats else {}
+                yield event(shape.event([shape.delta(index, text, found)], **more))
+        if options.include_usage:
+            report = {"metrics": metrics_of(running.statistics), "timings": timings_of(running.statistics)}
+            yield event(shape.event([], usage=usage(running, prompts), **report))
+        yield DONE
+    finally:
+        running.close()
+
+
+def usage(running: Generations, prompts: int) -> dict[str, object]:
+    """Usage so far; the choices of one prompt share its tokens."""
+    each = max(1, len(running.streams) // prompts)
+    return usage_of(running.statistics[::each], running.statistics)

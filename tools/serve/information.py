@@ -1,0 +1,94 @@
+"""Information: the endpoints that generate nothing: models, tokens, health, load and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from spaceport import __version__
+from spaceport.tools.serve.bodies import DetokenizeBody, TokenizeBody, body_of
+from spaceport.tools.serve.completions import json_response
+from spaceport.tools.serve.failures import Failure
+from spaceport.tools.serve.service import read_body, service_of
+
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def models(request: Request) -> Response:
+    """All served models."""
+    entries = [model.entry() for model in service_of(request).models]
+    return json_response({"object": "list", "data": entries})
+
+
+async def model(request: Request) -> Response:
+    """One served model."""
+    return json_response(service_of(request).models.find(request.path_params["name"]).entry())
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text or of messages."""
+    service = service_of(request)
+    body, _ = body_of(TokenizeBody, await read_body(request, service.options.most_bytes), service.options.strict)
+    if (body.prompt is None) == (body.messages is None):
+        raise Failure(400, "prompt and messages are both given, or neither is: expected one of the two")
+    runtime = service.models.find(body.model).runtime
+    given: Any = body.prompt if body.messages is None else body.messages
+    tokens = await asyncio.to_thread(runtime.tokens_of, given)
+    return json_response({"count": len(tokens), "max_model_len": runtime.max_seq_len, "tokens": tokens})
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    service = service_of(request)
+    body, _ = body_of(DetokenizeBody, await read_body(request, service.options.most_bytes), service.options.strict)
+    runtime = service.models.find(body.model).runtime
+    vocab_size = runtime.bundle.manifest.signature.vocab_size
+    if not all(0 <= token < vocab_size for token in body.tokens):
+        raise Failure(400, f"tokens has ids outside of 0 to {vocab_size - 1}", param="tokens")
+    text = await asyncio.to_thread(runtime.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+async def live(request: Request) -> Response:
+    """Whether the process should go on: not after a hung engine call."""
+    healthy = all(one.runtime.status().healthy for one in service_of(request).models)
+    return json_response({"status": "ok" if healthy else "hung"}, 200 if healthy else 503)
+
+
+async def ready(request: Request) -> Response:
+    """Whether the service takes requests."""
+    service = service_of(request)
+    status = "ok" if service.ready else "stopping" if service.draining else "opening" if service.opening else "hung"
+    return json_response({"status": status}, 200 if service.ready else 503)
+
+
+async def model_ready(request: Request) -> Response:
+    """Whether the service takes requests for one model."""
+    service_of(request).models.find(request.path_params["name"])
+    return await ready(request)
+
+
+async def version(request: Request) -> Response:
+    """The version of Spaceport."""
+    return json_response({"version": __version__})
+
+
+async def load(request: Request) -> Response:
+    """Running and waiting requests, for load balancers."""
+    service = service_of(request)
+    states = {one.name: one.runtime.status() for one in service.models}
+    found = {
+        name: {"running": one.active_requests, "waiting": one.queued_requests, "most_running": one.max_requests}
+        for name, one in states.items()
+    }
+    return json_response(
+        {"server_load": sum(one["running"] + one["waiting"] for one in found.values()), "models": found}
+    )
+
+
+async def metrics(request: Request) -> Response:
+    """All counters in Prometheus' text format."""
+    return Response(service_of(request).metrics.text(), media_type=_METRICS)

@@ -1,0 +1,45 @@
+"""Options: how a service runs, apart from the bundles that it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spaceport.graphs.contract.faults import OptionFault
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """Options of a service.
+
+    - `keys`: Keys of which a client has to send one; empty: everybody may send requests.
+    - `strict`: Whether a request with an unknown field is refused instead of answered without it; default False.
+    - `metrics_prefix`: First part of the names of all metrics; default "spaceport".
+    - `most_bytes`: Maximum bytes of a request's body; default 32 MiB.
+    - `most_choices`: Maximum `n` of a request; default 16.
+    - `request_timeout`: Seconds after which a request ends with what it has, the queue included; default 600.
+    - `send_timeout`: Seconds after which a client that reads nothing loses its stream; default 30.
+    - `ping_interval`: Seconds between the comments that keep a silent stream open; default 10.
+    - `drain_timeout`: Seconds that running requests may take after the signal to stop; default 30.
+    """
+
+    keys: tuple[str, ...] = ()
+    strict: bool = False
+    metrics_prefix: str = "spaceport"
+    most_bytes: int = 32 << 20
+    most_choices: int = 16
+    request_timeout: float = 600.0
+    send_timeout: float = 30.0
+    ping_interval: float = 10.0
+    drain_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(key, str) and key.isprintable() and key.strip() for key in self.keys):
+            raise OptionFault("a key of the service is empty or not printable: expected lines such as sk-3f9c…")
+        if not self.metrics_prefix.isidentifier():
+            raise OptionFault(f"metrics_prefix is {self.metrics_prefix!r}: expected letters, digits and underscores")
+        for name in ("most_bytes", "most_choices"):
+            if getattr(self, name) < 1:
+                raise OptionFault(f"{name} is {getattr(self, name)}: expected at least 1")
+        for name in ("request_timeout", "send_timeout", "ping_interval", "drain_timeout"):
+            if not getattr(self, name) > 0:
+                raise OptionFault(f"{name} is {getattr(self, name)}: expected seconds above 0")

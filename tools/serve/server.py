@@ -1,0 +1,65 @@
+"""Server: runs an application under uvicorn until a signal stops it; requests that run may end first."""
+
+from __future__ import annotations
+
+from time import monotonic
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from spaceport.runtime.engine import EngineFault
+from spaceport.tools.serve.application import close_models
+from spaceport.tools.serve.service import Service, log
+
+_LAST_EVENTS = 5  # seconds for errors to reach the clients of requests that were ended
+
+
+class Server(uvicorn.Server):
+    """A server that refuses new requests at the first signal and stops when no request runs, or after a timeout."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._stop_at: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop; a second signal stops at once."""
+        if self._service.draining:
+            self.should_exit = True
+            return
+        self._service.draining = True
+        self._stop_at = monotonic() + self._service.options.drain_timeout
+        log.info("stopping: %d requests run", len(self.server_state.tasks))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop now; called ten times per second."""
+        if self._stop_at is not None and not self.should_exit:
+            late = monotonic() >= self._stop_at
+            if late:
+                log.warning("%d requests ended unfinished", len(self.server_state.tasks))
+                await close_models(self._service.models)
+            self.should_exit = late or not self.server_state.tasks
+        if self._service.fault is None and not all(one.runtime.status().healthy for one in self._service.models):
+            self._service.fault = EngineFault(
+                "an engine call did not return, and the service has stopped: start it again"
+            )
+        self.should_exit = self.should_exit or self._service.fault is not None
+        return await super().on_tick(counter)
+
+
+def serve(app: Starlette, host: str, port: int) -> None:
+    """Serve an application; returns after a signal, raises if a bundle cannot be opened or an engine call hangs."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,  # requests are not logged
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_EVENTS,
+    )
+    service: Service = app.state.service
+    Server(config, service).run()
+    if service.fault is not None:
+        raise service.fault

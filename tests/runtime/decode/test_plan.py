@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.decode import plan as planning
 from spaceport.runtime.decode.accept import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
@@ -227,3 +228,10 @@ def test_a_banned_token_is_passed_over() -> None:
 def test_logits_that_are_not_numbers_are_an_error_that_says_where() -> None:
     with pytest.raises(NotANumber, match="position 5 hold NaN"):
         greedy().token(np.array([0, np.nan, 2], np.float32), BEFORE, (7, 8, 9))
+
+
+def test_layouts_of_rare_drafts_do_not_fill_the_memory() -> None:
+    for known in range(1, 5):
+        for depth in range(100):
+            lay_out(known, tuple(range(depth)), (0,) * (depth + 1))
+    assert planning._cached_layout.cache_info().currsize <= 128

@@ -12,6 +12,7 @@ from spaceport.runtime.scheduling.prefix_cache import NO_MATCH, PrefixCache
 from spaceport.runtime.scheduling.radix_tree import Match
 
 _LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
+_MOST_LOST = 8  # tokens of a prefix: instead of more, its rows are copied if that overwrites no other prefix
 
 
 class Placement(NamedTuple):
@@ -92,8 +93,8 @@ class FreeBuffers:
     def _choose(self, cache: PrefixCache, request: Request, running: Collection[int]) -> Placement:
         """Buffers near the running ones, since calls pad the requests between; among equals the least recently used.
 
-        Buffers of which the request reuses at least half are taken over. Otherwise their rows are copied, so that they
-        stay reusable for others.
+        Buffers of which nearly all tokens are reused are taken over, or at least half of them if a copy would overwrite
+        another prefix. Otherwise the rows are copied, so that they stay reusable for others.
         """
         salt = request.config.cache_salt
         match = NO_MATCH if salt is None else cache.longest(salt, request.reusable)
@@ -105,12 +106,13 @@ class FreeBuffers:
             return max(index, high) - min(index, low) + 1 if running else 1
 
         index = min(self._free, key=lambda one: (span(one), cache[one].used if one in cache else -1, one))
-        whole = [donor for donor in match.holders & self._free if match.length * 2 >= len(cache[donor].prefix.tokens)]
+        most = match.length if index in cache and cache[index].used else _MOST_LOST  # tokens that are given up
+        whole = [one for one in match.holders & self._free if len(cache[one].prefix.tokens) - match.length <= most]
         near = [donor for donor in whole if span(donor) == span(index)]
         if near:
             index = min(near, key=lambda one: len(cache[one].prefix.tokens))
         donor = self._donor(cache, match, index)
-        if index in cache and donor != index:
+        if index in cache and index not in whole:
             cache.evictions += 1
         if donor < 0:
             return Placement(index)

@@ -125,7 +125,7 @@ def test_chats_of_a_model_are_those_without_a_cache(any_tiny_bundle: Path, reque
 @pytest.mark.torch
 def test_scores_of_a_model_are_those_without_a_cache(any_tiny_bundle: Path) -> None:
     bundle = open_bundle(any_tiny_bundle)
-    runtime, without = runtimes(bundle, 2)
+    runtime, without = runtimes(bundle, 1)
     with runtime, without:
         for continuation in (" sea", " boats and the sea", " town"):
             found, expected = (

@@ -192,6 +192,16 @@ def test_a_prefix_of_which_little_is_common_stays_for_its_own_next_turn() -> Non
     assert [scene.text(number) for number in range(3)] == scene.alone
 
 
+def test_a_short_chat_is_not_overwritten_while_a_buffer_is_empty() -> None:
+    system = [1, 2, 3, 4] * 12
+    prompts = [[*system, *[5] * 7], [*system, *[6] * 7], [*system, *[5] * 7, 7]]
+    arrivals = [Arrival(prompt, max_tokens=4, at=9 * number, salt="") for number, prompt in enumerate(prompts)]
+    for requests, reused in ((2, [0, 48, 55]), (1, [0, 48, 48])):
+        scene = Scene(NEVER_ENDS, arrivals, requests, cache=PrefixCache())
+        scene.play()
+        assert [task.request.statistics.cached_tokens for task in scene.tasks] == reused
+
+
 def test_the_least_recently_used_prefix_is_given_up() -> None:
     def prompt(chat: int, turns: int = 0) -> list[int]:
         return [chat] * 40 + [9] * turns
@@ -205,6 +215,17 @@ def test_the_least_recently_used_prefix_is_given_up() -> None:
     assert [task.index for task in scene.tasks] == [0, 1, 0, 1, 0, 1]
     assert cache.evictions == 2
     assert scene.scheduler.buffers.cached_tokens == 42 + 41
+
+
+def test_a_prefix_that_is_overwritten_for_the_most_part_counts_as_given_up() -> None:
+    prompts = [[1] * 5 + [chat] * 40 for chat in range(2, 6)]
+    arrivals = [Arrival(prompt, max_tokens=1, at=5 * number, salt="") for number, prompt in enumerate(prompts)]
+    cache = PrefixCache()
+    scene = Scene(NEVER_ENDS, arrivals, 2, cache=cache)
+    scene.play()
+    assert [task.request.statistics.cached_tokens for task in scene.tasks] == [0, 0, 5, 5]
+    assert cache.evictions == 2
+    assert [scene.text(number) for number in range(4)] == scene.alone
 
 
 def test_requests_get_buffers_beside_the_running_ones() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from spaceport.runtime.decode.accept import Verdict
@@ -48,8 +49,9 @@ class ChainDrafter:
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         rows = min(rows, (self._mask_slots + 1) ** 2)
-        best = [candidate.tokens[0] for candidate in best_chain(thread.candidates, thread.tokens[-1])]
-        return chain(best, self._mask_slots, remaining, rows)
+        # A mask slot without a probable token ends the chain.
+        found = takewhile(lambda each: each.tokens, best_chain(thread.candidates, thread.tokens[-1]))
+        return chain([candidate.tokens[0] for candidate in found], self._mask_slots, remaining, rows)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
         """A chain always has the same shape."""

@@ -38,5 +38,7 @@ class RequireKey:
         if not given.lower().startswith(_SCHEME):
             return False
         sent = given[len(_SCHEME) :].strip().encode()
-        equal = [hmac.compare_digest(sent, key) for key in self._keys]  # all, so that the time does not depend on the key
+        equal = [
+            hmac.compare_digest(sent, key) for key in self._keys
+        ]  # all, so that the time does not depend on the key
         return any(equal)

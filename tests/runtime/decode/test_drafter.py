@@ -14,7 +14,7 @@ from spaceport.runtime.costs import CostTable, StepCosts
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.budget import CREDIT, SHARE
-from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig
+from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig
 from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
 from spaceport.runtime.decode.plan import plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing
@@ -247,3 +247,16 @@ def test_a_request_without_drafts_counts_when_others_choose_the_width_of_a_call(
     assert drafter.draft(thread, 100, 64, Sharing(1, 64, shared)) == PLAIN
     (wish,) = shared.wishes
     assert (list(wish.worth), wish.rate, wish.left) == ([1.0], 1.0, 0.0)
+
+
+def test_a_chain_ends_before_a_mask_slot_without_a_probable_token() -> None:
+    drafter = drafter_for(DraftConfig(mask_slots=3, shape="chain"), planner(FLOAT32))
+    thread = new_thread([1, 2], 64)
+    known, nothing = Candidates((7,), (0.9,)), Candidates((), ())
+    for candidates, expected in (
+        ((known, known, known), (7, 7, 7)),
+        ((known, nothing, known), (7,)),
+        ((nothing, known, known), ()),
+    ):
+        thread.candidates = candidates
+        assert drafter.draft(thread, 50, 64, Sharing()).tokens == expected

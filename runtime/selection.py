@@ -42,15 +42,20 @@ class SelectedRows:
         return found
 
     def probable(self, most: int, least: float, banned: Collection[int]) -> list[list[tuple[int, float]]]:
-        """Up to `most` tokens of each row with a probability of at least `least`, with their probabilities."""
+        """Up to `most` tokens of each row with a probability of at least `least`, with their probabilities.
+
+        The probabilities are those of a row without the `banned` tokens.
+        """
         found = []
         for *line, total in self._packed.tolist():
             count = len(line) // 2
-            ranked = [
+            known = [
                 (int(token), math.exp(score - total))
                 for score, token in zip(line[:count], line[count:], strict=True)
-                if math.isfinite(score - total) and token not in banned
+                if math.isfinite(score - total)
             ]
+            left = 1 - sum(probability for token, probability in known if token in banned)
+            ranked = [(token, probability / left) for token, probability in known if token not in banned and left > 0]
             found.append([(token, probability) for token, probability in ranked if probability >= least][:most])
         return found
 

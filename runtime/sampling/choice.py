@@ -114,6 +114,8 @@ def top_candidates(scores: NDArray[np.float32], most: int, banned: Collection[in
     probable token gives no candidates.
     """
     with np.errstate(all="ignore"):  # NaN gives no candidates
+        if banned and (scores[:, list(banned)].max(axis=1) > scores.max(axis=1) + _LEAST).any():
+            scores = without(scores, banned)  # the probabilities are those of the tokens that are left
         return tuple([_top_candidates(line, most, banned) for line in scores])
 
 

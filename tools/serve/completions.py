@@ -117,7 +117,7 @@ async def _answer(
     await running.submit()
     if body.stream:
         events = events_of(running, shape, body.stream_options or StreamOptions(), len(prompts))
-        return EventStream(events, service.options.ping_interval, service.options.send_timeout)
+        return EventStream(events, running.close, service.options.ping_interval, service.options.send_timeout)
     try:
         found = await unless_gone(request, running.whole())
     finally:

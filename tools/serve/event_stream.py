@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,8 +29,11 @@ def event(content: Any) -> bytes:
 class EventStream:
     """A response that sends events as they come, and comments while none come; an error is its last event."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], ping: float, send_timeout: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], ping: float, send_timeout: float
+    ) -> None:
         self._events = events
+        self._close = close  # also called if no event was ever asked for
         self._ping = ping
         self._send_timeout = send_timeout
         self._next: asyncio.Task[bytes] | None = None
@@ -53,6 +56,7 @@ class EventStream:
                 with suppress(BaseException):
                     await self._next
             await self._events.aclose()
+            self._close()
 
     async def _chunks(self, gone: asyncio.Task[None]) -> AsyncGenerator[bytes, None]:
         """The events, pings while there are none, and an error as the last event."""

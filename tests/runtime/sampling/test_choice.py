@@ -34,6 +34,7 @@ def test_the_top_candidates_are_those_of_a_softmax(
     for line in lines:
         line[random.choice(size, peaks, replace=False)] += random.uniform(8, 12, peaks).astype(np.float32)
     weights = np.exp(lines.astype(np.float64))
+    weights[:, list(banned)] = 0  # the probabilities are those of the other tokens
     probabilities = weights / weights.sum(axis=-1, keepdims=True)
     for candidate, line in zip(top_candidates(lines, most, banned), probabilities, strict=True):
         ranked = [token for token in np.argsort(-line, kind="stable").tolist() if token not in banned]
@@ -72,3 +73,14 @@ def test_a_fork_follows_no_fork_and_begins_no_thread_too_deep(
     choose = Greedy(Bans(frozenset({CHILD}), FORK, CHILD, depth=1))
     logits = np.array([0, 1, 2, 3, 4, 0, 0, 9, 10], np.float32)
     assert choose.token(logits, thread(path, *tokens), ahead) == (FORK if forks else 4)
+
+
+def test_a_banned_token_takes_no_probability_from_candidates() -> None:
+    line = np.zeros(512, np.float32)
+    line[[3, 5, 7]] = (30.0, 9.0, 8.0)
+    (found,) = top_candidates(line[None], 4, frozenset({3}))
+    (expected,) = top_candidates(np.where(np.arange(512) == 3, -np.inf, line)[None].astype(np.float32), 4)
+    assert found.tokens[:2] == (5, 7)
+    assert found == expected
+    (unbanned,) = top_candidates(line[None], 4)
+    assert unbanned.tokens == (3,)

@@ -35,8 +35,12 @@ class Events:
     """Events that come when they are released, and whether they were closed."""
 
     def __init__(self, *contents: bytes | Exception | None) -> None:
-        self.closed = False
+        self.closed = False  # by the end of the generator
+        self.ended = False
         self._contents = contents
+
+    def close(self) -> None:
+        self.ended = True
 
     async def generate(self) -> AsyncGenerator[bytes, None]:
         try:
@@ -52,7 +56,7 @@ class Events:
 
 
 async def run(events: Events, client: Client, leave_after: float | None = None) -> None:
-    stream = EventStream(events.generate(), ping=0.05, send_timeout=0.1)
+    stream = EventStream(events.generate(), events.close, ping=0.05, send_timeout=0.1)
     if leave_after is not None:
         asyncio.get_running_loop().call_later(leave_after, client.left.set)
     await asyncio.wait_for(stream({}, client.receive, client.send), 10)  # type: ignore[arg-type]
@@ -97,5 +101,18 @@ def test_a_client_that_does_not_read_loses_its_stream() -> None:
         events, client = Events(b"1", b"2"), Client(reads=False)
         await run(events, client)
         assert (client.sent, events.closed) == ([], True)
+
+    asyncio.run(check())
+
+
+def test_a_client_that_left_before_the_first_event_ends_the_request() -> None:
+    class Broken(Client):
+        async def send(self, message: Any) -> None:
+            raise OSError("the connection is closed")
+
+    async def check() -> None:
+        events = Events(b"1")
+        await run(events, Broken())
+        assert (events.closed, events.ended) == (False, True)
 
     asyncio.run(check())

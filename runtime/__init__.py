@@ -10,7 +10,8 @@ from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.limits import Limits
-from spaceport.runtime.sampling.grammar import DeadEnd, Grammar
+from spaceport.runtime.sampling.constrained import DeadEnd
+from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.sampling.scoring import Score

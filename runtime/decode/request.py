@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import Draft, DraftConfig
+from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.drafter import Drafter, drafter_for
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.kv_prefix import KvPrefix, kv_prefix
 from spaceport.runtime.decode.plan import Part, Plan, plan_thread
-from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.planner import SharedCall, Sharing
+from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.threads import Ending, Thread, new_thread
-from spaceport.runtime.engine import CPU_COSTS, NO_MOVES, Moves
-
-
-@dataclass(frozen=True)
-class RequestConfig:
-    """Limits, token selection and drafts of a request; fixed when it is admitted."""
-
-    tokens: TokenIds
-    selector: TokenSelector
-    max_length: int  # maximum tokens of a thread, the prompt and its ancestors' tokens included
-    max_total: int  # maximum new tokens of all threads; 0: the request ends after prefill
-    draft_config: DraftConfig = field(default_factory=DraftConfig)
-    planner: DraftPlanner = field(default_factory=lambda: DraftPlanner(fixed_costs(CPU_COSTS.row)))
-    kind: Hashable = None  # requests of one kind share their acceptance rates
-    max_rows: int | None = None  # maximum rows of a step on this engine; None: any number
-    max_threads: int = 1  # maximum threads that decode at the same time; the others wait
-    echo: int | None = None  # position of the first prompt token whose logits observers get
-    end: frozenset[int] = frozenset()  # tokens that end a thread, its ending is "end"
-    stop: frozenset[int] = frozenset()  # tokens of the caller that end a thread, its ending is "stop"
-    cache_salt: str | None = None  # requests of one salt reuse each other's KV rows; None: it reuses and leaves none
+from spaceport.runtime.engine import NO_MOVES, Moves
 
 
 class ScheduledStep(NamedTuple):

@@ -14,7 +14,8 @@ from spaceport.graphs.contract.panics import PanicsContained
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.events import EventLog, Listener
 from spaceport.runtime.decode.planner import DraftPlanner
-from spaceport.runtime.decode.request import Observer, Request, RequestConfig
+from spaceport.runtime.decode.request import Observer, Request
+from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
@@ -22,7 +23,7 @@ from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.correction import Corrected
-from spaceport.runtime.sampling.grammar import GrammarCompiler
+from spaceport.runtime.sampling.grammar_compiler import GrammarCompiler
 from spaceport.runtime.sampling.logprobs import Logprobs, check_top
 from spaceport.runtime.sampling.sampler import Sampling, check_ids, chooser, seeded
 from spaceport.runtime.sampling.scoring import Scoring

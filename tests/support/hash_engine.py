@@ -14,7 +14,8 @@ from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.events import Listener
 from spaceport.runtime.decode.planner import DraftPlanner
-from spaceport.runtime.decode.request import Observer, Request, RequestConfig
+from spaceport.runtime.decode.request import Observer, Request
+from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves

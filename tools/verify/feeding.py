@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.request import Observer, Request, RequestConfig, VerifiedStep
+from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
+from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine

@@ -22,11 +22,14 @@ from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.request import Request, RequestConfig
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.sampling.choice import greedy
-from spaceport.runtime.sampling.grammar import Constrained, DeadEnd, Grammar, constrained
+from spaceport.runtime.sampling.constrained import Constrained, DeadEnd
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.grammar_compiler import constrained
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.text.tokenizer import open_tokenizer
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for

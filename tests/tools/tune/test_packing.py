@@ -19,7 +19,8 @@ from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.request import Request, RequestConfig
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch

@@ -9,7 +9,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.request import Request, RequestConfig, VerifiedStep
+from spaceport.runtime.decode.request import Request, VerifiedStep
+from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decode.threads import Ending, Thread

@@ -17,7 +17,8 @@ from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig
 from spaceport.runtime.decode.drafter import Drafter
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing
-from spaceport.runtime.decode.request import Request, RequestConfig
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decode.threads import Thread

@@ -23,7 +23,7 @@ EXTRAS = {
     "tokenizers": "",
     "jinja2": "",
     "cryptography": "sign",
-    **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client", "tomli"), "serve"),
     "accelerate": "tune",
     "peft": "tune",
     "matplotlib": "tune",

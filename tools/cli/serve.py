@@ -5,23 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.session import Runtime
+from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT, Runtime
+from spaceport.tools.cli.configuration import (
+    Configured,
+    config_option,
+    effective,
+    print_config_option,
+    unknown_variables,
+)
+from spaceport.tools.cli.generate_request import limits_of
 from spaceport.tools.cli.options import (
     PATH,
-    Sectioned,
     allow_links_option,
     copy_weights_option,
     options,
     require_signature_option,
+    step_costs_option,
     threads_option,
 )
 
@@ -29,10 +37,23 @@ KEY_VARIABLE = "SPACEPORT_API_KEY"
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-class Serve(Sectioned):
+class Serve(Configured):
     """The command with its options in groups."""
 
-    headings = {"host": "Network", "max_requests": "Requests", "backend": "Backend"}  # noqa: RUF012
+    headings: ClassVar = {
+        "config": "Configuration",
+        "host": "Network",
+        "max_requests": "Requests",
+        "backend": "Backend",
+    }
+    tables: ClassVar = {"models": "bundles", "limits": "limits"}
+
+
+def _named(_: click.Context, __: click.Parameter, given: Sequence[str]) -> dict[str, str]:
+    return {name: str(path) for name, path in models_of(given).items()}
+
+
+_configuration = options(config_option, print_config_option)
 
 
 _network = options(
@@ -62,6 +83,18 @@ _requests = options(
         "--max-seq-len", type=int, help="Maximum context length in tokens; default: the model's, at most 4096."
     ),
     click.option(
+        "--max-slots",
+        type=int,
+        help="KV slots per request: maximum tokens of its prompt and all its threads; default: --max-seq-len.",
+    ),
+    click.option(
+        "--limit",
+        "limits",
+        multiple=True,
+        metavar="NAME=N",
+        help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
+    ),
+    click.option(
         "--prefix-cache/--no-prefix-cache",
         default=True,
         show_default=True,
@@ -85,6 +118,15 @@ _engines = options(
         help=f"Backend: {', '.join(BACKENDS)}; auto = the best one available (default).",
     ),
     threads_option,
+    step_costs_option,
+    click.option(
+        "--call-timeout",
+        type=float,
+        default=DEFAULT_CALL_TIMEOUT,
+        show_default=True,
+        metavar="SECONDS",
+        help="Time after which an engine call counts as hung, and the service ends.",
+    ),
     click.option("--trust-engines", is_flag=True, help="Also load TensorRT engines built on other machines."),
     allow_links_option,
     copy_weights_option,
@@ -92,16 +134,21 @@ _engines = options(
 )
 
 
-@click.command("serve", cls=Serve)
-@click.argument("bundles", nargs=-1, required=True, metavar="BUNDLE…")
+@click.command("serve", cls=Serve, context_settings={"auto_envvar_prefix": "SPACEPORT"})
+@click.argument("bundles", nargs=-1, metavar="BUNDLE…", envvar="SPACEPORT_MODELS", callback=_named)
+@_configuration
 @_network
 @_requests
 @_engines
-def command(bundles: tuple[str, ...], host: str, port: int, **given: Any) -> None:
-    """Serve each BUNDLE as a model, under the name of its folder; NAME=BUNDLE gives it another name."""
-    from spaceport.tools.serve.application import application
+@click.pass_context
+def command(
+    context: click.Context, /, bundles: Mapping[str, str], host: str, port: int, print_config: bool, **given: Any
+) -> None:
+    """Serve each BUNDLE as a model, under the name of its folder; NAME=BUNDLE gives it another name.
+
+    Each option can also be set by an environment variable such as SPACEPORT_MAX_REQUESTS, and in the file of --config.
+    """
     from spaceport.tools.serve.options import ServiceOptions
-    from spaceport.tools.serve.server import serve
 
     keys = keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
     service_options = ServiceOptions(
@@ -111,19 +158,30 @@ def command(bundles: tuple[str, ...], host: str, port: int, **given: Any) -> Non
         request_timeout=given["request_timeout"],
         drain_timeout=given["drain_timeout"],
     )
+    limits = limits_of(given["limits"])
+    for warning in unknown_variables(context, [KEY_VARIABLE]):
+        click.echo(f"warning: {warning}", err=True)
+    if print_config:
+        click.echo(effective(context))
+        click.echo(f"\n# keys that clients may send: {len(keys)}")
+        return
+    if not bundles:
+        raise click.UsageError("no bundle is given: expected BUNDLE, or a table [models] in the file of --config")
+    from spaceport.tools.serve.application import application
+    from spaceport.tools.serve.server import serve
+
     opened = (
-        *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "prefix_cache"),
-        *("trust_engines", "allow_links", "copy_weights", "require_signature"),
+        *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache"),
+        *("step_costs", "call_timeout", "trust_engines", "allow_links", "copy_weights", "require_signature"),
     )
-    named = models_of(bundles)
     openers = {
-        name: partial(Runtime.open, path, **{option: given[option] for option in opened})
-        for name, path in named.items()
+        name: partial(Runtime.open, path, limits=limits, **{option: given[option] for option in opened})
+        for name, path in bundles.items()
     }
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not keys and host not in _LOCAL:
         click.echo(f"warning: anyone who reaches {host}:{port} can send requests: --api-key-file sets keys", err=True)
-    click.echo(f"models {', '.join(named)} at http://{host}:{port}/v1", err=True)
+    click.echo(f"models {', '.join(bundles)} at http://{host}:{port}/v1", err=True)
     serve(application(openers, service_options, answers_while_opening=True), host, port)
 
 

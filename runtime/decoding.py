@@ -42,6 +42,8 @@ _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("cache_salt", (str,), "text"),
     ("parse_special", (bool,), "True or False"),
     ("ignore_eos", (bool,), "True or False"),
+    ("include_stop", (bool,), "True or False"),
+    ("skip_special_tokens", (bool,), "True or False"),
     ("timeout", (int, float, NoneType), "a number of seconds above 0, or None"),
 )
 
@@ -55,6 +57,9 @@ class Decoding:
     - `max_tokens`: Maximum tokens from the prompt to the end of any thread; default None: up to `max_seq_len`.
     - `max_total_tokens`: Maximum tokens of all threads together; default None: up to `max_slots`.
     - `stop`: Stop string, or a sequence of them; the text ends before the first match; default: none.
+    - `include_stop`: Whether the text ends after the stop string instead of before it; default False.
+    - `skip_special_tokens`: Whether the text leaves special tokens out; the end token and `[Fork]` have no text in either
+      case; default True.
     - `stop_token_ids`: Token ids that end a thread as an end token does; they are not part of the text; default: none.
     - `min_tokens`: Tokens from the prompt before which no thread ends with an end token or one of `stop_token_ids`: these
       are not generated before; stop strings and limits still end it; default 0.
@@ -93,6 +98,8 @@ class Decoding:
     max_tokens: int | None = None
     max_total_tokens: int | None = None
     stop: str | Sequence[str] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     ignore_eos: bool = False

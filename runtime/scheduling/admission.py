@@ -116,7 +116,14 @@ class Admission:
             stop=frozenset(decoding.stop_token_ids),
             cache_salt=decoding.cache_salt if decoding.prefix_cache else None,
         )
-        transcript = Transcript(self.tokenizer, decoding.stops, manifest.tokens.fork, logprobs)
+        transcript = Transcript(
+            self.tokenizer,
+            decoding.stops,
+            manifest.tokens.fork,
+            logprobs,
+            include_stop=decoding.include_stop,
+            skip_special=decoding.skip_special_tokens,
+        )
         events = None if decoding.stops else EventLog()
         trace = Trace() if decoding.trace else None
         observers = [observer for observer in (logprobs, trace) if observer is not None]

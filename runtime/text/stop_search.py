@@ -60,13 +60,17 @@ def automaton_of(stops: tuple[str, ...]) -> StopAutomaton:
 
 
 class StopSearch:
-    """Passes text on up to the first stop string, and holds back what may be the start of one."""
+    """Passes text on up to the first stop string, and holds back what may be the start of one.
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    With `include_stop`, the text ends after the first stop string instead of before it.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include_stop: bool = False) -> None:
         self.held = ""  # text that may be the start of a stop string
         self.stopped = False
         self._automaton = automaton_of(stops) if stops else None
         self._state = 0
+        self._include_stop = include_stop
 
     def push(self, text: str) -> str:
         """Text that can be shown now; `stopped` is then whether a stop string is complete."""
@@ -78,7 +82,7 @@ class StopSearch:
             state = automaton.advance(state, sign)
             if found := automaton.found[state]:  # the first one to be complete, so that token boundaries do not matter
                 self.stopped, self.held, self._state = True, "", 0
-                return all_text[: end - found]
+                return all_text[: end if self._include_stop else end - found]
         cut = len(all_text) - automaton.depth[state]
         self.held, self._state = all_text[cut:], state
         return all_text[:cut]

@@ -49,6 +49,8 @@ class TextStream:
     context: tuple[int, ...] = ()  # tokens before the text; without them a decoder treats the first token differently
     text: str = ""  # shown so far
     fresh: str = ""  # text of the last token, also if it is held back or after a stop string
+    include_stop: bool = False  # whether the text ends after the stop string instead of before it
+    skip_special: bool = True  # whether special tokens have no text
 
     def __post_init__(self) -> None:
         self._tokens = list(self.context)
@@ -57,7 +59,7 @@ class TextStream:
             0  # index of the first token to decode again, since a decoder treats the first token differently
         )
         self._ahead = 0  # complete characters of tokens that are not settled
-        self._search = StopSearch(self.stops)
+        self._search = StopSearch(self.stops, self.include_stop)
 
     @property
     def stopped(self) -> bool:
@@ -98,7 +100,7 @@ class TextStream:
         return self._decode(self._tokens[self._settled :])
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return decode(self.tokenizer, tokens) if tokens else ""
+        return decode(self.tokenizer, tokens, self.skip_special) if tokens else ""
 
 
 def context_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -110,10 +112,10 @@ def context_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[int, ...]:
     return ()
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens, without special tokens."""
+def decode(tokenizer: Tokenizer, tokens: Sequence[int], skip_special: bool = True) -> str:
+    """The text of tokens, by default without special tokens."""
     try:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
     except BaseException as error:
         raise_panic(error, f"tokenizers decoded {len(tokens)} tokens")
         raise

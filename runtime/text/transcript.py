@@ -61,15 +61,20 @@ class Transcript:
         stops: tuple[str, ...] = (),
         fork: int | None = None,
         logprobs: Logprobs | None = None,  # observer of the same request
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._fork = fork
         self._logprobs = logprobs
-        self._root = _ThreadState((), [_Segment(TextStream(tokenizer, stops))])
+        self._include_stop = include_stop
+        self._skip_special = skip_special
+        self._root = _ThreadState((), [_Segment(self._stream())])
         self._lines: dict[Path, _ThreadState] = {(): self._root}
         self._front: _ThreadState | None = self._root  # the thread that is read next
-        self._search = StopSearch(stops)
+        self._search = StopSearch(stops, include_stop)
         self._shown: list[str] = []
         self._pieces: list[Piece] = []
         self._own: list[int] = []  # for each piece: index of its token in its thread, or -1
@@ -105,7 +110,7 @@ class Transcript:
     def on_fork(self, parent: Thread, child: Thread) -> None:
         """Add a child thread at the last token of its parent."""
         line = self._lines[parent.path]
-        stream = TextStream(self._tokenizer, self._stops, line.segments[-1].stream.context)
+        stream = self._stream(line.segments[-1].stream.context)
         new = _ThreadState(child.path, [_Segment(stream)], line, len(line.tokens) - 1)
         self._lines[child.path] = line.children[-1] = new
         if self._front is line:
@@ -161,11 +166,21 @@ class Transcript:
         """The log probabilities of these tokens, if they were requested."""
         return tuple(one for line, part in self._parts() for one in self._logprobs_of(line, part))
 
+    def _stream(self, context: tuple[int, ...] = ()) -> TextStream:
+        """The text of a new segment behind these tokens."""
+        return TextStream(
+            self._tokenizer,
+            self._stops,
+            context,
+            include_stop=self._include_stop,
+            skip_special=self._skip_special,
+        )
+
     def _split(self, line: _ThreadState, thread: Thread) -> None:
         """Start the segment after a [Fork]."""
         # up to the [Fork]: when events are replayed, the thread may have more tokens already
         context = context_of(self._tokenizer, thread.tokens[: thread.start + len(line.tokens)])
-        line.segments.append(_Segment(TextStream(self._tokenizer, self._stops, context), len(line.tokens)))
+        line.segments.append(_Segment(self._stream(context), len(line.tokens)))
         line.children.append(None)
         if self._front is line:
             line.read += 1

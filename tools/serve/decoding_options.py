@@ -32,6 +32,8 @@ def _decoding(body: ChatBody | TextBody, defaults: Mapping[str, Any], timeout: f
     return Decoding(
         max_tokens=_max_tokens(body),
         stop=() if body.stop is None else body.stop,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
         stop_token_ids=body.stop_token_ids or (),
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),

@@ -26,6 +26,25 @@ def test_the_text_is_cut_before_the_first_stop_string_to_be_complete(texts: list
     assert (shown + search.finish(), search.stopped) == (expected, cut)
 
 
+@given(texts=st.lists(TEXTS, max_size=5), stops=st.lists(st.text("ab你", min_size=1, max_size=5), max_size=5))
+def test_the_text_can_include_its_stop_string(texts: list[str], stops: list[str]) -> None:
+    before, after = StopSearch(tuple(stops)), StopSearch(tuple(stops), include_stop=True)
+    cut = shown = ""
+    for text in texts:
+        cut += before.push(text)
+        shown += after.push(text)
+        if after.stopped:
+            break
+    assert after.stopped == before.stopped
+    cut, shown = cut + before.finish(), shown + after.finish()
+    assert shown.startswith(cut)
+    if after.stopped:
+        assert shown.removeprefix(cut) in stops
+        assert "".join(texts).startswith(shown)
+    else:
+        assert shown == cut
+
+
 @pytest.mark.parametrize(
     ("stops", "text", "expected"),
     [

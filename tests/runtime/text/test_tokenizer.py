@@ -226,6 +226,14 @@ def test_what_was_held_back_comes_out_at_the_end() -> None:
     assert stream.finish() == ""
 
 
+def test_special_tokens_have_text_only_when_asked_for() -> None:
+    tokens = [0, *one_byte_each("a"), 1, *one_byte_each("b"), 0]
+    assert "".join(shown_by(TextStream(BYTES), tokens)) == "ab"
+    stream = TextStream(BYTES, skip_special=False)
+    assert shown_by(stream, tokens) == ["<s>", "a", "</s>", "b", "<s>", ""]
+    assert stream.text == "<s>a</s>b<s>"
+
+
 def test_nothing_comes_out_after_a_stop_string() -> None:
     a, b = one_byte_each("ab")
     stream = TextStream(BYTES, ("b",))

@@ -283,19 +283,24 @@ def test_there_is_no_finished_text_before_all_threads_have_ended() -> None:
     draft_config=st.builds(DraftConfig, mask_slots=st.integers(0, 4), shape=st.sampled_from(("chain", "tree"))),
     max_threads=st.sampled_from((1, 2, 8)),
     stops=st.lists(st.text("abc你 ", min_size=1, max_size=3), max_size=2).map(tuple),
+    include_stop=st.booleans(),
 )
 def test_a_request_has_one_text_however_its_threads_are_drafted_and_take_turns(
-    seed: int, draft_config: DraftConfig, max_threads: int, stops: tuple[str, ...]
+    seed: int, draft_config: DraftConfig, max_threads: int, stops: tuple[str, ...], include_stop: bool
 ) -> None:
     def run(draft_config: DraftConfig, max_threads: int) -> Outcome:
         engine = HashEngine(Language(seed, 60, end_every=15, fork_every=6), 2 + 2000 + STEP_ROWS + 1, 1)
-        reading = Transcript(TEN_BYTES, stops, HASH_FORK)
+        reading = Transcript(TEN_BYTES, stops, HASH_FORK, include_stop=include_stop)
         request = request_for(
             engine, [0, 1], 20, draft_config, max_threads=max_threads, max_depth=2, total=2000, listener=reading
         )
         while request.live:
             advance(engine, request)
         assert "".join(piece.reading for piece in reading.take()) == reading.text
-        return reading.text, reading.tokens(), reading.finished()
+        threads = reading.finished()
+        if any(thread.ending == "stop" for thread in threads):
+            assert any(reading.text.endswith(stop) for stop in stops) or not include_stop
+        assert sum(len(thread.text) for thread in threads) == len(reading.text)
+        return reading.text, reading.tokens(), threads
 
     assert run(draft_config, max_threads) == run(DraftConfig(0, "chain"), 1)

@@ -130,6 +130,16 @@ def test_the_end_of_an_answer_is_one_of_the_two_reasons(client: TestClient) -> N
     assert len(stopped["text"]) <= 6
 
 
+def test_a_stop_string_can_be_part_of_the_answer(client: TestClient) -> None:
+    whole = ask(client, prompt=PROMPT)["choices"][0]["text"]
+    given = {"prompt": PROMPT, "stop": whole[6:9]}
+    before = ask(client, **given)["choices"][0]["text"]
+    after = ask(client, **given, include_stop_str_in_output=True)["choices"][0]["text"]
+    assert after == before + whole[6:9]
+    streamed = events(client, **given, include_stop_str_in_output=True)
+    assert "".join(one["choices"][0]["text"] for one in streamed) == after
+
+
 def test_json_answers_conform_to_their_schema(client: TestClient) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}

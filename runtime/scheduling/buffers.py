@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 from spaceport.runtime.decode.kv_prefix import in_order
 from spaceport.runtime.decode.request import Request
@@ -11,16 +10,8 @@ from spaceport.runtime.engine import Engine
 from spaceport.runtime.scheduling.prefix_cache import NO_MATCH, PrefixCache
 from spaceport.runtime.scheduling.radix_tree import Match
 
-_LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
+LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
 _MOST_LOST = 8  # tokens of a prefix: instead of more, its rows are copied if that overwrites no other prefix
-
-
-class Placement(NamedTuple):
-    """The KV buffers that a request gets, and the prompt tokens that it reuses."""
-
-    target: int  # index of the buffers that the request gets
-    donor: int = -1  # index of the buffers that hold the reused rows; may be `target`
-    length: int = 0  # reused tokens
 
 
 class FreeBuffers:
@@ -39,15 +30,18 @@ class FreeBuffers:
         """Number of tokens in free buffers that a request with the same beginning would reuse."""
         return 0 if self._cache is None else self._cache.tokens(tuple(self._free))
 
-    def take(self, request: Request, running: Collection[int]) -> Placement:
-        """The buffers for a request, beside those of the running ones."""
-        placement = Placement(min(self._free)) if self._cache is None else self._choose(self._cache, request, running)
-        self._free.remove(placement.target)
-        return placement
+    def take(self, request: Request, running: Collection[int]) -> int:
+        """The index of the buffers that a request gets, beside those of the running ones."""
+        index = min(self._free) if self._cache is None else self._choose(self._cache, request, running)
+        self._free.remove(index)
+        return index
 
-    def prepare(self, engine: Engine, request: Request, placement: Placement) -> None:
-        """Copy the reused rows to the lowest slots, or clear what may be NaN; raises the engine's error."""
-        index, donor, length = placement
+    def reusable(self, request: Request) -> int:
+        """Number of its first prompt tokens that a request would find in any buffers."""
+        return 0 if self._cache is None else self._match(self._cache, request).length
+
+    def prepare(self, engine: Engine, request: Request, index: int) -> None:
+        """Put the rows that a request reuses into its lowest slots, or clear what may be NaN; raises the engine's error."""
         if index in self._spoilt:
             engine.clear(index)
             self._spoilt.remove(index)
@@ -55,7 +49,8 @@ class FreeBuffers:
             return
         if request.config.cache_salt is not None:
             self._cache.queried_tokens += request.statistics.prompt_tokens
-        if not length:
+        donor, length = self._donor(self._cache, request, index)
+        if donor is None:
             self._cache.forget(index)
             return
         found = self._cache[donor].prefix.cut(length)
@@ -67,11 +62,13 @@ class FreeBuffers:
         self.store_prompt(index, request)
 
     def store_prompt(self, index: int, request: Request) -> None:
-        """Let others reuse the prompt rows that a request has computed and that have led to logits without NaN."""
+        """Let others reuse the prompt rows that a request has computed.
+
+        If they hold NaN, so do the logits of all requests that see them: these fail, and their buffers are cleared.
+        """
         salt, root = request.config.cache_salt, request.threads[0]
         if self._cache is not None and salt is not None:
-            known = request.statistics.cached_tokens if request.prefilling else root.start
-            self._cache.store(index, salt, in_order(root.tokens[:known]))
+            self._cache.store(index, salt, in_order(root.tokens[: min(root.fed, root.start)]))
 
     def release(self, index: int, request: Request, spoilt: bool) -> None:
         """Take back the buffers of a request that has ended; `spoilt`: they may hold NaN."""
@@ -90,15 +87,13 @@ class FreeBuffers:
         if self._cache is not None:
             self._cache.clear()
 
-    def _choose(self, cache: PrefixCache, request: Request, running: Collection[int]) -> Placement:
+    def _choose(self, cache: PrefixCache, request: Request, running: Collection[int]) -> int:
         """Buffers near the running ones, since calls pad the requests between; among equals the least recently used.
 
         Buffers of which nearly all tokens are reused are taken over, or at least half of them if a copy would overwrite
         another prefix. Otherwise the rows are copied, so that they stay reusable for others.
         """
-        salt = request.config.cache_salt
-        match = NO_MATCH if salt is None else cache.longest(salt, request.reusable)
-
+        match = self._match(cache, request)
         low, high = min(running, default=0), max(running, default=0)
 
         def span(index: int) -> int:
@@ -106,26 +101,33 @@ class FreeBuffers:
             return max(index, high) - min(index, low) + 1 if running else 1
 
         index = min(self._free, key=lambda one: (span(one), cache[one].used if one in cache else -1, one))
+        near = [donor for donor in self._whole(cache, match, index, self._free) if span(donor) == span(index)]
+        return min(near, key=lambda one: len(cache[one].prefix.tokens)) if near else index
+
+    def _match(self, cache: PrefixCache, request: Request) -> Match:
+        salt = request.config.cache_salt
+        return NO_MATCH if salt is None else cache.longest(salt, request.reusable)
+
+    def _whole(self, cache: PrefixCache, match: Match, index: int, among: Collection[int]) -> list[int]:
+        """The buffers whose prefix is given up rather than that in the buffers of an index."""
         most = match.length if index in cache and cache[index].used else _MOST_LOST  # tokens that are given up
-        whole = [one for one in match.holders & self._free if len(cache[one].prefix.tokens) - match.length <= most]
-        near = [donor for donor in whole if span(donor) == span(index)]
-        if near:
-            index = min(near, key=lambda one: len(cache[one].prefix.tokens))
-        donor = self._donor(cache, match, index)
-        if index in cache and index not in whole:
-            cache.evictions += 1
-        if donor < 0:
-            return Placement(index)
-        if donor != index and donor in whole:
+        return [
+            one for one in match.holders.intersection(among) if len(cache[one].prefix.tokens) - match.length <= most
+        ]
+
+    def _donor(self, cache: PrefixCache, request: Request, index: int) -> tuple[int | None, int]:
+        """The buffers whose rows are reused, those of the request itself if they have them, and the number of rows."""
+        match = self._match(cache, request)
+        whole = self._whole(cache, match, index, {*self._free, index})
+        cache.evictions += index in cache and index not in whole
+        if index in match.holders:
+            cache.touch(index)
+            return index, match.length
+        if match.length < LEAST_COPIED:
+            return None, 0
+        donor = max(match.holders, key=lambda holder: cache[holder].used)
+        if donor in whole:
             cache.demote(donor)  # the copy takes its part
         else:
             cache.touch(donor)
-        return Placement(index, donor, match.length)
-
-    def _donor(self, cache: PrefixCache, match: Match, index: int) -> int:
-        """The buffers whose rows are reused: those of the request itself, if they have them; -1: none are."""
-        if index in match.holders:
-            return index
-        if match.length < _LEAST_COPIED:
-            return -1
-        return max(match.holders, key=lambda holder: cache[holder].used)
+        return donor, match.length

@@ -16,6 +16,7 @@ from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault
 from spaceport.runtime.scheduling.buffers import FreeBuffers
 from spaceport.runtime.scheduling.calls import group_by_width
+from spaceport.runtime.scheduling.common_prompts import find_leader, has_computed
 from spaceport.runtime.scheduling.fair_rows import FairRows
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.queue import RequestQueue, Reservation
@@ -83,6 +84,7 @@ class Scheduler:
         self.heartbeat.beat()
         started = perf_counter()
         self._dismiss()
+        self._resume()
         self._admit()
         inputs = self._inputs()
         beginning = any(each.request.prefilling for each in inputs)
@@ -143,15 +145,31 @@ class Scheduler:
     def _admit(self) -> None:
         """Give free KV buffers to waiting requests, first come, first served."""
         while self.buffers and (task := self.queue.take()) is not None:
-            placement = self.buffers.take(task.request, self._running.keys())
-            task.index = placement.target
-            self._running[placement.target] = task
-            task.request.statistics.waiting_seconds = perf_counter() - task.submitted
-            try:
-                self.buffers.prepare(self.engine, task.request, placement)
-            except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
-                self._give_up(task, error)
-                self._report(task)
+            task.index = self.buffers.take(task.request, self._running.keys())
+            self._running[task.index] = task
+            self._begin(task, task.index)
+
+    def _resume(self) -> None:
+        """Begin the requests whose leader has computed what they have in common."""
+        for index, task in list(self._running.items()):
+            if task.leader is not None and has_computed(task.leader, task.common):
+                self._begin(task, index)
+
+    def _begin(self, task: Task, index: int) -> None:
+        """Let a request reuse what is computed of its prompt, or wait for another one that computes more of it."""
+        leader, common = find_leader(task, self._running.values(), self.buffers.reusable(task.request))
+        if leader is not None and not has_computed(leader, common):
+            task.leader, task.common = leader, common
+            return
+        if leader is not None and leader.index is not None:
+            self.buffers.store_prompt(leader.index, leader.request)
+        task.leader = None
+        task.request.statistics.waiting_seconds = perf_counter() - task.submitted
+        try:
+            self.buffers.prepare(self.engine, task.request, index)
+        except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
+            self._give_up(task, error)
+            self._report(task)
 
     def _inputs(self) -> list[StepInput]:
         """The requests of this round, in the order of their indices."""
@@ -176,7 +194,7 @@ class Scheduler:
             request = task.request
             echoes = request.config.echo is not None
             budget = min(rows, request.silent_rows + lines) if echoes else rows
-            if request.prefilling and (budget >= self._call_rows or not chosen):
+            if request.prefilling and task.leader is None and (budget >= self._call_rows or not chosen):
                 feeds = min(budget, len(request.threads[0].tokens) - request.threads[0].fed)
                 rows -= feeds
                 if echoes:

@@ -20,6 +20,10 @@ class Task:
     cancelled: bool = False  # set from any OS thread
     # Set by the scheduler only:
     index: int | None = None  # index of its KV buffers in the engine; None: it still waits
+    leader: Task | None = (
+        None  # a running request that computes the beginning of the prompt for both; None: it waits for none
+    )
+    common: int = 0  # number of prompt tokens for which it waits
     fault: BaseException | None = None  # why it failed
     done: bool = False
     submitted: float = field(default_factory=perf_counter)

@@ -273,18 +273,6 @@ def test_of_two_buffers_that_match_the_one_with_fewer_other_tokens_is_taken_over
     assert [task.index for task in scene.tasks] == [0, 1, 1]
 
 
-def test_rows_that_are_not_computed_yet_are_not_copied() -> None:
-    system, common = [1, 2, 3, 4] * 10, [5, 6, 7, 8] * 10
-    prompts = [system, [*system, *common, 1], [*system, *common, 2]]
-    arrivals = [
-        Arrival(prompt, max_tokens=3, at=0 if number < 1 else 9, salt="") for number, prompt in enumerate(prompts)
-    ]
-    scene = Scene(NEVER_ENDS, arrivals, 2, prompt_rows=7, cache=PrefixCache())
-    scene.play()
-    assert [task.request.statistics.cached_tokens for task in scene.tasks] == [0, 40, 40]
-    assert [scene.text(number) for number in range(3)] == scene.alone
-
-
 def test_rows_that_a_running_request_overwrites_are_not_copied() -> None:
     prompts = [[1, 2] * 30, [3, 4] * 30, [5, 6] * 30, [*[1, 2] * 30, 7]]
     arrivals = [

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint_files import ADAPTER_FILE as ADAPTER_FILE
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config, write_sar_config
+from spaceport.exporter.tensor_file import save_tensors
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
@@ -66,8 +67,7 @@ def write_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> Non
 
 def write_tensors(folder: Path, state: Mapping[str, Tensor], adapter: Adapter) -> None:
     """Write the tensors of an adapter into a folder, and its entry in sar_config.json."""
-    save_file({name: tensor.contiguous().cpu() for name, tensor in state.items()}, folder / ADAPTER_FILE)
-    (folder / ADAPTER_FILE).chmod(0o644)  # safetensors makes it readable by the owner only
+    save_tensors(folder / ADAPTER_FILE, state)
     entry = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": list(adapter.targets)}
     write_sar_config(folder, {"mask_adapter": entry})
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,6 +19,7 @@ from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
 from spaceport.exporter.checkpoint_files import require_adapter_folder
 from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_json, read_sar_config, write_sar_config
+from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.gated import Adapter
@@ -29,7 +28,7 @@ EMBEDDINGS_FILE = "token_embeddings.safetensors"  # rows of the special tokens a
 
 _SCHEMA = 1
 _IDS = "ids"  # tensor with the token id of each row
-_ADVICE = "; copy the adapter folder again, or train it again with `spaceport tune --adapter-only`"
+_ADVICE = "copy the adapter folder again, or train it again with `spaceport tune --adapter-only`"
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,16 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
     """The adapter folder at a path, checked as far as possible without its base model."""
     require_adapter_folder(path)
     file = path / BASE_FILE
-    content = JsonField(read_json(file), f"{file}:", Rules(CheckpointError, _ADVICE), prefix=f"{file}: ")
+    content = JsonField(read_json(file), f"{file}:", Rules(CheckpointError, f"; {_ADVICE}"), prefix=f"{file}: ")
     content.entry("schema").one_of((_SCHEMA,))
     tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}
     config = read_sar_config(path)
     if config.get("mask_adapter") is None:
-        raise CheckpointError(f"{path}: {SAR_FILE} has no mask_adapter: expected one in an adapter folder{_ADVICE}")
+        raise CheckpointError(f"{path}: {SAR_FILE} has no mask_adapter: expected one in an adapter folder; {_ADVICE}")
     unknown = sorted(set(_named(config)) - tokens.keys())
     if unknown:
         raise CheckpointError(
-            f"{path}: {SAR_FILE} names the token {unknown[0]!r}: expected one of {', '.join(tokens)}, as in {BASE_FILE}{_ADVICE}"
+            f"{path}: {SAR_FILE} names the token {unknown[0]!r}: expected one of {', '.join(tokens)}, as in {BASE_FILE}; {_ADVICE}"
         )
     return AdapterFolder(path, identity_from(content.entry("base")), tokens, content.entry("vocab_size").whole(1))
 
@@ -97,7 +96,7 @@ def add_embeddings(model: PreTrainedModel, folder: AdapterFolder, dtype: Precisi
     found = {name: tuple(tensor.shape) for name, tensor in stored.items() if name != _IDS}
     if found != expected:
         raise CheckpointError(
-            f"{folder.path / EMBEDDINGS_FILE}: has tensors with the shapes {found}: expected {expected}{_ADVICE}"
+            f"{folder.path / EMBEDDINGS_FILE}: has tensors with the shapes {found}: expected {expected}; {_ADVICE}"
         )
     with torch.no_grad():
         for name, tensor in tables.items():
@@ -109,9 +108,8 @@ def write_adapter_folder(folder: Path, trained: TrainedAdapter) -> None:
     folder.mkdir(exist_ok=True)
     vocab_size = len(next(iter(trained.tables.values())))
     ids = torch.tensor(sorted({*trained.tokens.values(), *range(trained.base.sizes["vocab_size"], vocab_size)}))
-    rows = {name: tensor.detach().cpu().float()[ids].contiguous() for name, tensor in trained.tables.items()}
-    save_file({_IDS: ids, **rows}, folder / EMBEDDINGS_FILE)
-    (folder / EMBEDDINGS_FILE).chmod(0o644)  # safetensors makes it readable by the owner only
+    rows = {name: tensor.cpu().float()[ids] for name, tensor in trained.tables.items()}
+    save_tensors(folder / EMBEDDINGS_FILE, {_IDS: ids, **rows})
     narrow = torch.float16 if _fits(trained.tensors.values(), torch.float16) else torch.float32
     write_sar_config(folder, dict(trained.sar_config))
     write_tensors(folder, {name: tensor.to(narrow) for name, tensor in trained.tensors.items()}, trained.adapter)
@@ -133,16 +131,13 @@ def _named(config: Mapping[str, Any]) -> list[str]:
 def _stored_rows(folder: AdapterFolder) -> dict[str, Tensor]:
     """The embedding rows of an adapter folder, and their token ids."""
     file = folder.path / EMBEDDINGS_FILE
-    try:
-        stored = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}{_ADVICE}") from error
+    stored = read_tensors(file, _ADVICE)
     ids = stored.get(_IDS)
     needed = {*folder.tokens.values(), *range(folder.base.sizes["vocab_size"], folder.vocab_size)}
     if ids is None or ids.tolist() != sorted(needed):
         raise CheckpointError(
             f"{file}: has rows of {'no' if ids is None else len(ids)} tokens: expected the {len(needed)} tokens that "
-            f"{BASE_FILE} adds{_ADVICE}"
+            f"{BASE_FILE} adds; {_ADVICE}"
         )
     return stored
 

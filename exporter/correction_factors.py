@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spaceport.exporter.checkpoint_files import FACTORS_FILE as FACTORS_FILE
 from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, write_tables
 from spaceport.graphs.correction import Factors
 
@@ -22,10 +21,7 @@ def read_factors(folder: Path) -> Factors | None:
     file = folder / FACTORS_FILE
     if not file.exists():
         return None
-    try:
-        found = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
+    found = read_tensors(file, _ADVICE)
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     before, after = (found.get(name) for name in Factors._fields)
     if len(found) != 2 or before is None or after is None or before.dim() != 2 or before.shape != after.shape:
@@ -48,9 +44,7 @@ def check_factors(folder: Path, factors: Factors, embeddings: nn.Embedding) -> N
 
 def write_factors(folder: Path, factors: Factors) -> None:
     """Write factors into a folder."""
-    tensors = {name: tensor.half().contiguous() for name, tensor in factors._asdict().items()}
-    save_file(tensors, folder / FACTORS_FILE)
-    (folder / FACTORS_FILE).chmod(0o644)  # safetensors makes it readable by the owner only
+    save_tensors(folder / FACTORS_FILE, {name: tensor.half() for name, tensor in factors._asdict().items()})
 
 
 def write_correction(bundle: Path, factors: Factors, embeddings: nn.Embedding, vocab_size: int) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spaceport.exporter.checkpoint_files import INPUT_ROWS_FILE as INPUT_ROWS_FILE
 from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.input_rows import InputRows
 
 _NAMES = {"ids", "rows"}
@@ -22,21 +21,17 @@ def read_input_rows(folder: Path) -> InputRows | None:
     file = folder / INPUT_ROWS_FILE
     if not file.exists():
         return None
-    try:
-        found = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
+    found = read_tensors(file, _ADVICE)
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     if found.keys() != _NAMES or shapes["ids"] != shapes["rows"][:1] or found["rows"].dim() != 2:
         raise CheckpointError(
             f"{file}: has tensors with the shapes {shapes}: expected ids, N, and rows, N x H: {_ADVICE}"
         )
     ids, rows = found["ids"], found["rows"].float()
-    if ids.is_floating_point() or len(set(ids.tolist())) < len(ids) or not torch.isfinite(rows).all():
-        raise CheckpointError(
-            f"{file}: has ids {ids.tolist()[:8]} and rows {'with' if torch.isfinite(rows).all() else 'without'} finite "
-            f"numbers only: expected different whole ids and finite rows: {_ADVICE}"
-        )
+    if ids.is_floating_point() or len(set(ids.tolist())) < len(ids):
+        raise CheckpointError(f"{file}: has the ids {ids.tolist()[:8]}: expected whole numbers, each once: {_ADVICE}")
+    if not torch.isfinite(rows).all():
+        raise CheckpointError(f"{file}: has numbers that are not finite: {_ADVICE}")
     return InputRows(tuple(ids.tolist()), rows)
 
 
@@ -52,6 +47,4 @@ def check_input_rows(folder: Path, given: InputRows, embeddings: nn.Embedding) -
 
 def write_input_rows(folder: Path, given: InputRows) -> None:
     """Write input rows into a folder."""
-    tensors = {"ids": torch.tensor(given.tokens), "rows": given.rows.detach().float().cpu().contiguous()}
-    save_file(tensors, folder / INPUT_ROWS_FILE)
-    (folder / INPUT_ROWS_FILE).chmod(0o644)  # safetensors makes it readable by the owner only
+    save_tensors(folder / INPUT_ROWS_FILE, {"ids": torch.tensor(given.tokens), "rows": given.rows.float()})

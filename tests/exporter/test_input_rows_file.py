@@ -40,9 +40,9 @@ def test_rows_of_another_model_are_refused(tmp_path: Path, tokens: int, hidden: 
         ({"rows": torch.zeros(1, 6)}, "expected ids, N, and rows, N x H"),
         ({"ids": torch.tensor([1, 2]), "rows": torch.zeros(1, 6)}, "expected ids, N, and rows, N x H"),
         ({"ids": torch.tensor([1]), "rows": torch.zeros(1, 6, 1)}, "expected ids, N, and rows, N x H"),
-        ({"ids": torch.tensor([1, 1]), "rows": torch.zeros(2, 6)}, "expected different whole ids"),
-        ({"ids": torch.tensor([1.0]), "rows": torch.zeros(1, 6)}, "expected different whole ids"),
-        ({"ids": torch.tensor([1]), "rows": torch.full((1, 6), torch.nan)}, "expected different whole ids and finite"),
+        ({"ids": torch.tensor([1, 1]), "rows": torch.zeros(2, 6)}, "expected whole numbers, each once"),
+        ({"ids": torch.tensor([1.0]), "rows": torch.zeros(1, 6)}, "expected whole numbers, each once"),
+        ({"ids": torch.tensor([1]), "rows": torch.full((1, 6), torch.nan)}, "numbers that are not finite"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, content: dict[str, torch.Tensor] | None, message: str) -> None:

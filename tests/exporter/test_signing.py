@@ -21,15 +21,12 @@ from spaceport.graphs.contract.ed25519 import (
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.bundle import open_bundle
-from support.small_bundle import edit, fill
+from support.small_bundle import edit, new_bundle
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundle"
-    folder.mkdir()
-    fill(folder)
-    return folder
+    return new_bundle(tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

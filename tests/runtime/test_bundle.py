@@ -11,15 +11,12 @@ import pytest
 
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import open_bundle
-from support.small_bundle import edit, fill, refused
+from support.small_bundle import edit, fill, new_bundle, refused
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundle"
-    folder.mkdir()
-    fill(folder)
-    return folder
+    return new_bundle(tmp_path / "bundle")
 
 
 def test_a_bundle_opens_as_it_was_written(tmp_path: Path) -> None:

@@ -20,17 +20,14 @@ from spaceport.graphs.contract.manifest import (
 )
 from spaceport.runtime.bundle import Bundle, BundleError, ChangedWhileOpening, open_bundle, read_manifest
 from spaceport.runtime.opened_files import OpenedFiles
-from support.small_bundle import edit, fill, refused
+from support.small_bundle import edit, fill, new_bundle, refused
 
 ADVICE = r"allow links \(--allow-links, allow_links=True\)"
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundle"
-    folder.mkdir()
-    fill(folder)
-    return folder
+    return new_bundle(tmp_path / "bundle")
 
 
 def files_of(bundle: Bundle) -> OpenedFiles:

@@ -53,6 +53,13 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
     return write_manifest(folder, manifest)
 
 
+def new_bundle(folder: Path) -> Path:
+    """The folder of a new small bundle."""
+    folder.mkdir()
+    fill(folder)
+    return folder
+
+
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest in place; if its schema has a digest, it is that of the changed manifest."""
     file = folder / MANIFEST_FILE

@@ -17,15 +17,12 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.graphs.contract.manifest_file import with_digest
 from spaceport.graphs.contract.signature import Activations
 from spaceport.runtime.bundle import BundleError, open_bundle
-from support.small_bundle import ENGINE, RECORD, edit, entries_of, fill, refused
+from support.small_bundle import ENGINE, RECORD, edit, entries_of, fill, new_bundle, refused
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundle"
-    folder.mkdir()
-    fill(folder)
-    return folder
+    return new_bundle(tmp_path / "bundle")
 
 
 @pytest.mark.parametrize(

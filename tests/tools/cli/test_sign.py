@@ -16,17 +16,14 @@ from spaceport.graphs.contract.manifest import DATA_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.tools.cli import Commands, run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
-from support.small_bundle import ENGINE, RECORD, fill
+from support.small_bundle import ENGINE, RECORD, new_bundle
 
 OPENING = ("generate", "inspect", "check", "audit", "plan", "build", "distill", "acceptance")
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundle"
-    folder.mkdir()
-    fill(folder)
-    return folder
+    return new_bundle(tmp_path / "bundle")
 
 
 @pytest.fixture

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.correction_factors import FACTORS_FILE
@@ -25,27 +22,15 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
+from support.gated_training import SETTINGS, trained, write_lists
 from support.paths import TINY
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = TrainingSettings(
-    method="gated-lora", batch_size=2, max_steps=6, epochs=9, anchors=4, mask_slots=3, rank=2, cutoff=160, warmup=0.0
-)
-LIST = "Three:\n\n1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea"
-
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    lines = [{"prompt": f"Which {number}?", "response": LIST} for number in range(4)]
-    file = tmp_path / "data.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return file
-
-
-def trained(data: Path, target: Path, settings: TrainingSettings = SETTINGS, **more: Any) -> dict[str, Tensor]:
-    tune(TuningJob(TINY, target, (data,), settings, adapter_only=True, **more))
-    return load_file(target / ADAPTER_FILE)
+    return write_lists(tmp_path / "data.jsonl")
 
 
 def test_forks_are_trained_beside_a_gated_adapter(data: Path, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,6 +41,7 @@ class Serve(Configured):
     headings: ClassVar = {
         "config": "Configuration",
         "host": "Network",
+        "log_format": "Log",
         "max_requests": "Requests",
         "backend": "Backend",
     }
@@ -74,6 +73,22 @@ _network = options(
         show_default=True,
         metavar="SECONDS",
         help="Time that running requests may take after SIGTERM.",
+    ),
+)
+_logs = options(
+    click.option(
+        "--log-format",
+        type=click.Choice(("text", "json")),
+        default="text",
+        show_default=True,
+        help="Format of log entries; json = one object per line.",
+    ),
+    click.option(
+        "--log-level",
+        type=click.Choice(("debug", "info", "warning", "error")),
+        default="info",
+        show_default=True,
+        help="Least severe log entries; debug also names unknown fields of requests.",
     ),
 )
 _requests = options(
@@ -138,6 +153,7 @@ _engines = options(
 @click.argument("bundles", nargs=-1, metavar="BUNDLE…", envvar="SPACEPORT_MODELS", callback=_named)
 @_configuration
 @_network
+@_logs
 @_requests
 @_engines
 @click.pass_context
@@ -168,6 +184,7 @@ def command(
     if not bundles:
         raise click.UsageError("no bundle is given: expected BUNDLE, or a table [models] in the file of --config")
     from spaceport.tools.serve.application import application
+    from spaceport.tools.serve.log_format import configure_logging
     from spaceport.tools.serve.server import serve
 
     opened = (
@@ -178,7 +195,7 @@ def command(
         name: partial(Runtime.open, path, limits=limits, **{option: given[option] for option in opened})
         for name, path in bundles.items()
     }
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(given["log_format"], given["log_level"])
     if not keys and host not in _LOCAL:
         click.echo(f"warning: anyone who reaches {host}:{port} can send requests: --api-key-file sets keys", err=True)
     click.echo(f"models {', '.join(bundles)} at http://{host}:{port}/v1", err=True)

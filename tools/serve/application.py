@@ -22,6 +22,8 @@ from spaceport.tools.serve.failures import Failure, failure_of
 from spaceport.tools.serve.keys import RequireKey
 from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.options import ServiceOptions
+from spaceport.tools.serve.request_log import LogRequests, Spans
+from spaceport.tools.serve.request_record import record_of
 from spaceport.tools.serve.served_models import ServedModel, ServedModels
 from spaceport.tools.serve.service import Service, log, service_of
 
@@ -48,11 +50,16 @@ _ROUTES = (
 
 
 def application(
-    openers: Mapping[str, Opener], options: ServiceOptions | None = None, *, answers_while_opening: bool = False
+    openers: Mapping[str, Opener],
+    options: ServiceOptions | None = None,
+    *,
+    answers_while_opening: bool = False,
+    spans: Spans | None = None,
 ) -> Starlette:
     """The application that serves these models; it opens their bundles when it starts, and closes them when it ends.
 
     With `answers_while_opening`, it is not ready until they are open; an error is then the service's `fault`.
+    With `spans`, requests that generate are traced.
     """
     options = options or ServiceOptions()
     service = Service(options, Metrics(options.metrics_prefix, lambda: _states(service)))
@@ -74,7 +81,10 @@ def application(
         routes=list(_ROUTES),
         lifespan=lifespan,
         exception_handlers={HTTPException: _no_route, Failure: _failed, SpaceportError: _failed},
-        middleware=[Middleware(RequireKey, keys=options.keys)],
+        middleware=[
+            Middleware(LogRequests, paths=[route.path for route in _ROUTES], spans=spans),
+            Middleware(RequireKey, keys=options.keys),
+        ],
     )
     app.state.service = service
     return app
@@ -102,10 +112,11 @@ def _states(service: Service) -> dict[str, Any]:
 
 async def _failed(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
+    record_of(request).error = failure.code or failure.kind
     if failure.status == 503:
         service_of(request).metrics.refused(failure.code or "unavailable")
     if failure.status == 500:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        log.error("a request failed", exc_info=error)
     return json_response(failure.body(), failure.status, failure.headers)
 
 

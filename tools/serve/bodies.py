@@ -82,6 +82,7 @@ class GenerationBody(Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     disable_spec_decode: bool | None = None
+    request_id: str | None = None
     spaceport: Own = msgspec.field(default_factory=Own)
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.serve.answers import metrics_of, timings_of
+from spaceport.tools.serve.answers import finish_reason, metrics_of, timings_of
 from spaceport.tools.serve.bodies import ChatBody, StreamOptions, TextBody, body_of
 from spaceport.tools.serve.decoding_options import decodings_of
 from spaceport.tools.serve.echoes import echoed
 from spaceport.tools.serve.event_stream import EventStream
 from spaceport.tools.serve.failures import RETRY, Failure
 from spaceport.tools.serve.generations import Generations, Wanted, events_of, usage
+from spaceport.tools.serve.request_record import RequestRecord, record_of
 from spaceport.tools.serve.served_models import ServedModel
 from spaceport.tools.serve.service import Service, log, read_body, service_of
 from spaceport.tools.serve.shapes import ChatShape, TextShape
@@ -32,10 +36,10 @@ async def chat(request: Request) -> Any:
     """Answer chat messages."""
     service = service_of(request)
     body = await _body(request, service, ChatBody)
-    model = service.models.find(body.model)
+    model = _model(request, service, body.model)
     if not body.messages:
         raise Failure(400, "messages is empty: expected at least one message", param="messages")
-    shape = ChatShape(model.name, model.fingerprint)
+    shape = ChatShape(model.name, model.fingerprint, record_of(request).rename(body.request_id))
     return await _answer(request, service, model, body, [_chat_prompt(body)], shape)
 
 
@@ -43,10 +47,10 @@ async def text(request: Request) -> Any:
     """Continue one text or several."""
     service = service_of(request)
     body = await _body(request, service, TextBody)
-    model = service.models.find(body.model)
+    model = _model(request, service, body.model)
     if body.suffix:
         raise Failure(400, "suffix is not supported: the models continue a text only", param="suffix")
-    shape = TextShape(model.name, model.fingerprint)
+    shape = TextShape(model.name, model.fingerprint, record_of(request).rename(body.request_id))
     prompts = _prompts(body.prompt)
     if body.echo:
         if body.stream:
@@ -54,6 +58,13 @@ async def text(request: Request) -> Any:
         answer = await unless_gone(request, echoed(model.runtime, body, prompts, service.options, shape))
         return json_response(answer)
     return await _answer(request, service, model, body, prompts, shape)
+
+
+def _model(request: Request, service: Service, name: str | None) -> ServedModel:
+    """The model that a request asks for."""
+    model = service.models.find(name)
+    record_of(request).model = model.name
+    return model
 
 
 async def _body(request: Request, service: Service, kind: type[Any]) -> Any:
@@ -64,7 +75,7 @@ async def _body(request: Request, service: Service, kind: type[Any]) -> Any:
         raise Failure(503, "the models are being opened: send the request again", "overloaded_error", headers=RETRY)
     body, unknown = body_of(kind, await read_body(request, service.options.most_bytes), service.options.strict)
     if unknown:
-        log.debug("ignored fields: %s", ", ".join(name[:64] for name in unknown[:20]))
+        log.debug("ignored fields: %s", ", ".join(ascii(name[:64]) for name in unknown[:20]))
     return body
 
 
@@ -113,7 +124,14 @@ async def _answer(
     defaults = model.runtime.bundle.manifest.generation_config
     decodings = decodings_of(body, defaults, service.options.request_timeout, service.options.most_choices)
     wanted = [Wanted(prompt, decoding) for prompt in prompts for decoding in decodings]
-    running = Generations(model.runtime, wanted, lambda reason, found: service.metrics.ended(model.name, reason, found))
+    record = record_of(request)
+    record.answer, record.stream, record.prompts, record.decoding = (
+        shape.id,
+        bool(body.stream),
+        len(prompts),
+        decodings[0],
+    )
+    running = Generations(model.runtime, wanted, partial(_ended, service, record, model.name))
     await running.submit()
     if body.stream:
         events = events_of(running, shape, body.stream_options or StreamOptions(), len(prompts))
@@ -135,6 +153,19 @@ async def _answer(
         timings=timings_of(statistics),
     )
     return json_response(answer)
+
+
+def _ended(
+    service: Service,
+    record: RequestRecord,
+    name: str,
+    wanted: Wanted,
+    found: Completion | None,
+    statistics: Statistics,
+) -> None:
+    """Count a choice that has ended."""
+    service.metrics.ended(name, "abort" if found is None else finish_reason(found.ending), statistics)
+    record.ended("cancelled" if found is None else found.ending, statistics)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

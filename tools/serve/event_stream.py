@@ -11,6 +11,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from spaceport.tools.serve.failures import failure_of
+from spaceport.tools.serve.request_record import record_in
 
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
@@ -42,7 +43,7 @@ class EventStream:
         gone = asyncio.create_task(_left(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            async for chunk in self._chunks(gone):
+            async for chunk in self._chunks(gone, scope):
                 message = {"type": "http.response.body", "body": chunk, "more_body": True}
                 await asyncio.wait_for(send(message), self._send_timeout)
             if not gone.done():
@@ -58,7 +59,7 @@ class EventStream:
             await self._events.aclose()
             self._close()
 
-    async def _chunks(self, gone: asyncio.Task[None]) -> AsyncGenerator[bytes, None]:
+    async def _chunks(self, gone: asyncio.Task[None], scope: Scope) -> AsyncGenerator[bytes, None]:
         """The events, pings while there are none, and an error as the last event."""
         while True:
             if self._next is None:
@@ -75,7 +76,10 @@ class EventStream:
             except StopAsyncIteration:
                 return
             except Exception as error:  # noqa: BLE001  (reported to the client)
-                yield event(failure_of(error).body())
+                failure = failure_of(error)
+                if (record := record_in(scope)) is not None:
+                    record.error = failure.code or failure.kind
+                yield event(failure.body())
                 yield DONE
                 return
 

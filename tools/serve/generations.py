@@ -13,7 +13,7 @@ from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.serve.answers import finish_reason, metrics_of, timings_of, usage_of
+from spaceport.tools.serve.answers import metrics_of, timings_of, usage_of
 from spaceport.tools.serve.bodies import StreamOptions
 from spaceport.tools.serve.event_stream import DONE, event
 from spaceport.tools.serve.shapes import ChatShape, TextShape
@@ -27,8 +27,8 @@ class Wanted:
     decoding: Decoding
 
 
-# Called once for each completion with the reason of its end, in the words of OpenAI's API, and its statistics.
-OnEnd = Callable[[str, Statistics], None]
+# Called once for each choice with its completion and statistics; None: it was ended before it was complete.
+OnEnd = Callable[[Wanted, Completion | None, Statistics], None]
 
 
 class Generations:
@@ -60,8 +60,7 @@ class Generations:
         streams, self._open = self._open, []
         for index, stream in streams:
             stream.close()
-            found = self.completions.get(index)
-            self._on_end("abort" if found is None else finish_reason(found.ending), stream.statistics)
+            self._on_end(self.wanted[index], self.completions.get(index), stream.statistics)
 
     @property
     def statistics(self) -> list[Statistics]:

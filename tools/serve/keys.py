@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spaceport.tools.serve.completions import json_response
 from spaceport.tools.serve.failures import Failure
+from spaceport.tools.serve.request_record import record_in
 
 _OPEN = ("/health", "/v2/health")  # health checks send no key
 _SCHEME = "bearer "
@@ -27,6 +28,8 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         failure = Failure(401, "no valid key: send the header Authorization: Bearer KEY", "authentication_error")
+        if (record := record_in(scope)) is not None:
+            record.error = failure.kind
         response = json_response(failure.body(), failure.status, {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,15 +18,17 @@ class Shape:
 
     model: str
     fingerprint: str
-    id: str = field(init=False)
+    key: str  # id of the request
     created: int = field(default_factory=lambda: int(time.time()))
 
     prefix: ClassVar[str]  # of the answer's id
     whole: ClassVar[str]  # kind of a whole answer
     part: ClassVar[str]  # kind of an event
 
-    def __post_init__(self) -> None:
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+    @property
+    def id(self) -> str:
+        """The answer's id."""
+        return f"{self.prefix}-{self.key}"
 
     def answer(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A whole answer."""

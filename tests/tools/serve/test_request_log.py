@@ -1,0 +1,244 @@
+"""Request log: ids in and out, one entry for each request, and nothing that a client sent."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve.application import application
+from spaceport.tools.serve.log_format import JsonLines, TextLines, configure_logging
+from spaceport.tools.serve.options import ServiceOptions
+from spaceport.tools.serve.request_record import MOST_CHARACTERS
+
+KEY = "sk-planted-key"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+
+
+@contextmanager
+def logged(formatter: logging.Formatter, level: int = logging.DEBUG) -> Iterator[io.StringIO]:
+    """What all loggers but those of the test's client write meanwhile."""
+    text, root = io.StringIO(), logging.getLogger()
+    handler, before = logging.StreamHandler(text), root.level
+    handler.setFormatter(formatter)
+    handler.addFilter(lambda entry: not entry.name.startswith("http"))
+    root.addHandler(handler)
+    root.setLevel(level)
+    try:
+        yield text
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+
+
+def entries(text: io.StringIO, message: str = "request ended") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in text.getvalue().splitlines()]
+    return [each for each in found if each["message"] == message]
+
+
+@pytest.fixture(scope="module")
+def client(demo_bundle: Path) -> Iterator[TestClient]:
+    opener = partial(Runtime.open, demo_bundle, max_requests=4, prefix_cache=True, step_costs="free")
+    with TestClient(application({"demo": opener}, ServiceOptions(keys=(KEY,)))) as found:
+        found.headers.update(AUTHORIZED)
+        yield found
+
+
+def complete(client: TestClient, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    given = {"prompt": "import json\n", "max_tokens": 4, "temperature": 0, **fields}
+    return client.post("/v1/completions", json=given, headers=headers or {})
+
+
+@pytest.mark.slow
+def test_an_id_of_the_client_is_in_the_response_the_answer_and_the_log(client: TestClient) -> None:
+    with logged(JsonLines()) as text:
+        response = complete(client, {"X-Request-Id": "order-7"})
+    assert response.headers["x-request-id"] == "order-7"
+    assert response.json()["id"] == "cmpl-order-7"
+    (entry,) = entries(text)
+    assert (entry["id"], entry["answer"]) == ("order-7", "cmpl-order-7")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["", "a b", "x" * (MOST_CHARACTERS + 1), "sé", "\x7f"])
+def test_an_id_that_is_long_or_not_printable_is_replaced(client: TestClient, given: str) -> None:
+    response = client.get("/v1/models", headers={"X-Request-Id": given.encode("latin-1")})  # type: ignore[dict-item]
+    assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+@pytest.mark.slow
+def test_requests_have_ids_of_their_own(client: TestClient) -> None:
+    one, two = (complete(client) for _ in range(2))
+    assert one.headers["x-request-id"] != two.headers["x-request-id"]
+    assert one.json()["id"] == f"cmpl-{one.headers['x-request-id']}"
+
+
+@pytest.mark.slow
+def test_a_field_of_the_body_sets_the_id_of_the_answer(client: TestClient) -> None:
+    only = complete(client, request_id="mine")
+    assert (only.json()["id"], only.headers["x-request-id"]) == ("cmpl-mine", "mine")
+    both = complete(client, {"X-Request-Id": "proxy"}, request_id="mine")
+    assert (both.json()["id"], both.headers["x-request-id"]) == ("cmpl-mine", "proxy")
+    chat = client.post(
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "request_id": "mine", "stream": True},
+    )
+    assert '"id":"chatcmpl-mine"' in chat.text
+    wrong = complete(client, request_id="a b")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "request_id")
+
+
+@pytest.mark.slow
+def test_errors_have_an_id_too(client: TestClient) -> None:
+    for response in (
+        complete(client, {"X-Request-Id": "wrong"}, temperature=-1),
+        client.get("/nothing", headers={"X-Request-Id": "wrong"}),
+        client.get("/v1/models", headers={"X-Request-Id": "wrong", "Authorization": "Bearer no"}),
+    ):
+        assert response.status_code in (400, 404, 401)
+        assert response.headers["x-request-id"] == "wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_entry_has_the_counts_of_the_answer(client: TestClient, stream: bool) -> None:
+    with logged(JsonLines(), logging.INFO) as text:
+        complete(client, prompt=["import json\n", "import os\n"], max_tokens=12, n=2, stream=stream)
+        client.get("/health")
+        client.get("/metrics")
+    (entry,) = entries(text)
+    usage = complete(client, prompt=["import json\n", "import os\n"], max_tokens=12, n=2).json()["usage"]
+    assert entry["route"] == "/v1/completions"
+    assert (entry["status"], entry["model"], entry["choices"], entry["level"]) == (200, "demo", 4, "info")
+    assert entry["ending"] in ("total", "length", "end", "max_tokens")
+    assert entry["prompt_tokens"] == usage["prompt_tokens"]
+    assert entry["tokens"] == usage["completion_tokens"] == 48
+    assert 0 < entry["first_token_seconds"] <= entry["seconds"]
+    assert entry["accepted_tokens"] + entry["steps"] >= 48
+    assert entry["draft_tokens"] >= entry["accepted_tokens"] > 0
+
+
+SECRET = re.compile("planted", re.IGNORECASE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_nothing_that_a_client_sends_is_logged(client: TestClient, level: int) -> None:
+    planted = "planted secret"
+    schema = {"type": "object", "properties": {planted: {"const": planted}}, "required": [planted]}
+    tool = {"type": "function", "function": {"name": "planted", "description": planted, "parameters": schema}}
+    messages = [{"role": "user", "content": planted, "name": "planted"}]
+    fields: list[dict[str, Any]] = [
+        {"messages": messages, "user": planted, "tools": [tool], "cache_salt": planted, "stop": [planted]},
+        {"messages": messages, "chat_template_kwargs": {"planted": planted}},
+        {"messages": messages, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {
+            "messages": messages,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": planted}}},
+        },
+        {"messages": messages, "structured_outputs": {"regex": "planted("}},
+        {"messages": messages, "model": "planted"},
+        {"messages": messages, "logit_bias": {"planted": 1}},
+        {"messages": messages, "tool_choice": "planted"},
+        {"messages": messages, "request_id": planted},
+        {"messages": [{"role": "planted", "content": planted}]},
+        {"messages": [{"planted": planted}]},
+        {"messages": planted},
+        {"prompt": planted, "max_tokens": planted},
+        {"prompt": planted, "stream": True},
+        {"prompt": [planted], "echo": True, "logprobs": 1},
+    ]
+    if level > logging.DEBUG:  # at level debug their names are listed
+        fields.append({"prompt": "a", "planted": planted, "spaceport": {"planted": 1}})
+    with logged(TextLines(), level) as text, logged(JsonLines(), level) as lines:
+        for each in fields:
+            path = "/v1/chat/completions" if "messages" in each else "/v1/completions"
+            response = client.post(path, json={"max_tokens": 2, **each})
+            assert response.status_code in (200, 400, 404)
+        client.post("/v1/completions", content=b'{"planted": planted')
+        client.post("/tokenize", json={"prompt": planted})
+        client.get("/v1/models/planted")
+        client.get("/planted?planted=planted", headers={"Planted": "planted", "User-Agent": "planted"})
+        client.get("/v1/models", headers={"Authorization": "Bearer planted", "X-Request-Id": "planted secret"})
+    assert text.getvalue().count("request ended") == len(fields) + 5 == len(entries(lines))
+    assert SECRET.findall(text.getvalue() + lines.getvalue()) == []
+
+
+@pytest.mark.slow
+def test_an_unknown_error_is_answered_and_logged_without_its_message(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "".join(["plan", "ted"])  # the stack has lines of this file
+
+    def fail(*_: Any) -> None:
+        try:
+            raise KeyError(message)
+        except KeyError as error:
+            raise ValueError(message) from error
+
+    monkeypatch.setattr("spaceport.tools.serve.completions.decodings_of", fail)
+    with logged(JsonLines()) as text:
+        response = complete(client, {"X-Request-Id": "bug"})
+    assert (response.status_code, response.headers["x-request-id"]) == (500, "bug")
+    assert response.json()["error"]["type"] == "server_error"
+    (failure,) = entries(text, "a request failed")
+    assert failure["id"] == "bug"
+    assert "in fail\n" in failure["exception"]
+    assert failure["exception"].endswith("KeyError")
+    assert SECRET.findall(text.getvalue() + response.text) == []
+    assert [each["status"] for each in entries(text)] == [500]
+
+
+def entry_of(error: Exception, **fields: Any) -> logging.LogRecord:
+    record = logging.makeLogRecord({"name": "a", "levelname": "ERROR", "msg": "it %s", "args": ("failed",), **fields})
+    try:
+        raise error
+    except type(error):
+        record.exc_info = sys.exc_info()
+    return record
+
+
+def test_a_line_of_text_has_its_fields_and_the_stack_of_its_error() -> None:
+    line = TextLines().format(entry_of(EngineFault("out of memory"), fields={"status": 500, "route": "/x"}))
+    first, *stack = line.splitlines()
+    assert first.endswith("ERROR a: it failed status=500 route=/x")
+    assert stack[-1] == "EngineFault: out of memory"
+    assert SECRET.findall(TextLines().format(entry_of(ValueError("planted")))) == []
+
+
+def test_a_line_of_json_is_one_object() -> None:
+    line = JsonLines().format(entry_of(ValueError("planted\n"), fields={"path": Path("a")}))
+    assert "\n" not in line
+    found = json.loads(line)
+    assert (found["level"], found["logger"], found["message"], found["path"]) == ("error", "a", "it failed", "a")
+    assert found["time"].endswith("+00:00")
+    assert found["exception"].endswith("ValueError")
+
+
+@pytest.mark.parametrize(("level", "root"), [("debug", "INFO"), ("info", "INFO"), ("error", "ERROR")])
+def test_other_libraries_log_no_debug_entries(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, level: str, root: str
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    before, ours = logging.root.level, logging.getLogger("spaceport")
+    try:
+        configure_logging("json", level)
+        assert logging.getLevelName(logging.root.level) == root
+        assert logging.getLevelName(ours.level) == level.upper()
+        logging.getLogger("spaceport.x").error("one")
+        assert json.loads(capsys.readouterr().err)["message"] == "one"
+    finally:
+        logging.root.setLevel(before)
+        ours.setLevel(logging.NOTSET)

@@ -24,6 +24,7 @@ EXTRAS = {
     "jinja2": "",
     "cryptography": "sign",
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client", "tomli"), "serve"),
+    "opentelemetry": "otel",
     "accelerate": "tune",
     "peft": "tune",
     "matplotlib": "tune",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -31,6 +31,9 @@ from spaceport.tools.cli.options import (
     threads_option,
 )
 
+if TYPE_CHECKING:
+    from spaceport.tools.serve.tracing import RequestSpans
+
 KEY_VARIABLE = "SPACEPORT_API_KEY"
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -41,7 +44,7 @@ class Serve(Configured):
     headings: ClassVar = {
         "config": "Configuration",
         "host": "Network",
-        "log_format": "Log",
+        "log_format": "Log and traces",
         "max_requests": "Requests",
         "backend": "Backend",
     }
@@ -90,6 +93,11 @@ _logs = options(
         show_default=True,
         help="Least severe log entries; debug also names unknown fields of requests.",
     ),
+)
+_tracing = click.option(
+    "--otel",
+    is_flag=True,
+    help="Export an OpenTelemetry span for each request over OTLP/HTTP, as the variables OTEL_… say.",
 )
 _requests = options(
     click.option("--max-requests", type=int, default=8, show_default=True, help="Requests that decode at a time."),
@@ -154,6 +162,7 @@ _engines = options(
 @_configuration
 @_network
 @_logs
+@_tracing
 @_requests
 @_engines
 @click.pass_context
@@ -195,11 +204,16 @@ def command(
         name: partial(Runtime.open, path, limits=limits, **{option: given[option] for option in opened})
         for name, path in bundles.items()
     }
+    spans = spans_of(given["otel"])
     configure_logging(given["log_format"], given["log_level"])
     if not keys and host not in _LOCAL:
         click.echo(f"warning: anyone who reaches {host}:{port} can send requests: --api-key-file sets keys", err=True)
     click.echo(f"models {', '.join(bundles)} at http://{host}:{port}/v1", err=True)
-    serve(application(openers, service_options, answers_while_opening=True), host, port)
+    try:
+        serve(application(openers, service_options, answers_while_opening=True, spans=spans), host, port)
+    finally:
+        if spans is not None:
+            spans.close()
 
 
 def models_of(given: Sequence[str]) -> dict[str, Path]:
@@ -215,6 +229,15 @@ def models_of(given: Sequence[str]) -> dict[str, Path]:
             raise OptionFault(f"two bundles have the name {name}: expected different names; NAME=BUNDLE sets one")
         found[name] = Path(path)
     return found
+
+
+def spans_of(wanted: bool) -> RequestSpans | None:
+    """Where requests are traced, if that is wanted; raises if its libraries are missing."""
+    if not wanted:
+        return None
+    from spaceport.tools.serve.tracing import exported_spans
+
+    return exported_spans()
 
 
 def keys_of(file: Path | None, variable: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.decoding import Decoding
 from spaceport.tools.serve.failures import Failure
 
@@ -40,7 +41,7 @@ class RequestRecord:
     stream: bool = False
     prompts: int = 1
     decoding: Decoding | None = None  # options of the first choice
-    endings: list[str] = field(default_factory=list)  # of each choice
+    endings: list[Ending] = field(default_factory=list)  # of each choice
     statistics: list[Statistics] = field(default_factory=list)  # of each choice
     trace: str | None = None  # id of the trace that its span is in
 
@@ -55,7 +56,7 @@ class RequestRecord:
             self.id = given
         return given
 
-    def ended(self, ending: str, statistics: Statistics) -> None:
+    def ended(self, ending: Ending, statistics: Statistics) -> None:
         """Note the end of a choice."""
         self.endings.append(ending)
         self.statistics.append(statistics)

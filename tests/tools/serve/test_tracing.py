@@ -1,0 +1,170 @@
+"""Tracing: the spans of requests, in memory and at a collector."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve.application import application
+from spaceport.tools.serve.options import ServiceOptions
+
+pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def traced(demo_bundle: Path) -> Iterator[tuple[TestClient, Any]]:
+    """A client of a service, and the memory that its spans are in."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from spaceport.tools.serve.tracing import RequestSpans
+
+    memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    opener = partial(Runtime.open, demo_bundle, max_requests=4, prefix_cache=True, step_costs="free")
+    with TestClient(application({"demo": opener}, ServiceOptions(), spans=RequestSpans(provider))) as client:
+        yield client, memory
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    assert isinstance(span.attributes, MappingProxyType | dict)
+    return dict(span.attributes)
+
+
+@pytest.mark.slow
+def test_a_span_has_the_options_and_counts_of_its_request_and_no_text(traced: tuple[TestClient, Any]) -> None:
+    client, memory = traced
+    given = {"prompt": "planted " * 40, "max_tokens": 12, "temperature": 0.5, "seed": 3, "n": 2, "stop": "planted-stop"}
+    headers = {"traceparent": PARENT, "Planted": "planted"}
+    asked = partial(client.post, "/v1/completions", json={**given, "user": "planted", "planted": 1}, headers=headers)
+    asked()
+    answer = asked().json()
+    span = memory.get_finished_spans()[-1]
+    assert span.name == "text_completion demo"
+    assert span.kind.name == "SERVER"
+    assert f"{span.context.trace_id:032x}-{span.parent.span_id:016x}" == PARENT[3:-3]
+    found = attributes(span)
+    assert found["gen_ai.operation.name"] == "text_completion"
+    assert (found["gen_ai.request.model"], found["gen_ai.response.model"]) == ("demo", "demo")
+    assert found["gen_ai.request.max_tokens"] == 12
+    assert (found["gen_ai.request.temperature"], found["gen_ai.request.seed"]) == (0.5, 3)
+    assert found["gen_ai.request.choice.count"] == 2
+    assert found["gen_ai.response.id"] == answer["id"]
+    assert found["gen_ai.response.finish_reasons"] == tuple(one["finish_reason"] for one in answer["choices"])
+    assert found["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert found["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert found["gen_ai.usage.cache_read.input_tokens"] == cached > 0
+    assert 0 < found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
+    assert found["http.response.status_code"] == 200
+    assert span.status.status_code.name == "UNSET"
+    assert "planted" not in span.to_json()
+
+
+@pytest.mark.slow
+def test_spans_of_streams_and_of_errors_end_with_the_response(traced: tuple[TestClient, Any]) -> None:
+    client, memory = traced
+    messages = [{"role": "user", "content": "a"}]
+    client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3, "stream": True})
+    client.post("/v1/chat/completions", json={"messages": messages, "temperature": -1, "max_tokens": 3})
+    client.post("/v1/chat/completions", json={"messages": messages, "model": "planted"})
+    client.post("/planted", json={})
+    client.get("/v1/models")
+    streamed, wrong, unknown, lost = memory.get_finished_spans()
+    assert streamed.name == wrong.name == "chat demo"
+    assert attributes(streamed)["gen_ai.response.time_to_first_chunk"] > 0
+    assert attributes(streamed)["gen_ai.usage.output_tokens"] == 3
+    assert attributes(wrong)["http.response.status_code"] == 400
+    assert attributes(wrong)["error.type"] == "invalid_request_error"
+    assert (unknown.name, attributes(unknown)["error.type"]) == ("POST /v1/chat/completions", "model_not_found")
+    assert (lost.name, attributes(lost)["http.response.status_code"]) == ("POST -", 404)
+    assert len({span.context.trace_id for span in (streamed, wrong, unknown, lost)}) == 4
+    assert "planted" not in "".join(span.to_json() for span in memory.get_finished_spans())
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_is_an_error_of_the_span(
+    traced: tuple[TestClient, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr("spaceport.tools.serve.completions.decodings_of", fail)
+    client, memory = traced
+    client.post("/v1/completions", json={"prompt": "a"})
+    (span,) = memory.get_finished_spans()
+    assert (span.status.status_code.name, attributes(span)["error.type"]) == ("ERROR", "server_error")
+    assert "planted" not in span.to_json()
+
+
+class Collector(BaseHTTPRequestHandler):
+    """A collector that stores what it is sent."""
+
+    received: list[tuple[str, bytes]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.received.append((self.path, body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_spans_are_exported_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    from spaceport.tools.serve.request_record import begin
+    from spaceport.tools.serve.tracing import exported_spans
+
+    received: list[tuple[str, bytes]] = []
+    with HTTPServer(("127.0.0.1", 0), type("Here", (Collector,), {"received": received})) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        spans = exported_spans()
+        scope = {"headers": [], "method": "POST"}
+        record = begin(scope)
+        span = spans.begin(record, scope)
+        record.status = 200
+        spans.end(span, record)
+        spans.close()
+        server.shutdown()
+    ((path, body),) = received
+    assert path == "/v1/traces"
+    (resource,) = ExportTraceServiceRequest.FromString(_plain(body)).resource_spans
+    names = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert names["service.name"] == "spaceport"
+    (exported,) = resource.scope_spans[0].spans
+    assert exported.name == "POST -"
+    assert exported.trace_id.hex() == record.trace
+
+
+def _plain(body: bytes) -> bytes:
+    import gzip
+
+    return gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body
+
+
+def test_nothing_of_opentelemetry_is_imported_unless_asked_for() -> None:
+    program = (
+        "import sys; from spaceport.tools.serve import application, server; import spaceport.tools.cli.serve\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.replace("'", '"')) == []

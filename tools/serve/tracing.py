@@ -1,0 +1,121 @@
+"""Tracing: an OpenTelemetry span for each request that generates, with attributes of the gen_ai conventions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentelemetry import propagate
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, StatusCode, format_trace_id
+from starlette.types import Scope
+
+from spaceport import __version__
+from spaceport.runtime.decoding import Decoding
+from spaceport.tools.serve.answers import finish_reason
+from spaceport.tools.serve.request_record import RequestRecord
+
+
+class RequestSpans:
+    """Spans of requests, which a provider exports; they have no text of a request."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("spaceport", __version__)
+
+    def begin(self, record: RequestRecord, scope: Scope) -> Span:
+        """Begin the span of a request, in the trace that its headers name."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        parent = propagate.extract(headers, Context())
+        span = self._tracer.start_span(record.method, parent, SpanKind.SERVER)
+        record.trace = format_trace_id(span.get_span_context().trace_id)
+        return span
+
+    def end(self, span: Span, record: RequestRecord) -> None:
+        """End a span with what is known of its request."""
+        operation = "text_completion" if record.route == "/v1/completions" else "chat"
+        generates = record.model is not None
+        span.update_name(f"{operation} {record.model}" if generates else f"{record.method} {record.route}")
+        found = {**_http(record), **(_asked(record, operation) if generates else {}), **_answered(record)}
+        span.set_attributes({name: value for name, value in found.items() if value is not None})
+        if record.status >= 500 or (record.status < 400 and record.error):  # the latter: after a stream has begun
+            span.set_status(StatusCode.ERROR)
+        span.end()
+
+    def close(self) -> None:
+        """Export the spans that are left."""
+        self._provider.shutdown()
+
+
+def exported_spans() -> RequestSpans:
+    """Spans that are exported over HTTP (OTLP), as the environment variables OTEL_… say."""
+    resource = Resource.create()
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "spaceport"}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return RequestSpans(provider)
+
+
+def _http(record: RequestRecord) -> dict[str, Any]:
+    return {
+        "http.request.method": record.method,
+        "http.route": record.route,
+        "http.response.status_code": record.status or None,
+        "error.type": record.error,
+        "spaceport.request.id": record.id,
+    }
+
+
+def _asked(record: RequestRecord, operation: str) -> dict[str, Any]:
+    """Options of the request."""
+    found = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "spaceport",
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.stream,
+        **({} if record.decoding is None else _options(record.decoding)),
+    }
+    if len(record.statistics) > record.prompts:
+        found["gen_ai.request.choice.count"] = len(record.statistics) // record.prompts
+    return found
+
+
+def _options(decoding: Decoding) -> dict[str, Any]:
+    sampling = decoding.sampling
+    return {
+        "gen_ai.request.max_tokens": decoding.max_tokens,
+        "gen_ai.request.temperature": float(sampling.temperature),
+        "gen_ai.request.top_p": float(sampling.top_p),
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
+        "gen_ai.request.seed": sampling.seed,
+    }
+
+
+def _answered(record: RequestRecord) -> dict[str, Any]:
+    """Counts and times of the answer; those under gen_ai.latency have the names that vLLM gives them."""
+    every = record.statistics
+    if not every:
+        return {}
+    first = max(one.first_token_seconds for one in every)
+    return {
+        "gen_ai.response.id": record.answer,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.finish_reasons": [finish_reason(ending) for ending in record.endings],
+        "gen_ai.response.time_to_first_chunk": first if record.stream else None,
+        "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in record.prompt_statistics),
+        "gen_ai.usage.output_tokens": sum(one.tokens for one in every),
+        "gen_ai.usage.cache_read.input_tokens": sum(one.cached_tokens for one in record.prompt_statistics),
+        "gen_ai.latency.time_in_queue": max(one.waiting_seconds for one in every),
+        "gen_ai.latency.time_to_first_token": first,
+        "gen_ai.latency.e2e": max(one.seconds for one in every),
+        "spaceport.endings": record.endings,
+        "spaceport.steps": sum(one.steps for one in every),
+        "spaceport.draft_tokens": sum(sum(one.drafted_by_depth) for one in every),
+        "spaceport.accepted_tokens": sum(sum(one.accepted_by_depth) for one in every),
+    }

@@ -19,7 +19,7 @@ class Benchmarks(LazyGroup):
         "decode": "Speedup of drafts over plain decoding on your prompts.",
         "chat": "Speedup of drafts on chat prompts, by kind, and other runtimes.",
         "load": "Throughput and latency of concurrent requests.",
-        "serve": "Services under the load of many clients, and a runtime without HTTP.",
+        "serve": "Services under the load of many clients.",
         "prefix": "The next turn of a chat with and without a prefix cache.",
         "compare": "A checkpoint in Spaceport and in other runtimes.",
         "gpu": "Build, check, audit and time everything on this machine's GPU.",

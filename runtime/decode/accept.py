@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.draft import Candidates
+from spaceport.runtime.decode.draft import Candidates, Source
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.selector import NotANumber, TokenSelector
 
@@ -54,6 +54,14 @@ def accept(part: Part, logits: NDArray[np.float32], selector: TokenSelector, mos
         lines = logits[group[0] - first : group[-1] + 1 - first]
         candidates = selector.candidates(lines, thread, len(thread.tokens) + len(tokens), most)
     return Verdict(tuple(retained), tuple(tokens), candidates)
+
+
+def source_of(part: Part, verdict: Verdict, index: int) -> Source | None:
+    """What proposed a generated token of a verdict; None: the model's own token, or a draft without sources."""
+    sources, layout = part.draft.sources, part.layout
+    if not sources or index >= verdict.accepted:
+        return None
+    return sources[layout.nodes.index(verdict.retained[layout.known + index]) - 1]
 
 
 def _child(part: Part, node: int, token: int) -> int | None:

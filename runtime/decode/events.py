@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Thread
 
 
 class Listener(Protocol):
     """Receives the generated tokens of a request's threads, and decides where a stop string ends them."""
 
-    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
         """Called after each generated token; returns whether the thread ends with it."""
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
@@ -27,7 +28,7 @@ class Listener(Protocol):
 class NullListener:
     """A listener that ignores all events."""
 
-    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
         return False
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
@@ -40,8 +41,9 @@ class NullListener:
         return False
 
 
-# A thread, what happened (a token, a child thread that starts, None: it ended), and whether a token was drafted.
-Event = tuple[Thread, int | Thread | None, bool]
+# A thread, what happened (a token, a child thread that starts, None: it ended), whether a token was drafted, and what
+# proposed it.
+Event = tuple[Thread, int | Thread | None, bool, Source | None]
 
 
 class EventLog:
@@ -55,15 +57,15 @@ class EventLog:
         """Events since the last `take`."""
         return len(self._events)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
-        self._events.append((thread, token, drafted))
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
+        self._events.append((thread, token, drafted, source))
         return False
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
-        self._events.append((parent, child, False))
+        self._events.append((parent, child, False, None))
 
     def on_end(self, thread: Thread) -> None:
-        self._events.append((thread, None, False))
+        self._events.append((thread, None, False, None))
 
     def is_cut_off(self, thread: Thread) -> bool:
         return False
@@ -76,10 +78,10 @@ class EventLog:
 
 def replay(events: Iterable[Event], listener: Listener) -> None:
     """Report stored events to a listener; it sees the threads in their current state."""
-    for thread, what, drafted in events:
+    for thread, what, drafted, source in events:
         if what is None:
             listener.on_end(thread)
         elif isinstance(what, int):
-            listener.on_token(thread, what, drafted)
+            listener.on_token(thread, what, drafted, source)
         else:
             listener.on_fork(thread, what)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.accept import Verdict, source_of
 from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.drafter import Drafter, drafter_for
 from spaceport.runtime.decode.events import Listener, NullListener
@@ -222,7 +222,8 @@ class Request:
             thread.tokens.append(token)
             thread.drafted.append(accepted)
             self._generated += 1
-            stops = self._listener.on_token(thread, token, accepted)
+            source = source_of(part, verdict, index) if accepted else None
+            stops = self._listener.on_token(thread, token, accepted, source)
             if token == config.tokens.fork and not stops and self.added < config.max_total:
                 self._fork(thread, own[part.layout.known + index + 1 :])
             if stops:

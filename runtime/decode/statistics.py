@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.accept import Verdict, source_of
 from spaceport.runtime.decode.plan import Part, Plan
 
 
@@ -91,7 +91,7 @@ class Statistics:
         self.prompt_steps += not writes
 
     def _add_drafts(self, part: Part, verdict: Verdict, accepted: int) -> None:
-        drafted, sources, layout = part.layout.drafted, part.draft.sources, part.layout
+        drafted, sources = part.layout.drafted, part.draft.sources
         missing = len(drafted) - len(self.drafted_by_depth)
         if missing > 0:
             self.drafted_by_depth += [0] * missing
@@ -102,6 +102,6 @@ class Statistics:
             self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + 1
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
-            if sources:
-                source = sources[layout.nodes.index(verdict.retained[layout.known + depth]) - 1]
-                self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
+            found = source_of(part, verdict, depth)
+            if found is not None:
+                self.accepted_by_source[found] = self.accepted_by_source.get(found, 0) + 1

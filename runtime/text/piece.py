@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 
@@ -20,6 +21,8 @@ class Piece:
     - `drafted`: Whether the token is an accepted draft token.
     - `thread`: Path of the thread; () is the root thread, (0, 1) the second child of its first child.
     - `reading`: Text that can now be appended to the text shown so far, if threads are shown in reading order.
+    - `source`: What proposed an accepted draft token: "mask" (mask slots), "lookup" (prompt lookup) or "both"; None for
+      other tokens.
     - `logprob`: Log probability of the token; None unless `Decoding.logprobs` was set.
     """
 
@@ -29,6 +32,7 @@ class Piece:
     thread: Path = ()
     reading: str = ""
     logprob: TokenLogprob | None = None
+    source: Source | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from tokenizers import Tokenizer
 
+from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Ending, Thread
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob
 from spaceport.runtime.text.piece import Path, Piece, ThreadText
@@ -88,7 +89,7 @@ class Transcript:
         """The text in reading order so far."""
         return "".join(self._shown)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
         """Add a thread's next token; returns whether the thread ends with it."""
         if self.is_cut_off(thread):
             return True
@@ -103,7 +104,7 @@ class Transcript:
             text = segment.stream.push(token)
             segment.parts.append(segment.stream.fresh)
             reading = self._follow(line)
-        self._pieces.append(Piece(text, token, drafted, line.path, reading))
+        self._pieces.append(Piece(text, token, drafted, line.path, reading, source=source))
         self._own.append(len(line.tokens) - 1)
         return segment.stream.stopped or self._search.stopped
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,17 @@ def test_pieces_make_up_the_text_and_mark_accepted_draft_tokens(runtime: Runtime
     assert "".join(piece.reading for piece in pieces) == GOLDEN
     assert tuple(piece.token for piece in pieces) == found.tokens
     assert sum(piece.drafted for piece in pieces) == sum(found.statistics.accepted_by_depth) == 78
+    assert all((piece.source is not None) == piece.drafted for piece in pieces)
     assert not any(piece.drafted for piece in runtime.stream(DECODER, Decoding(max_tokens=20, mask_slots=0)))
+
+
+@pytest.mark.parametrize("stop", [(), ("never in the text",)])
+def test_pieces_say_what_proposed_their_tokens(runtime: Runtime, stop: tuple[str, ...]) -> None:
+    with runtime.stream(DECODER, Decoding(max_tokens=96, lookup=8, mask_slots=2, stop=stop)) as stream:
+        counted = Counter(piece.source for piece in stream if piece.drafted)
+        found = stream.completion().statistics.accepted_by_source
+    assert counted == found
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import fixed_costs
-from spaceport.runtime.decode.draft import Candidates, DraftConfig
+from spaceport.runtime.decode.draft import Candidates, DraftConfig, Source
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
 from spaceport.runtime.decode.selector import TokenSelector
@@ -69,7 +69,7 @@ class RaisingListener(NullListener):
     fuse: Fuse
     at_end: bool
 
-    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
         if not self.at_end:
             self.fuse.touch()
         return False

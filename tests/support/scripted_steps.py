@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.runtime.decode.draft import Candidates
+from spaceport.runtime.decode.draft import Candidates, Source
 from spaceport.runtime.decode.events import NullListener
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.threads import Ending, Thread
@@ -73,7 +73,7 @@ class Written(NullListener):
     scene: Scene
     in_step: dict[Path, list[int]] = field(default_factory=dict)  # the step, from 1, of each token of a thread
 
-    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
         self.in_step.setdefault(thread.path, []).append(self.scene.steps)
         return False
 

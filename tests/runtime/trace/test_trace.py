@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.runtime.decode.draft import Candidates
+from spaceport.runtime.decode.draft import Candidates, Source
 from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.trace.reader import trace_of
@@ -52,7 +52,7 @@ class Diary:
         queued, slots = step.request.queue, step.request.slots
         self.days.append(Day(fed, [thread.path for thread in queued], slots.held))
 
-    def on_token(self, thread: Thread, token: int, drafted: bool) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
         self.days[-1].wrote.append((thread.path, token, drafted))
         return False
 

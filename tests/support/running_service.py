@@ -1,0 +1,68 @@
+"""A service that listens on this machine while a test runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Thread
+
+import uvicorn
+from starlette.applications import Starlette
+
+from spaceport.runtime.scheduling.status import RuntimeStatus
+from spaceport.tools.serve.application import Opener, application
+from spaceport.tools.serve.options import ServiceOptions
+from spaceport.tools.serve.server import Server
+from spaceport.tools.serve.service import Service
+
+_WAIT = 60.0  # seconds for anything that has to happen
+
+
+@dataclass(frozen=True)
+class RunningService:
+    """A running service."""
+
+    url: str  # with the path /v1
+    service: Service
+
+    @property
+    def statuses(self) -> dict[str, RuntimeStatus]:
+        """The state of each model."""
+        return {model.name: model.runtime.status() for model in self.service.models}
+
+    def wait_until_idle(self) -> None:
+        """Wait until no request runs or waits; fails if one goes on."""
+        end = time.monotonic() + _WAIT
+        while any(one.active_requests or one.queued_requests for one in self.statuses.values()):
+            assert time.monotonic() < end, "a request goes on"
+            time.sleep(0.01)
+        assert all(one.kv_slots_used == 0 for one in self.statuses.values())
+
+    def wait_until_busy(self) -> None:
+        """Wait until a request runs."""
+        end = time.monotonic() + _WAIT
+        while not any(one.active_requests for one in self.statuses.values()):
+            assert time.monotonic() < end, "no request runs"
+            time.sleep(0.01)
+
+
+@contextmanager
+def running_service(openers: Mapping[str, Opener], options: ServiceOptions | None = None) -> Iterator[RunningService]:
+    """Serve bundles on a free port, in a thread of this process."""
+    app: Starlette = application(openers, options or ServiceOptions())
+    server = Server(uvicorn.Config(app, port=0, log_config=None, access_log=False), app.state.service)
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        end = time.monotonic() + _WAIT
+        while not server.started:
+            assert thread.is_alive(), "the service did not start"
+            assert time.monotonic() < end, "the service does not start"
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield RunningService(f"http://127.0.0.1:{port}/v1", app.state.service)
+    finally:
+        server.should_exit = True
+        thread.join(_WAIT)

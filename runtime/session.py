@@ -15,6 +15,7 @@ from spaceport.runtime.backends.step_costs import step_costs as costs_of
 from spaceport.runtime.bundle import Bundle, read_correction
 from spaceport.runtime.costs import CostSource, StepCosts, fixed_costs
 from spaceport.runtime.decode.planner import DraftPlanner
+from spaceport.runtime.decode.request import Observer
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
@@ -184,16 +185,19 @@ class Runtime:
         async with self.astream(prompt, decoding) as stream:
             return await stream.completion()
 
-    def astream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> AsyncStream:
+    def astream(
+        self, prompt: Prompt, decoding: Decoding = _DEFAULTS, *, observers: Sequence[Observer] = ()
+    ) -> AsyncStream:
         """A stream for asyncio: `async for piece in runtime.astream(prompt)`.
 
         Text and messages are tokenized on another OS thread; `await stream.submitted()` waits for that and raises the
-        error of an invalid request, as the first piece does.
+        error of an invalid request, as the first piece does. `observers` get each step with its logits, on the worker
+        thread; an error of theirs fails the request.
         """
         loop, deliveries = asyncio.get_running_loop(), asyncio.Queue[Delivery | None]()
         timers: list[asyncio.TimerHandle] = []
         settled, on_settled = settled_event(loop, timers)
-        submission = self._intake.generation(prompt, decoding, deliver_to_loop(deliveries, loop), on_settled)
+        submission = self._intake.generation(prompt, decoding, deliver_to_loop(deliveries, loop), on_settled, observers)
         self._intake.admit_elsewhere(submission, prompt, decoding)
         if decoding.timeout is not None and not submission.settled:
             timers.append(loop.call_later(decoding.timeout, self._intake.expire, submission))

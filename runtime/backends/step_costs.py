@@ -84,7 +84,7 @@ def _key(bundle: Bundle, backend: str, engine: Engine, options: EngineOptions) -
         engine.device,
         (options.capacity, options.requests, options.threads),
         [(package, _version(package)) for package in _PACKAGES],
-        (_cpu_name(), _cores()),
+        (cpu_name(), _cores()),
     )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -100,7 +100,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The name of the CPU."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():

@@ -88,7 +88,12 @@ class Admission:
         return self.prompts.template.isolates
 
     def generation(
-        self, prompt: Prompt, decoding: Decoding, deliver: Deliver, deadline: float | None = None
+        self,
+        prompt: Prompt,
+        decoding: Decoding,
+        deliver: Deliver,
+        deadline: float | None = None,
+        observers: Sequence[Observer] = (),
     ) -> Generation:
         """A request for a completion, with enough KV slots for all its limits."""
         self.check_decoding(decoding)
@@ -126,9 +131,9 @@ class Admission:
         )
         events = None if decoding.stops else EventLog()
         trace = Trace() if decoding.trace else None
-        observers = [observer for observer in (logprobs, trace) if observer is not None]
+        own = [observer for observer in (logprobs, trace) if observer is not None]
         return Generation(
-            request=self._request(ids, config, observers, events or transcript),
+            request=self._request(ids, config, (*own, *observers), events or transcript),
             deadline=deadline,
             transcript=transcript,
             events=events,

@@ -7,6 +7,7 @@ from functools import partial
 from time import monotonic
 
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.decode.request import Observer
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
@@ -29,13 +30,18 @@ class Intake:
         self._lanes = Lanes()
 
     def generation(
-        self, prompt: Prompt, decoding: Decoding, deliver: Deliver, on_settled: Callable[[], None] = lambda: None
+        self,
+        prompt: Prompt,
+        decoding: Decoding,
+        deliver: Deliver,
+        on_settled: Callable[[], None] = lambda: None,
+        observers: Sequence[Observer] = (),
     ) -> Submission[Generation]:
         """A request for a completion, with a reservation in the queue; its timeout counts from now."""
         self._worker.check_process()
         self._admission.check_decoding(decoding)
         deadline = None if decoding.timeout is None else monotonic() + decoding.timeout
-        admit = partial(self._admission.generation, prompt, decoding, deliver, deadline)
+        admit = partial(self._admission.generation, prompt, decoding, deliver, deadline, observers)
         return self._submission(prompt, admit, deadline, on_settled)
 
     def scoring(

@@ -46,6 +46,7 @@ class Serve(Configured):
         "host": "Network",
         "log_format": "Log and traces",
         "max_requests": "Requests",
+        "audit_rate": "Exactness audit",
         "backend": "Backend",
     }
     tables: ClassVar = {"models": "bundles", "limits": "limits"}
@@ -132,6 +133,29 @@ _requests = options(
         help="Time after which a request ends with what it has.",
     ),
 )
+_audit = options(
+    click.option(
+        "--audit-rate",
+        type=float,
+        default=0.0,
+        show_default=True,
+        metavar="SHARE",
+        help="Share of the completions to generate again without drafts and to compare, while nobody waits.",
+    ),
+    click.option(
+        "--audit-log",
+        type=PATH,
+        metavar="FILE",
+        help="Record prompts and outputs of completions that differ in this private file.",
+    ),
+    click.option(
+        "--audit-action",
+        type=click.Choice(("log", "disable-drafts")),
+        default="log",
+        show_default=True,
+        help="What a completion that differs leads to: a log entry, or also the end of all drafts of its model.",
+    ),
+)
 _engines = options(
     click.option(
         "--backend",
@@ -164,6 +188,7 @@ _engines = options(
 @_logs
 @_tracing
 @_requests
+@_audit
 @_engines
 @click.pass_context
 def command(
@@ -182,6 +207,9 @@ def command(
         metrics_prefix=given["metrics_prefix"],
         request_timeout=given["request_timeout"],
         drain_timeout=given["drain_timeout"],
+        audit_rate=given["audit_rate"],
+        audit_log=given["audit_log"],
+        audit_action=given["audit_action"],
     )
     limits = limits_of(given["limits"])
     for warning in unknown_variables(context, [KEY_VARIABLE]):

@@ -17,6 +17,8 @@ from starlette.routing import Route
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.session import Runtime
 from spaceport.tools.serve import completions, information
+from spaceport.tools.serve.audit import Audit
+from spaceport.tools.serve.audit_log import AuditLog
 from spaceport.tools.serve.completions import json_response
 from spaceport.tools.serve.failures import Failure, failure_of
 from spaceport.tools.serve.keys import RequireKey
@@ -63,11 +65,12 @@ def application(
     """
     options = options or ServiceOptions()
     service = Service(options, Metrics(options.metrics_prefix, lambda: _states(service)))
+    file = None if options.audit_log is None else AuditLog(options.audit_log)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         opened: list[ServedModel] = []
-        opening = asyncio.create_task(_open(openers, opened, service))
+        opening = asyncio.create_task(_open(openers, opened, service, file))
         try:
             if not answers_while_opening:
                 await opening
@@ -75,6 +78,7 @@ def application(
         finally:
             with suppress(SpaceportError, OSError):  # the service's fault
                 await opening
+            await asyncio.gather(*(audit.stop() for audit in service.audits.values()))
             await close_models(opened)
 
     app = Starlette(
@@ -90,8 +94,10 @@ def application(
     return app
 
 
-async def _open(openers: Mapping[str, Opener], opened: list[ServedModel], service: Service) -> None:
-    """Open the bundles of all models."""
+async def _open(
+    openers: Mapping[str, Opener], opened: list[ServedModel], service: Service, file: AuditLog | None
+) -> None:
+    """Open the bundles of all models, and begin to audit them."""
     try:
         for name, opener in openers.items():
             opened.append(ServedModel(name, await asyncio.to_thread(opener)))
@@ -99,6 +105,24 @@ async def _open(openers: Mapping[str, Opener], opened: list[ServedModel], servic
         service.fault = error
         raise
     service.models = ServedModels(opened)
+    if service.options.audit_rate:
+        service.audits = {model.name: _audit(service, model, file) for model in opened}
+
+
+def _audit(service: Service, model: ServedModel, file: AuditLog | None) -> Audit:
+    """The audit of a model's completions, which begins now."""
+    audit = Audit(
+        model.name,
+        model.runtime,
+        service.options.audit_rate,
+        lambda result: service.metrics.audited(model.name, result),
+        file=file,
+        disables_drafts=service.options.audit_action == "disable-drafts",
+        is_stopping=lambda: service.draining,
+    )
+    service.metrics.begin_audit(model.name, lambda: audit.drafts)
+    audit.start()
+    return audit
 
 
 async def close_models(models: Iterable[ServedModel]) -> None:
@@ -107,7 +131,7 @@ async def close_models(models: Iterable[ServedModel]) -> None:
 
 
 def _states(service: Service) -> dict[str, Any]:
-    return {model.name: model.runtime.status() for model in service.models}
+    return {model.name: service.status_of(model) for model in service.models}
 
 
 async def _failed(request: Request, error: Exception) -> Response:

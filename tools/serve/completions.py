@@ -123,6 +123,10 @@ async def _answer(
     """The answer to a request, whole or streamed."""
     defaults = model.runtime.bundle.manifest.generation_config
     decodings = decodings_of(body, defaults, service.options.request_timeout, service.options.most_choices)
+    audit = service.audits.get(model.name)
+    if audit is not None:
+        decodings = tuple(audit.applied_to(one) for one in decodings)
+        await audit.give_way(len(prompts) * len(decodings))
     wanted = [Wanted(prompt, decoding) for prompt in prompts for decoding in decodings]
     record = record_of(request)
     record.answer, record.stream, record.prompts, record.decoding = (
@@ -163,9 +167,11 @@ def _ended(
     found: Completion | None,
     statistics: Statistics,
 ) -> None:
-    """Count a choice that has ended."""
+    """Count a choice that has ended, and let it be audited."""
     service.metrics.ended(name, "abort" if found is None else finish_reason(found.ending), statistics)
     record.ended("cancelled" if found is None else found.ending, statistics)
+    if found is not None and name in service.audits:
+        service.audits[name].offer(wanted.decoding, found)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -79,11 +79,15 @@ async def version(request: Request) -> Response:
 async def load(request: Request) -> Response:
     """Running and waiting requests, for load balancers."""
     service = service_of(request)
-    states = {one.name: one.runtime.status() for one in service.models}
-    found = {
-        name: {"running": one.active_requests, "waiting": one.queued_requests, "most_running": one.max_requests}
-        for name, one in states.items()
-    }
+    found = {}
+    for each in service.models:
+        one, audit = service.status_of(each), service.audits.get(each.name)
+        found[each.name] = {
+            "running": one.active_requests,
+            "waiting": one.queued_requests,
+            "most_running": one.max_requests,
+            "drafts": audit is None or audit.drafts,
+        }
     return json_response(
         {"server_load": sum(one["running"] + one["waiting"] for one in found.values()), "models": found}
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.scheduling.status import RuntimeStatus
+from spaceport.tools.serve.audit import AuditResult
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -76,6 +77,35 @@ class Metrics:
         self._queued = histogram("request_queue_time_seconds", "Seconds in the queue.")
         self._prefill = histogram("request_prefill_time_seconds", "Seconds from the first step to the first token.")
         self._decode = histogram("request_decode_time_seconds", "Seconds from the first token to the last one.")
+
+        self._audited = {
+            name: counter(f"exactness_{name}", text)
+            for name, text in (
+                ("checked", "Completions that were generated again without drafts and compared."),
+                ("equal", "Of these, completions with the same tokens."),
+                ("near_tie", "Of these, completions that differ at tokens that are equally probable up to rounding."),
+                ("fault", "Of these, completions with a token that plain decoding does not select."),
+                ("skipped", "Completions that were to be compared, but clients waited."),
+            )
+        }
+        self._drafts_disabled = Gauge(
+            f"{prefix}:drafts_disabled",
+            "1 after a fault has switched drafts off.",
+            ["model_name"],
+            registry=self._registry,
+        )
+
+    def begin_audit(self, model: str, drafts: Callable[[], bool]) -> None:
+        """Show the counters of an audit, and whether the model still drafts."""
+        for counter in self._audited.values():
+            counter.labels(model)
+        self._drafts_disabled.labels(model).set_function(lambda: not drafts())
+
+    def audited(self, model: str, result: AuditResult) -> None:
+        """Count a completion that was audited or skipped."""
+        self._audited[result].labels(model).inc()
+        if result != "skipped":
+            self._audited["checked"].labels(model).inc()
 
     def refused(self, reason: str) -> None:
         """Count a request that was not admitted."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
 from spaceport.graphs.contract.faults import OptionFault
+
+# What a fault of the audit leads to, besides a log entry.
+AuditAction = Literal["log", "disable-drafts"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,9 @@ class ServiceOptions:
     - `send_timeout`: Seconds after which a client that reads nothing loses its stream; default 30.
     - `ping_interval`: Seconds between the comments that keep a silent stream open; default 10.
     - `drain_timeout`: Seconds that running requests may take after the signal to stop; default 30.
+    - `audit_rate`: Share of the completions that are generated again without drafts, to compare them; default 0.
+    - `audit_log`: File for the prompts and outputs of completions that differ; default None: they are not recorded.
+    - `audit_action`: What happens when one differs: "log", or "disable-drafts": its model goes on without drafts.
     """
 
     keys: tuple[str, ...] = ()
@@ -31,6 +39,9 @@ class ServiceOptions:
     send_timeout: float = 30.0
     ping_interval: float = 10.0
     drain_timeout: float = 30.0
+    audit_rate: float = 0.0
+    audit_log: Path | None = None
+    audit_action: AuditAction = "log"
 
     def __post_init__(self) -> None:
         if not all(isinstance(key, str) and key.isprintable() and key.strip() for key in self.keys):
@@ -43,3 +54,8 @@ class ServiceOptions:
         for name in ("request_timeout", "send_timeout", "ping_interval", "drain_timeout"):
             if not getattr(self, name) > 0:
                 raise OptionFault(f"{name} is {getattr(self, name)}: expected seconds above 0")
+        if not 0 <= self.audit_rate <= 1:
+            raise OptionFault(f"audit_rate is {self.audit_rate}: expected a share from 0 to 1, such as 0.01")
+        if self.audit_action not in get_args(AuditAction):
+            expected = " or ".join(get_args(AuditAction))
+            raise OptionFault(f"audit_action is {self.audit_action!r}: expected {expected}")

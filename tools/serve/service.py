@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
+from spaceport.runtime.scheduling.status import RuntimeStatus
+from spaceport.tools.serve.audit import Audit
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.served_models import ServedModels
+from spaceport.tools.serve.served_models import ServedModel, ServedModels
 
 log = logging.getLogger("spaceport.service")
 
@@ -22,6 +24,7 @@ class Service:
     options: ServiceOptions
     metrics: Metrics
     models: ServedModels = field(default_factory=lambda: ServedModels([]))
+    audits: dict[str, Audit] = field(default_factory=dict)  # by model, if completions are audited
     fault: Exception | None = None  # why a bundle could not be opened
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
 
@@ -34,6 +37,14 @@ class Service:
     def ready(self) -> bool:
         """Whether it takes requests."""
         return not self.draining and not self.opening and all(one.runtime.status().healthy for one in self.models)
+
+    def status_of(self, model: ServedModel) -> RuntimeStatus:
+        """The state of a model; a completion that is audited is no request."""
+        status = model.runtime.status()
+        audit = self.audits.get(model.name)
+        if audit is None or not audit.running:
+            return status
+        return replace(status, active_requests=max(0, status.active_requests - 1))
 
 
 def service_of(request: Request) -> Service:

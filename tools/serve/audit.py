@@ -1,0 +1,203 @@
+"""Audit: repeats a share of a model's completions without drafts while no client waits, and compares the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from spaceport.graphs.contract.faults import OptionFault, SpaceportError
+from spaceport.graphs.contract.tolerance import tolerance_of
+from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.stream import AsyncStream
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve.audit_log import AuditLog, contents_of, fault_record
+from spaceport.tools.serve.comparison import Comparison, Difference, Outcome, plain_decoding
+
+_MOST_WAITING = 16  # completions that wait until there is capacity
+_INTERVAL = 0.05  # seconds between two looks at whether clients wait
+_UNFINISHED = ("cancelled", "deadline")  # endings of completions that plain decoding would continue
+
+AuditResult = Outcome | Literal["skipped"]
+
+log = logging.getLogger("spaceport.service")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A completion that is to be repeated."""
+
+    decoding: Decoding
+    completion: Completion
+
+
+class Audit:
+    """Repeats completions of one model, one at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        runtime: Runtime,
+        rate: float,
+        on_result: Callable[[AuditResult], None],
+        *,
+        file: AuditLog | None = None,
+        disables_drafts: bool = False,
+        is_stopping: Callable[[], bool] = lambda: False,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """Describe the audit of one model.
+
+        - `rate`: Share of the completions to repeat, from 0 to 1.
+        - `on_result`: Called once for each completion of that share.
+        - `file`: Where the contents of faults are recorded; None: nowhere.
+        - `disables_drafts`: Whether a fault switches the drafts of this model off.
+        - `is_stopping`: Whether the service stops, and nothing more is repeated.
+        """
+        self._name = name
+        self._runtime = runtime
+        self._rate = rate
+        self._on_result = on_result
+        self._file = file
+        self._disables_drafts = disables_drafts
+        self._is_stopping = is_stopping
+        self._chance = chance
+        self._waiting: deque[_Job] = deque()
+        self._offered = asyncio.Event()
+        self._stream: AsyncStream | None = None  # the completion that is repeated now
+        self._ended = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.drafts = True  # False: switched off after a fault
+
+    @property
+    def running(self) -> bool:
+        """Whether a completion is repeated now."""
+        return self._stream is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a completion is repeated or waits for that."""
+        return self.running or bool(self._waiting)
+
+    def applied_to(self, decoding: Decoding) -> Decoding:
+        """The options of a request, without drafts if those are switched off."""
+        return decoding if self.drafts else replace(decoding, mask_slots=0, lookup=0)
+
+    def offer(self, decoding: Decoding, completion: Completion) -> None:
+        """Repeat this completion, if it is one of the share, as soon as there is capacity."""
+        manifest = self._runtime.bundle.manifest
+        drafts = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts)
+        if not (drafts.mask_slots or drafts.lookup) or completion.ending in _UNFINISHED or self._chance() >= self._rate:
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self._on_result("skipped")
+            return
+        self._waiting.append(_Job(decoding, _without_logprobs(completion)))
+        self._offered.set()
+
+    def start(self) -> None:
+        """Begin to repeat completions."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End the completion that is repeated, and repeat no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def give_way(self, requests: int) -> None:
+        """Make sure that this number of requests finds the KV buffers that it would find without an audit."""
+        if self._free < requests and self._stream is not None:
+            self._stream.close()
+            await self._ended.wait()  # the current step, which the requests would wait for as well
+
+    async def _run(self) -> None:
+        while True:
+            await self._offered.wait()
+            while self._waiting and self._has_capacity():
+                job = self._waiting.popleft()
+                try:
+                    await self._repeat(job)
+                except SpaceportError as error:
+                    self._on_result("skipped")
+                    log.info("a completion was not audited: %s", type(error).__name__)
+            if self._waiting:
+                await asyncio.sleep(_INTERVAL)
+            else:
+                self._offered.clear()
+
+    def _has_capacity(self) -> bool:
+        return self._free > 0 and self._runtime.status().healthy and not self._is_stopping()
+
+    async def _repeat(self, job: _Job) -> None:
+        """Generate a completion again without drafts, unless clients wait before it has ended."""
+        manifest = self._runtime.bundle.manifest
+        tolerance = tolerance_of(manifest.signature.dtype, manifest.activations)
+        comparison = Comparison(job.completion, tolerance, stops=bool(job.decoding.stops))
+        plain = plain_decoding(job.decoding, job.completion)
+        stream = self._runtime.astream(list(job.completion.prompt_tokens), plain, observers=(comparison,))
+        self._stream = stream
+        self._ended.clear()
+        task = asyncio.ensure_future(stream.completion())
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_INTERVAL)
+                if self._free < 0 or self._is_stopping():
+                    stream.close()
+            self._compare(job, comparison, task.result())
+        except (NotANumber, OptionFault) as error:  # of plain decoding only
+            reason = f"plain decoding failed: {type(error).__name__}"
+            self._fault(job, None, [Difference((), len(job.completion.prompt_tokens), reason=reason)])
+        finally:
+            stream.close()
+            task.cancel()
+            self._stream = None
+            self._ended.set()
+
+    @property
+    def _free(self) -> int:
+        """KV buffers that no request has or is about to get; below 0: as many requests wait."""
+        status = self._runtime.status()
+        return status.max_requests - status.active_requests - status.queued_requests
+
+    def _compare(self, job: _Job, comparison: Comparison, plain: Completion) -> None:
+        if plain.ending in _UNFINISHED:
+            self._on_result("skipped")
+            return
+        outcome = comparison.outcome(plain)
+        differences = list(comparison.differences.values())
+        if outcome == "fault":
+            self._fault(job, plain, differences)
+            return
+        self._on_result(outcome)
+        for one in differences:
+            shown = f"{one.plain} and {one.found} at position {one.position}, {one.shift:.1e} of {one.allowed:.1e}"
+            log.info("near-tie in %s: tokens %s", self._name, shown)
+
+    def _fault(self, job: _Job, plain: Completion | None, differences: list[Difference]) -> None:
+        self._on_result("fault")
+        record = fault_record(self._name, self._runtime, job.decoding, job.completion, differences)
+        log.error("exactness fault: %s", msgspec.json.encode(record).decode())
+        if self._file is not None:
+            try:
+                self._file.append({**record, **contents_of(job.decoding, job.completion, plain)})
+            except OSError as error:
+                log.error("the audit log cannot be written: %s", error.strerror)
+        if self._disables_drafts and self.drafts:
+            self.drafts = False
+            self._waiting.clear()
+            log.error("drafts of %s are switched off: its output is not that of plain decoding", self._name)
+
+
+def _without_logprobs(completion: Completion) -> Completion:
+    """The part of a completion that is compared."""
+    threads = tuple(replace(thread, logprobs=()) for thread in completion.threads)
+    return replace(completion, threads=threads, logprobs=(), trace=None)

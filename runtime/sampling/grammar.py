@@ -1,4 +1,4 @@
-"""Grammar: a regular expression or a JSON schema that a completion matches."""
+"""Grammar: a regular expression, a JSON schema or a context-free grammar that a completion matches."""
 
 from __future__ import annotations
 
@@ -38,32 +38,47 @@ MOST_SHOWN = 60  # characters of a grammar or a text in an error message
 
 @dataclass(frozen=True)
 class Grammar:
-    """A regular expression or a JSON schema that the whole completion matches; give exactly one of them.
+    """What the whole completion matches: a regular expression, a JSON schema or a context-free grammar; give one of them.
 
     - `regex`: Regular expression in the syntax of Rust's regex crate: no look-around, no back-references.
     - `json_schema`: JSON schema as a string or a mapping; properties are generated in the schema's order.
+    - `lark`: Context-free grammar in llguidance's dialect of Lark; its first rule is `start`.
+    - `schemas`: JSON schema of each name that the rules of `lark` use without defining it.
+    - `name`: What error messages call the grammar; default: its beginning.
     """
 
     regex: str | None = None
     json_schema: str | Mapping[str, Any] | None = None
+    lark: str | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
+    name: str = ""
     source: str = field(init=False, repr=False)  # the grammar in llguidance's syntax
     label: str = field(init=False, repr=False)  # the grammar as error messages name it
     depth: int = field(init=False, repr=False)  # nested groups of the expression, or objects and arrays of the schema
 
     def __post_init__(self) -> None:
-        if (self.regex is None) == (self.json_schema is None):
-            raise OptionFault("regex and json_schema are both given, or neither is: expected one of the two")
-        schema: dict[str, Any] = {}
+        given = [one is not None for one in (self.regex, self.json_schema, self.lark)]
+        if sum(given) != 1:
+            count = "none of them is given" if not any(given) else "several of them are given"
+            raise OptionFault(f"regex, json_schema and lark: {count}: expected one of the three")
         if self.regex is not None:
-            rule, label = _rule_of(self.regex), f"the regular expression {_shown(self.regex)}"
+            rules, kind, text, brackets = _rule_of(self.regex), "the regular expression", self.regex, "("
+        elif self.lark is not None:
+            rules, kind, text, brackets = self.lark, "the grammar", self.lark, "(["
         else:
             schema = _schema_of(self.json_schema)
-            rule = "start: %json " + json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **schema})
-            label = f"the JSON schema {_shown(json.dumps(schema))}"
-        object.__setattr__(self, "source", f"{_OPTIONS}\n{rule}")
-        object.__setattr__(self, "label", label)
-        text = self.regex if self.regex is not None else json.dumps(schema)
-        object.__setattr__(self, "depth", _depth(text, "(" if self.regex is not None else "{["))
+            rules, kind, text, brackets = f"start: {_schema_rule(schema)}", "the JSON schema", json.dumps(schema), "{["
+        depth = _depth(text, brackets)
+        for name, one in self.schemas.items():
+            rules += f"\n{name}: {_schema_rule(one)}"
+            depth = max(depth, _depth(json.dumps(one), "{["))
+        object.__setattr__(self, "source", f"{_OPTIONS}\n{rules}")
+        object.__setattr__(self, "label", self.name or f"{kind} {_shown(text)}")
+        object.__setattr__(self, "depth", depth)
+
+
+def _schema_rule(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **schema})
 
 
 def _rule_of(regex: str) -> str:
@@ -101,9 +116,11 @@ def _shown(text: str) -> str:
 
 def is_simple(grammar: Grammar) -> bool:
     """Whether a grammar compiles soon: llguidance limits expressions, but not the intersections of JSON schemas."""
-    if grammar.regex is not None:
-        return True
-    waiting: list[Any] = [json.loads(grammar.source.partition("%json ")[2])]
+    waiting: list[Any] = list(grammar.schemas.values())
+    if grammar.json_schema is not None:
+        waiting.append(json.loads(grammar.source.partition("%json ")[2]))
+    if grammar.lark is not None and not {"&", "~"}.isdisjoint(grammar.lark):  # intersections and complements
+        return False
     while waiting:
         schema = waiting.pop()
         if isinstance(schema, dict):

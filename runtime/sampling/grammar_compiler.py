@@ -61,6 +61,7 @@ def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
     start = vocabulary.matcher(grammar.source)
     if start.is_error():
         known = "Rust's regex crate" if grammar.regex is not None else "llguidance's JSON schemas"
+        known = "llguidance's Lark dialect and JSON schemas" if grammar.lark is not None else known
         raise OptionFault(f"{grammar.label} cannot be used: {reason_of(start)}: expected the syntax of {known}")
     trial = start.deep_copy()
     if not vocabulary.allowed(trial, first=True).any():

@@ -27,6 +27,7 @@ from spaceport.runtime.text.chat_prompt import Message as Message
 from spaceport.runtime.text.content_parts import reads_parts
 from spaceport.runtime.text.prompt_size import characters_of
 from spaceport.runtime.text.template_check import is_harmless
+from spaceport.runtime.text.tool_messages import joins_arguments
 
 # Nested loops could hang the caller or fill the memory: the sandbox limits each range, these limit all loops together.
 _MOST_ADDED = 256 << 10  # characters of a rendered text beyond those of the messages
@@ -65,6 +66,7 @@ class ChatTemplate:
             parsed = _environment(self._counted).parse(source)
             self.harmless = is_harmless(parsed)
             self.reads_parts = reads_parts(parsed)
+            self.joins_arguments = joins_arguments(parsed)
             named = (one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str))
             self.roles = frozenset({*ROLES, *(text for text in named if _ROLE.fullmatch(text))})
 

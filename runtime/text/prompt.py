@@ -23,6 +23,7 @@ from spaceport.runtime.text.control_tokens import ControlTokens, Span
 from spaceport.runtime.text.final_message import cut_at_mark, with_end_mark
 from spaceport.runtime.text.protected_messages import MessageProtector, ProtectedText, restored
 from spaceport.runtime.text.tokenizer import encoding_of
+from spaceport.runtime.text.tool_messages import with_arguments
 
 _MOST_ITEMS = 2**20  # of a prompt, for models with shorter contexts; against endless sequences
 _SHOWN = 1000  # items or characters of an argument whose whole repr is made
@@ -175,6 +176,7 @@ class PromptEncoder:
         self.template.check_roles(messages)
         if not self.template.reads_parts:
             messages = with_joined_parts(messages)
+        messages = with_arguments(messages, as_text=self.template.joins_arguments)
         stand_ins: dict[str, str] = {}
         variables = plain_data(prompt.variables, "tools and template_kwargs")
         if not parse_special:

@@ -452,8 +452,8 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer() -> None:
         ({"json_schema": [1]}, r"json_schema is '\[1\]': expected an object"),
         ({"json_schema": {"type": "nope"}}, r"JSON schema .* cannot be used: .*Invalid type: nope: expected .*"),
         ({"json_schema": {"not": {}}}, r"Unimplemented keys: \[\"not\"\]: expected"),
-        ({}, r"regex and json_schema .*expected one of the two"),
-        ({"regex": "a", "json_schema": {}}, r"regex and json_schema .*expected one of the two"),
+        ({}, r"regex, json_schema and lark: .*expected one of the three"),
+        ({"regex": "a", "json_schema": {}}, r"regex, json_schema and lark: .*expected one of the three"),
     ],
 )
 def test_a_form_that_cannot_be_meant_is_refused_before_a_token_is_written(asked: dict[str, Any], message: str) -> None:

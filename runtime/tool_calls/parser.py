@@ -1,0 +1,282 @@
+"""Parser: finds the calls of functions in a model's text while it is generated."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from spaceport.runtime.tool_calls.formats import ToolFormat
+from spaceport.runtime.tool_calls.json_object import JsonObject
+
+MOST_CALLS = 128  # of one text
+_ARGUMENTS = ("arguments", "parameters")
+_MEMBERS = frozenset(("name", *_ARGUMENTS, "id", "type"))
+_SPACE = " \t\r\n"
+# Mistral's newer format: the name before the arguments.
+_NAME = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9_-]*)?(?:\[ARGS\])?\s*\{")
+_MOST_NAME = 200  # characters before the arguments
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A part of a call: the first one has the name of its function, the others more of its arguments."""
+
+    index: int  # of the call in the text
+    arguments: str  # a piece of their JSON text
+    name: str | None = None
+
+
+Part = str | CallPart
+
+
+class ToolCallParser:
+    """Finds calls in text that comes in pieces; text that is no valid call stays text.
+
+    A call is valid if it is a JSON object in the format of the model, with the name of one of these functions. How the
+    text is cut into pieces makes no difference to the joined parts. Whitespace around calls is left out.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        names: Collection[str],
+        *,
+        most_calls: int = MOST_CALLS,
+        constrained: bool = False,
+        opened: bool = False,
+    ) -> None:
+        """Describe the text.
+
+        - `most_calls`: Number of calls after which further ones are left out.
+        - `constrained`: Whether a grammar has the text consist of valid calls, so that arguments need not be complete.
+        - `opened`: Whether the prompt ends with the opening of the format.
+        """
+        self._format = tool_format
+        self._names = names
+        self._most_calls = most_calls
+        self._constrained = constrained
+        self._held = ""  # text that is not known to be text or a call
+        self._at = 0  # characters of it that were read as part of a call
+        self._before = ""  # text before it that is text if this is no call
+        self._object = JsonObject()
+        self._name: str | None = None  # name of the function that stands before the object
+        self._in_list = False
+        self._calls = 0
+        self._sent: int | None = (
+            None  # characters of the arguments of the current call that were returned; None: no part
+        )
+        self._over = False
+        self._parts: list[Part] = []
+        self._advance: Callable[[], bool] = self._opened if opened else self._search
+        if not tool_format.opening:
+            self._advance = self._start
+
+    @property
+    def calls(self) -> int:
+        """Number of calls so far."""
+        return min(self._calls, self._most_calls)
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are known after this piece of text."""
+        self._held += text
+        while self._advance():
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    def finish(self) -> list[Part]:
+        """The remaining parts, at the end of the text."""
+        self._over = True
+        parts = self.push("")
+        rest = "" if self._sent is not None else self._before + self._held
+        self._before = self._held = ""
+        if self._calls and (self._constrained or not rest.strip(_SPACE)):  # the start of another call, or nothing
+            return parts
+        return [*parts, rest] if rest else parts
+
+    # Each of these reads some of the held text, and returns whether the next one may read more.
+
+    def _search(self) -> bool:
+        """Text up to the opening of calls; it holds back what may be the opening, and whitespace."""
+        opening = self._format.opening
+        at = self._held.find(opening)
+        end = len(self._held) - _begun(self._held, opening) if at < 0 else at
+        text = self._held[:end].rstrip(_SPACE)
+        self._emit(text)
+        if at < 0:
+            self._held = self._held[len(text) :]
+            return False
+        self._before, self._held = self._held[len(text) : at + len(opening)], self._held[at + len(opening) :]
+        self._advance = self._opened
+        return True
+
+    def _start(self) -> bool:
+        """The start of a text that consists of calls, or has none."""
+        rest = self._held.lstrip(_SPACE)
+        prefix = self._format.prefix
+        if prefix and rest.startswith(prefix):
+            rest = rest[len(prefix) :].lstrip(_SPACE)
+        elif prefix.startswith(rest):
+            return False
+        if not rest:
+            return False
+        if rest[0] not in "{[":
+            self._advance = self._plain
+            return True
+        self._before, self._held = self._held[: len(self._held) - len(rest)], rest
+        self._advance = self._opened
+        return True
+
+    def _plain(self) -> bool:
+        """Text in which no call can begin any more."""
+        self._emit(self._held)
+        self._held = ""
+        return False
+
+    def _opened(self) -> bool:
+        """The first call, or a list of calls."""
+        sign = self._skipped()
+        if not sign:
+            return False
+        if sign == "[" and not self._in_list:
+            self._in_list = True
+            self._at += 1
+            return True
+        if sign == "{":
+            self._advance = self._call
+            return True
+        if self._format.name == "mistral" and not self._in_list:
+            found = _NAME.match(self._held, self._at, self._at + _MOST_NAME)
+            if found is None and "{" not in self._held[self._at :] and len(self._held) < self._at + _MOST_NAME:
+                return False
+            if found is not None:
+                self._name, self._at, self._advance = found[1], found.end() - 1, self._call
+                return True
+        return self._no_call()
+
+    def _call(self) -> bool:
+        """A JSON object that may be a call."""
+        self._at += self._object.push(self._held[self._at :])
+        if self._object.failed:
+            return self._no_call()
+        if self._constrained and not self._object.done:
+            self._stream_arguments()
+        if not self._object.done:
+            return False
+        name, arguments = self._called()
+        if name is None or arguments is None:
+            return self._no_call()
+        self._emit_call(name, arguments)
+        self._calls += 1
+        self._sent, self._name, self._object, self._before = None, None, JsonObject(), ""
+        self._accept()
+        self._advance = self._between
+        return True
+
+    def _between(self) -> bool:
+        """What may stand after a call: another one, or the end of calls."""
+        sign, form = self._skipped(), self._format
+        if not sign:
+            return False
+        if self._in_list and sign in ",]":
+            self._in_list = sign == ","
+            self._at += 1
+            if sign == "]":
+                self._accept()
+                return True
+            self._advance = self._opened
+            return True
+        rest = self._held[self._at :]
+        if not self._in_list and form.closing:
+            if rest.startswith(form.closing):
+                self._at += len(form.closing)
+                self._accept()
+            elif form.closing.startswith(rest):
+                if self._over:
+                    self._held = ""
+                return False
+        elif not self._in_list and sign == ";" and not form.opening:
+            self._at += 1
+            self._advance = self._opened
+            return True
+        self._in_list, self._at = False, 0
+        self._advance = self._search if form.opening else self._plain
+        return True
+
+    def _skipped(self) -> str:
+        """The next character that is no whitespace, to which it moves; empty if none has come."""
+        while self._at < len(self._held) and self._held[self._at] in _SPACE:
+            self._at += 1
+        return self._held[self._at : self._at + 1]
+
+    def _accept(self) -> None:
+        """Drop the text that was read, which belongs to calls."""
+        self._held, self._at = self._held[self._at :], 0
+
+    def _no_call(self) -> bool:
+        """Return the opening as text and go on after it."""
+        self._emit(self._before)
+        self._before, self._at, self._in_list = "", 0, False
+        self._object, self._name, self._sent = JsonObject(), None, None
+        self._advance = self._search if self._format.opening else self._plain
+        return True
+
+    def _called(self) -> tuple[str | None, str | None]:
+        """The name and the arguments of a complete object; None: it is no call."""
+        found = self._object
+        if self._name is not None:
+            return (self._name if self._name in self._names else None), found.text
+        text = found.value("name")
+        name = json.loads(text) if text is not None and text.startswith('"') else None
+        if name not in self._names or not _MEMBERS.issuperset(found.members):
+            return None, None
+        arguments = found.value(*_ARGUMENTS)
+        if arguments is None:
+            return name, "{}"
+        return name, arguments if arguments.startswith("{") else None
+
+    def _stream_arguments(self) -> None:
+        """Return what is known of the arguments of a call that is certain."""
+        found, argument = self._object, self._format.arguments
+        text = found.value("name")
+        if text is not None and argument in found.members:
+            start, end = found.members[argument]
+            self._emit_call(json.loads(text), found.text[start:end])
+
+    def _emit_call(self, name: str, arguments: str) -> None:
+        """Return a part of a call with those arguments that were not returned before."""
+        if self._calls >= self._most_calls:
+            return
+        if self._sent is None:
+            self._parts.append(CallPart(self._calls, arguments, name))
+        elif arguments[self._sent :]:
+            self._parts.append(CallPart(self._calls, arguments[self._sent :]))
+        self._sent = len(arguments)
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+
+
+def joined(parts: Iterable[Part]) -> tuple[str, list[tuple[str, str]]]:
+    """The text among the parts, and the name and arguments of each call."""
+    texts: list[str] = []
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.name is not None:
+            calls.append((part.name, part.arguments))
+        else:
+            name, arguments = calls[part.index]
+            calls[part.index] = name, arguments + part.arguments
+    return "".join(texts), calls
+
+
+def _begun(text: str, opening: str) -> int:
+    """Number of characters at the end that may be the start of an opening."""
+    return next(
+        (size for size in range(min(len(opening) - 1, len(text)), 0, -1) if opening.startswith(text[-size:])), 0
+    )

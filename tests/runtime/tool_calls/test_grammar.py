@@ -1,0 +1,114 @@
+"""Grammar of calls: whatever it allows is made of valid calls of the functions, in each format."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import numpy as np
+import pytest
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.limits import Limits
+from spaceport.runtime.sampling.grammar import Grammar, is_simple
+from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
+from spaceport.runtime.tool_calls.formats import FORMATS, FormatName
+from spaceport.runtime.tool_calls.functions import Function, functions_of
+from spaceport.runtime.tool_calls.grammar import calls_grammar
+from spaceport.runtime.tool_calls.parser import ToolCallParser, joined
+from support.small_tokenizers import BYTES, one_byte_each
+
+pytest.importorskip("llguidance")
+
+CITY = {"type": "string", "enum": ["Oslo", 'a "quoted"\nname', "Łódź"]}
+WEATHER = Function("weather.of-1", {"properties": {"city": CITY, "days": {"type": "integer"}}, "required": ["city"]})
+FUNCTIONS = (WEATHER, Function("now"))
+END = 1
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return open_vocabulary(BYTES, BYTES.get_vocab_size(), (END,))
+
+
+def random_text(vocabulary: Vocabulary, grammar: Grammar, random: Random) -> str:
+    """A random text that the grammar allows, with a bias towards its end."""
+    matcher, tokens = vocabulary.matcher(grammar.source), list[int]()
+    assert not matcher.is_error(), matcher.get_error()
+    while True:
+        allowed = np.flatnonzero(vocabulary.allowed(matcher, first=False)).tolist()
+        assert allowed
+        if END in allowed and random.random() < 0.5:
+            return BYTES.decode(tokens)
+        tokens.append(random.choice([token for token in allowed if token != END] or [END]))
+        if tokens[-1] == END:
+            return BYTES.decode(tokens[:-1])
+        assert matcher.consume_tokens(tokens[-1:])
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_text_is_made_of_valid_calls(vocabulary: Vocabulary, name: FormatName, parallel: bool) -> None:
+    random, counts, called = Random(0), set(), set()
+    for _ in range(40):
+        opened = random.random() < 0.5
+        grammar = calls_grammar(FORMATS[name], FUNCTIONS, parallel=parallel, opened=opened)
+        text = random_text(vocabulary, grammar, random)
+        opened = opened and bool(FORMATS[name].opening)
+        for constrained in (False, True):
+            names = [one.name for one in FUNCTIONS]
+            parser = ToolCallParser(FORMATS[name], names, constrained=constrained, opened=opened)
+            parts = [part for sign in text for part in parser.push(sign)]
+            content, calls = joined([*parts, *parser.finish()])
+            assert content == "", text
+            assert calls, text
+            for function, arguments in calls:
+                given = json.loads(arguments)
+                assert given == {} if function == "now" else given["city"] in CITY["enum"]
+            counts.add(len(calls))
+            called |= {function for function, _ in calls}
+    assert called == {"weather.of-1", "now"}
+    assert counts == {1} if not parallel else max(counts) > 1
+
+
+def test_only_the_functions_can_be_called_and_only_with_their_arguments(vocabulary: Vocabulary) -> None:
+    source = calls_grammar(FORMATS["hermes"], FUNCTIONS[:1], parallel=False, opened=False).source
+
+    def allows(text: str) -> bool:
+        matcher = vocabulary.matcher(source)
+        return matcher.consume_tokens(one_byte_each(text)) and matcher.is_accepting()
+
+    call = '<tool_call>\n{"name": "weather.of-1", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    assert allows(call)
+    for other in ("weather_of-1", "now", "weather.of-"):
+        assert not allows(call.replace("weather.of-1", other))
+    assert not allows(call.replace("Oslo", "Rome"))
+    assert not allows(call.replace('"Oslo"', '"Oslo", "more": 1'))
+    assert not allows(f"{call}\n{call}")
+
+
+def test_a_grammar_is_limited_and_isolated_like_the_schemas_in_it() -> None:
+    hard = Function("hard", {"allOf": [{"properties": {"a": {}}}]})
+    assert is_simple(calls_grammar(FORMATS["json"], FUNCTIONS, parallel=True, opened=False))
+    assert not is_simple(calls_grammar(FORMATS["json"], (hard,), parallel=True, opened=False))
+    assert not is_simple(Grammar(lark='start: "a" & "b"'))
+    deep = calls_grammar(
+        FORMATS["json"], (Function("f", {"properties": {"a": {"items": {}}}}),), parallel=True, opened=False
+    )
+    assert deep.depth == 4
+
+
+def test_functions_have_the_schema_of_objects_without_other_properties() -> None:
+    assert Function("f").schema == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert Function("f", {"additionalProperties": {"type": "integer"}}).schema["additionalProperties"] == {
+        "type": "integer"
+    }
+
+
+def test_limits_of_schemas_are_those_of_grammars() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"items": {}}}}}}]
+    assert functions_of(tools) == (Function("f", {"properties": {"a": {"items": {}}}}),)
+    with pytest.raises(OptionFault, match=r"tools\[0\].function.parameters has more than 3 nested levels"):
+        functions_of(tools, Limits(grammar_depth=3))
+    with pytest.raises(OptionFault, match=r"tools\[0\].function.parameters has \d+ characters: expected at most 4"):
+        functions_of(tools, Limits(grammar_chars=4))

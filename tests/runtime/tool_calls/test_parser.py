@@ -1,0 +1,194 @@
+"""Parser: calls are found in text of each format, however it is cut into pieces, and all other text stays text."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spaceport.runtime.tool_calls.formats import FORMATS, FormatName, format_of
+from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser, joined
+
+NAMES = ("weather", "now")
+Calls = list[tuple[str, str]]
+OSLO = '{"city": "Oslo"}'
+HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+LLAMA = f'{{"name": "weather", "parameters": {OSLO}}}'
+MISTRAL = f'[{{"name": "weather", "arguments": {OSLO}}}]'
+PLAIN = f'{{"name": "weather", "arguments": {OSLO}}}'
+
+CALLS: list[tuple[FormatName, str, str, Calls]] = [  # format, text, content, calls
+    ("hermes", HERMES, "", [("weather", OSLO)]),
+    ("hermes", f"Let me see.\n\n{HERMES}\n", "Let me see.", [("weather", OSLO)]),
+    ("hermes", f"{HERMES}\n{HERMES}", "", [("weather", OSLO)] * 2),
+    ("hermes", f" \n{HERMES} done", " done", [("weather", OSLO)]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
+    ("hermes", '<tool_call>{"arguments": {"a": [1, {"b": null}]}, "name": "now"}', "", [("now", '{"a": [1, {"b": null}]}')]),
+    ("hermes", HERMES.removesuffix("all>"), "", [("weather", OSLO)]),
+    ("hermes", '<tool_call>{"name":"now","arguments":{"s":"a\\"}</tool_call>\\u00e9"}}</tool_call>',
+     "", [("now", '{"s":"a\\"}</tool_call>\\u00e9"}')]),
+    ("hermes", f"<tool_call>[{PLAIN}, {PLAIN}]</tool_call>", "", [("weather", OSLO)] * 2),
+    ("hermes", '<tool_call>{"name":"now","arguments":{"n":-1.5e3}}</tool_call>', "", [("now", '{"n":-1.5e3}')]),
+    ("hermes", "a < b <tool", "a < b <tool", []),
+    ("hermes", f"<tool_call>oops {HERMES}", "<tool_call>oops", [("weather", OSLO)]),
+    ("llama3", LLAMA, "", [("weather", OSLO)]),
+    ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA}\n", "", [("weather", OSLO)] * 2),
+    ("llama3", f"\n {PLAIN}", "", [("weather", OSLO)]),
+    ("llama3", f"{LLAMA} That is it.", " That is it.", [("weather", OSLO)]),
+    ("llama3", f"Here: {LLAMA}", f"Here: {LLAMA}", []),
+    ("mistral", f"[TOOL_CALLS]{MISTRAL}", "", [("weather", OSLO)]),
+    ("mistral", f"[TOOL_CALLS] [{PLAIN}, {PLAIN}]", "", [("weather", OSLO)] * 2),
+    ("mistral", f"One moment. [TOOL_CALLS]weather[ARGS]{OSLO}", "One moment.", [("weather", OSLO)]),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abc123[ARGS]{OSLO}[TOOL_CALLS]now{{}}", "", [("weather", OSLO), ("now", "{}")]),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "123456789"}]', "", [("now", "{}")]),
+    ("json", MISTRAL, "", [("weather", OSLO)]),
+    ("json", PLAIN, "", [("weather", OSLO)]),
+    ("json", f"  {LLAMA}", "", [("weather", OSLO)]),
+]  # fmt: skip
+
+NO_CALLS: list[tuple[FormatName, str]] = [
+    *(
+        (name, text)
+        for name in FORMATS
+        for text in ("", "Hi!", " \n", "{", "[", '{"a": 1} is JSON', "[1, 2]", "<", "[T")
+    ),
+    ("hermes", PLAIN),
+    ("hermes", "<tool_call>"),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Os'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"a":}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": 01}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "x"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {}, "more": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "line\nbreak"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 80 + "1" + "}" * 81),
+    ("hermes", "<tool_call>{}</tool_call>"),
+    ("hermes", "<tool_call>" * 5),
+    ("llama3", "<|python_tag|>print(1)"),
+    ("mistral", "[TOOL_CALLS]unknown[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]weather is a name"),
+    ("mistral", "[TOOL_CALLS]" + "weather " * 50 + "{}"),
+    ("json", '{"name": "weather"'),
+]
+
+
+def parsed(name: FormatName, pieces: list[str]) -> tuple[str, Calls]:
+    parser = ToolCallParser(FORMATS[name], NAMES)
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    found = joined([*parts, *parser.finish()])
+    assert parser.calls == len(found[1])
+    return found
+
+
+def cuts(text: str) -> list[list[str]]:
+    """The text as one piece, cut in two at each index, and in pieces of one and of three characters."""
+    halves = [[text[:at], text[at:]] for at in range(len(text) + 1)]
+    return [[text], *halves, list(text), [text[at : at + 3] for at in range(0, len(text), 3)]]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CALLS)
+def test_calls_are_found_in_any_pieces(name: FormatName, text: str, content: str, calls: Calls) -> None:
+    for pieces in cuts(text):
+        assert parsed(name, pieces) == (content, calls), pieces
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+@pytest.mark.parametrize(("name", "text"), NO_CALLS)
+def test_text_without_a_valid_call_stays_text(name: FormatName, text: str) -> None:
+    for pieces in cuts(text):
+        assert parsed(name, pieces) == (text, []), pieces
+
+
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    texts=st.lists(
+        st.sampled_from(
+            [HERMES, LLAMA, MISTRAL, PLAIN, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "; ", ", ", "\n"]
+        )
+        | st.text('{}[]":, \\<tanow1', max_size=6),
+        max_size=6,
+    ),
+    data=st.data(),
+)
+def test_the_pieces_of_any_text_make_no_difference(name: FormatName, texts: list[str], data: st.DataObject) -> None:
+    text = "".join(texts)
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
+    content, calls = parsed(name, [text])
+    assert parsed(name, pieces) == (content, calls)
+    for called, arguments in calls:
+        assert called in NAMES
+        assert isinstance(json.loads(arguments), dict)
+    if not calls:
+        assert content == text
+
+
+def test_text_is_returned_as_soon_as_it_cannot_be_a_call() -> None:
+    parser = ToolCallParser(FORMATS["hermes"], NAMES)
+    assert parser.push("Hello <b") == ["Hello <b"]
+    assert parser.push(" <tool_") == []
+    assert parser.push("box>") == [" <tool_box>"]
+    plain = ToolCallParser(FORMATS["json"], NAMES)
+    assert [plain.push(piece) for piece in ("He", "llo {")] == [["He"], ["llo {"]]
+
+
+def test_the_arguments_of_a_constrained_call_come_while_they_are_generated() -> None:
+    parser = ToolCallParser(FORMATS["hermes"], NAMES, constrained=True)
+    pieces = ["<tool_call>\n{", '"name": "weather", "argu', 'ments": {"city"', ': "Os', 'lo"}', "}\n</tool_call>"]
+    parts = [parser.push(piece) for piece in pieces]
+    assert parts[:2] == [[], []]
+    assert parts[2:] == [
+        [CallPart(0, '{"city"', "weather")],
+        [CallPart(0, ': "Os')],
+        [CallPart(0, 'lo"}')],
+        [],
+    ]
+    assert parser.finish() == []
+
+
+def test_constrained_calls_may_be_cut_off() -> None:
+    for cut, expected in ((13, ("<tool_call>\n{", [])), (-17, ("", [("weather", '{"city": "Osl')]))):
+        parser = ToolCallParser(FORMATS["hermes"], NAMES, constrained=True)
+        text = HERMES[:cut]
+        assert joined([part for sign in text for part in parser.push(sign)] + parser.finish()) == expected
+
+
+def test_the_start_of_another_constrained_call_is_left_out() -> None:
+    parser = ToolCallParser(FORMATS["llama3"], NAMES, constrained=True)
+    assert joined([*parser.push(LLAMA + '; {"na'), *parser.finish()]) == ("", [("weather", OSLO)])
+
+
+def test_a_prompt_may_end_with_the_opening() -> None:
+    parser = ToolCallParser(FORMATS["mistral"], NAMES, constrained=True, opened=True)
+    assert joined([*parser.push(MISTRAL), *parser.finish()]) == ("", [("weather", OSLO)])
+
+
+def test_further_calls_are_left_out() -> None:
+    parser = ToolCallParser(FORMATS["hermes"], NAMES, most_calls=1)
+    assert joined([*parser.push(f"Yes. {HERMES}{HERMES}"), *parser.finish()]) == ("Yes.", [("weather", OSLO)])
+
+
+def test_long_texts_take_linear_time() -> None:
+    text = '<tool_call>{"a":["' * 20_000
+    assert parsed("hermes", [text]) == (text, [])
+    text = "<tool_call>[" + '{"name": "now"},' * 20_000
+    assert len(parsed("hermes", [text])[1]) == 128
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("<|start_header_id|>ipython<|end_header_id|>", "llama3"),
+        ("<tool_call>\n<function=name>", "json"),
+        ("{{ messages }}", "json"),
+    ],
+)
+def test_the_format_is_that_of_the_chat_template(template: str, name: str) -> None:
+    assert format_of(template) == FORMATS[name]  # type: ignore[index]

@@ -69,6 +69,13 @@ _network = options(
         help=f"File with one key per line, of which clients have to send one; default: the keys in {KEY_VARIABLE}.",
     ),
     click.option("--strict", is_flag=True, help="Refuse requests with unknown fields instead of ignoring the fields."),
+    click.option(
+        "--tool-format",
+        type=click.Choice(("auto", "hermes", "llama3", "mistral", "json")),
+        default="auto",
+        show_default=True,
+        help="How models write calls of functions; auto = as their chat templates do.",
+    ),
     click.option("--metrics-prefix", default="spaceport", show_default=True, help="First part of all metric names."),
     click.option(
         "--drain-timeout",
@@ -205,6 +212,7 @@ def command(
         keys=keys,
         strict=given["strict"],
         metrics_prefix=given["metrics_prefix"],
+        tool_format=None if given["tool_format"] == "auto" else given["tool_format"],
         request_timeout=given["request_timeout"],
         drain_timeout=given["drain_timeout"],
         audit_rate=given["audit_rate"],

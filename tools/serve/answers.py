@@ -13,9 +13,10 @@ from spaceport.runtime.scheduling.generation import Completion
 _REASONS: dict[Ending, str] = {"end": "stop", "stop": "stop"}  # all others: "length"
 
 
-def finish_reason(ending: Ending) -> str:
+def finish_reason(ending: Ending, has_calls: bool = False) -> str:
     """Why an answer ended, in the words of OpenAI's API."""
-    return _REASONS.get(ending, "length")
+    reason = _REASONS.get(ending, "length")
+    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def usage_of(prompts: Sequence[Statistics], found: Sequence[Statistics]) -> dict[str, Any]:

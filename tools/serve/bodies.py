@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Struct
@@ -52,6 +53,9 @@ class Own(Struct):
     lookup: int | None = None
     fork: bool = False
     max_threads: int | None = None
+    max_depth: int | None = None
+    threads: bool = False  # whether events have the text of each thread as soon as it is generated
+    trace: bool = False  # whether the answer has what each step did
 
 
 class GenerationBody(Struct, kw_only=True):
@@ -96,6 +100,7 @@ class ChatBody(GenerationBody, kw_only=True):
     response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -125,6 +130,18 @@ class DetokenizeBody(Struct, kw_only=True):
     model: str | None = None
 
 
+def _unknown(content: dict[str, Any], kind: type[Struct], path: str = "") -> Iterator[str]:
+    """The paths of entries that objects of this kind do not have, such as `spaceport.depth`."""
+    known = {one.encode_name: one.type for one in msgspec.structs.fields(kind)}
+    for name, value in content.items():
+        if name not in known:
+            yield f"{path}{name}"
+        elif isinstance(value, dict):
+            for inner in (known[name], *get_args(known[name])):
+                if isinstance(inner, type) and issubclass(inner, Struct):
+                    yield from _unknown(value, inner, f"{path}{name}.")
+
+
 def body_of(kind: type[_Body], raw: bytes, strict: bool) -> tuple[_Body, list[str]]:
     """A request's body, and its unknown fields; raises for invalid JSON, wrong types and, if `strict`, unknown fields."""
     try:
@@ -133,7 +150,7 @@ def body_of(kind: type[_Body], raw: bytes, strict: bool) -> tuple[_Body, list[st
         raise Failure(400, f"the body is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise Failure(400, f"the body is a JSON {type(content).__name__}: expected an object")
-    unknown = sorted(content.keys() - {one.encode_name for one in msgspec.structs.fields(kind)})
+    unknown = sorted(_unknown(content, kind))
     if unknown and strict:
         names = ", ".join(unknown[:_MOST_NAMED])
         raise Failure(400, f"unknown fields: {names}; leave them out, or start the service without --strict")

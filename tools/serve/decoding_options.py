@@ -12,40 +12,49 @@ from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.tools.serve.bodies import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs, TextBody
 from spaceport.tools.serve.failures import Failure
+from spaceport.tools.serve.tool_use import NO_TOOLS, ToolUse
 
 _TEXT_TOKENS = 16  # of a text request that names no maximum, as in OpenAI's API
 _SEEDS = 2**64
 
 
 def decodings_of(
-    body: ChatBody | TextBody, defaults: Mapping[str, Any], timeout: float, most_choices: int
+    body: ChatBody | TextBody,
+    defaults: Mapping[str, Any],
+    timeout: float,
+    most_choices: int,
+    tools: ToolUse = NO_TOOLS,
 ) -> tuple[Decoding, ...]:
     """The options of each choice of a request; `defaults` is the generation_config of the bundle."""
     count = 1 if body.n is None else body.n
     if not 1 <= count <= most_choices:
         raise Failure(400, f"n is {count}: expected 1 to {most_choices}", param="n")
-    return tuple(_decoding(body, defaults, timeout, choice) for choice in range(count))
+    return tuple(_decoding(body, defaults, timeout, choice, tools) for choice in range(count))
 
 
-def _decoding(body: ChatBody | TextBody, defaults: Mapping[str, Any], timeout: float, choice: int) -> Decoding:
+def _decoding(
+    body: ChatBody | TextBody, defaults: Mapping[str, Any], timeout: float, choice: int, tools: ToolUse
+) -> Decoding:
     own, plain = body.spaceport, bool(body.disable_spec_decode)
     return Decoding(
         max_tokens=_max_tokens(body),
         stop=() if body.stop is None else body.stop,
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens is not False and not tools.shows_special_tokens,
         stop_token_ids=body.stop_token_ids or (),
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         cache_salt=body.cache_salt or "",
         timeout=timeout,
         sampling=_sampling(body, defaults, choice),
-        grammar=_grammar(body),
+        grammar=_grammar(body, tools),
         mask_slots=0 if plain else own.mask_slots,
         draft_rows=own.draft_rows,
         lookup=0 if plain else own.lookup,
         fork=own.fork,
         max_threads=own.max_threads,
+        max_depth=Decoding.max_depth if own.max_depth is None else own.max_depth,
+        trace=own.trace,
         logprobs=_logprobs(body),
     )
 
@@ -99,12 +108,15 @@ def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
         raise Failure(400, f"logit_bias: {error}: expected token ids as keys", param="logit_bias") from error
 
 
-def _grammar(body: ChatBody | TextBody) -> Grammar | None:
-    found = [] if body.structured_outputs is None else _structured(body.structured_outputs)
+def _grammar(body: ChatBody | TextBody, tools: ToolUse) -> Grammar | None:
+    found = [] if tools.grammar is None else [tools.grammar]
+    found += [] if body.structured_outputs is None else _structured(body.structured_outputs)
     if isinstance(body, ChatBody) and body.response_format is not None:
         found += _formatted(body.response_format)
     if len(found) > 1:
-        raise Failure(400, "the request has several grammars: expected one of response_format and structured_outputs")
+        raise Failure(
+            400, "the request has several grammars: expected one of response_format, structured_outputs and tool_choice"
+        )
     return found[0] if found else None
 
 
@@ -135,5 +147,5 @@ def _structured(given: StructuredOutputs) -> list[Grammar]:
 
 
 def _literal(text: str) -> str:
-    """A regular expression that matches this text only."""
-    return "".join(f"\\{character}" if re.match(r"[^\w\s]", character, re.ASCII) else character for character in text)
+    """A regular expression that matches this text only; \\< and \\> would be borders of words."""
+    return "".join(f"\\{character}" if re.match(r"[^\w\s<>]", character, re.ASCII) else character for character in text)

@@ -25,10 +25,11 @@ class _Echo:
     """A prompt with what was generated after it."""
 
     text: str
+    tokens: list[int]  # of the prompt
+    written: list[int]  # generated tokens
+    generated: int  # their number, the end token included
     logprobs: list[TokenLogprob | None] | None  # of the prompt's tokens and of the generated ones
     texts: list[str]  # of these tokens
-    prompt_tokens: int
-    generated: int
     reason: str
 
 
@@ -47,10 +48,11 @@ async def echoed(
             "text": one.text,
             "logprobs": None if one.logprobs is None else text_logprobs(one.logprobs, one.texts),
             "finish_reason": one.reason,
+            **({"prompt_token_ids": one.tokens, "token_ids": one.written} if body.return_token_ids else {}),
         }
         for index, one in enumerate(found)
     ]
-    read = sum(one.prompt_tokens for one in found[:: len(decodings)])
+    read = sum(len(one.tokens) for one in found[:: len(decodings)])
     written = sum(one.generated for one in found)
     return shape.answer(
         choices, usage={"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
@@ -69,14 +71,15 @@ async def _echo(runtime: Runtime, prompt: Prompt, decoding: Decoding, nothing: b
         texts = [decode(tokens[:1], skip_special_tokens=False), *(one.text for one in score.logprobs)]
     text = prompt if isinstance(prompt, str) else decode(tokens, skip_special_tokens=False)
     if nothing:
-        return _Echo(text, logprobs, texts, len(tokens), 0, "length")
+        return _Echo(text, tokens, [], 0, logprobs, texts, "length")
     if logprobs is not None and following is not None and _is_greedy_token(decoding):
-        return _Echo(text + following.text, [*logprobs, following], [*texts, following.text], len(tokens), 1, "length")
+        logprobs, texts = [*logprobs, following], [*texts, following.text]
+        return _Echo(text + following.text, tokens, [following.token], 1, logprobs, texts, "length")
     completion = await runtime.agenerate(tokens, decoding)
     if logprobs is not None:
         logprobs, texts = [*logprobs, *completion.logprobs], [*texts, *(one.text for one in completion.logprobs)]
     count, reason = completion.statistics.tokens, finish_reason(completion.ending)
-    return _Echo(text + completion.text, logprobs, texts, len(tokens), count, reason)
+    return _Echo(text + completion.text, tokens, list(completion.tokens), count, logprobs, texts, reason)
 
 
 def _is_greedy_token(decoding: Decoding) -> bool:

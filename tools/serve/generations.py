@@ -14,8 +14,8 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.serve.answers import metrics_of, timings_of, usage_of
-from spaceport.tools.serve.bodies import StreamOptions
 from spaceport.tools.serve.event_stream import DONE, event
+from spaceport.tools.serve.progress import Reported
 from spaceport.tools.serve.shapes import ChatShape, TextShape
 
 
@@ -93,10 +93,12 @@ class Generations:
 
         tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(self.streams)]
         try:
-            while len(self.completions) < len(self.streams) or not queue.empty():
+            running = len(self.streams)
+            while running:
                 index, found = await queue.get()
                 if isinstance(found, Exception):
                     raise found
+                running -= not found
                 yield index, found
         finally:
             for task in tasks:
@@ -104,7 +106,7 @@ class Generations:
 
 
 async def events_of(
-    running: Generations, shape: ChatShape | TextShape, options: StreamOptions, prompts: int
+    running: Generations, shape: ChatShape | TextShape, reported: Reported, prompts: int
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer to this number of prompts; the completions end with it."""
     try:
@@ -114,17 +116,13 @@ async def events_of(
                 opened.add(index)
                 if choices := shape.opening(index):
                     yield event(shape.event(choices))
+            choices = shape.delta(index, reported.progress(pieces)) if pieces else shape.rest(index)
+            if choices:
+                more = {"usage": usage(running, prompts)} if reported.usage_so_far else {}
+                yield event(shape.event(choices, **more))
             if not pieces:
                 yield event(shape.event([shape.ending(index, running.completions[index])]))
-                continue
-            text = "".join(piece.reading for piece in pieces)
-            found = None
-            if running.wanted[index].decoding.logprobs is not None:
-                found = [piece.logprob for piece in pieces if piece.logprob is not None]
-            if text or found:
-                more = {"usage": usage(running, prompts)} if options.continuous_usage_stats else {}
-                yield event(shape.event([shape.delta(index, text, found)], **more))
-        if options.include_usage:
+        if reported.usage:
             report = {"metrics": metrics_of(running.statistics), "timings": timings_of(running.statistics)}
             yield event(shape.event([], usage=usage(running, prompts), **report))
         yield DONE

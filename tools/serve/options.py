@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.tool_calls.formats import FORMATS, FormatName
 
 # What a fault of the audit leads to, besides a log entry.
 AuditAction = Literal["log", "disable-drafts"]
@@ -19,6 +20,7 @@ class ServiceOptions:
     - `keys`: Keys of which a client has to send one; empty: everybody may send requests.
     - `strict`: Whether a request with an unknown field is refused instead of answered without it; default False.
     - `metrics_prefix`: First part of the names of all metrics; default "spaceport".
+    - `tool_format`: How models write calls of functions; default None: as their chat templates do.
     - `most_bytes`: Maximum bytes of a request's body; default 32 MiB.
     - `most_choices`: Maximum `n` of a request; default 16.
     - `request_timeout`: Seconds after which a request ends with what it has, the queue included; default 600.
@@ -33,6 +35,7 @@ class ServiceOptions:
     keys: tuple[str, ...] = ()
     strict: bool = False
     metrics_prefix: str = "spaceport"
+    tool_format: FormatName | None = None
     most_bytes: int = 32 << 20
     most_choices: int = 16
     request_timeout: float = 600.0
@@ -48,6 +51,8 @@ class ServiceOptions:
             raise OptionFault("a key of the service is empty or not printable: expected lines such as sk-3f9c…")
         if not self.metrics_prefix.isidentifier():
             raise OptionFault(f"metrics_prefix is {self.metrics_prefix!r}: expected letters, digits and underscores")
+        if self.tool_format not in (None, *FORMATS):
+            raise OptionFault(f"tool_format is {self.tool_format!r}: expected {', '.join(FORMATS)} or None")
         for name in ("most_bytes", "most_choices"):
             if getattr(self, name) < 1:
                 raise OptionFault(f"{name} is {getattr(self, name)}: expected at least 1")

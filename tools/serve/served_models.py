@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.tool_calls.formats import ToolFormat, format_of
 from spaceport.tools.serve.failures import Failure
 
 
@@ -19,6 +22,12 @@ class ServedModel:
     name: str
     runtime: Runtime
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of functions, as its chat template does."""
+        files, bundle = self.runtime.bundle.manifest.files, self.runtime.bundle
+        return format_of(bundle.read(TEMPLATE_FILE).decode("utf-8", "replace") if TEMPLATE_FILE in files else "")
 
     @property
     def fingerprint(self) -> str:

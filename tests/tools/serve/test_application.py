@@ -207,6 +207,70 @@ def test_the_choices_of_a_stream_have_their_indices(client: TestClient) -> None:
     assert texts == [one["text"] for one in whole]
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_token_ids_are_those_of_the_whole_answer(client: TestClient, kind: str) -> None:
+    given: dict[str, Any] = {"messages": MESSAGES} if kind == "chat" else {"prompt": PROMPT}
+    whole = ask(client, **given, return_token_ids=True)
+    choice, usage = whole["choices"][0], whole["usage"]
+    assert len(choice["token_ids"]) == usage["completion_tokens"]
+    assert len(choice["prompt_token_ids"]) == usage["prompt_tokens"]
+    parts = [part["choices"][0].get("token_ids", []) for part in events(client, **given, return_token_ids=True)]
+    assert [token for part in parts for token in part] == choice["token_ids"]
+    assert all(part["choices"][0].get("token_ids") is None for part in events(client, **given))
+
+
+def test_an_echo_has_the_token_ids_of_its_prompt(client: TestClient) -> None:
+    found = ask(client, prompt=PROMPT, echo=True, max_tokens=3, return_token_ids=True)["choices"][0]
+    plain = ask(client, prompt=PROMPT, max_tokens=3, return_token_ids=True)["choices"][0]
+    for name in ("prompt_token_ids", "token_ids"):
+        assert found[name] == plain[name]
+    scored = ask(client, prompt=PROMPT, echo=True, max_tokens=1, logprobs=1, return_token_ids=True)["choices"][0]
+    assert scored["token_ids"] == plain["token_ids"][:1]
+    assert "token_ids" not in ask(client, prompt=PROMPT, echo=True, max_tokens=1)["choices"][0]
+
+
+def test_a_stream_can_have_the_text_of_each_thread_as_it_is_generated(client: TestClient) -> None:
+    given: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 150}
+    forked = {"fork": True, "threads": True}
+    whole = ask(client, **given, spaceport=forked)["choices"][0]
+    parts = [part["choices"][0] for part in events(client, **given, spaceport=forked)]
+    threads: dict[tuple[int, ...], str] = {}
+    reading = ""
+    early = False
+    for part in parts:
+        reading += part["delta"].get("content", "")
+        for piece in part.get("spaceport", {}).get("pieces", ()):
+            path = tuple(piece["path"])
+            threads[path] = threads.get(path, "") + piece["text"]
+        early = early or len("".join(threads.values())) > len(reading)
+    assert reading == whole["message"]["content"]
+    assert len(threads) > 1
+    assert [{"path": list(path), "text": text} for path, text in threads.items()] == [
+        {"path": one["path"], "text": one["text"]} for one in whole["spaceport"]["threads"]
+    ]
+    assert early  # text of later threads comes before its turn in reading order
+    plain = events(client, **given, spaceport={"fork": True})
+    assert all("pieces" not in part["choices"][0].get("spaceport", {}) for part in plain)
+
+
+def test_a_trace_has_the_rows_and_tokens_of_each_step(client: TestClient) -> None:
+    given: dict[str, Any] = {"prompt": PROMPT, "spaceport": {"trace": True}}
+    whole = ask(client, **given)
+    choice = whole["choices"][0]
+    last = [part["choices"][0] for part in events(client, **given)][-1]
+    assert "trace" not in ask(client, prompt=PROMPT)["choices"][0]["spaceport"]
+    for trace in (choice["spaceport"]["trace"], last["spaceport"]["trace"]):
+        assert (trace["threads"], trace["steps_left_out"]) == ([{"path": [], "fork": None, "ending": "length"}], 0)
+        rows = [one for step in trace["steps"] for one in step["threads"]]
+        tokens = [token for one in rows for token in one["tokens"]]
+        assert "".join(text for text, _ in tokens) == choice["text"]
+        accepted = [source for _, source in tokens if source != "model"]
+        assert len(accepted) == whole["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+        assert set(accepted) <= {"mask", "lookup", "both"}
+        assert all(len(one["tokens"]) <= one["candidates"] + 1 for one in rows)
+        assert sum(one["masks"] for one in rows) > 0
+
+
 # Errors
 
 
@@ -229,7 +293,7 @@ def test_the_choices_of_a_stream_have_their_indices(client: TestClient) -> None:
         (400, {"messages": []}, "messages is empty"),
         (400, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the models read text only"),
         (400, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs without logprobs"),
-        (400, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is supported as"),
+        (400, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is 'required' without tools"),
         (404, {"model": "nothing"}, "the model 'nothing' does not exist: expected 'demo', 'other'"),
         (404, {"model": ...}, "no model is given"),
         (400, {"stream": True, "temperature": -1}, "temperature is -1"),
@@ -243,15 +307,26 @@ def test_an_invalid_request_gets_the_reason(
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_a_body_that_is_no_json_or_too_large_is_refused(client: TestClient, demo_bundle: Path) -> None:
+def test_a_body_that_is_no_json_or_too_large_is_refused(
+    client: TestClient, demo_bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     response = client.post("/v1/completions", content=b"{")
     assert (response.status_code, "the body is not JSON" in response.text) == (400, True)
     opener = partial(Runtime.open, demo_bundle)
-    with TestClient(application({"demo": opener}, ServiceOptions(most_bytes=100, strict=True))) as small:
-        assert small.post("/v1/completions", content=b"x" * 101).status_code == 413
+    with TestClient(application({"demo": opener}, ServiceOptions(most_bytes=200, strict=True))) as small:
+        assert small.post("/v1/completions", content=b"x" * 201).status_code == 413
         response = small.post("/v1/completions", json={"prompt": "a", "unknown": 1, "max_tokens": 1})
         assert (response.status_code, "unknown fields: unknown" in response.text) == (400, True)
-    ask(client, prompt="a", unknown=1, max_tokens=1)  # ignored unless strict
+        nested = {
+            "spaceport": {"max_depht": 1},
+            "stream_options": {"usage": True},
+            "structured_outputs": {"json": {"x": 1}},
+        }
+        response = small.post("/v1/completions", json={"prompt": "a", **nested, "max_tokens": 1})
+        assert "unknown fields: spaceport.max_depht, stream_options.usage;" in response.text
+    with caplog.at_level("DEBUG", "spaceport.service"):
+        ask(client, prompt="a", unknown=1, spaceport={"depth": 1}, max_tokens=1)  # ignored unless strict
+    assert "ignored fields: 'spaceport.depth', 'unknown'" in caplog.text
 
 
 def test_unknown_paths_and_methods_are_reported_as_json(client: TestClient) -> None:

@@ -1,0 +1,254 @@
+"""Tool calls over HTTP: enforced and found calls with bundles of each format, whole and streamed, and invalid tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve.application import application
+from spaceport.tools.serve.options import ServiceOptions
+from support.tool_bundle import TEMPLATES, tool_bundle
+
+pytestmark = pytest.mark.slow
+
+CITY = {"type": "string", "enum": ["Oslo", "Rome"]}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": CITY}, "required": ["city"]},
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+MESSAGES = [{"role": "user", "content": "How is the weather in Oslo?"}]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+FORMATS = sorted(TEMPLATES)
+ALL = pytest.mark.parametrize("model", FORMATS)
+
+
+@pytest.fixture(scope="module")
+def client(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    folder = tmp_path_factory.mktemp("tools")
+    openers = {
+        name: partial(
+            Runtime.open,
+            tool_bundle(demo_bundle, folder / name, name),
+            max_requests=2,
+            prefix_cache=True,
+            step_costs="free",
+        )
+        for name in FORMATS
+    }
+    with TestClient(application(openers, ServiceOptions())) as found:
+        yield found
+
+
+def request_of(model: str, **fields: Any) -> dict[str, Any]:
+    given = {"model": model, "messages": MESSAGES, "tools": [WEATHER, NOW], "max_tokens": 200, "temperature": 0}
+    return {name: value for name, value in {**given, **fields}.items() if value is not ...}
+
+
+def ask(client: TestClient, model: str, **fields: Any) -> dict[str, Any]:
+    response = client.post("/v1/chat/completions", json=request_of(model, **fields))
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def streamed(client: TestClient, model: str, **fields: Any) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
+    """The message that the deltas make, the reason of its end, and the deltas."""
+    response = client.post("/v1/chat/completions", json=request_of(model, stream=True, **fields))
+    assert response.status_code == 200, response.text
+    events = [json.loads(one.removeprefix("data: ")) for one in response.text.split("\n\n")[:-2]]
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    for event in events:
+        delta = event["choices"][0]["delta"]
+        message["content"] += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:  # the first part: it has the name
+                assert (call["index"], call["type"]) == (len(message["tool_calls"]), "function")
+                message["tool_calls"].append({**call["function"], "id": call["id"]})
+            else:
+                message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    return message, events[-1]["choices"][0]["finish_reason"], [event["choices"][0]["delta"] for event in events]
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
+    calls = [one.get("function", one) for one in message["tool_calls"]]
+    return [(one["name"], one["arguments"]) for one in calls]
+
+
+@ALL
+def test_a_named_function_is_called_with_valid_arguments(client: TestClient, model: str) -> None:
+    choice = ask(client, model, tool_choice=NAMED)
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
+    ((name, arguments),) = calls_of(message)
+    assert name == "weather"
+    assert json.loads(arguments) in ({"city": "Oslo"}, {"city": "Rome"})
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function"
+    assert len(call["id"]) == 9 if model == "mistral" else call["id"].startswith("call_")
+
+
+@ALL
+def test_a_required_call_is_the_same_whole_and_streamed_with_and_without_drafts(client: TestClient, model: str) -> None:
+    expected = ask(client, model, tool_choice="required", disable_spec_decode=True)
+    assert calls_of(ask(client, model, tool_choice="required")["message"]) == calls_of(expected["message"])
+    message, reason, deltas = streamed(client, model, tool_choice="required")
+    assert calls_of(message) == calls_of(expected["message"])
+    assert len(calls_of(message)) >= 1
+    assert (message["content"], reason) == ("", expected["finish_reason"])
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+
+
+@ALL
+def test_sampled_calls_have_one_output_with_and_without_drafts(client: TestClient, model: str) -> None:
+    given = {"tool_choice": "required", "temperature": 1.0, "seed": 3, "parallel_tool_calls": False}
+    plain = ask(client, model, **given, disable_spec_decode=True)
+    assert calls_of(plain["message"]) == calls_of(ask(client, model, **given)["message"])
+    assert len(calls_of(plain["message"])) == 1
+
+
+def text_of(model: str, call: str) -> str:
+    return {
+        "hermes": f"<tool_call>\n{call}\n</tool_call>",
+        "llama3": call,
+        "mistral": f"[{call}]",
+        "json": f"[{call}]",
+    }[model]
+
+
+@pytest.mark.parametrize("model", ["hermes", "llama3", "json"])
+def test_calls_in_any_text_are_found(client: TestClient, model: str) -> None:
+    call = '{"name": "weather", "arguments": {"city": "Bonn"}}'
+    form = {"structured_outputs": {"choice": [text_of(model, call)]}}
+    choice = ask(client, model, **form)
+    assert choice["finish_reason"] == "tool_calls"
+    assert calls_of(choice["message"]) == [("weather", '{"city": "Bonn"}')]
+    assert choice["message"]["content"] is None
+    message, reason, _ = streamed(client, model, **form)
+    assert (calls_of(message), message["content"], reason) == ([("weather", '{"city": "Bonn"}')], "", "tool_calls")
+    for other in ({"tool_choice": "none"}, {"tools": [NOW]}, {"tools": ...}):
+        plain = ask(client, model, **form, **other)
+        assert plain["message"] == {"role": "assistant", "content": text_of(model, call), "refusal": None}
+        assert plain["finish_reason"] == "stop"
+
+
+def test_text_before_a_call_is_content(client: TestClient) -> None:
+    text = "I look.\n" + text_of("hermes", '{"name": "now"}') * 2
+    choice = ask(client, "hermes", structured_outputs={"choice": [text]})
+    assert (choice["message"]["content"], calls_of(choice["message"])) == ("I look.", [("now", "{}")] * 2)
+    single = ask(client, "hermes", structured_outputs={"choice": [text]}, parallel_tool_calls=False)
+    assert calls_of(single["message"]) == [("now", "{}")]
+
+
+def test_a_call_that_is_cut_off_has_the_reason_length(client: TestClient) -> None:
+    single = ask(client, "json", tool_choice=NAMED)
+    assert single["finish_reason"] == "tool_calls"
+    choice = ask(client, "json", tool_choice=NAMED, max_tokens=12)
+    assert choice["finish_reason"] == "length"
+    message, reason, _ = streamed(client, "json", tool_choice=NAMED, max_tokens=12)
+    assert reason == "length"
+    assert calls_of(choice["message"] | {"tool_calls": choice["message"].get("tool_calls", [])}) == calls_of(message)
+
+
+@ALL
+def test_calls_and_their_results_are_rendered(client: TestClient, model: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+    ]
+    tokens = client.post("/tokenize", json={"model": model, "messages": turns}).json()["tokens"]
+    text = client.post("/detokenize", json={"model": model, "tokens": tokens}).json()["prompt"]
+    rendered = {
+        "hermes": '{"name": "weather", "arguments": {"city": "Oslo"}}',
+        "llama3": '{"name": "weather", "parameters": {"city": "Oslo"}}',
+        "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
+        "json": 'weather({"city": "Oslo"})',
+    }[model]
+    assert rendered in text
+    assert ask(client, model, messages=turns, max_tokens=4)["message"]["content"] is not None
+
+
+def test_the_operator_chooses_another_format(demo_bundle: Path, tmp_path: Path) -> None:
+    opener = partial(Runtime.open, tool_bundle(demo_bundle, tmp_path / "hermes", "hermes"))
+    with TestClient(application({"hermes": opener}, ServiceOptions(tool_format="llama3"))) as other:
+        text = text_of("llama3", '{"name": "now", "parameters": {}}')
+        choice = ask(other, "hermes", structured_outputs={"choice": [text]})
+        assert calls_of(choice["message"]) == [("now", "{}")]
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        found = {"type": "object", "properties": {"a": found}}
+    return found
+
+
+@pytest.mark.parametrize("enforced", [False, True], ids=["auto", "required"])
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([{"type": "function"}], "tools[0].function is None"),
+        ([{"type": "retrieval"}], "tools[0] is an object"),
+        ([tool(name="")], "tools[0].function.name is ''"),
+        ([tool(name="a b")], "tools[0].function.name is 'a b'"),
+        ([tool(name='a"}\n')], "tools[0].function.name is"),
+        ([tool(name="x" * 65)], "tools[0].function.name is"),
+        ([tool(name=3)], "tools[0].function.name is 3"),
+        ([tool(), tool()], "tools[1].function.name is 'f' again"),
+        ([tool(name=f"f{index}") for index in range(129)], "tools has 129 functions"),
+        ([tool(description=[1])], "tools[0].function.description is a list"),
+        ([tool(parameters=[])], "tools[0].function.parameters is a list"),
+        ([tool(parameters={"type": "string"})], "tools[0].function.parameters.type is 'string'"),
+        ([tool(parameters={"properties": {"a": 3}})], "tools[0].function.parameters.properties is an object"),
+        ([tool(parameters=deep(40))], "tools[0].function.parameters has more than 64 nested levels"),
+        ([tool(parameters={"description": "x" * 70_000})], "tools[0].function.parameters has 7"),
+    ],
+)
+def test_invalid_tools_are_named(client: TestClient, tools: list[Any], message: str, enforced: bool) -> None:
+    response = client.post(
+        "/v1/chat/completions", json=request_of("json", tools=tools, tool_choice="required" if enforced else "auto")
+    )
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert error["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "always"}, "tool_choice is 'always': expected none, auto, required or"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice is an object: expected none, auto, required or"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice names 'f': expected one of tools: weather"),
+        ({"tool_choice": NAMED, "tools": []}, "tool_choice is an object without tools"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "the request has several grammars"),
+        ({"tools": [tool(parameters={"properties": {"a": {"type": "nothing"}}})], "tool_choice": "required"},
+         "the grammar of tools cannot be used: "),
+        ({"tools": [tool(parameters={"properties": {"a": {"pattern": "(?=a)"}}})], "tool_choice": "required"},
+         "the grammar of tools cannot be used: "),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+         "message 0: tool_calls[0].function.arguments is not JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "message 0: tool_calls[0] is 'f'"),
+    ],
+)  # fmt: skip
+def test_invalid_choices_and_calls_are_named(client: TestClient, fields: dict[str, Any], message: str) -> None:
+    response = client.post("/v1/chat/completions", json=request_of("hermes", **fields))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(message)

@@ -3,6 +3,7 @@
 # make fast   format, lint, quick tests without torch  make check    format, lint and types
 # make test   everything that must pass               make nightly  the tests that make test leaves out
 # make attack   three minutes of hostile bundles and requests
+# make clients   evaluation and load tools with a service (3 GB of environments the first time)
 # make docs   pages and API reference in build/docs    make clean    leaves the sources and the environment
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four CPUs (2 by default),
@@ -27,7 +28,7 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat fast test nightly attack check format docs venv clean
+.PHONY: demo demo-chat fast test nightly attack clients check format docs venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
@@ -49,6 +50,10 @@ test: format
 # SECONDS=3600 runs a longer campaign, SEED=2 another one.
 attack: venv
 	@PYTHONPATH=tests $(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED)
+
+# Creates an environment for each tool from tests/real_clients/requirements; CLIENTS="--only lm-eval" runs one of them.
+clients: venv
+	@PYTHONPATH=tests $(BIN)/python -m real_clients --work build/clients $(CLIENTS)
 
 nightly: venv
 	@echo "nightly: pytest"

@@ -39,6 +39,7 @@ _ROUTES = (
     Route("/v1/models/{name:path}", information.model),
     Route("/tokenize", information.tokenize, methods=["POST"]),
     Route("/detokenize", information.detokenize, methods=["POST"]),
+    Route("/tokenizer_info", information.tokenizer_info),
     Route("/health", information.ready),
     Route("/health/live", information.live),
     Route("/health/ready", information.ready),

@@ -121,6 +121,7 @@ class TokenizeBody(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True  # false: the tokens of the text alone, and texts of special tokens are these
 
 
 class DetokenizeBody(Struct, kw_only=True):

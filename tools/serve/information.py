@@ -9,6 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spaceport import __version__
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.tokenizer import encoding_of
 from spaceport.tools.serve.bodies import DetokenizeBody, TokenizeBody, body_of
 from spaceport.tools.serve.completions import json_response
 from spaceport.tools.serve.failures import Failure
@@ -36,8 +39,26 @@ async def tokenize(request: Request) -> Response:
         raise Failure(400, "prompt and messages are both given, or neither is: expected one of the two")
     runtime = service.models.find(body.model).runtime
     given: Any = body.prompt if body.messages is None else body.messages
-    tokens = await asyncio.to_thread(runtime.tokens_of, given)
+    if body.prompt is not None and not body.add_special_tokens:
+        tokens = await asyncio.to_thread(_tokens_alone, runtime, body.prompt)
+    else:
+        tokens = await asyncio.to_thread(runtime.tokens_of, given)
     return json_response({"count": len(tokens), "max_model_len": runtime.max_seq_len, "tokens": tokens})
+
+
+def _tokens_alone(runtime: Runtime, text: str) -> list[int]:
+    """The tokens of a text without those that begin or end a prompt, for clients that join prompts from token ids."""
+    runtime.limits.check_prompt(text)
+    return list(encoding_of(runtime.tokenizer, text, special=False).ids)
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The special tokens and the chat template of a model, as vLLM reports them."""
+    bundle = service_of(request).models.find(request.query_params.get("model")).runtime.bundle
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **bundle.manifest.special_tokens}
+    if TEMPLATE_FILE in bundle.manifest.files:
+        found["chat_template"] = bundle.read(TEMPLATE_FILE).decode()
+    return json_response(found)
 
 
 async def detokenize(request: Request) -> Response:

@@ -1,0 +1,85 @@
+"""Loads: guidellm and aiperf, which read the acceptance of drafts from the answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from real_clients.environments import run
+from spaceport.runtime.bundle import Bundle
+
+_PROMPTS = tuple(f"Write {number} sentences about the sea." for number in range(2, 14))
+_REQUESTS, _STREAMS, _TOKENS = 12, 4, 16
+
+
+def tokenizer_folder(bundle: Bundle, folder: Path) -> Path:
+    """The bundle's tokenizer as the tools open it."""
+    target = folder / "tokenizer"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "tokenizer.json").write_bytes(bundle.read("tokenizer.json"))
+    (target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', "utf-8")
+    (target / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    return target
+
+
+def guidellm(program: str, url: str, tokenizer: Path, folder: Path) -> list[str]:
+    """What guidellm reports; raises AssertionError unless every request has tokens and an acceptance."""
+    prompts, output = folder / "prompts.json", folder / "guidellm.json"
+    prompts.write_text(json.dumps([{"prompt": one, "output_tokens_count": _TOKENS} for one in _PROMPTS]), "utf-8")
+    target = url.removesuffix("/v1")
+    run(
+        [
+            *(program, "run", "--backend", f"kind=openai_http,target={target},model=model"),
+            *("--profile", f"kind=concurrent,streams={_STREAMS}"),
+            *("--constraint", f"kind=max_requests,count={_REQUESTS}", "--data", f"kind=json_file,path={prompts}"),
+            *("--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--output", f"kind=json,path={output}"),
+            "--disable-progress",
+        ],
+        folder,
+        240,
+    )
+    (benchmark,) = json.loads(output.read_text("utf-8"))["benchmarks"]
+    requests = benchmark["requests"]["successful"]
+    assert len(requests) == _REQUESTS, f"{len(requests)} requests were answered, expected {_REQUESTS}"
+    assert not benchmark["requests"]["errored"]
+    drafts = [one["response_metrics"]["speculative_decoding"] for one in requests]
+    assert all(one["output_tokens"] == _TOKENS for one in requests)
+    steps, accepted = (sum(one[name] for one in drafts) for name in ("num_spec_steps", "num_accepted_draft_tokens"))
+    assert steps + accepted >= _REQUESTS * _TOKENS
+    return [f"{_REQUESTS} streams, {_STREAMS} at a time: acceptance length {1 + accepted / steps:.2f} in its report"]
+
+
+def aiperf(program: str, url: str, tokenizer: Path, folder: Path) -> list[str]:
+    """What aiperf reports; raises AssertionError unless it has its table of speculative decoding."""
+    prompts, output = folder / "prompts.jsonl", folder / "aiperf"
+    prompts.write_text("".join(json.dumps({"text": one}) + "\n" for one in _PROMPTS), "utf-8")
+    extra = (f"max_tokens:{_TOKENS}", "temperature:0", "ignore_eos:true")
+    run(
+        [
+            *(program, "profile", "--model", "model", "--url", url.removesuffix("/v1"), "--endpoint-type", "chat"),
+            *("--streaming", "--concurrency", str(_STREAMS), "--request-count", str(_REQUESTS)),
+            *("--input-file", str(prompts), "--custom-dataset-type", "single-turn", "--tokenizer", str(tokenizer)),
+            *("--use-server-token-count", "--output-artifact-dir", str(output)),
+            *(part for each in extra for part in ("--extra-inputs", each)),
+        ],
+        folder,
+        240,
+    )
+    report: dict[str, Any] = json.loads((output / "profile_export_aiperf.json").read_text("utf-8"))
+    assert report["request_count"]["avg"] == _REQUESTS, report["request_count"]
+    lengths = _found(report, "acceptance_length")
+    assert lengths, "the report has no acceptance_length"
+    return [f"{_REQUESTS} streams, {_STREAMS} at a time: acceptance length {lengths[0]:.2f} in its report"]
+
+
+def _found(content: Any, name: str) -> list[float]:
+    """The averages of metrics whose name ends so."""
+    if not isinstance(content, dict):
+        return []
+    own = [
+        float(value["avg"] if isinstance(value, dict) else value)
+        for key, value in content.items()
+        if key.endswith(name) and (isinstance(value, int | float) or (isinstance(value, dict) and "avg" in value))
+    ]
+    return own + [each for value in content.values() for each in _found(value, name)]

@@ -26,6 +26,7 @@ from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.request_log import LogRequests, Spans
 from spaceport.tools.serve.request_record import record_of
+from spaceport.tools.serve.responses.endpoint import responses
 from spaceport.tools.serve.served_models import ServedModel, ServedModels
 from spaceport.tools.serve.service import Service, log, service_of
 
@@ -35,6 +36,7 @@ Opener = Callable[[], Runtime]
 _ROUTES = (
     Route("/v1/chat/completions", completions.chat, methods=["POST"]),
     Route("/v1/completions", completions.text, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/models", information.models),
     Route("/v1/models/{name:path}", information.model),
     Route("/tokenize", information.tokenize, methods=["POST"]),

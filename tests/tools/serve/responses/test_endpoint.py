@@ -1,0 +1,181 @@
+"""Responses API: text, calls and JSON of real bundles, whole and as events, equal to the chat endpoint's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve.application import application
+from spaceport.tools.serve.options import ServiceOptions
+from support.tool_bundle import tool_bundle
+
+pytestmark = pytest.mark.slow
+
+PROPERTIES = {"city": {"type": "string", "enum": ["Oslo", "Rome"]}}
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": PROPERTIES, "required": ["city"]},
+}
+NESTED = {"type": "function", "function": {name: WEATHER[name] for name in ("name", "parameters")}}
+NAMED = {"type": "function", "name": "weather"}
+
+
+@pytest.fixture(scope="module")
+def client(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    bundle = tool_bundle(demo_bundle, tmp_path_factory.mktemp("responses") / "hermes", "hermes")
+    opener = partial(Runtime.open, bundle, max_requests=2, prefix_cache=True, step_costs="free")
+    with TestClient(application({"demo": opener}, ServiceOptions(strict=True))) as found:
+        yield found
+
+
+def ask(client: TestClient, **fields: Any) -> dict[str, Any]:
+    given = {"model": "demo", "input": "Say hi.", "temperature": 0, "max_output_tokens": 24, **fields}
+    response = client.post("/v1/responses", json=given)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def events(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
+    given = {"model": "demo", "input": "Say hi.", "temperature": 0, "max_output_tokens": 24, "stream": True, **fields}
+    response = client.post("/v1/responses", json=given)
+    assert response.status_code == 200, response.text
+    found = []
+    for one in response.text.split("\n\n")[:-1]:
+        name, data = one.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    return found
+
+
+def chat(client: TestClient, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Say hi."}]
+    given = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 24, **fields}
+    found: dict[str, Any] = client.post("/v1/chat/completions", json=given).json()
+    return found
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+def test_a_response_has_the_text_of_the_chat_endpoint(client: TestClient) -> None:
+    expected = chat(client)
+    found = ask(client, metadata={"a": "b"}, store=True)
+    (item,) = found["output"]
+    assert item["content"] == [
+        {"type": "output_text", "text": expected["choices"][0]["message"]["content"], "annotations": []}
+    ]
+    assert (item["type"], item["role"]) == ("message", "assistant")
+    assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+    assert found["usage"]["output_tokens"] == expected["usage"]["completion_tokens"]
+    assert found["id"].startswith("resp_")
+    assert (found["object"], found["metadata"], found["store"]) == ("response", {"a": "b"}, False)
+    assert found["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(client: TestClient) -> None:
+    found = ask(client, max_output_tokens=2)
+    assert (found["status"], found["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert events(client, max_output_tokens=2)[-1]["type"] == "response.incomplete"
+    whole = ask(client, structured_outputs={"choice": ["Hi."]})
+    assert (whole["status"], whole["incomplete_details"], whole["output"][0]["status"]) == (
+        "completed",
+        None,
+        "completed",
+    )
+
+
+def test_the_events_of_a_text_make_its_response(client: TestClient) -> None:
+    whole = ask(client, structured_outputs={"choice": ["Hello world."]})
+    found = events(client, structured_outputs={"choice": ["Hello world."]})
+    kinds = [one["type"].removeprefix("response.") for one in found]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    deltas = [one["delta"] for one in found if one["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == "Hello world." == found[-4]["text"]
+    last = found[-1]["response"]
+    assert without_ids(last["output"]) == without_ids(whole["output"])
+    assert last["output"] == [found[-2]["item"]]
+    assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert found[0]["response"]["status"] == "in_progress"
+    assert found[0]["response"]["output"] == []
+    assert {one.get("item_id", last["output"][0]["id"]) for one in found} == {last["output"][0]["id"]}
+
+
+def test_calls_are_items_of_their_own(client: TestClient) -> None:
+    expected = chat(
+        client, tools=[NESTED], tool_choice={"type": "function", "function": {"name": "weather"}}, max_tokens=80
+    )
+    (call,) = expected["choices"][0]["message"]["tool_calls"]
+    given = {"tools": [WEATHER], "tool_choice": NAMED, "max_output_tokens": 80}
+    whole = ask(client, **given)
+    assert without_ids(whole["output"]) == [{"type": "function_call", "status": "completed", **call["function"]}]
+    assert whole["tools"] == [{"strict": None, **WEATHER}]
+    found = events(client, **given)
+    kinds = [one["type"].removeprefix("response.") for one in found]
+    assert kinds[2] == "output_item.added"
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    deltas = [one["delta"] for one in found if one["type"] == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call["function"]["arguments"] == found[-3]["arguments"]
+    assert len(deltas) > 1
+    assert without_ids(found[-1]["response"]["output"]) == without_ids(whole["output"])
+
+
+def test_text_and_calls_are_items_in_their_order(client: TestClient) -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    given = {"structured_outputs": {"choice": [f"I look. {call}{call}"]}, "tools": [WEATHER], "max_output_tokens": 200}
+    for output in (ask(client, **given)["output"], events(client, **given)[-1]["response"]["output"]):
+        assert [one["type"] for one in output] == ["message", "function_call", "function_call"]
+        assert [one["status"] for one in output] == ["completed"] * 3
+        assert output[0]["content"][0]["text"] == "I look."
+        assert len({one["call_id"] for one in output[1:]}) == 2
+    added = [one for one in events(client, **given) if one["type"] == "response.output_item.added"]
+    assert [one["output_index"] for one in added] == [0, 1, 2]
+
+
+def test_calls_and_their_outputs_can_be_sent_back(client: TestClient) -> None:
+    first = ask(client, tools=[WEATHER], tool_choice=NAMED, max_output_tokens=80)
+    (call,) = first["output"]
+    turn = [{"role": "user", "content": "Say hi."}, call]
+    turn.append({"type": "function_call_output", "call_id": call["call_id"], "output": "rain"})
+    second = ask(client, input=turn, tools=[WEATHER], max_output_tokens=4)
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0  # the first turn
+
+
+def test_json_and_log_probabilities(client: TestClient) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"enum": [{"n": 1}]}}
+    found = ask(client, text={"format": form}, top_logprobs=2)
+    (part,) = found["output"][0]["content"]
+    assert json.loads(part["text"]) == {"n": 1}
+    assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+    assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
+    assert found["text"]["format"]["name"] == "n"
+    streamed = events(client, text={"format": form}, top_logprobs=2)
+    deltas = [one["logprobs"] for one in streamed if one["type"] == "response.output_text.delta"]
+    assert [one["token"] for entries in deltas for one in entries] == [one["token"] for one in part["logprobs"]]
+
+
+def test_invalid_requests_get_the_reason(client: TestClient) -> None:
+    for fields, param in (
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": 3}, "input"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools"),
+        ({"tool_choice": {"type": "function", "name": "now"}, "tools": [WEATHER]}, "tool_choice"),
+    ):
+        response = client.post("/v1/responses", json={"model": "demo", "input": "Hi", **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    response = client.post("/v1/responses", json={"model": "demo", "input": "Hi", "text": {"formt": 1}})
+    assert "unknown fields: text.formt" in response.json()["error"]["message"]

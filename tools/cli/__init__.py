@@ -47,6 +47,7 @@ class Commands(LazyGroup):
         "sign": "Sign a bundle, or create a key pair.",
         "plan": "Show step costs on this machine and the drafts that pay off.",
         "generate": "Generate text.",
+        "chat": "Chat with a bundle or a service on the terminal.",
         "serve": "Serve bundles with an OpenAI-compatible HTTP API.",
         "bench": "Run benchmarks.",
         "demo": "Export, check and benchmark a small model.",

@@ -59,4 +59,5 @@ def reported_to(body: ChatBody | TextBody) -> Reported:
 
 
 def _shown(piece: Piece) -> dict[str, Any]:
-    return {"path": list(piece.thread), "text": piece.text, "drafted": piece.drafted}
+    shown = {"path": list(piece.thread), "text": piece.text, "drafted": piece.drafted}
+    return shown if piece.source is None else {**shown, "source": piece.source}

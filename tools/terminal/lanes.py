@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import click
 
+from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.text.piece import Path, Piece
+
+COLOURS: Mapping[Source | None, str] = {None: "green", "mask": "green", "lookup": "cyan", "both": "magenta"}
 
 
 class Span(NamedTuple):
@@ -17,6 +20,7 @@ class Span(NamedTuple):
 
     text: str
     drafted: bool  # an accepted draft token; False: the model's own token
+    source: Source | None = None  # what proposed it
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Lanes:
         """Add a piece; the spans that it appends to the text in reading order."""
         lane = self._lanes[piece.thread]
         if piece.text:
-            lane.parts.append(Span(piece.text, piece.drafted))
+            lane.parts.append(Span(piece.text, piece.drafted, piece.source))
         if piece.token == self._fork:
             child = Lane((*lane.path, lane.children))
             lane.children += 1
@@ -73,20 +77,20 @@ class Lanes:
 
     def _read(self, reading: str) -> Iterator[Span]:
         while reading:
-            text, drafted = next(self._order, Span(reading, False))
+            text, drafted, source = next(self._order, Span(reading, False))
             if not text.startswith(reading[: len(text)]):
                 # When all threads end at once, text is released before the pieces that it belongs to.
-                self._order, text, drafted = iter(()), reading, False
-            yield Span(text[: len(reading)], drafted)
+                self._order, text, drafted, source = iter(()), reading, False, None
+            yield Span(text[: len(reading)], drafted, source)
             reading = reading[len(text) :]
 
 
 def marked(spans: Iterable[Span], terminal: bool, open_bracket: bool = False) -> tuple[str, bool]:
-    """Spans as text, drafted ones underlined on a terminal and in [brackets] elsewhere; whether a bracket is still open."""
+    """Spans as text, drafted ones underlined on a terminal, in the colour of their source, and in [brackets] elsewhere; whether a bracket is still open."""
     found = []
-    for text, drafted in spans:
+    for text, drafted, source in spans:
         if terminal:
-            colour = None if os.environ.get("NO_COLOR") else "green"
+            colour = None if os.environ.get("NO_COLOR") else COLOURS[source]
             found.append(click.style(text, fg=colour, underline=True) if drafted else text)
             continue
         if drafted != open_bracket:

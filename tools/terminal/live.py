@@ -10,7 +10,7 @@ from rich.text import Text
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.text.piece import Path
-from spaceport.tools.terminal.lanes import Lane, Lanes, Span
+from spaceport.tools.terminal.lanes import COLOURS, Lane, Lanes, Span
 
 _FRAMES = 12  # per second
 
@@ -73,6 +73,6 @@ def watch(stream: Stream, lanes: Lanes, console: Console | None = None) -> list[
 
 def _text(lane: Lane) -> Text:
     text = Text()
-    for part, drafted in lane.spans:
-        text.append(part, "underline green" if drafted else "")
+    for part, drafted, source in lane.spans:
+        text.append(part, f"underline {COLOURS[source]}" if drafted else "")
     return text

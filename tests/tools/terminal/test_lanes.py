@@ -37,7 +37,7 @@ def added(pieces: Sequence[Piece]) -> tuple[Lanes, list[Span]]:
 
 
 def marks(spans: Sequence[Span]) -> list[tuple[str, bool]]:
-    return [(letter, drafted) for text, drafted in spans for letter in text]
+    return [(letter, drafted) for text, drafted, _ in spans for letter in text]
 
 
 @BOTH

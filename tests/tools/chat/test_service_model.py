@@ -1,0 +1,145 @@
+"""Service model: services that are not Spaceport's, that fail, or that send what they should not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.tools.chat.chat_model import AnswerOptions
+from spaceport.tools.chat.service_model import ServiceFault, ServiceModel, root_of
+from spaceport.tools.terminal.lanes import Span
+
+MODELS = json.dumps({"data": [{"id": "m", "owned_by": "someone"}]}).encode()
+OURS = json.dumps({"data": [{"id": "m", "owned_by": "spaceport"}]}).encode()
+ASKED = [{"role": "user", "content": "a"}]
+
+
+def events(*contents: Any, done: bool = True) -> bytes:
+    lines = [b": ping\n\n", *(b"data: " + json.dumps(content).encode() + b"\n\n" for content in contents)]
+    return b"".join(lines) + (b"data: [DONE]\n\n" if done else b"")
+
+
+def delta(text: str, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **more}]}
+
+
+END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
+
+
+@contextmanager
+def service(
+    answer: bytes, *, models: bytes = MODELS, status: int = 200, **headers: str
+) -> Iterator[tuple[str, list[Any]]]:
+    """The address of a service with one answer, and what it was asked."""
+    asked: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, models)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append((self.path, self.headers.get("authorization"), body))
+            self.answer(status, answer)
+
+        def answer(self, code: int, content: bytes) -> None:
+            self.send_response(code)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+def test_a_service_of_others_is_asked_with_common_fields_only() -> None:
+    with service(events(delta("a"), delta("b"), END, USAGE)) as (address, asked):
+        model = ServiceModel(address, None, "sk-1", AnswerOptions(max_tokens=4))
+        assert list(model.answer(ASKED)) == [Span("a", False), Span("b", False)]
+        ((path, key, body),) = asked
+    assert (path, key) == ("/v1/chat/completions", "Bearer sk-1")
+    assert body == {
+        "model": "m",
+        "messages": ASKED,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 4,
+    }
+    found = model.statistics
+    assert found is not None
+    assert (found.tokens, found.prompt_tokens, found.cached_tokens, found.steps, found.ending) == (
+        4,
+        9,
+        0,
+        None,
+        "length",
+    )
+    assert found.line().startswith("4 tokens, ")
+    assert found.line().endswith("ending: length")
+
+
+def test_the_sources_of_draft_tokens_are_read_if_they_make_up_the_text() -> None:
+    pieces = [
+        {"text": "a", "drafted": False},
+        {"text": "b", "drafted": True, "source": "lookup"},
+        {"text": "c", "drafted": True, "source": "unheard of"},
+    ]
+    sent = events(delta("abc", spaceport={"pieces": pieces}), delta("xyz", spaceport={"pieces": pieces}))
+    with service(sent, models=OURS) as (address, asked):
+        model = ServiceModel(address, "m", None, AnswerOptions(drafts=False))
+        spans = list(model.answer(ASKED))
+        assert asked[0][2]["disable_spec_decode"] is True
+    assert spans == [Span("a", False), Span("b", True, "lookup"), Span("c", True), Span("xyz", False)]
+    assert model.statistics is None
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "message"),
+    [
+        (401, b"", "wants a valid key"),
+        (404, b'{"error": {"message": "no m"}}', "has no such model or path: no m"),
+        (503, b'{"error": {"message": "the queue is full"}}', "busy or not ready: the queue is full; try again"),
+        (429, b"", "busy or not ready"),
+        (307, b"", "redirects to http://elsewhere"),
+        (500, b"<html>", "answered with status 500"),
+        (200, events(delta("a"), {"error": {"message": "it stops"}}), "ended the answer: it stops"),
+        (200, events(delta("a"), done=False), "broke before the answer ended"),
+        (200, b"data: {\n\n", "broke: "),
+        (200, b"data: 3\n\n", "no JSON object"),
+    ],
+)
+def test_a_failure_is_a_sentence(status: int, answer: bytes, message: str) -> None:
+    with service(answer, status=status, Location="http://elsewhere") as (address, asked):
+        model = ServiceModel(address, None, "sk-1", AnswerOptions())
+        with pytest.raises(ServiceFault, match=message) as caught:
+            list(model.answer(ASKED))
+        assert len(asked) == 1
+    assert "sk-1" not in str(caught.value)
+
+
+@pytest.mark.parametrize("models", [b"", b"[]", b'{"data": [1]}', b"<html>"])
+def test_an_address_without_models_is_reported(models: bytes) -> None:
+    with service(b"", models=models) as (address, _), pytest.raises(InputFault, match="lists no models"):
+        ServiceModel(address, None, None, AnswerOptions())
+
+
+def test_addresses_may_end_with_the_version_or_not() -> None:
+    for given in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
+        assert root_of(given) == "http://h:1/v1"
+    for wrong in ("file:///etc/passwd", "http://", "http://user:secret@h", "http://h?x=1", "h:1"):
+        with pytest.raises(OptionFault, match="is no address of a service"):
+            root_of(wrong)

@@ -1,0 +1,143 @@
+"""`spaceport chat`: chat with a bundle or a service on the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.session import Runtime
+from spaceport.tools.chat.bundle_model import BundleModel
+from spaceport.tools.chat.chat_loop import Chat
+from spaceport.tools.chat.chat_model import AnswerOptions, ChatModel
+from spaceport.tools.chat.conversation import Conversation
+from spaceport.tools.chat.service_model import ServiceModel
+from spaceport.tools.cli.generate_request import decoded, read_text
+from spaceport.tools.cli.options import (
+    PATH,
+    Sectioned,
+    Unused,
+    allow_links_option,
+    backend_option,
+    options,
+    refuse_unused,
+    require_signature_option,
+    threads_option,
+    trust_engines_option,
+)
+from spaceport.tools.terminal.screen import show_notes
+
+KEY_VARIABLE = "SPACEPORT_API_KEY"
+_BUNDLE = ("backend", "threads", "max_seq_len", "trust_engines", "allow_links", "require_signature")
+_SERVICE = ("model", "api_key_file")
+
+
+class ChatCommand(Sectioned):
+    """The command with its options in groups."""
+
+    headings = {"system": "Conversation", "max_tokens": "Answers", "model": "Service", "backend": "Bundle"}  # noqa: RUF012
+
+
+_conversation = options(
+    click.option("--system", metavar="TEXT", help="System prompt."),
+    click.option("--load", type=PATH, metavar="FILE", help="Continue the conversation in this file."),
+    click.option("--no-colour", "--no-color", "no_colour", is_flag=True, help="Print plain text."),
+)
+_answers = options(
+    click.option("--max-tokens", type=int, help="Maximum tokens of an answer; default: up to the context length."),
+    click.option("--temperature", type=float, help="Sampling temperature; 0 = greedy; default: as the model suggests."),
+    click.option("--top-p", type=float, help="Sample from the most probable tokens with this total probability."),
+    click.option("--seed", type=int, help="Seed of sampled tokens."),
+    click.option("--drafts/--no-drafts", default=True, help="Speculative decoding; the text is the same without."),
+    click.option("--fork", is_flag=True, help="Let the text fork into threads, if the bundle can."),
+)
+_service = options(
+    click.option("--model", metavar="NAME", help="Model of the service; default: its only one."),
+    click.option(
+        "--api-key-file",
+        type=PATH,
+        metavar="FILE",
+        help=f"File with a key in its first line; default: the first key in {KEY_VARIABLE}.",
+    ),
+)
+_bundle = options(
+    backend_option,
+    threads_option,
+    click.option(
+        "--max-seq-len", type=int, help="Maximum context length in tokens; default: the model's, at most 4096."
+    ),
+    trust_engines_option,
+    allow_links_option,
+    require_signature_option,
+)
+
+
+@click.command("chat", cls=ChatCommand)
+@click.argument("target", metavar="BUNDLE-OR-URL")
+@_conversation
+@_answers
+@_service
+@_bundle
+@click.pass_context
+def command(context: click.Context, /, target: str, **given: Any) -> None:
+    """Chat with a bundle, or with a service at a URL such as http://127.0.0.1:8000.
+
+    Without a terminal, standard input is one message, and the answer is plain text.
+    """
+    is_url = "://" in target
+    refuse_unused(
+        context,
+        [
+            Unused(is_url, _BUNDLE, "with a URL", "give a bundle"),
+            Unused(not is_url, _SERVICE, "with a bundle", "give the URL of a service"),
+        ],
+    )
+    conversation = Conversation(given["system"])
+    with closing(model_of(target, is_url, given)) as model:
+        colours = sys.stdout.isatty() and not given["no_colour"] and not os.environ.get("NO_COLOR")
+        chat = Chat(model, conversation, colours=colours)
+        if given["load"] is not None:
+            chat.load(given["load"])
+            if given["system"] is not None:
+                conversation.set_system(given["system"])
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  (line editing for input)
+
+            chat.run()
+        else:
+            text = decoded(sys.stdin.buffer.read(), "standard input").strip("\n")
+            if not text:
+                raise OptionFault("standard input is empty: expected a message")
+            chat.respond(text)
+
+
+def model_of(target: str, is_url: bool, given: dict[str, Any]) -> ChatModel:
+    """The model to chat with."""
+    names = ("max_tokens", "temperature", "top_p", "seed", "drafts", "fork")
+    answers = AnswerOptions(**{name: given[name] for name in names})
+    if is_url:
+        key = key_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
+        return ServiceModel(target, given["model"], key, answers)
+    runtime = Runtime.open(target, prefix_cache=True, **{name: given[name] for name in _BUNDLE})
+    try:
+        show_notes(runtime.notes)
+        return BundleModel(runtime, answers)
+    except BaseException:
+        runtime.close()
+        raise
+
+
+def key_of(file: Path | None, variable: str) -> str | None:
+    """The key in the first line of a file, or else the first one in the environment."""
+    if file is None:
+        return variable.partition(",")[0].strip() or None
+    lines = [line.strip() for line in read_text(file).splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys or not (keys[0].isascii() and keys[0].isprintable()):
+        raise OptionFault(f"--api-key-file: {file} has no key: expected one in its first line")
+    return keys[0]

@@ -219,7 +219,7 @@ class Runtime:
             task.fed.result()
         finally:
             task.cancelled = True  # has an effect only if the wait was interrupted
-        return task.scoring.score()
+        return task.scoring.score(task.request.statistics)
 
     async def ascore(
         self,
@@ -242,7 +242,7 @@ class Runtime:
         finally:
             submission.cancel()
             self._intake.discard(submission)
-        return task.scoring.score()
+        return task.scoring.score(task.request.statistics)
 
     def tokens_of(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt: text, token ids or chat messages.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from spaceport.runtime.decode.accept import Verdict, source_of
 from spaceport.runtime.decode.plan import Part, Plan
 
+MOST_STEPS = 4096  # decode steps that are counted one by one
+
 
 @dataclass
 class Statistics:
@@ -19,6 +21,11 @@ class Statistics:
     - `steps`: Decode steps: they generated at least one token.
     - `tokens`: Generated tokens of all threads.
     - `rows`: Rows of all steps, without padding.
+    - `candidate_rows`: Of these, rows of candidates.
+    - `mask_rows`: Of these, rows of mask slots; all others are known tokens.
+    - `padding_rows`: Rows that were computed beside them, since a call computes equally many for each of its requests.
+    - `drafted_by_step`: Draft tokens that were fed in each decode step; of the first 4,096 steps only.
+    - `accepted_by_step`: Accepted draft tokens of each of these steps.
     - `drafted_by_depth`: Draft tokens that were fed, by depth in the draft.
     - `accepted_by_depth`: Accepted draft tokens, by depth in the draft.
     - `drafted_by_source`: Draft tokens that were fed, by source: "mask", "lookup" or "both".
@@ -39,6 +46,11 @@ class Statistics:
     steps: int = 0
     tokens: int = 0
     rows: int = 0
+    candidate_rows: int = 0
+    mask_rows: int = 0
+    padding_rows: int = 0
+    drafted_by_step: list[int] = field(default_factory=list, repr=False)
+    accepted_by_step: list[int] = field(default_factory=list, repr=False)
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     drafted_by_source: dict[str, int] = field(default_factory=dict)
@@ -82,11 +94,21 @@ class Statistics:
         self.peak_slots = max(self.peak_slots, held)
         self.peak_threads = max(self.peak_threads, len(plan.parts))
         writes = False
+        drafted = accepted = 0
         for part, verdict, count in zip(plan.parts, verdicts, written, strict=True):
             writes = writes or bool(verdict.tokens)
             self.tokens += count
-            if part.layout.drafted:
-                self._add_drafts(part, verdict, min(count, verdict.accepted))
+            layout = part.layout
+            self.mask_rows += layout.mask_rows.size
+            if layout.drafted:
+                drafted += layout.candidates.size
+                kept = min(count, verdict.accepted)
+                accepted += kept
+                self._add_drafts(part, verdict, kept)
+        self.candidate_rows += drafted
+        if writes and len(self.drafted_by_step) < MOST_STEPS:
+            self.drafted_by_step.append(drafted)
+            self.accepted_by_step.append(accepted)
         self.steps += writes
         self.prompt_steps += not writes
 

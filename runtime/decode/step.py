@@ -117,8 +117,12 @@ def run(engine: Engine, call: Call) -> Ran:
     started = perf_counter()
     logits = _logits(engine, call, batch)
     seconds = perf_counter() - started
+    rows = batch.input_ids.shape[1]
     for each in call:
-        each.request.statistics.engine_seconds += seconds
+        statistics = each.request.statistics
+        statistics.engine_seconds += seconds
+        statistics.padding_rows += rows - each.plan.rows
+    call[0].request.statistics.padding_rows += rows * (batch.requests - len(call))  # idle requests between them
     shape = batch.input_ids.shape[1], batch.requests, batch.attention_mask.shape[-1]
     return Ran(batch.first, batch.requests, logits, seconds, shape)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spaceport.runtime.decode.request import VerifiedStep
+from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.sampling.logprobs import TokenLogprob, logprob_of
 from spaceport.runtime.sampling.spelling import Speller
 
@@ -20,6 +21,7 @@ class Score:
     - `logprobs`: Log probability of each of `tokens[start:]`.
     - `greedy`: Whether each scored token is the most probable one at its position.
     - `following`: The token that greedy decoding would generate next, with its log probability.
+    - `statistics`: Counts and times of the request.
     """
 
     tokens: tuple[int, ...]
@@ -27,6 +29,7 @@ class Score:
     logprobs: tuple[TokenLogprob, ...]
     greedy: bool
     following: TokenLogprob
+    statistics: Statistics = field(default_factory=Statistics, compare=False, repr=False)
 
     @property
     def sum(self) -> float:
@@ -57,7 +60,7 @@ class Scoring:
                 (token,) = verdict.tokens
             self._found.append(logprob_of(line, token, self._top, position, self._speller))
 
-    def score(self) -> Score:
-        """The score, once the whole prompt has been fed."""
+    def score(self, statistics: Statistics | None = None) -> Score:
+        """The score, once the whole prompt has been fed by a request with these statistics."""
         *found, following = self._found
-        return Score(self._tokens, self._start, tuple(found), bool(self._greedy), following)
+        return Score(self._tokens, self._start, tuple(found), bool(self._greedy), following, statistics or Statistics())

@@ -23,6 +23,8 @@ class RuntimeStatus:
     - `queue_limit`: Maximum number of requests that wait.
     - `kv_slots_used`: KV slots that active requests hold.
     - `kv_slots`: KV slots of all requests that can be active.
+    - `live_threads`: Threads of active requests that decode.
+    - `queued_threads`: Threads of active requests that wait for others to end.
     - `heartbeat_age`: Seconds since the worker thread last made progress; None while it has nothing to do.
     - `tokens`: Number of tokens generated since the runtime was opened.
     - `tokens_per_second`: Generated tokens per second over the last 10 seconds.
@@ -53,6 +55,8 @@ class RuntimeStatus:
     cache_hit_tokens: int = 0
     cache_hits: int = 0
     cache_evictions: int = 0
+    live_threads: int = 0
+    queued_threads: int = 0
 
 
 class TokenMeter:

@@ -95,6 +95,8 @@ class Worker:
             cache_hit_tokens=cache.hit_tokens,
             cache_hits=cache.hits,
             cache_evictions=cache.evictions,
+            live_threads=sum(len(request.live) for request in active),
+            queued_threads=sum(len(request.queue) for request in active),
         )
 
     def close(self, timeout: float | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ def metrics_of(found: Sequence[Statistics]) -> dict[str, Any]:
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
+            **_by_step(found),
         },
         "time_to_first_token_ms": first * 1e3,
         "generation_time_ms": seconds * 1e3,
@@ -109,8 +111,18 @@ def _one(each: TokenLogprob) -> dict[str, Any]:
     return {"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes)}
 
 
+def _by_step(found: Sequence[Statistics]) -> dict[str, list[int]]:
+    """Draft tokens of each decode step, as vLLM reports them: of one choice, with as many entries as steps."""
+    if len(found) != 1 or len(found[0].drafted_by_step) != found[0].steps:
+        return {}
+    return {"per_step_accepted": found[0].accepted_by_step, "per_step_drafted": found[0].drafted_by_step}
+
+
 def _histogram(found: Sequence[Statistics]) -> list[int]:
     """Steps by the number of draft tokens that they accepted, from none on."""
+    if all(len(one.accepted_by_step) == one.steps for one in found):
+        counts = Counter(accepted for one in found for accepted in one.accepted_by_step)
+        return [counts[accepted] for accepted in range(max(counts, default=0) + 1)]
     deepest = max(len(one.accepted_by_depth) for one in found)
     reached = [sum(one.steps for one in found)]  # steps that accepted at least this many tokens
     reached += [

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.serve.answers import finish_reason, metrics_of, timings_of
@@ -21,7 +22,7 @@ from spaceport.tools.serve.decoding_options import decodings_of
 from spaceport.tools.serve.echoes import echoed
 from spaceport.tools.serve.event_stream import EventStream
 from spaceport.tools.serve.failures import RETRY, Failure
-from spaceport.tools.serve.generations import Generations, Wanted, events_of, usage
+from spaceport.tools.serve.generations import Generations, Wanted, events_of, usage, wanted_of
 from spaceport.tools.serve.progress import reported_to
 from spaceport.tools.serve.prompts import chat_prompt, text_prompts
 from spaceport.tools.serve.request_record import RequestRecord, record_of
@@ -46,7 +47,6 @@ async def chat(request: Request) -> Any:
 
 async def text(request: Request) -> Any:
     """Continue one text or several."""
-    service = service_of(request)
     body = await request_body(request, TextBody)
     model = requested_model(request, body.model)
     if body.suffix:
@@ -56,9 +56,25 @@ async def text(request: Request) -> Any:
     if body.echo:
         if body.stream:
             raise Failure(400, "echo with stream is not supported: leave one of them out", param="echo")
-        answer = await unless_gone(request, echoed(model.runtime, body, prompts, service.options, shape))
-        return json_response(answer)
+        return await _echo(request, model, body, prompts, shape)
     return await _answer(request, model, body, prompts, shape)
+
+
+async def _echo(
+    request: Request, model: ServedModel, body: TextBody, prompts: list[Prompt], shape: TextShape
+) -> Response:
+    """The answer to a text request that wants its prompts back."""
+    service, record = service_of(request), record_of(request)
+    record.answer, record.prompts = shape.id, len(prompts)
+    if (audit := service.audits.get(model.name)) is not None:
+        await audit.give_way(1)
+
+    def on_end(ending: Ending, statistics: Statistics, first: bool) -> None:
+        service.metrics.ended(model.name, finish_reason(ending), statistics, first)
+        record.ended(ending, statistics)
+
+    answer = echoed(model.runtime, body, prompts, service.options, shape, on_end)
+    return json_response(await unless_gone(request, answer))
 
 
 def requested_model(request: Request, name: str | None) -> ServedModel:
@@ -126,7 +142,7 @@ async def started(
     if (audit := service.audits.get(model.name)) is not None:
         decodings = tuple(audit.applied_to(one) for one in decodings)
         await audit.give_way(len(prompts) * len(decodings))
-    wanted = [Wanted(prompt, decoding) for prompt in prompts for decoding in decodings]
+    wanted = wanted_of(prompts, decodings)
     record.answer, record.stream = answer, bool(body.stream)
     record.prompts, record.decoding = len(prompts), decodings[0]
     running = Generations(model.runtime, wanted, partial(_ended, service, record, model.name))
@@ -151,7 +167,7 @@ def _ended(
     statistics: Statistics,
 ) -> None:
     """Count a choice that has ended, and let it be audited."""
-    service.metrics.ended(name, "abort" if found is None else finish_reason(found.ending), statistics)
+    service.metrics.ended(name, "abort" if found is None else finish_reason(found.ending), statistics, wanted.first)
     record.ended("cancelled" if found is None else found.ending, statistics)
     if found is not None and name in service.audits:
         service.audits[name].offer(wanted.decoding, found)

@@ -25,6 +25,12 @@ class Wanted:
 
     prompt: Prompt
     decoding: Decoding
+    first: bool = True  # whether it is the first choice of its prompt
+
+
+def wanted_of(prompts: Sequence[Prompt], decodings: Sequence[Decoding]) -> list[Wanted]:
+    """The choices of an answer: as many for each prompt as there are options."""
+    return [Wanted(prompt, decoding, not index) for prompt in prompts for index, decoding in enumerate(decodings)]
 
 
 # Called once for each choice with its completion and statistics; None: it was ended before it was complete.

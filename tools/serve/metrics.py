@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -26,6 +26,18 @@ _GAUGES: dict[str, tuple[str, Callable[[RuntimeStatus], float]]] = {
     "cached_tokens": ("Tokens of ended requests that others may reuse.", lambda one: one.cached_tokens),
 }
 
+# What a model has of something by state, in one metric.
+_STATES: dict[str, tuple[str, Callable[[RuntimeStatus], dict[str, float]]]] = {
+    "threads": ("Threads of running requests.", lambda one: {"live": one.live_threads, "queued": one.queued_threads}),
+    "slots": ("KV slots of all requests that can run.", lambda one: _slots(one)),
+}
+
+
+def _slots(status: RuntimeStatus) -> dict[str, float]:
+    """KV slots of running requests, of ended ones that others may reuse, and all others."""
+    cached = min(status.cached_tokens, status.kv_slots - status.kv_slots_used)
+    return {"used": status.kv_slots_used, "cached": cached, "free": status.kv_slots - status.kv_slots_used - cached}
+
 
 class _Gauges(Collector):
     """The state of each model at the moment of the request."""
@@ -41,6 +53,12 @@ class _Gauges(Collector):
             for model, status in states.items():
                 family.add_metric([model], value(status))
             yield family
+        for name, (text, values) in _STATES.items():
+            family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", "state"])
+            for model, status in states.items():
+                for state, count in values(status).items():
+                    family.add_metric([model, state], count)
+            yield family
 
 
 class Metrics:
@@ -49,6 +67,7 @@ class Metrics:
     def __init__(self, prefix: str, states: States) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Gauges(prefix, states))
+        ProcessCollector(registry=self._registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
@@ -69,7 +88,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth in the draft.", "position"
         )
         self._by_source = counter("accepted_tokens", "Accepted draft tokens by source.", "source")
-        self._rows = counter("rows", "Rows of all steps, without padding.")
+        self._rows = counter("rows", "Rows of all steps by what they hold.", "kind")
         self._outside = counter("time_outside_engine_seconds", "Seconds between engine calls.")
         self._first = histogram("time_to_first_token_seconds", "Seconds to the first token.")
         self._between = histogram("inter_token_latency_seconds", "Mean seconds between tokens.", _TOKEN_SECONDS)
@@ -111,9 +130,9 @@ class Metrics:
         """Count a request that was not admitted."""
         self._refused.labels(reason).inc()
 
-    def ended(self, model: str, reason: str, found: Statistics) -> None:
-        """Count a completion that has ended."""
-        self._prompt_tokens.labels(model).inc(found.prompt_tokens)
+    def ended(self, model: str, reason: str, found: Statistics, first: bool = True) -> None:
+        """Count a completion that has ended; `first`: it is the first one of its prompt, whose tokens count once."""
+        self._prompt_tokens.labels(model).inc(found.prompt_tokens if first else 0)
         self._tokens.labels(model).inc(found.tokens)
         self._ended.labels(model, reason).inc()
         self._drafts.labels(model).inc(found.steps)
@@ -123,7 +142,8 @@ class Metrics:
             self._by_depth.labels(model, str(depth)).inc(count)
         for source, count in found.accepted_by_source.items():
             self._by_source.labels(model, source).inc(count)
-        self._rows.labels(model).inc(found.rows)
+        for kind, count in _rows(found).items():
+            self._rows.labels(model, kind).inc(count)
         self._outside.labels(model).inc(found.outside_seconds)
         self._times(model, found)
 
@@ -141,3 +161,14 @@ class Metrics:
             self._decode.labels(model).observe(decoding)
             if found.tokens > 1:
                 self._between.labels(model).observe(decoding / (found.tokens - 1))
+
+
+def _rows(found: Statistics) -> dict[str, int]:
+    """The rows of a completion by what they hold."""
+    drafts = found.candidate_rows + found.mask_rows
+    return {
+        "known": found.rows - drafts,
+        "candidate": found.candidate_rows,
+        "mask": found.mask_rows,
+        "padding": found.padding_rows,
+    }

@@ -1,0 +1,120 @@
+"""Metrics: what answers and the metrics page report agrees with what was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve.answers import metrics_of
+from spaceport.tools.serve.application import application
+from spaceport.tools.serve.options import ServiceOptions
+from support.hash_engine import Language
+from support.hash_runtime import hash_runtime
+
+PROMPT = "import json\n\n\ndef load(path):\n"
+
+
+@pytest.fixture
+def client(demo_bundle: Path) -> Iterator[TestClient]:
+    opener = partial(Runtime.open, demo_bundle, max_requests=4, step_costs="free")
+    with TestClient(application({"demo": opener}, ServiceOptions())) as found:
+        yield found
+
+
+def ask(client: TestClient, **fields: Any) -> dict[str, Any]:
+    given = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24, **fields}
+    response = client.post("/v1/completions", json=given)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def counted(client: TestClient) -> dict[str, float]:
+    """The values of the metrics page by name and label, without the model."""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {
+        "/".join(
+            (each.name.removeprefix("spaceport:"), *(v for k, v in each.labels.items() if k != "model_name"))
+        ): each.value
+        for family in families
+        for each in family.samples
+    }
+
+
+@pytest.mark.slow
+def test_the_rows_of_steps_are_counted_by_what_they_hold(client: TestClient) -> None:
+    drafts = ask(client)["metrics"]["speculative_decoding"]
+    found = counted(client)
+    assert found["rows_total/candidate"] == drafts["num_draft_tokens"] > 0
+    assert found["rows_total/mask"] > 0
+    assert found["rows_total/known"] > 0
+    assert found["rows_total/padding"] == 0
+    ask(client, n=3, temperature=1, seed=3)
+    assert counted(client)["rows_total/padding"] > 0
+
+
+@pytest.mark.slow
+def test_drafts_are_reported_step_by_step_for_one_choice(client: TestClient) -> None:
+    found = ask(client)["metrics"]["speculative_decoding"]
+    accepted, drafted = found["per_step_accepted"], found["per_step_drafted"]
+    assert len(accepted) == len(drafted) == found["num_spec_steps"] == sum(found["acceptance_histogram"])
+    assert (sum(accepted), sum(drafted)) == (found["num_accepted_draft_tokens"], found["num_draft_tokens"])
+    assert found["acceptance_histogram"] == [accepted.count(number) for number in range(max(accepted) + 1)]
+    assert "per_step_accepted" not in ask(client, n=2)["metrics"]["speculative_decoding"]
+
+
+def test_more_steps_than_are_counted_one_by_one_are_left_out() -> None:
+    found = Statistics(steps=3, drafted_by_step=[2, 2], accepted_by_step=[1, 0], accepted_by_depth=[2, 1])
+    drafts = metrics_of([found])["speculative_decoding"]
+    assert "per_step_accepted" not in drafts
+    assert drafts["acceptance_histogram"] == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_prompt_counts_once_and_echoes_count_too(client: TestClient) -> None:
+    usage = ask(client, n=3)["usage"]
+    found = counted(client)
+    assert found["prompt_tokens_total"] == usage["prompt_tokens"]
+    assert found["generation_tokens_total"] == usage["completion_tokens"]
+    for number, more in enumerate(({"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 5}, {"logprobs": None}), 1):
+        echo = ask(client, **{"echo": True, "logprobs": 1, "n": 2, **more})
+        after = counted(client)
+        assert after["prompt_tokens_total"] == (number + 1) * usage["prompt_tokens"]
+        written = after["generation_tokens_total"] - found["generation_tokens_total"]
+        assert written == echo["usage"]["completion_tokens"] == echo["timings"]["predicted_n"]
+        assert echo["usage"]["prompt_tokens"] == usage["prompt_tokens"]
+        assert echo["metrics"]["generation_time_ms"] > 0 or more == {"logprobs": None}
+        found = after
+    assert found["request_success_total/length"] >= 6
+
+
+@pytest.mark.slow
+def test_threads_slots_and_the_process_are_shown(client: TestClient) -> None:
+    found = counted(client)
+    slots = [found[f"slots/{state}"] for state in ("used", "cached", "free")]
+    assert slots[:2] == [0, 0]
+    assert slots[2] > 1000
+    assert (found["threads/live"], found["threads/queued"]) == (0, 0)
+    assert found["process_resident_memory_bytes"] > 1e6
+    assert found["process_open_fds"] > 3
+
+
+def test_a_runtime_reports_its_threads() -> None:
+    seen = []
+    with hash_runtime(Language(2, end_every=10**9, fork_every=4), max_slots=900) as runtime:
+        given = Decoding(max_tokens=40, fork=True, max_threads=2, stop="zz")
+        with runtime.stream([1, 2, 3], given) as stream:
+            for _ in stream:
+                status = runtime.status()
+                seen.append((status.live_threads, status.queued_threads))
+    assert max(live for live, _ in seen) == 2
+    assert max(queued for _, queued in seen) >= 1

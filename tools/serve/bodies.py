@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -131,9 +132,15 @@ class DetokenizeBody(Struct, kw_only=True):
     model: str | None = None
 
 
+@cache  # takes a millisecond
+def _types(kind: type[Struct]) -> dict[str, Any]:
+    """The types of the entries that objects of this kind have."""
+    return {one.encode_name: one.type for one in msgspec.structs.fields(kind)}
+
+
 def _unknown(content: dict[str, Any], kind: type[Struct], path: str = "") -> Iterator[str]:
     """The paths of entries that objects of this kind do not have, such as `spaceport.depth`."""
-    known = {one.encode_name: one.type for one in msgspec.structs.fields(kind)}
+    known = _types(kind)
     for name, value in content.items():
         if name not in known:
             yield f"{path}{name}"

@@ -37,51 +37,69 @@ class EventStream:
         self._close = close  # also called if no event was ever asked for
         self._ping = ping
         self._send_timeout = send_timeout
-        self._next: asyncio.Task[bytes] | None = None
+        self._sent = 0.0  # when the last part was sent, in the time of the event loop
+        self._sending: float | None = None  # since when a part waits for the client to read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_left(receive))
+        self._sent = asyncio.get_running_loop().time()
+        gone, sender = asyncio.create_task(_left(receive)), asyncio.create_task(self._send_all(scope, send))
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            async for chunk in self._chunks(gone, scope):
-                message = {"type": "http.response.body", "body": chunk, "more_body": True}
-                await asyncio.wait_for(send(message), self._send_timeout)
-            if not gone.done():
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (TimeoutError, OSError):  # the client does not read, or its connection broke
+            await self._watch({gone, sender}, send)
+            if sender.done():
+                sender.result()
+        except (asyncio.TimeoutError, OSError):  # the client does not read, or its connection broke
             return
         finally:
             gone.cancel()
-            if self._next is not None:
-                self._next.cancel()
-                with suppress(BaseException):
-                    await self._next
+            sender.cancel()
+            with suppress(BaseException):
+                await sender
             await self._events.aclose()
             self._close()
 
-    async def _chunks(self, gone: asyncio.Task[None], scope: Scope) -> AsyncGenerator[bytes, None]:
-        """The events, pings while there are none, and an error as the last event."""
-        while True:
-            if self._next is None:
-                self._next = asyncio.ensure_future(anext(self._events))
-            done, _ = await asyncio.wait({self._next, gone}, timeout=self._ping, return_when=asyncio.FIRST_COMPLETED)
-            if gone in done:
-                return
-            if not done:
-                yield _PING
-                continue
-            ready, self._next = self._next, None
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        """Send the events, and an error as the last one: in one task, since one for each event costs more than its text."""
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        more = True
+        while more:
             try:
-                yield ready.result()
+                chunk = await anext(self._events)
             except StopAsyncIteration:
-                return
+                break
             except Exception as error:  # noqa: BLE001  (reported to the client)
-                failure = failure_of(error)
-                if (record := record_in(scope)) is not None:
-                    record.error = failure.code or failure.kind
-                yield event(failure.body())
-                yield DONE
+                await self._send(self._failed(error, scope), send)
+                chunk, more = DONE, False
+            await self._send(chunk, send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, chunk: bytes, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        self._sending = clock()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._sending, self._sent = None, clock()
+
+    async def _watch(self, running: set[asyncio.Task[None]], send: Send) -> None:
+        """Return when the client has left or does not read, or all was sent; until then, send comments while no events come."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = self._sent + self._ping if self._sending is None else self._sending + self._send_timeout
+            timeout = max(0.0, due - clock())
+            done, _ = await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if done:
                 return
+            if self._sending is not None and clock() >= self._sending + self._send_timeout:
+                return
+            if self._sending is None and clock() >= self._sent + self._ping:
+                message = {"type": "http.response.body", "body": _PING, "more_body": True}
+                await asyncio.wait_for(send(message), self._send_timeout)
+                self._sent = clock()
+
+    def _failed(self, error: Exception, scope: Scope) -> bytes:
+        """The event of an error, which is recorded for the log."""
+        failure = failure_of(error)
+        if (record := record_in(scope)) is not None:
+            record.error = failure.code or failure.kind
+        return event(failure.body())
 
 
 async def _left(receive: Receive) -> None:

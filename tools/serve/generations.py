@@ -86,6 +86,18 @@ class Generations:
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:
         """The index of a choice with its next pieces, which one step generated; no pieces at its end."""
+        if len(self.streams) == 1:  # needs neither a queue nor a task, which cost as much as the text of a step
+            (only,) = self.streams
+            while found := await only.pieces():
+                yield 0, found
+            self.completions[0] = await only.completion()
+            yield 0, []
+            return
+        async for index, pieces in self._pieces_of_all():
+            yield index, pieces
+
+    async def _pieces_of_all(self) -> AsyncIterator[tuple[int, list[Piece]]]:
+        """The next pieces of several choices as they come."""
         queue: asyncio.Queue[tuple[int, list[Piece] | Exception]] = asyncio.Queue(maxsize=len(self.streams))
 
         async def read(index: int, stream: AsyncStream) -> None:

@@ -29,7 +29,7 @@ class ServedModel:
         files, bundle = self.runtime.bundle.manifest.files, self.runtime.bundle
         return format_of(bundle.read(TEMPLATE_FILE).decode("utf-8", "replace") if TEMPLATE_FILE in files else "")
 
-    @property
+    @cached_property  # each event of a stream has it
     def fingerprint(self) -> str:
         """First digits of the digest of the bundle's manifest, which has the digests of its files."""
         return f"fp_{sha256(self.runtime.bundle.manifest_content).hexdigest()[:16]}"

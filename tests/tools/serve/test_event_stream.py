@@ -116,3 +116,37 @@ def test_a_client_that_left_before_the_first_event_ends_the_request() -> None:
         assert (events.closed, events.ended) == (False, True)
 
     asyncio.run(check())
+
+
+def test_events_take_no_task_of_their_own() -> None:
+    def tasks_for(count: int) -> int:
+        created: list[Any] = []
+
+        def create(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+            created.append(work)
+            return asyncio.Task(work, loop=loop, **options)
+
+        async def check() -> None:
+            asyncio.get_running_loop().set_task_factory(create)
+            events, client = Events(*[b"1"] * count), Client()
+            await run(events, client)
+            assert len(client.sent) == count + 1
+
+        asyncio.run(check())
+        return len(created)
+
+    assert tasks_for(2) == tasks_for(200)
+
+
+def test_a_client_that_stops_reading_loses_its_stream() -> None:
+    class Slow(Client):
+        async def send(self, message: Any) -> None:
+            self._reads = len(self.sent) < 3
+            await super().send(message)
+
+    async def check() -> None:
+        events, client = Events(b"1", b"2", b"3", b"4", b"5"), Slow()
+        await run(events, client)
+        assert (client.sent, client.ended, events.closed, events.ended) == ([b"1", b"2", b"3"], False, True, True)
+
+    asyncio.run(check())

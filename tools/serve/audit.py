@@ -178,9 +178,9 @@ class Audit:
             self._fault(job, plain, differences)
             return
         self._on_result(outcome)
-        for one in differences:
-            shown = f"{one.plain} and {one.found} at position {one.position}, {one.shift:.1e} of {one.allowed:.1e}"
-            log.info("near-tie in %s: tokens %s", self._name, shown)
+        for one in differences:  # without the tokens, which are a part of the answer
+            shown = f"at position {one.position}, {one.shift:.1e} of {one.allowed:.1e}"
+            log.info("near-tie in %s %s", self._name, shown)
 
     def _fault(self, job: _Job, plain: Completion | None, differences: list[Difference]) -> None:
         self._on_result("fault")

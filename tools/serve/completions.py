@@ -56,6 +56,7 @@ async def text(request: Request) -> Any:
     if body.echo:
         if body.stream:
             raise Failure(400, "echo with stream is not supported: leave one of them out", param="echo")
+        record_of(request).answer = shape.id
         return await _echo(request, model, body, prompts, shape)
     return await _answer(request, model, body, prompts, shape)
 

@@ -98,7 +98,7 @@ async def version(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """Running and waiting requests, for load balancers."""
+    """Running and waiting requests and KV slots, for load balancers."""
     service = service_of(request)
     found = {}
     for each in service.models:
@@ -107,6 +107,11 @@ async def load(request: Request) -> Response:
             "running": one.active_requests,
             "waiting": one.queued_requests,
             "most_running": one.max_requests,
+            "most_waiting": one.queue_limit,
+            "kv_slots": one.kv_slots,
+            "kv_slots_used": one.kv_slots_used,
+            "cached_tokens": one.cached_tokens,
+            "tokens_per_second": round(one.tokens_per_second, 1),
             "drafts": audit is None or audit.drafts,
         }
     return json_response(

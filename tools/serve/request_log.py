@@ -67,5 +67,5 @@ class LogRequests:
         return path or (scope["path"] if scope["path"] in self._paths else "-")
 
     def _log(self, record: RequestRecord) -> None:
-        quiet = record.route.startswith(_QUIET) and record.status < 500
+        quiet = record.route.startswith(_QUIET)
         log.log(logging.DEBUG if quiet else logging.INFO, "request ended", extra={"fields": record.fields()})

@@ -366,7 +366,13 @@ def test_models_health_and_load_are_reported(client: TestClient) -> None:
     assert client.get("/v1/models/nothing").status_code == 404
     for path in ("/health", "/health/live", "/health/ready", "/v2/health/ready", "/v2/models/demo/ready"):
         assert client.get(path).status_code == 200, path
-    assert client.get("/load").json()["server_load"] == 0
+    load = client.get("/load").json()
+    assert load["server_load"] == 0
+    assert list(load["models"]) == ["demo", "other"]
+    demo = load["models"]["demo"]
+    assert (demo["running"], demo["waiting"], demo["most_running"], demo["most_waiting"]) == (0, 0, 4, 256)
+    assert 0 == demo["kv_slots_used"] < demo["kv_slots"]
+    assert 0 <= demo["cached_tokens"] <= demo["kv_slots"]
     assert client.get("/version").json()["version"]
 
 

@@ -51,7 +51,7 @@ def entries(text: io.StringIO, message: str = "request ended") -> list[dict[str,
 @pytest.fixture(scope="module")
 def client(demo_bundle: Path) -> Iterator[TestClient]:
     opener = partial(Runtime.open, demo_bundle, max_requests=4, prefix_cache=True, step_costs="free")
-    with TestClient(application({"demo": opener}, ServiceOptions(keys=(KEY,)))) as found:
+    with TestClient(application({"demo": opener}, ServiceOptions(keys=(KEY,), audit_rate=1.0))) as found:
         found.headers.update(AUTHORIZED)
         yield found
 
@@ -156,6 +156,8 @@ def test_nothing_that_a_client_sends_is_logged(client: TestClient, level: int) -
         {"messages": [{"role": "planted", "content": planted}]},
         {"messages": [{"planted": planted}]},
         {"messages": planted},
+        {"input": planted, "instructions": planted, "metadata": {"planted": planted}, "safety_identifier": planted},
+        {"input": [{"type": planted, "content": planted}]},
         {"prompt": planted, "max_tokens": planted},
         {"prompt": planted, "stream": True},
         {"prompt": [planted], "echo": True, "logprobs": 1},
@@ -164,8 +166,8 @@ def test_nothing_that_a_client_sends_is_logged(client: TestClient, level: int) -
         fields.append({"prompt": "a", "planted": planted, "spaceport": {"planted": 1}})
     with logged(TextLines(), level) as text, logged(JsonLines(), level) as lines:
         for each in fields:
-            path = "/v1/chat/completions" if "messages" in each else "/v1/completions"
-            response = client.post(path, json={"max_tokens": 2, **each})
+            kind = "responses" if "input" in each else "chat/completions" if "messages" in each else "completions"
+            response = client.post(f"/v1/{kind}", json={"max_tokens": 2, **each})
             assert response.status_code in (200, 400, 404)
         client.post("/v1/completions", content=b'{"planted": planted')
         client.post("/tokenize", json={"prompt": planted})

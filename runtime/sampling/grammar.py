@@ -33,6 +33,8 @@ _INTERSECTIONS = frozenset(
     )
 )
 _TEXT_RULES = frozenset(("pattern", "format", "minLength", "maxLength"))
+_QUOTED = re.compile(r'"(\\.|[^"\\])*"')
+_COSTLY = frozenset("/&~%")  # of rules: expressions, intersections, complements and directives
 MOST_SHOWN = 60  # characters of a grammar or a text in an error message
 
 
@@ -119,8 +121,10 @@ def is_simple(grammar: Grammar) -> bool:
     waiting: list[Any] = list(grammar.schemas.values())
     if grammar.json_schema is not None:
         waiting.append(json.loads(grammar.source.partition("%json ")[2]))
-    if grammar.lark is not None and not {"&", "~"}.isdisjoint(grammar.lark):  # intersections and complements
-        return False
+    if grammar.lark is not None:
+        rules = _QUOTED.sub("", grammar.lark)
+        if not _COSTLY.isdisjoint(rules) or rules.count("{") > 1:  # counts could be nested
+            return False
     while waiting:
         schema = waiting.pop()
         if isinstance(schema, dict):

@@ -133,6 +133,7 @@ class JsonObject:
         self._state = ":"
         if len(self._open) == 1:
             self._member = json.loads(self.text[self._start : end])
+            self.failed = self._member in self.members  # readers disagree on which of the two counts
 
     def _end_value(self, end: int) -> None:
         """Go on after a value, which may be the object itself."""

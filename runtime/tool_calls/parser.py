@@ -159,7 +159,7 @@ class ToolCallParser:
     def _call(self) -> bool:
         """A JSON object that may be a call."""
         self._at += self._object.push(self._held[self._at :])
-        if self._object.failed:
+        if self._object.failed or not self._may_be_call():
             return self._no_call()
         if self._constrained and not self._object.done:
             self._stream_arguments()
@@ -223,14 +223,27 @@ class ToolCallParser:
         self._advance = self._search if self._format.opening else self._plain
         return True
 
+    def _may_be_call(self) -> bool:
+        """Whether the members so far can be those of a call, so that other JSON need not be held back until its end."""
+        if self._name is not None:
+            return True
+        name = self._object.value("name")
+        known = name is None or self._named(name) is not None
+        return known and _MEMBERS.issuperset(self._object.members)
+
+    def _named(self, text: str) -> str | None:
+        """The function with the name that this JSON text is; None: there is none."""
+        name = json.loads(text) if text.startswith('"') else None
+        return name if name in self._names else None
+
     def _called(self) -> tuple[str | None, str | None]:
         """The name and the arguments of a complete object; None: it is no call."""
         found = self._object
         if self._name is not None:
             return (self._name if self._name in self._names else None), found.text
         text = found.value("name")
-        name = json.loads(text) if text is not None and text.startswith('"') else None
-        if name not in self._names or not _MEMBERS.issuperset(found.members):
+        name = None if text is None else self._named(text)
+        if name is None or not self._may_be_call():
             return None, None
         arguments = found.value(*_ARGUMENTS)
         if arguments is None:

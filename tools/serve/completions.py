@@ -40,7 +40,7 @@ async def chat(request: Request) -> Any:
     body = await request_body(request, ChatBody)
     model = requested_model(request, body.model)
     tools = tool_use_of(body, model, service.options)
-    prompt = await chat_prompt(body, tools, model.runtime)
+    prompt = await chat_prompt(body, tools, model)
     shape = ChatShape(model, record_of(request).rename(body.request_id), tools=tools)
     return await _answer(request, model, body, [prompt], shape)
 

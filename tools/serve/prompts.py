@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.runtime.tool_calls.description import renders_tools, with_description
 from spaceport.tools.serve.bodies import ChatBody
 from spaceport.tools.serve.failures import Failure
+from spaceport.tools.serve.served_models import ServedModel
 from spaceport.tools.serve.tool_use import ToolUse
 
 _MOST_PROMPTS = 64  # of one text request
 
 
-async def chat_prompt(body: ChatBody, tools: ToolUse, runtime: Runtime) -> Prompt:
+async def chat_prompt(body: ChatBody, tools: ToolUse, model: ServedModel) -> Prompt:
     """The prompt of a chat request; one whose answer has to consist of calls may end with the token that opens them."""
     if not body.messages:
         raise Failure(400, "messages is empty: expected at least one message", param="messages")
@@ -24,8 +26,11 @@ async def chat_prompt(body: ChatBody, tools: ToolUse, runtime: Runtime) -> Promp
         for part in parts if isinstance(parts, list) else ():
             if not isinstance(part, dict) or part.get("type") != "text":
                 raise Failure(400, "a message has a part that is not text: the models read text only", param="messages")
+    messages: Sequence[Mapping[str, Any]] = body.messages
+    if tools.tools and not renders_tools(model.chat_template):
+        messages = with_description(messages, tools.tools, tools.tool_format)
     prompt = ChatPrompt(
-        body.messages,
+        messages,
         tools=list(tools.tools),
         template_kwargs=body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt,
@@ -33,7 +38,7 @@ async def chat_prompt(body: ChatBody, tools: ToolUse, runtime: Runtime) -> Promp
     )
     if not tools.enforced or tools.opening is None:
         return prompt
-    return [*await asyncio.to_thread(runtime.tokens_of, prompt), tools.opening]
+    return [*await asyncio.to_thread(model.runtime.tokens_of, prompt), tools.opening]
 
 
 def text_prompts(given: str | list[Any]) -> list[Prompt]:

@@ -24,10 +24,15 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty: the model has none."""
+        files, bundle = self.runtime.bundle.manifest.files, self.runtime.bundle
+        return bundle.read(TEMPLATE_FILE).decode("utf-8", "replace") if TEMPLATE_FILE in files else ""
+
+    @cached_property
     def tool_format(self) -> ToolFormat:
         """How the model writes calls of functions, as its chat template does."""
-        files, bundle = self.runtime.bundle.manifest.files, self.runtime.bundle
-        return format_of(bundle.read(TEMPLATE_FILE).decode("utf-8", "replace") if TEMPLATE_FILE in files else "")
+        return format_of(self.chat_template)
 
     @cached_property  # each event of a stream has it
     def fingerprint(self) -> str:

@@ -269,6 +269,21 @@ def test_a_fork_is_not_shown_where_the_tokenizer_thinks_it_is_a_word() -> None:
     assert spelled(reading.finished()[0].tokens) == "a|b"
 
 
+def test_pieces_and_text_may_end_with_their_stop_string() -> None:
+    thread = new_thread(prompt(BYTES), 1)
+    reading = Transcript(BYTES, ("bc",), include_stop=True)
+    found = []
+    for token in one_byte_each("abc"):
+        thread.tokens.append(token)
+        found.append(reading.on_token(thread, token, False))
+    thread.ending = "stop"
+    reading.on_end(thread)
+    pieces = reading.take()
+    assert found == [False, False, True]
+    assert [piece.text for piece in pieces] == [piece.reading for piece in pieces] == ["a", "", "bc"]
+    assert reading.text == reading.finished()[0].text == "abc"
+
+
 def test_there_is_no_finished_text_before_all_threads_have_ended() -> None:
     writing = Writing(BYTES, line("a", line("b")))
     writing.write(())

@@ -55,6 +55,7 @@ def test_every_text_is_made_of_valid_calls(vocabulary: Vocabulary, name: FormatN
         grammar = calls_grammar(FORMATS[name], FUNCTIONS, parallel=parallel, opened=opened)
         text = random_text(vocabulary, grammar, random)
         opened = opened and bool(FORMATS[name].opening)
+        assert text.startswith(FORMATS[name].opening) != opened
         for constrained in (False, True):
             names = [one.name for one in FUNCTIONS]
             parser = ToolCallParser(FORMATS[name], names, constrained=constrained, opened=opened)
@@ -91,7 +92,9 @@ def test_a_grammar_is_limited_and_isolated_like_the_schemas_in_it() -> None:
     hard = Function("hard", {"allOf": [{"properties": {"a": {}}}]})
     assert is_simple(calls_grammar(FORMATS["json"], FUNCTIONS, parallel=True, opened=False))
     assert not is_simple(calls_grammar(FORMATS["json"], (hard,), parallel=True, opened=False))
-    assert not is_simple(Grammar(lark='start: "a" & "b"'))
+    assert is_simple(Grammar(lark='start: "a/&~{{" | "b"{0,9}'))
+    for lark in ('A & "b"', "~A", "/a/", "%json {}", "((A{0,9}){0,9})"):
+        assert not is_simple(Grammar(lark=f"start: {lark}"))
     deep = calls_grammar(
         FORMATS["json"], (Function("f", {"properties": {"a": {"items": {}}}}),), parallel=True, opened=False
     )

@@ -32,6 +32,7 @@ CALLS: list[tuple[FormatName, str, str, Calls]] = [  # format, text, content, ca
      "", [("now", '{"s":"a\\"}</tool_call>\\u00e9"}')]),
     ("hermes", f"<tool_call>[{PLAIN}, {PLAIN}]</tool_call>", "", [("weather", OSLO)] * 2),
     ("hermes", '<tool_call>{"name":"now","arguments":{"n":-1.5e3}}</tool_call>', "", [("now", '{"n":-1.5e3}')]),
+    ("hermes", f"<tool_call>[{PLAIN} x <tool_call>[{PLAIN}]</tool_call>", " x", [("weather", OSLO)] * 2),
     ("hermes", "a < b <tool", "a < b <tool", []),
     ("hermes", f"<tool_call>oops {HERMES}", "<tool_call>oops", [("weather", OSLO)]),
     ("llama3", LLAMA, "", [("weather", OSLO)]),
@@ -68,6 +69,11 @@ NO_CALLS: list[tuple[FormatName, str]] = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "line\nbreak"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 80 + "1" + "}" * 81),
     ("hermes", "<tool_call>{}</tool_call>"),
+    ("hermes", "Hi \n<tool_call>oops <tool_call>"),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\q"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\u12G4"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "name": "now"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}, "arguments": {}}</tool_call>'),
     ("hermes", "<tool_call>" * 5),
     ("llama3", "<|python_tag|>print(1)"),
     ("mistral", "[TOOL_CALLS]unknown[ARGS]{}"),
@@ -133,6 +139,8 @@ def test_text_is_returned_as_soon_as_it_cannot_be_a_call() -> None:
     assert parser.push("Hello <b") == ["Hello <b"]
     assert parser.push(" <tool_") == []
     assert parser.push("box>") == [" <tool_box>"]
+    for text in ('{"a": 1', '[{"name": "new"'):  # JSON that is no call is not held back until its end
+        assert ToolCallParser(FORMATS["json"], NAMES).push(text) == [text]
     plain = ToolCallParser(FORMATS["json"], NAMES)
     assert [plain.push(piece) for piece in ("He", "llo {")] == [["He"], ["llo {"]]
 

@@ -144,6 +144,14 @@ def test_calls_in_any_text_are_found(client: TestClient, model: str) -> None:
         assert plain["finish_reason"] == "stop"
 
 
+def test_a_special_token_that_opens_calls_is_seen(client: TestClient) -> None:
+    service: Any = client.app
+    token = service.state.service.models.find("mistral").runtime.tokenizer.token_to_id("[TOOL_CALLS]")
+    given = {"logit_bias": {str(token): 100}, "max_tokens": 2}
+    assert ask(client, "mistral", **given)["message"]["content"] == "[TOOL_CALLS]" * 2
+    assert ask(client, "mistral", **given, tools=...)["message"]["content"] == ""
+
+
 def test_text_before_a_call_is_content(client: TestClient) -> None:
     text = "I look.\n" + text_of("hermes", '{"name": "now"}') * 2
     choice = ask(client, "hermes", structured_outputs={"choice": [text]})
@@ -252,3 +260,12 @@ def test_invalid_choices_and_calls_are_named(client: TestClient, fields: dict[st
     response = client.post("/v1/chat/completions", json=request_of("hermes", **fields))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"].startswith(message)
+
+
+def test_a_model_whose_template_renders_no_tools_gets_them_as_a_system_message(demo_bundle: Path) -> None:
+    with TestClient(application({"demo": partial(Runtime.open, demo_bundle)}, ServiceOptions())) as plain:
+        without = plain.post("/v1/chat/completions", json=request_of("demo", tools=..., max_tokens=1)).json()["usage"]
+        with_tools = plain.post("/v1/chat/completions", json=request_of("demo", max_tokens=1)).json()["usage"]
+        assert with_tools["prompt_tokens"] > without["prompt_tokens"] + 50
+        choice = ask(plain, "demo", tool_choice=NAMED)
+        assert json.loads(calls_of(choice["message"])[0][1]) in ({"city": "Oslo"}, {"city": "Rome"})

@@ -26,7 +26,7 @@ async def responses(request: Request) -> Any:
     model = requested_model(request, body.model)
     chat = chat_body(body)
     tools = tool_use_of(chat, model, options)
-    prompt = await chat_prompt(chat, tools, model.runtime)
+    prompt = await chat_prompt(chat, tools, model)
     response = Response(model, record_of(request).rename(body.request_id), body, tools, reported_to(chat))
     running = await started(request, model, chat, [prompt], response.id, tools)
     if body.stream:

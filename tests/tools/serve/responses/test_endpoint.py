@@ -96,6 +96,12 @@ def test_an_answer_that_is_cut_off_is_incomplete(client: TestClient) -> None:
     )
 
 
+def test_a_response_without_text_has_an_empty_message(client: TestClient) -> None:
+    given = {"structured_outputs": {"choice": ["Hi."]}, "stop": "H"}
+    for output in (ask(client, **given)["output"], events(client, **given)[-1]["response"]["output"]):
+        assert [(one["type"], one["content"][0]["text"]) for one in output] == [("message", "")]
+
+
 def test_the_events_of_a_text_make_its_response(client: TestClient) -> None:
     whole = ask(client, structured_outputs={"choice": ["Hello world."]})
     found = events(client, structured_outputs={"choice": ["Hello world."]})

@@ -28,10 +28,13 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class Chat:
     """A conversation with a model on the terminal."""
 
-    def __init__(self, model: ChatModel, conversation: Conversation, *, colours: bool) -> None:
+    def __init__(
+        self, model: ChatModel, conversation: Conversation, *, terminal: bool = True, colours: bool = True
+    ) -> None:
         self._model = model
         self._conversation = conversation
-        self._colours = colours
+        self._terminal = terminal  # whether answers are shown on one
+        self._colours = terminal and colours
         self._answers: list[str] = []  # the statistics of each
         self._files: set[Path] = set()  # that may be overwritten
         self._commands: dict[str, Callable[[str], None]] = {
@@ -105,11 +108,12 @@ class Chat:
     def _show(self, spans: Iterable[Span], parts: list[str]) -> None:
         for span in spans:
             parts.append(span.text)
+            text = span.text
+            if self._terminal:  # control characters could change it
+                text = _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
             if self._colours:
-                visible = _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], span.text)  # could change the terminal
-                click.echo(marked([span._replace(text=visible)], True)[0], nl=False, color=True)
-            else:
-                click.echo(span.text, nl=False)
+                text = marked([span._replace(text=text)], True)[0]
+            click.echo(text, nl=False, color=True)
             sys.stdout.flush()
         click.echo()
 

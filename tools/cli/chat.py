@@ -99,8 +99,8 @@ def command(context: click.Context, /, target: str, **given: Any) -> None:
     )
     conversation = Conversation(given["system"])
     with closing(model_of(target, is_url, given)) as model:
-        colours = sys.stdout.isatty() and not given["no_colour"] and not os.environ.get("NO_COLOR")
-        chat = Chat(model, conversation, colours=colours)
+        colours = not given["no_colour"] and not os.environ.get("NO_COLOR")
+        chat = Chat(model, conversation, terminal=sys.stdout.isatty(), colours=colours)
         if given["load"] is not None:
             chat.load(given["load"])
             if given["system"] is not None:

@@ -8,18 +8,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import click
 import pytest
 import uvicorn
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.tools.chat.chat_loop import Chat
+from spaceport.tools.chat.conversation import Conversation
+from spaceport.tools.chat.service_model import ServiceFault
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
+from spaceport.tools.terminal.lanes import Span
 from support.paths import DEMO
 from support.terminal import Typist, at_a_terminal
 
@@ -198,3 +203,64 @@ def test_errors_of_a_service_are_sentences(service: str, tmp_path: Path) -> None
         assert message in done.stderr
         assert "Traceback" not in done.stderr
     assert "standard input is empty" in piped(service, "--model", "demo", text="").stderr
+
+
+class Scripted:
+    """A model with one answer."""
+
+    name = "scripted"
+    statistics = None
+
+    def __init__(self, spans: list[Span | BaseException]) -> None:
+        self._spans = spans
+        self.closed = False
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[Span]:
+        try:
+            for span in self._spans:
+                if isinstance(span, BaseException):
+                    raise span
+                yield span
+        finally:
+            self.closed = True
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_answer_cannot_change_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    spans: list[Span | BaseException] = [Span("a\x1b[2J\x07\n\tb", False), Span("\x9b", True, "lookup")]
+    Chat(Scripted(spans), Conversation()).respond("q")
+    shown = capsys.readouterr().out
+    assert shown.startswith("a\\x1b[2J\\x07\n\tb")
+    assert click.style("\\x9b", fg="cyan", underline=True) in shown
+    Chat(Scripted(spans), Conversation(), colours=False).respond("q")
+    assert capsys.readouterr().out == "a\\x1b[2J\\x07\n\tb\\x9b\n"
+    Chat(Scripted(spans), Conversation(), terminal=False).respond("q")
+    assert capsys.readouterr().out == "a\x1b[2J\x07\n\tb\x9b\n"
+
+
+def test_what_came_before_ctrl_c_stays_and_what_came_before_an_error_does_not() -> None:
+    for error, expected in ((KeyboardInterrupt(), ["q", "a"]), (ServiceFault("gone"), [])):
+        model, conversation = Scripted([Span("a", False), error, Span("b", False)]), Conversation()
+        with pytest.raises(type(error)):
+            Chat(model, conversation, colours=False).respond("q")
+        assert [message["content"] for message in conversation.messages] == expected
+        assert model.closed
+    conversation = Conversation()
+    with pytest.raises(KeyboardInterrupt):
+        Chat(Scripted([KeyboardInterrupt()]), conversation, colours=False).respond("q")
+    assert conversation.messages == []
+
+
+def test_output_that_fails_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Scripted([Span("a", False), Span("b", False)])
+
+    def fail() -> None:
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "flush", fail)
+        with pytest.raises(BrokenPipeError) as caught:
+            Chat(model, Conversation()).respond("q")
+    assert model.closed, caught  # whose frames hold the answer

@@ -114,6 +114,7 @@ def test_the_sources_of_draft_tokens_are_read_if_they_make_up_the_text() -> None
         (404, b'{"error": {"message": "no m"}}', "has no such model or path: no m"),
         (503, b'{"error": {"message": "the queue is full"}}', "busy or not ready: the queue is full; try again"),
         (429, b"", "busy or not ready"),
+        (302, b"", "redirects to http://elsewhere"),
         (307, b"", "redirects to http://elsewhere"),
         (500, b"<html>", "answered with status 500"),
         (200, events(delta("a"), {"error": {"message": "it stops"}}), "ended the answer: it stops"),

@@ -9,6 +9,7 @@ import numpy as np
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.text.prompt_size import characters_of
 
 
@@ -75,8 +76,13 @@ class Limits:
         self._most("max_threads", decoding.max_threads or 0, "threads")
         self._most("max_depth", decoding.max_depth, "fork_depth")
         if decoding.grammar is not None:
-            self._check("the grammar", len(decoding.grammar.source), "grammar_chars", "characters")
-            self._check("the grammar", decoding.grammar.depth, "grammar_depth", "nested levels")
+            self.check_grammar(decoding.grammar)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raise for a grammar that is too long or nested too deeply."""
+        what = grammar.name or "the grammar"
+        self._check(what, len(grammar.source), "grammar_chars", "characters")
+        self._check(what, grammar.depth, "grammar_depth", "nested levels")
 
     def check_logprobs(self, name: str, top: object) -> None:
         """Raise for more log probabilities of each token than allowed; other values are checked later."""

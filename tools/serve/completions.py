@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.scheduling.generation import Completion
@@ -147,7 +148,12 @@ async def started(
     record.answer, record.stream = answer, bool(body.stream)
     record.prompts, record.decoding = len(prompts), decodings[0]
     running = Generations(model.runtime, wanted, partial(_ended, service, record, model.name))
-    await running.submit()
+    try:
+        await running.submit()
+    except OptionFault as error:
+        if tools.grammar is not None and str(error).startswith(tools.grammar.label):
+            raise Failure(400, str(error), param="tools") from error
+        raise
     return running
 
 

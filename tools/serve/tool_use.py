@@ -83,6 +83,10 @@ def tool_use_of(body: ChatBody, model: ServedModel, options: ServiceOptions) -> 
         return ToolUse(tool_format, functions, tools, None, parallel, opening)
     several = parallel and not isinstance(body.tool_choice, dict)
     grammar = calls_grammar(tool_format, called, parallel=several, opened=opening is not None)
+    try:
+        model.runtime.limits.check_grammar(grammar)
+    except OptionFault as error:
+        raise Failure(400, str(error), param="tools") from error
     return ToolUse(tool_format, called, tools, grammar, parallel, opening)
 
 

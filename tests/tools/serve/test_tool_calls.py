@@ -251,6 +251,8 @@ def test_invalid_tools_are_named(client: TestClient, tools: list[Any], message: 
          "the grammar of tools cannot be used: "),
         ({"tools": [tool(parameters={"properties": {"a": {"pattern": "(?=a)"}}})], "tool_choice": "required"},
          "the grammar of tools cannot be used: "),
+        ({"tools": [tool(name=f"f{index}", description="x" * 20, parameters={"title": "x" * 1000}) for index in range(70)],
+          "tool_choice": "required"}, "the grammar of tools has 8"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
          "message 0: tool_calls[0].function.arguments is not JSON"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "message 0: tool_calls[0] is 'f'"),
@@ -260,6 +262,8 @@ def test_invalid_choices_and_calls_are_named(client: TestClient, fields: dict[st
     response = client.post("/v1/chat/completions", json=request_of("hermes", **fields))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"].startswith(message)
+    if message.startswith("the grammar of tools"):
+        assert response.json()["error"]["param"] == "tools"
 
 
 def test_a_model_whose_template_renders_no_tools_gets_them_as_a_system_message(demo_bundle: Path) -> None:

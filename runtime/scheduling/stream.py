@@ -15,6 +15,7 @@ from spaceport.runtime.scheduling.generation import Completion, Deliver, Deliver
 from spaceport.runtime.scheduling.submission import Submission
 from spaceport.runtime.scheduling.worker import check_process
 from spaceport.runtime.text.piece import Piece
+from spaceport.runtime.trace.trace import Trace
 
 
 class _Reader:
@@ -31,6 +32,12 @@ class _Reader:
         """Counts and times of the request so far."""
         task = self._submission.task
         return Statistics() if task is None else task.request.statistics
+
+    @property
+    def trace(self) -> Trace | None:
+        """What the steps so far did; None without `Decoding.trace`, and before the request is admitted."""
+        task = self._submission.task
+        return None if task is None else task.trace
 
     def close(self) -> None:
         """Cancel the request, if it has not ended; its KV slots are free after the current step."""

@@ -71,6 +71,10 @@ class StepRecord:
     engine_seconds: float
     outside_seconds: float
 
+    def as_dict(self) -> dict[str, Any]:
+        """The step as JSON data."""
+        return asdict(self)
+
 
 @dataclass(frozen=True)
 class ThreadRecord:
@@ -80,6 +84,10 @@ class ThreadRecord:
     fork: int | None  # position of the [Fork] that started it; None for the root thread
     start: int  # position of its first own token
     ending: Ending | None  # None: it had not ended
+
+    def as_dict(self) -> dict[str, Any]:
+        """The thread as JSON data."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from spaceport.runtime.text.tokenizer import TextStream, context_of
 from spaceport.runtime.trace.record import Record, RowKind, StepRecord, ThreadRecord, ThreadRows
 
 
-class _Seen(NamedTuple):
+class SeenStep(NamedTuple):
     """What is stored of a step: only what is gone or has changed when the request is finished."""
 
     plan: Plan
@@ -35,7 +35,7 @@ class Trace:
 
     needs_logits: ClassVar = False
 
-    _seen: list[_Seen] = field(default_factory=list)
+    _seen: list[SeenStep] = field(default_factory=list)
     _request: Request | None = None
 
     def on_step(self, verified: VerifiedStep) -> None:
@@ -49,7 +49,7 @@ class Trace:
                 )
             self._request = verified.request
         self._seen.append(
-            _Seen(
+            SeenStep(
                 verified.plan,
                 verified.verdicts,
                 verified.queued,
@@ -58,6 +58,25 @@ class Trace:
                 verified.outside_seconds,
             )
         )
+
+    @property
+    def request(self) -> Request | None:
+        """The request whose steps it stores; None before the first one."""
+        return self._request
+
+    def settled(self, begin: int) -> list[tuple[SeenStep, float]]:
+        """The steps from an index on whose tokens are known, each with the seconds outside the engine after it.
+
+        While the request runs, its last step is not known yet. May be called from another OS thread than that of the steps.
+        """
+        if self._request is None:
+            return []
+        live, seen = bool(self._request.live), self._seen[begin:]
+        spent = [step.outside_seconds for step in seen]
+        if begin == 0 and spent:
+            spent[0] = 0.0
+        ends = spent[1:] if live else [*spent[1:], self._request.statistics.outside_seconds]
+        return [(step, after - before) for step, before, after in zip(seen, spent, ends, strict=False)]
 
     def record(self, tokenizer: Tokenizer | None = None) -> Record:
         """The record of all steps so far; with a tokenizer, token ids have their text too."""
@@ -73,7 +92,7 @@ class Trace:
 class _RecordBuilder:
     """Builds a record; the tokens of a thread only ever grow, so they show what each step generated."""
 
-    def __init__(self, request: Request, seen: Sequence[_Seen], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, seen: Sequence[SeenStep], tokenizer: Tokenizer | None) -> None:
         self._request, self._seen, self._tokenizer = request, seen, tokenizer
         self._index = {thread.path: index for index, thread in enumerate(request.threads)}
         self._pieces = [
@@ -101,7 +120,10 @@ class _RecordBuilder:
 
     def _steps(self) -> Iterator[StepRecord]:
         rows = [
-            tuple(self._rows(part, verdict) for part, verdict in zip(seen.plan.parts, seen.verdicts, strict=True))
+            tuple(
+                rows_of(part, verdict, self._index[part.thread.path], self._pieces)
+                for part, verdict in zip(seen.plan.parts, seen.verdicts, strict=True)
+            )
             for seen in self._seen
         ]
         queued = [tuple(self._index[thread.path] for thread in seen.queue) for seen in self._seen]
@@ -120,30 +142,6 @@ class _RecordBuilder:
             yield StepRecord(
                 rows[number], queued[number], started[number], ended, seen.held, engine[number], outside[number]
             )
-
-    def _rows(self, part: Part, verdict: Verdict) -> ThreadRows:
-        layout, thread = part.layout, part.thread
-        kinds: list[RowKind] = ["known" if depth < 0 else "mask" for depth in layout.mask_depths.tolist()]
-        sources = dict(zip(layout.nodes[1:], part.draft.sources, strict=True))
-        for row in sources:
-            kinds[row] = "candidate"
-        index = self._index[thread.path]
-        position = int(part.positions[layout.known - 1]) + 1
-        generated = max(0, min(len(verdict.tokens), len(thread.tokens) - position))
-        own = position - thread.start
-        return ThreadRows(
-            thread=index,
-            anchor=part.anchor,
-            tokens=tuple(part.tokens.tolist()),
-            parents=tuple(None if parent == NO_PARENT else parent for parent in layout.parents.tolist()),
-            positions=tuple(part.positions.tolist()),
-            kinds=tuple(kinds),
-            sources=tuple(sources.get(row) for row in range(layout.rows)),
-            retained=tuple(row in verdict.retained for row in range(layout.rows)),
-            chosen=verdict.tokens,
-            generated=generated,
-            pieces=tuple(self._pieces[index][own : own + generated]),
-        )
 
     def _started(self, number: int, rows: Sequence[ThreadRows]) -> tuple[int, ...]:
         """The threads whose [Fork] these rows generated."""
@@ -169,15 +167,40 @@ class _RecordBuilder:
         return {token: str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in sorted(used)}
 
 
+def rows_of(part: Part, verdict: Verdict, index: int, pieces: Sequence[Sequence[str]]) -> ThreadRows:
+    """The rows of a thread in a step; `index` is that of the thread, `pieces` the texts that the tokens of each one add."""
+    layout, thread = part.layout, part.thread
+    kinds: list[RowKind] = ["known" if depth < 0 else "mask" for depth in layout.mask_depths.tolist()]
+    sources = dict(zip(layout.nodes[1:], part.draft.sources, strict=True))
+    for row in sources:
+        kinds[row] = "candidate"
+    position = int(part.positions[layout.known - 1]) + 1
+    generated = max(0, min(len(verdict.tokens), len(thread.tokens) - position))
+    own = position - thread.start
+    return ThreadRows(
+        thread=index,
+        anchor=part.anchor,
+        tokens=tuple(part.tokens.tolist()),
+        parents=tuple(None if parent == NO_PARENT else parent for parent in layout.parents.tolist()),
+        positions=tuple(part.positions.tolist()),
+        kinds=tuple(kinds),
+        sources=tuple(sources.get(row) for row in range(layout.rows)),
+        retained=tuple(row in verdict.retained for row in range(layout.rows)),
+        chosen=verdict.tokens,
+        generated=generated,
+        pieces=tuple(pieces[index][own : own + generated]),
+    )
+
+
 def _pieces(tokenizer: Tokenizer, thread: Thread, fork: int | None) -> list[str]:
     """The text that each token of a thread adds; the token that completes a character adds it."""
     found: list[str] = []
-    stream = TextStream(tokenizer, context=_context(tokenizer, thread, thread.fork))
+    stream = TextStream(tokenizer, context=thread_context(tokenizer, thread, thread.fork))
     for position, token in enumerate(thread.generated, thread.start):
         if token == fork:  # text after a [Fork] is read after another thread's text
             _finish(stream, found)
             found.append("")
-            stream = TextStream(tokenizer, context=_context(tokenizer, thread, position))
+            stream = TextStream(tokenizer, context=thread_context(tokenizer, thread, position))
         else:
             stream.push(token)
             found.append(stream.fresh)
@@ -191,5 +214,6 @@ def _finish(stream: TextStream, found: list[str]) -> None:
         found[-1] += stream.fresh
 
 
-def _context(tokenizer: Tokenizer, thread: Thread, fork: int | None) -> tuple[int, ...]:
+def thread_context(tokenizer: Tokenizer, thread: Thread, fork: int | None) -> tuple[int, ...]:
+    """The tokens before a text of a thread: up to a [Fork], or none."""
     return () if fork is None else context_of(tokenizer, thread.tokens[: fork + 1])

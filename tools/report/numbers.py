@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.statistics import MOST_STEPS, Statistics
 from spaceport.runtime.trace.record import Record, StepRecord, ThreadRows
 
 
 def statistics_of(record: Record) -> Statistics:
-    """The statistics of the request at its end."""
+    """The statistics of the request at its end, without padding rows, which belong to calls of several requests."""
     found = Statistics(prompt_tokens=len(record.prompt), threads=len(record.threads))
     found.waiting_seconds = record.waiting_seconds
     for step in record.steps:
         _count(found, step)
+        before = sum(found.accepted_by_depth)
         for rows in step.rows:
             _count_drafts(found, rows)
-    return found
-
-
-def slots_in_one_thread(record: Record) -> list[int]:
-    """KV slots after each step if one thread had generated the same tokens without drafts."""
-    found, before = [], 0
-    for step in record.steps:
-        root = [rows.positions[rows.known - 1] + 1 for rows in step.rows if rows.thread == 0 and not before]
-        fed = root[0] if root and root[0] < len(record.prompt) else len(record.prompt)
-        found.append(fed + before)
-        before += sum(token != record.tokens.fork for rows in step.rows for token in rows.text)
+        if any(rows.chosen for rows in step.rows) and len(found.drafted_by_step) < MOST_STEPS:
+            found.drafted_by_step.append(sum(len(rows.candidates) for rows in step.rows))
+            found.accepted_by_step.append(sum(found.accepted_by_depth) - before)
     return found
 
 
@@ -42,6 +35,8 @@ def _count(found: Statistics, step: StepRecord) -> None:
 
 def _count_drafts(found: Statistics, rows: ThreadRows) -> None:
     found.tokens += rows.generated
+    found.candidate_rows += len(rows.candidates)
+    found.mask_rows += rows.kinds.count("mask")
     accepted = [row for row in rows.candidates if rows.retained[row]][: rows.accepted]
     for row in rows.candidates:
         depth, source = rows.positions[row] - rows.position, rows.sources[row]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
@@ -13,6 +14,7 @@ from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.runtime.trace.growing import GrowingTrace
 from spaceport.tools.serve.answers import metrics_of, timings_of, usage_of
 from spaceport.tools.serve.event_stream import DONE, event
 from spaceport.tools.serve.progress import Reported
@@ -47,6 +49,7 @@ class Generations:
         self.streams: list[AsyncStream] = []
         self.completions: dict[int, Completion] = {}
         self._open: list[tuple[int, AsyncStream]] = []
+        self._growing: dict[int, GrowingTrace] = {}
 
     async def submit(self) -> None:
         """Submit all completions; raises the error of an invalid request or a full queue, and then none runs."""
@@ -72,6 +75,15 @@ class Generations:
     def statistics(self) -> list[Statistics]:
         """Counts and times of each completion so far."""
         return [stream.statistics for stream in self.streams]
+
+    def new_steps(self, index: int) -> dict[str, Any] | None:
+        """The steps of a choice since the last call, as data of its trace; None without new ones or without a trace."""
+        trace = self.streams[index].trace
+        if trace is None:
+            return None
+        if index not in self._growing:
+            self._growing[index] = GrowingTrace(trace, self._runtime.tokenizer)
+        return self._growing[index].fresh()
 
     async def whole(self) -> list[Completion]:
         """All completions, once they have ended."""
@@ -134,7 +146,11 @@ async def events_of(
                 opened.add(index)
                 if choices := shape.opening(index):
                     yield event(shape.event(choices))
-            choices = shape.delta(index, reported.progress(pieces)) if pieces else shape.rest(index)
+            if pieces:
+                steps = running.new_steps(index) if reported.steps else None
+                choices = shape.delta(index, reported.progress(pieces, steps))
+            else:
+                choices = shape.rest(index)
             if choices:
                 more = {"usage": usage(running, prompts)} if reported.usage_so_far else {}
                 yield event(shape.event(choices, **more))

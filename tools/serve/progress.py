@@ -34,14 +34,18 @@ class Reported:
     logprobs: bool = False
     token_ids: bool = False
     pieces: bool = False  # the text of each thread, as soon as it is generated
+    steps: bool = False  # what each step did
 
-    def progress(self, pieces: Sequence[Piece]) -> Progress:
-        """What these pieces of one step added."""
+    def progress(self, pieces: Sequence[Piece], steps: dict[str, Any] | None = None) -> Progress:
+        """What these pieces of one step added; `steps` has the steps that are new in a trace."""
         extras: dict[str, Any] = {}
         if self.token_ids and (tokens := [piece.token for piece in pieces if piece.token is not None]):
             extras["token_ids"] = tokens
+        own = dict(steps or {})
         if self.pieces and (shown := [_shown(piece) for piece in pieces if piece.text]):
-            extras["spaceport"] = {"pieces": shown}
+            own["pieces"] = shown
+        if own:
+            extras["spaceport"] = own
         found = [piece.logprob for piece in pieces if piece.logprob is not None] if self.logprobs else None
         return Progress("".join(piece.reading for piece in pieces), found, extras)
 
@@ -55,6 +59,7 @@ def reported_to(body: ChatBody | TextBody) -> Reported:
         logprobs=body.logprobs is not None and body.logprobs is not False,
         token_ids=bool(body.return_token_ids),
         pieces=body.spaceport.threads,
+        steps=body.spaceport.trace,
     )
 
 

@@ -13,6 +13,8 @@ from starlette.testclient import TestClient
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.trace.reader import trace_of
+from spaceport.tools.serve import traces
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
 from support.paths import DEMO
@@ -260,15 +262,34 @@ def test_a_trace_has_the_rows_and_tokens_of_each_step(client: TestClient) -> Non
     last = [part["choices"][0] for part in events(client, **given)][-1]
     assert "trace" not in ask(client, prompt=PROMPT)["choices"][0]["spaceport"]
     for trace in (choice["spaceport"]["trace"], last["spaceport"]["trace"]):
-        assert (trace["threads"], trace["steps_left_out"]) == ([{"path": [], "fork": None, "ending": "length"}], 0)
-        rows = [one for step in trace["steps"] for one in step["threads"]]
-        tokens = [token for one in rows for token in one["tokens"]]
-        assert "".join(text for text, _ in tokens) == choice["text"]
-        accepted = [source for _, source in tokens if source != "model"]
-        assert len(accepted) == whole["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
-        assert set(accepted) <= {"mask", "lookup", "both"}
-        assert all(len(one["tokens"]) <= one["candidates"] + 1 for one in rows)
-        assert sum(one["masks"] for one in rows) > 0
+        record = trace_of(trace)
+        assert [(thread.path, thread.ending) for thread in record.threads] == [((), "length")]
+        rows = [one for step in record.steps for one in step.rows]
+        assert "".join(piece for one in rows for piece in one.pieces) == choice["text"]
+        accepted = whole["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+        assert sum(one.accepted for one in rows) == accepted > 0
+        assert sum(one.kinds.count("mask") for one in rows) > 0
+
+
+def test_the_events_of_a_stream_have_the_steps_of_its_trace(client: TestClient) -> None:
+    parts = [part["choices"][0] for part in events(client, prompt=PROMPT, spaceport={"trace": True})]
+    grown = [part["spaceport"] for part in parts[:-1] if "steps" in part.get("spaceport", {})]
+    whole = parts[-1]["spaceport"]["trace"]
+    steps = [step for one in grown for step in one["steps"]]
+    assert 0 < len(steps) <= len(whole["steps"])
+    for step, expected in zip(steps, whole["steps"], strict=False):
+        assert step | {"ended": []} == expected | {"ended": []}
+    assert [thread["path"] for one in grown for thread in one["threads"]] == [[]]
+    assert {name: text for one in grown for name, text in one["texts"].items()}.items() <= whole["texts"].items()
+
+
+def test_a_long_trace_is_reported_without_its_last_steps(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MOST_STEPS", 3)
+    trace = ask(client, prompt=PROMPT, spaceport={"trace": True, "mask_slots": 0, "lookup": 0})["choices"][0][
+        "spaceport"
+    ]["trace"]
+    assert len(trace["steps"]) == 3
+    assert trace["steps_left_out"] > 3
 
 
 # Errors

@@ -52,7 +52,7 @@ def test_the_commands_and_the_program_run_one_after_the_other(
     for arguments in commands_of(use + measure):
         assert run(arguments) == 0, capsys.readouterr().err
     assert "<svg" in (checkout / "steps.svg").read_text("utf-8")
-    assert "<svg" in (checkout / "report.html").read_text("utf-8")
+    assert "report_file.js" in (checkout / "report.html").read_text("utf-8")
     (program,) = blocks("python")
     assert len(program.split("\n\n    ")[0].splitlines()) == 5
     capsys.readouterr()

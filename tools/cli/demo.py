@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -79,6 +80,10 @@ class DemoModel:
     metavar="FOLDER",
     help="Keep the bundle in this folder, and use it again while the model is the same; default: a temporary folder.",
 )
+@click.option("--page", is_flag=True, help="Serve the model with a page to chat in, instead of decoding prompts.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port of the page on this machine."
+)
 def command(
     checkpoint: Path | None,
     chat: bool,
@@ -87,6 +92,8 @@ def command(
     max_tokens: int,
     threads: int,
     cache: Path | None,
+    page: bool,
+    port: int,
 ) -> int:
     """Export CHECKPOINT to a bundle, compare it with PyTorch, and measure speculative and parallel decoding.
 
@@ -105,6 +112,9 @@ def command(
         passed = stored or write_bundle(bundle, demo, threads)
         if stored:
             click.echo(f"using {bundle}, which passed the check when it was exported\n")
+        if page:
+            serve_page(bundle, "chat" if chat else "demo", threads, port)
+            return OK if passed else ACCURACY
         with Runtime.open(bundle, threads=threads) as runtime:
             same = demo.compare(runtime, demo.prompts, max_tokens)
             if demo.note:
@@ -173,6 +183,16 @@ def write_bundle(bundle: Path, demo: DemoModel, threads: int) -> bool:
     if report.passed:
         write_report(bundle, report.as_dict())
     return report.passed
+
+
+def serve_page(bundle: Path, name: str, threads: int, port: int) -> None:
+    """Serve a bundle with its page until a signal."""
+    from spaceport.tools.serve.application import application
+    from spaceport.tools.serve.server import serve
+
+    opener = partial(Runtime.open, bundle, threads=threads, max_requests=4, prefix_cache=True)
+    click.echo(f"open http://127.0.0.1:{port} in a browser; Ctrl-C ends it")
+    serve(application({name: opener}, answers_while_opening=True), "127.0.0.1", port)
 
 
 def show_generation(runtime: Runtime, prompt: Prompt, max_tokens: int) -> None:

@@ -68,6 +68,7 @@ _network = options(
         metavar="FILE",
         help=f"File with one key per line, of which clients have to send one; default: the keys in {KEY_VARIABLE}.",
     ),
+    click.option("--page/--no-page", default=True, show_default=True, help="Serve a page to chat with the models."),
     click.option("--strict", is_flag=True, help="Refuse requests with unknown fields instead of ignoring the fields."),
     click.option(
         "--tool-format",
@@ -211,6 +212,7 @@ def command(
     service_options = ServiceOptions(
         keys=keys,
         strict=given["strict"],
+        page=given["page"],
         metrics_prefix=given["metrics_prefix"],
         tool_format=None if given["tool_format"] == "auto" else given["tool_format"],
         request_timeout=given["request_timeout"],

@@ -24,6 +24,7 @@ from spaceport.tools.serve.failures import Failure, failure_of
 from spaceport.tools.serve.keys import RequireKey
 from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.options import ServiceOptions
+from spaceport.tools.serve.page import page_routes
 from spaceport.tools.serve.request_log import LogRequests, Spans
 from spaceport.tools.serve.request_record import record_of
 from spaceport.tools.serve.responses.endpoint import responses
@@ -84,12 +85,13 @@ def application(
             await asyncio.gather(*(audit.stop() for audit in service.audits.values()))
             await close_models(opened)
 
+    routes = [*_ROUTES, *(page_routes() if options.page else ())]
     app = Starlette(
-        routes=list(_ROUTES),
+        routes=routes,
         lifespan=lifespan,
         exception_handlers={HTTPException: _no_route, Failure: _failed, SpaceportError: _failed},
         middleware=[
-            Middleware(LogRequests, paths=[route.path for route in _ROUTES], spans=spans),
+            Middleware(LogRequests, paths=[route.path for route in routes], spans=spans),
             Middleware(RequireKey, keys=options.keys),
         ],
     )

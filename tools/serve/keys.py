@@ -12,12 +12,12 @@ from spaceport.tools.serve.completions import json_response
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.request_record import record_in
 
-_OPEN = ("/health", "/v2/health")  # health checks send no key
+_OPEN = ("/health", "/v2/health", "/page")  # health checks send no key, and the page asks for one
 _SCHEME = "bearer "
 
 
 class RequireKey:
-    """An application that refuses requests without a key, apart from health checks."""
+    """An application that refuses requests without a key, apart from health checks and the files of the page."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -34,7 +34,7 @@ class RequireKey:
         await response(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return any(path == each or path.startswith(f"{each}/") for each in _OPEN)
+        return path == "/" or any(path == each or path.startswith(f"{each}/") for each in _OPEN)
 
     def _has_key(self, scope: Scope) -> bool:
         given = Headers(scope=scope).get("authorization", "")

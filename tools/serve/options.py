@@ -27,6 +27,7 @@ class ServiceOptions:
     - `send_timeout`: Seconds after which a client that reads nothing loses its stream; default 30.
     - `ping_interval`: Seconds between the comments that keep a silent stream open; default 10.
     - `drain_timeout`: Seconds that running requests may take after the signal to stop; default 30.
+    - `page`: Whether the service has a page, on which people chat with its models; default True.
     - `audit_rate`: Share of the completions that are generated again without drafts, to compare them; default 0.
     - `audit_log`: File for the prompts and outputs of completions that differ; default None: they are not recorded.
     - `audit_action`: What happens when one differs: "log", or "disable-drafts": its model goes on without drafts.
@@ -42,6 +43,7 @@ class ServiceOptions:
     send_timeout: float = 30.0
     ping_interval: float = 10.0
     drain_timeout: float = 30.0
+    page: bool = True
     audit_rate: float = 0.0
     audit_log: Path | None = None
     audit_action: AuditAction = "log"

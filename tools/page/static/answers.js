@@ -1,0 +1,69 @@
+// Answers: the text of an answer while it grows, each token coloured by its origin.
+
+import { addToken, annotatedText } from './annotated.js';
+import { originsOf } from './trace.js';
+
+/** @typedef {import('./trace.js').Trace} Trace */
+
+const REDRAWN_EVERY = 120; // milliseconds between two drawings of a text whose threads are read in another order
+
+/** The growing text of one answer. */
+export class GrowingText {
+  /** @param {HTMLElement} parent */
+  constructor(parent) {
+    this._parent = parent;
+    this._steps = 0; // shown
+    this._drawnAt = 0;
+    this._text = document.createElement('div');
+    this._text.className = 'generated';
+    parent.replaceChildren(this._text);
+  }
+
+  /** Show the steps that are new. @param {Trace} trace */
+  grow(trace) {
+    if (trace.threads.length > 1) {
+      this._redraw(trace);
+      return;
+    }
+    for (; this._steps < trace.steps.length; this._steps += 1) {
+      for (const rows of trace.steps[this._steps].rows) {
+        originsOf(rows).forEach((origin, index) => {
+          if (rows.pieces[index]) addToken(this._text, trace, this._steps + 1, rows.chosen[index], rows.pieces[index], origin);
+        });
+      }
+    }
+  }
+
+  /** Show the whole text of a finished answer; a stop string that its trace has is not part of it. @param {Trace} trace @param {string} text */
+  finish(trace, text) {
+    const drawn = annotatedText(trace);
+    this._parent.replaceChildren(drawn);
+    trim(drawn, text);
+  }
+
+  /** Show text without origins. @param {string} text */
+  plain(text) {
+    this._text.textContent = text;
+  }
+
+  /** @param {Trace} trace */
+  _redraw(trace) {
+    const now = performance.now();
+    if (now - this._drawnAt < REDRAWN_EVERY) return;
+    this._drawnAt = now;
+    this._text = annotatedText(trace);
+    this._parent.replaceChildren(this._text);
+  }
+}
+
+/** Remove what comes after a text that the elements begin with. @param {Element} drawn @param {string} text */
+function trim(drawn, text) {
+  const tokens = [...drawn.querySelectorAll('b, i')];
+  let left = text.length;
+  for (const token of tokens) {
+    const shown = token.textContent ?? '';
+    if (shown.length > left) token.textContent = shown.slice(0, left);
+    if (left <= 0) token.remove();
+    left -= shown.length;
+  }
+}

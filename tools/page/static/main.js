@@ -1,0 +1,214 @@
+// Main: the page of a service: a chat whose answers show how they were decoded.
+
+import { GrowingText } from './answers.js';
+import { ServiceError, answer, modelNames, useKey } from './client.js';
+import { LiveView } from './live.js';
+import { Runner, race } from './race.js';
+import { Player, traceIn } from './replay.js';
+import { drawOrigins, drawReport } from './report.js';
+import { optionsFrom, systemPrompt } from './settings.js';
+import { addHtml } from './svg.js';
+import { countsOf } from './trace.js';
+import { counted, number } from './words.js';
+
+/** @typedef {import('./client.js').Message} Message */
+/** @typedef {import('./trace.js').Trace} Trace */
+
+/** @type {Message[]} */
+const history = [];
+/** @type {AbortController | null} */
+let running = null;
+
+/** @template {HTMLElement} T @param {string} id @param {new () => T} kind */
+function find(id, kind) {
+  const element = document.getElementById(id);
+  if (!(element instanceof kind)) throw new Error(`the page has no ${id}`);
+  return element;
+}
+
+const turns = find('turns', HTMLOListElement);
+const prompt = find('prompt', HTMLTextAreaElement);
+const send = find('send', HTMLButtonElement);
+const model = find('model', HTMLSelectElement);
+const state = find('state', HTMLElement);
+const watch = find('watch', HTMLElement);
+const reportArea = find('report', HTMLElement);
+const settings = find('settings', HTMLDialogElement);
+const file = find('file', HTMLInputElement);
+
+/** List the models; without a valid key, ask for one. */
+async function connect() {
+  try {
+    const names = await modelNames();
+    model.replaceChildren(...names.map((name) => new Option(name, name)));
+    state.textContent = names.length ? '' : 'no model';
+  } catch (error) {
+    state.textContent = messageOf(error);
+    if (error instanceof ServiceError && error.status === 401) openSettings();
+  }
+}
+
+/** Answer what is typed. @param {string} text */
+async function ask(text) {
+  const options = { ...optionsFrom(), model: model.value };
+  const racing = find('race', HTMLInputElement).checked;
+  if (racing) Object.assign(options, { seed: options.seed ?? randomSeed(), fork: false, salt: crypto.randomUUID() });
+  document.getElementById('welcome')?.remove();
+  const turn = addHtml(turns, 'li');
+  addHtml(turn, 'div', { class: 'asked' }, text);
+  const shown = /** @type {HTMLElement} */ (addHtml(turn, 'div', { class: 'answered', 'aria-live': 'off' }));
+  const facts = addHtml(turn, 'div', { class: 'facts' });
+  const growing = new GrowingText(shown);
+  const view = new LiveView(watch);
+  const system = systemPrompt();
+  const messages = [...(system ? [{ role: 'system', content: system }] : []), ...history, { role: 'user', content: text }];
+  const track = racing ? /** @type {HTMLElement} */ (addHtml(turn, 'div', { class: 'race', 'aria-label': 'Race' })) : null;
+  const drafted = track && new Runner(track, 'drafted');
+  running = new AbortController();
+  setRunning(true);
+  turn.scrollIntoView({ block: 'end' });
+  try {
+    drafted?.start();
+    const found = await answer(messages, options, running.signal, {
+      onText: (piece) => drafted?.add(piece),
+      onGrowth: (growth) => {
+        view.grow(growth);
+        growing.grow(view.trace);
+        keepInView();
+      },
+    });
+    drafted?.end();
+    history.push({ role: 'user', content: text }, { role: 'assistant', content: found.text });
+    if (found.trace) {
+      view.finish(found.trace);
+      growing.finish(found.trace, found.text);
+      addFacts(facts, found.trace, found.ending);
+    } else {
+      growing.plain(found.text);
+    }
+    if (track && drafted) {
+      const { signal } = running;
+      await race(track, drafted, async (plain) => {
+        const salt = crypto.randomUUID();
+        await answer(messages, { ...options, drafts: false, salt }, signal, { onText: (piece) => plain.add(piece) });
+      });
+    }
+  } catch (error) {
+    if (!(error instanceof DOMException)) addHtml(turn, 'p', { class: 'fault', role: 'alert' }, messageOf(error));
+    else addHtml(facts, 'span', {}, 'stopped');
+  } finally {
+    running = null;
+    setRunning(false);
+    keepInView();
+  }
+}
+
+/** The numbers of an answer, and a button for its report. @param {Element} facts @param {Trace} trace @param {string} ending */
+function addFacts(facts, trace, ending) {
+  const counts = countsOf(trace);
+  const time = counts.engine + counts.outside;
+  const perStep = counts.steps ? (counts.tokens / counts.steps).toFixed(2) : '0';
+  addHtml(facts, 'span', {}, counted(counts.tokens, 'token'));
+  addHtml(facts, 'span', {}, `${perStep} tokens per step`);
+  if (time) addHtml(facts, 'span', {}, `${number(counts.tokens / time)} tokens/s`);
+  if (ending !== 'end') addHtml(facts, 'span', {}, `ended: ${ending}`);
+  const report = addHtml(facts, 'button', { type: 'button' }, 'Report');
+  report.addEventListener('click', () => showReport(trace));
+  const save = addHtml(facts, 'button', { type: 'button' }, 'Save trace');
+  save.addEventListener('click', () => saveTrace(trace));
+}
+
+/** Show the report of a trace below the chat, with its replay. @param {Trace} trace */
+function showReport(trace) {
+  reportArea.hidden = false;
+  reportArea.replaceChildren();
+  const view = new LiveView(watch);
+  view.finish(trace);
+  const body = document.createElement('div');
+  new Player(reportArea, trace, (shown, over) => {
+    if (over) view.finish(shown);
+    else view.finish({ ...shown });
+    drawReport(body, shown);
+  });
+  reportArea.append(body);
+  drawReport(body, trace);
+  reportArea.scrollIntoView({ block: 'start' });
+}
+
+/** @param {Trace} trace */
+function saveTrace(trace) {
+  const link = document.createElement('a');
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(trace)], { type: 'application/json' }));
+  link.download = 'trace.json';
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+/** @param {boolean} now */
+function setRunning(now) {
+  send.textContent = now ? 'Stop' : 'Send';
+  model.disabled = now;
+}
+
+function keepInView() {
+  const talk = turns.parentElement;
+  if (talk && talk.scrollHeight - talk.scrollTop - talk.clientHeight < 160) talk.scrollTop = talk.scrollHeight;
+}
+
+function openSettings() {
+  settings.showModal();
+}
+
+function randomSeed() {
+  return crypto.getRandomValues(new Uint32Array(1))[0];
+}
+
+/** @param {unknown} error */
+function messageOf(error) {
+  return error instanceof Error ? error.message : String(error);
+}
+
+find('ask', HTMLFormElement).addEventListener('submit', (event) => {
+  event.preventDefault();
+  if (running) {
+    running.abort();
+    return;
+  }
+  const text = prompt.value.trim();
+  if (!text) return;
+  prompt.value = '';
+  void ask(text);
+});
+prompt.addEventListener('keydown', (event) => {
+  if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    if (!running) find('ask', HTMLFormElement).requestSubmit();
+  }
+});
+document.addEventListener('keydown', (event) => {
+  if (event.key === 'Escape' && running && !settings.open) running.abort();
+});
+find('options', HTMLButtonElement).addEventListener('click', openSettings);
+settings.addEventListener('close', () => {
+  const key = find('key', HTMLInputElement);
+  if (key.value) {
+    useKey(key.value);
+    key.value = '';
+    void connect();
+  }
+});
+find('open', HTMLButtonElement).addEventListener('click', () => file.click());
+file.addEventListener('change', async () => {
+  const [given] = file.files ?? [];
+  file.value = '';
+  if (!given) return;
+  try {
+    showReport(traceIn(await given.text()));
+    state.textContent = '';
+  } catch (error) {
+    state.textContent = messageOf(error);
+  }
+});
+const origins = document.getElementById('origins');
+if (origins) drawOrigins(origins);
+void connect();

@@ -1,0 +1,36 @@
+// Settings: the options of requests, as the settings of the page say.
+
+/** @typedef {import('./client.js').Options} Options */
+
+/** The options that are set; the model is another one. @returns {Options} */
+export function optionsFrom() {
+  return {
+    model: '',
+    maxTokens: numberIn('max-tokens') ?? 256,
+    temperature: numberIn('temperature') ?? 0,
+    seed: numberIn('seed'),
+    maskSlots: numberIn('mask-slots'),
+    lookup: numberIn('lookup'),
+    fork: isOn('fork'),
+    drafts: isOn('drafts'),
+    salt: null,
+  };
+}
+
+/** The system prompt, if there is one. */
+export function systemPrompt() {
+  const field = document.getElementById('system');
+  return field instanceof HTMLTextAreaElement ? field.value.trim() : '';
+}
+
+/** @param {string} id */
+function numberIn(id) {
+  const field = document.getElementById(id);
+  return field instanceof HTMLInputElement && field.value !== '' && field.validity.valid ? field.valueAsNumber : null;
+}
+
+/** @param {string} id */
+function isOn(id) {
+  const field = document.getElementById(id);
+  return field instanceof HTMLInputElement && field.checked;
+}

@@ -20,7 +20,7 @@ from spaceport.tools.bench.serve.figures import Expected, Figures, figures_of, i
 from spaceport.tools.bench.serve.load_run import LoadRun
 from spaceport.tools.bench.serve.options import ServeOptions
 from spaceport.tools.bench.serve.processes import ProcessFailed, Resources
-from spaceport.tools.bench.serve.report import Difference, LoadFigures, ResourceChange, ServeReport
+from spaceport.tools.bench.serve.report import Difference, HeldResources, LoadFigures, ServeReport
 from spaceport.tools.bench.serve.subjects import (
     EmbeddedRuntime,
     Subject,
@@ -46,7 +46,7 @@ class _Measured:
     statuses: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # subject -> the first error
     differences: list[Difference] = field(default_factory=list)
-    changes: list[ResourceChange] = field(default_factory=list)
+    resources: dict[str, list[Resources]] = field(default_factory=dict)  # by subject
 
 
 def benchmark(file: Path, options: ServeOptions, on_progress: OnProgress) -> ServeReport:
@@ -69,7 +69,7 @@ def benchmark(file: Path, options: ServeOptions, on_progress: OnProgress) -> Ser
         options,
         len(prompts),
         tuple(loads),
-        tuple(measured.changes),
+        tuple(HeldResources(name, tuple(samples)) for name, samples in measured.resources.items()),
         tuple(measured.differences),
         measured.errors,
     )
@@ -133,11 +133,10 @@ def _measure(
     found = _Measured()
     loaded = [one for one in subjects if options.embedded or not isinstance(one, EmbeddedRuntime)]
     warm_up = replace(options.workload, clients=options.max_requests, requests=options.max_requests, seconds=None)
-    before: dict[str, Resources | None] = {}
     for subject in loaded:
         on_progress(f"warming up {subject.name}")
         subject.run(replace(warm_up, rate=None), 0)
-        before[subject.name] = _when_idle(subject)
+        _hold(found, subject)
     for clients in options.clients:
         workload = replace(options.workload, clients=clients)
         for number in range(options.rounds):
@@ -149,9 +148,7 @@ def _measure(
                 then = subject.resources()
                 spent = None if used is None or then is None else (used, then)
                 _record(found, subject, clients, run, expected, spent, options)
-    for subject in loaded:
-        if (start := before[subject.name]) is not None and (last := _when_idle(subject)) is not None:
-            found.changes.append(ResourceChange(subject.name, start, last))
+                _hold(found, subject)
     return found
 
 
@@ -177,11 +174,12 @@ def _record(
             found.differences.append(Difference(subject.name, clients, one.prompt, *texts))
 
 
-def _when_idle(subject: Subject) -> Resources | None:
-    """What the process of a subject holds once it has no request."""
+def _hold(found: _Measured, subject: Subject) -> None:
+    """Record what the process of a subject holds once it has no request."""
     limit = time.monotonic() + _IDLE
     while not subject.idle():
         if time.monotonic() > limit:
             raise ProcessFailed(f"{subject.name} still has requests {_IDLE:g} s after its clients left")
         time.sleep(0.1)
-    return subject.resources()
+    if (resources := subject.resources()) is not None:
+        found.resources.setdefault(subject.name, []).append(resources)

@@ -121,14 +121,14 @@ def requests(report: ServeReport) -> Iterator[str]:
 
 
 def resources(report: ServeReport) -> Iterator[str]:
-    """The table of memory, file descriptors and threads, after the warm-up and after all runs."""
+    """The table of memory, file descriptors and threads, after the warm-up and after each run."""
     if not report.resources:
         return
     yield from header(["process", "resident MB", "file descriptors", "threads"])
-    for one in report.resources:
-        pairs = [(one.before.resident_bytes / 1e6, one.after.resident_bytes / 1e6)]
-        pairs += [(one.before.file_descriptors, one.after.file_descriptors), (one.before.threads, one.after.threads)]
-        yield row([one.subject, *(f"{first:.0f} -> {last:.0f}" for first, last in pairs)])
+    for held in report.resources:
+        megabytes = [round(one.resident_bytes / 1e6) for one in held.samples]
+        counts = [one.file_descriptors for one in held.samples], [one.threads for one in held.samples]
+        yield row([held.subject, *(", ".join(map(str, each)) for each in (megabytes, *counts))])
 
 
 def conclusions(report: ServeReport) -> Iterator[str]:

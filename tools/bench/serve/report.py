@@ -24,12 +24,11 @@ class LoadFigures:
 
 
 @dataclass(frozen=True)
-class ResourceChange:
-    """What a process held when it had no request, after the warm-up and after all runs."""
+class HeldResources:
+    """What a process held when it had no request: after the warm-up, and after each run."""
 
     subject: str
-    before: Resources
-    after: Resources
+    samples: tuple[Resources, ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class ServeReport:
     options: ServeOptions
     prompts: int
     loads: tuple[LoadFigures, ...]
-    resources: tuple[ResourceChange, ...]
+    resources: tuple[HeldResources, ...]
     differences: tuple[Difference, ...]
     errors: dict[str, str]  # subject -> the first error
 

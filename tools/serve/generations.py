@@ -138,14 +138,18 @@ class Generations:
 async def events_of(
     running: Generations, shape: ChatShape | TextShape, reported: Reported, prompts: int
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer to this number of prompts; the completions end with it."""
+    """The events of a streamed answer to this number of prompts; the completions end with it.
+
+    Events that come at the same time are sent together, so that a client wakes up once for them.
+    """
     try:
         opened: set[int] = set()
+        found: list[bytes] = []
         async for index, pieces in running.pieces():
             if index not in opened:
                 opened.add(index)
                 if choices := shape.opening(index):
-                    yield event(shape.event(choices))
+                    found.append(event(shape.event(choices)))
             if pieces:
                 steps = running.new_steps(index) if reported.steps else None
                 choices = shape.delta(index, reported.progress(pieces, steps))
@@ -153,13 +157,16 @@ async def events_of(
                 choices = shape.rest(index)
             if choices:
                 more = {"usage": usage(running, prompts)} if reported.usage_so_far else {}
-                yield event(shape.event(choices, **more))
+                found.append(event(shape.event(choices, **more)))
             if not pieces:
-                yield event(shape.event([shape.ending(index, running.completions[index])]))
+                found.append(event(shape.event([shape.ending(index, running.completions[index])])))
+            if found and len(running.completions) < len(running.streams):
+                yield b"".join(found)
+                found.clear()
         if reported.usage:
             report = {"metrics": metrics_of(running.statistics), "timings": timings_of(running.statistics)}
-            yield event(shape.event([], usage=usage(running, prompts), **report))
-        yield DONE
+            found.append(event(shape.event([], usage=usage(running, prompts), **report)))
+        yield b"".join([*found, DONE])
     finally:
         running.close()
 

@@ -48,7 +48,9 @@ async def sender(
 
 def decoding_of(workload: Workload) -> Decoding:
     """The decoding options of a workload's requests."""
-    return Decoding(max_tokens=workload.max_tokens, fork=False)
+    if workload.drafts:
+        return Decoding(max_tokens=workload.max_tokens, fork=False)
+    return Decoding(max_tokens=workload.max_tokens, fork=False, mask_slots=0, lookup=0)
 
 
 def expected_answers(runtime: Runtime, workload: Workload, prompts: Sequence[Prompt]) -> list[tuple[list[int], str]]:

@@ -131,6 +131,7 @@ def request_body(model: str, prompt: Prompt, request: PlannedRequest, workload: 
         "temperature": 0,
         "stream": request.streamed,
         "return_token_ids": True,
+        "disable_spec_decode": not workload.drafts,
     }
     if request.streamed:
         body["stream_options"] = {"include_usage": True}

@@ -45,7 +45,7 @@ def setting(report: ServeReport) -> Iterator[str]:
         f", {machine.system}."
     )
     yield (
-        f"{report.prompts} prompts, greedy, at most {work.max_tokens} tokens per answer; {amount} per run, {arrival}; "
+        f"{report.prompts} prompts, greedy{'' if work.drafts else ', no drafts'}, at most {work.max_tokens} tokens per answer; {amount} per run, {arrival}; "
         f"medians of {options.rounds} round(s) after a warm-up, all in turns."
     )
     yield (

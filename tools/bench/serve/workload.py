@@ -29,6 +29,7 @@ class Workload:
     dropped: float = 0.0  # share whose client resets its connection
     slow: float = 0.0  # share whose client pauses after each event
     unstreamed: float = 0.0  # share that asks for the whole answer
+    drafts: bool = True  # without them, the work of a request does not depend on what was learned about drafts
     pause: float = 0.05  # seconds that a slow client pauses
     seed: int = 0
 

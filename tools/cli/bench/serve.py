@@ -74,6 +74,7 @@ load = options(
     click.option(
         "--max-tokens", default=Workload.max_tokens, show_default=True, metavar="N", help="Tokens per answer."
     ),
+    click.option("--no-drafts", is_flag=True, help="Decode without drafts, which makes runs comparable."),
     click.option("--sample", default=40, show_default=True, metavar="N", help="Use only the first N prompts."),
     click.option("--rounds", default=ServeOptions.rounds, show_default=True, metavar="N", help="Measured rounds."),
     click.option("--seed", default=0, show_default=True, metavar="N", help="Seed of the clients' behaviour."),
@@ -129,7 +130,7 @@ def options_of(values: dict[str, Any]) -> ServeOptions:
     timing = {name: values[name] for name in ("seconds", "rate", "max_tokens", "seed")}
     own = ("rounds", "sample", "bundle", "gguf", "work", "setup", "threads", "max_requests", "queue_limit")
     return ServeOptions(
-        Workload(requests=requests, **timing, **shares),
+        Workload(requests=requests, drafts=not values["no_drafts"], **timing, **shares),
         parse_counts("--clients", values["clients"]),
         embedded=not values["no_embedded"],
         urls=tuple(_named(one) for one in values["urls"]),

@@ -138,6 +138,7 @@ def test_prompts_are_sent_to_the_endpoint_for_their_kind() -> None:
     assert seen.paths == ["/v1/chat/completions", "/v1/completions", "/v1/completions"]
     assert [body.get("messages", body.get("prompt")) for body in seen.bodies] == PROMPTS
     assert {(body["max_tokens"], body["temperature"], body["model"]) for body in seen.bodies} == {(9, 0, "m")}
+    assert [body["disable_spec_decode"] for body in seen.bodies] == [False] * 3
     assert len(run.exchanges) == 3
     assert seen.connections == 1  # reused
 

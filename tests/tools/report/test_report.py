@@ -98,6 +98,16 @@ def test_a_page_marks_every_token_once(sheet: Sheet, case: Case) -> None:
     assert (len(list(text.iter("b"))), len(list(text.iter("i")))) == (accepted, statistics.tokens - accepted)
     shown = "".join(texts_of(mark) for mark in text.iter() if mark.tag in "bi")
     assert shown == visible(reading.text)
+    found = Counter(mark.get("class") for mark in text.iter() if mark.tag in "bi")
+    assert found == Counter(kind for step in record.steps for rows in step.rows for kind in kinds_of(rows))
+
+
+def kinds_of(rows: ThreadRows) -> Iterator[str]:
+    """The CSS class of each generated token: what proposed it, and for mask slots at which depth."""
+    accepted = [rows.sources[row] for row in rows.candidates if rows.retained[row]][: rows.accepted]
+    for depth, source in enumerate(accepted, 1):
+        yield f"mask m{min(depth, 4)}" if source == "mask" else str(source)
+    yield from ["own"] * (rows.generated - rows.accepted)
 
 
 @settings(max_examples=60)

@@ -193,6 +193,42 @@ def test_a_race_says_that_the_texts_are_identical(visit: Visit) -> None:
     assert [bars.nth(index).evaluate("bar => bar.value / bar.max") for index in range(2)] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("drafted", "plain", "same"), [("one two three", "one two four", 8), ("one two three", "one two", 7)]
+)
+def test_a_race_says_where_texts_differ(visit: Visit, drafted: str, plain: str, same: int) -> None:
+    """A plain answer from elsewhere, which no bundle would give."""
+    answers = iter([drafted, plain])
+
+    def answer(route: Any) -> None:
+        text = json.dumps({"choices": [{"delta": {"content": next(answers)}}]})
+        end = json.dumps({"choices": [{"delta": {}, "spaceport": {"ending": "end"}}]})
+        route.fulfill(content_type="text/event-stream", body=f"data: {text}\n\ndata: {end}\n\ndata: [DONE]\n\n")
+
+    visit.page.route("**/v1/chat/completions", answer)
+    visit.page.check("#race")
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.page.fill("#prompt", QUESTION)
+    visit.page.keyboard.press("Enter")
+    visit.page.locator(".race .result").wait_for()
+    assert visit.texts(".race .result") == [f"✗ different after {same} characters"]
+    assert visit.texts(".answered .generated") == [drafted]
+
+
+def test_an_answer_that_breaks_off_is_reported(visit: Visit) -> None:
+    part = json.dumps({"choices": [{"delta": {"content": "one"}}]})
+    bodies = iter([f"data: {part}\n\n", 'data: {"error": {"message": "the engine failed"}}\n\ndata: [DONE]\n\n'])
+    visit.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(bodies))
+    )
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    for message in ("The connection ended before the answer did.", "the engine failed"):
+        visit.page.fill("#prompt", QUESTION)
+        visit.page.keyboard.press("Enter")
+        visit.page.locator(f".fault:has-text('{message}')").wait_for()
+        visit.finish()
+
+
 def test_a_sampled_race_uses_one_seed(visit: Visit) -> None:
     visit.page.check("#race")
     visit.ask(QUESTION, temperature="1")

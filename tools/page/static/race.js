@@ -75,8 +75,9 @@ export async function race(parent, drafted, runPlain) {
     addHtml(result, 'strong', { class: 'identical' }, '✓ identical');
     result.append(`, ${(plain.ended / drafted.ended).toFixed(2)} times as fast with drafts`);
   } else {
-    const same = [...plain.text].findIndex((character, index) => character !== [...drafted.text][index]);
+    const [one, other] = [[...plain.text], [...drafted.text]];
+    const differs = one.findIndex((character, index) => character !== other[index]);
     addHtml(result, 'strong', { class: 'different' }, '✗ different');
-    result.append(` after ${counted(Math.max(0, same), 'character')}`);
+    result.append(` after ${counted(differs < 0 ? one.length : differs, 'character')}`);
   }
 }

@@ -23,6 +23,7 @@ from spaceport.tools.serve.completions import json_response
 from spaceport.tools.serve.failures import Failure, failure_of
 from spaceport.tools.serve.keys import RequireKey
 from spaceport.tools.serve.metrics import Metrics
+from spaceport.tools.serve.openapi import openapi
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.page import page_routes
 from spaceport.tools.serve.request_log import LogRequests, Spans
@@ -52,6 +53,7 @@ _ROUTES = (
     Route("/metrics", information.metrics),
     Route("/version", information.version),
     Route("/load", information.load),
+    Route("/openapi.json", openapi),
 )
 
 
@@ -153,4 +155,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     message = f"{what}: no such endpoint" if error.status_code == 404 else f"{what}: {error.detail}"
-    return json_response(Failure(error.status_code, message).body(), error.status_code)
+    return json_response(Failure(error.status_code, message).body(), error.status_code, dict(error.headers or {}))

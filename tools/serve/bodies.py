@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from spaceport.tools.serve.failures import Failure
+from spaceport.tools.serve.fields import IGNORED, REFUSED
 
 _Body = TypeVar("_Body", bound="Struct")
 _MOST_NAMED = 5  # unknown fields in an error message
@@ -159,12 +160,28 @@ def body_of(kind: type[_Body], raw: bytes, strict: bool) -> tuple[_Body, list[st
     if not isinstance(content, dict):
         raise Failure(400, f"the body is a JSON {type(content).__name__}: expected an object")
     unknown = sorted(_unknown(content, kind))
+    for name in unknown:
+        if name in REFUSED and content[name] not in REFUSED[name].neutral:
+            raise Failure(400, f"{name} is not supported: {REFUSED[name].advice}", param=name)
+    unknown = [name for name in unknown if name not in IGNORED and name not in REFUSED]
     if unknown and strict:
         names = ", ".join(unknown[:_MOST_NAMED])
         raise Failure(400, f"unknown fields: {names}; leave them out, or start the service without --strict")
     try:
-        return msgspec.convert(content, kind), unknown
+        body = msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         param = where.rstrip("`").lstrip(".") or None
         raise Failure(400, f"{param or 'the body'}: {what}", param=param) from error
+    _check_integers(body)
+    return body, unknown
+
+
+def _check_integers(body: Struct, path: str = "") -> None:
+    """Raise for fields with numbers that are too large to compute with them and to print them."""
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if isinstance(value, Struct):
+            _check_integers(value, f"{path}{name}.")
+        elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise Failure(400, f"{path}{name} has more than 64 bits: expected a smaller number", param=f"{path}{name}")

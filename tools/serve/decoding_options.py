@@ -62,7 +62,16 @@ def _decoding(
 def _max_tokens(body: ChatBody | TextBody) -> int | None:
     if isinstance(body, TextBody):
         return _TEXT_TOKENS if body.max_tokens is None else body.max_tokens
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.max_completion_tokens is None:
+        return body.max_tokens
+    check_least("max_completion_tokens", body.max_completion_tokens)
+    return body.max_completion_tokens
+
+
+def check_least(name: str, value: int) -> None:
+    """Raise for a number of tokens below 1."""
+    if value < 1:
+        raise Failure(400, f"{name} is {value}: expected at least 1", param=name)
 
 
 def _logprobs(body: ChatBody | TextBody) -> int | None:

@@ -9,8 +9,10 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
+from spaceport.tools.serve.fields import SUPPORTED
 
 RETRY = {"Retry-After": "1"}
+_MOST_MESSAGE = 1000  # characters
 
 
 @dataclass
@@ -26,7 +28,10 @@ class Failure(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error as the body of a response or the last event of a stream."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        message = self.message  # may quote what the client sent
+        if len(message) > _MOST_MESSAGE:
+            message = f"{message[: _MOST_MESSAGE - 1]}…"
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def failure_of(error: Exception) -> Failure:
@@ -34,7 +39,8 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, Failure):
         return error
     if isinstance(error, OptionFault):
-        return Failure(400, str(error))
+        name = str(error).partition(" ")[0]
+        return Failure(400, str(error), param=name if name in SUPPORTED else None)
     if isinstance(error, QueueFull):
         return Failure(503, str(error), "overloaded_error", code="queue_full", headers=RETRY)
     if isinstance(error, RuntimeClosed):

@@ -16,6 +16,11 @@ _OPEN = ("/health", "/v2/health", "/page")  # health checks send no key, and the
 _SCHEME = "bearer "
 
 
+def needs_key(path: str) -> bool:
+    """Whether requests for a path need a key."""
+    return path != "/" and not any(path == each or path.startswith(f"{each}/") for each in _OPEN)
+
+
 class RequireKey:
     """An application that refuses requests without a key, apart from health checks and the files of the page."""
 
@@ -24,7 +29,7 @@ class RequireKey:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or self._is_open(scope["path"]) or self._has_key(scope):
+        if scope["type"] != "http" or not self._keys or not needs_key(scope["path"]) or self._has_key(scope):
             await self._app(scope, receive, send)
             return
         failure = Failure(401, "no valid key: send the header Authorization: Bearer KEY", "authentication_error")
@@ -32,9 +37,6 @@ class RequireKey:
             record.error = failure.kind
         response = json_response(failure.body(), failure.status, {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
-
-    def _is_open(self, path: str) -> bool:
-        return path == "/" or any(path == each or path.startswith(f"{each}/") for each in _OPEN)
 
     def _has_key(self, scope: Scope) -> bool:
         given = Headers(scope=scope).get("authorization", "")

@@ -352,7 +352,8 @@ def test_a_body_that_is_no_json_or_too_large_is_refused(
 
 def test_unknown_paths_and_methods_are_reported_as_json(client: TestClient) -> None:
     assert client.get("/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: no such endpoint"
-    assert client.get("/v1/completions").status_code == 405
+    wrong = client.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
 def test_only_clients_with_a_key_are_answered(demo_bundle: Path) -> None:

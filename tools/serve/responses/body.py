@@ -7,6 +7,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from spaceport.tools.serve.bodies import GenerationBody
+from spaceport.tools.serve.decoding_options import check_least
 from spaceport.tools.serve.failures import Failure
 
 _STORED = ("previous_response_id", "conversation", "prompt")  # they name what an earlier request has stored
@@ -76,5 +77,8 @@ def check_fields(body: ResponsesBody) -> None:
     for name, given in (("return_token_ids", body.return_token_ids), ("spaceport.threads", body.spaceport.threads)):
         if given:
             raise Failure(400, f"{name} is not supported here: expected a request for /v1/chat/completions", param=name)
+    for name in ("max_tokens", "max_output_tokens"):
+        if (given := getattr(body, name)) is not None:
+            check_least(name, given)
     if body.n not in (None, 1):
         raise Failure(400, f"n is {body.n}: expected 1, a response has one output", param="n")

@@ -1,0 +1,196 @@
+"""OpenAPI: the document has every route, field and bound; the page in the docs is up to date, and every route is locked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
+from spaceport.runtime.session import Runtime
+from spaceport.tools.serve.application import application
+from spaceport.tools.serve.bodies import ChatBody, TextBody, body_of
+from spaceport.tools.serve.failures import Failure
+from spaceport.tools.serve.fields import IGNORED, REFUSED, SUPPORTED
+from spaceport.tools.serve.openapi import BODIES, document
+from spaceport.tools.serve.options import ServiceOptions
+from support.paths import DOCS
+
+KEY = {"Authorization": "Bearer right"}
+LIMITS = Limits(prompt_chars=2000)
+
+
+@pytest.fixture(scope="module")
+def client(demo_bundle: Path) -> Iterator[TestClient]:
+    opener = partial(Runtime.open, demo_bundle, limits=LIMITS, step_costs="free")
+    options = ServiceOptions(keys=("right",), most_choices=3, most_bytes=100_000)
+    with TestClient(application({"demo": opener}, options)) as found:
+        yield found
+
+
+def routes(client: TestClient) -> list[tuple[str, str]]:
+    """Method and path of each route of the application."""
+    return [
+        (method, route.path.replace("{name:path}", "demo"))
+        for route in client.app.routes  # type: ignore[attr-defined]
+        if isinstance(route, Route)
+        for method in sorted(route.methods or ())
+    ]
+
+
+def test_the_page_of_fields_is_up_to_date() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS / "drawing"))
+        page = import_module("service_fields").page()
+    assert (DOCS / "service_fields.md").read_text("utf-8") == page, "run: python docs/drawing/service_fields.py"
+
+
+def test_every_field_is_described_and_no_other() -> None:
+    fields = {one.encode_name for kind in BODIES.values() for one in msgspec.structs.fields(kind)}
+    assert fields == SUPPORTED.keys()
+    chat = {one.encode_name for kind in (ChatBody, TextBody) for one in msgspec.structs.fields(kind)}
+    assert not chat & REFUSED.keys()
+    assert chat & IGNORED.keys() == {"user"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_fields_of_other_servers_are_ignored_or_refused_by_name(strict: bool) -> None:
+    for name in IGNORED.keys() - {"user"}:
+        raw = json.dumps({"prompt": "a", name: {"any": 1}}).encode()
+        assert body_of(TextBody, raw, strict)[1] == []
+    for name, refused in REFUSED.items():
+        for value in refused.neutral:
+            assert body_of(TextBody, json.dumps({"prompt": "a", name: value}).encode(), strict)[1] == []
+        if strict:
+            continue
+        with pytest.raises(Failure, match=f"{name} is not supported: ") as caught:
+            body_of(TextBody, json.dumps({"prompt": "a", name: "something"}).encode(), strict)
+        assert caught.value.param == name
+
+
+def test_the_document_has_every_route_and_only_existing_schemas() -> None:
+    app = application({}, ServiceOptions())
+    found = document(app.routes, DEFAULT_LIMITS, ServiceOptions())
+    assert found["openapi"] == "3.1.0"
+    assert set(found["paths"]) == {
+        route.path.replace(":path}", "}") for route in app.routes if isinstance(route, Route)
+    }
+    assert {path for path, ways in found["paths"].items() if "post" in ways} == BODIES.keys()
+    text = json.dumps(found)
+    for name in (one.partition('"')[0] for one in text.split("#/components/schemas/")[1:]):
+        assert name in found["components"]["schemas"]
+    assert "securitySchemes" not in found["components"]
+
+
+@pytest.mark.slow
+def test_no_route_answers_without_a_valid_key(client: TestClient) -> None:
+    found = routes(client)
+    assert len(found) > 20
+    for method, path in [*found, ("GET", "/nothing"), ("POST", "/v1/nothing"), ("DELETE", "/v1/models")]:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"X-Api-Key": "right"}):
+            status = client.request(method, path, headers=headers).status_code
+            assert status == (200 if path.startswith(("/health", "/v2/health")) else 401), (method, path)
+        assert client.request(method, path, headers=KEY, json={}).status_code in (200, 400, 404, 405), (method, path)
+
+
+@pytest.mark.slow
+def test_values_beyond_the_bounds_of_the_document_are_refused_by_name(client: TestClient) -> None:
+    schemas = client.get("/openapi.json", headers=KEY).json()["components"]["schemas"]
+    refused = 0
+    for path, kind in BODIES.items():
+        for name, schema in schemas[kind.__name__]["properties"].items():
+            for branch in schema.get("anyOf", [schema]):
+                for value in beyond(branch):
+                    given = {**required(kind.__name__), "max_tokens": 1, name: value}
+                    response = client.post(path, headers=KEY, json=given)
+                    if kind.__name__ == "TextBody" and (name, value) == ("max_tokens", 0):
+                        continue
+                    assert response.status_code == 400, (path, name, response.text)
+                    message = response.json()["error"]["message"]
+                    assert name.removeprefix("top_") in message or name in ("prompt", "messages"), message
+                    refused += 1
+    assert refused > 60
+
+
+def required(kind: str) -> dict[str, Any]:
+    """The fields that a body of this kind must have."""
+    message = {"role": "user", "content": "a"}
+    return {
+        "ChatBody": {"messages": [message]},
+        "TextBody": {"prompt": "a"},
+        "ResponsesBody": {"input": "a"},
+        "TokenizeBody": {},
+        "DetokenizeBody": {"tokens": [1]},
+    }[kind]
+
+
+def beyond(branch: dict[str, Any]) -> list[Any]:
+    """Values just beyond the bounds of a schema."""
+    found: list[Any] = []
+    if "minimum" in branch:
+        found.append(branch["minimum"] - 1)
+    if "maximum" in branch:
+        found.append(branch["maximum"] + 1)
+    if "maxLength" in branch:
+        found.append("x" * (branch["maxLength"] + 1))
+    if branch.get("minItems") or branch.get("minLength"):
+        found.append([] if branch["type"] == "array" else "")
+    if "maxItems" in branch:
+        item = "x" if branch["items"].get("type") == "string" else 1
+        found.append([item] * (branch["maxItems"] + 1))
+    if "maxProperties" in branch:
+        found.append({str(number): 1.0 for number in range(branch["maxProperties"] + 1)})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "message"),
+    [
+        ("completions", {"prompt": "x" * 2001}, 400, "prompt_chars"),
+        ("completions", {"prompt": ["x" * 1001] * 2}, 200, ""),
+        ("completions", {"prompt": ["x"] * 65}, 400, "65 prompts: expected at most 64"),
+        ("completions", {"prompt": [[1]] * 65}, 400, "65 prompts: expected at most 64"),
+        ("completions", {"n": 4}, 400, "n is 4: expected 1 to 3"),
+        ("completions", {"stop": ["x"] * 17}, 400, "stop has 17 stop strings"),
+        ("completions", {"stop": "x" * 257}, 400, "a stop string has 257 characters"),
+        ("completions", {"logprobs": 21}, 400, "logprobs is 21"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, 400, "logprobs is 21"),
+        ("completions", {"logit_bias": {str(each): 1 for each in range(1025)}}, 400, "logit_bias has 1025 entries"),
+        ("completions", {"max_tokens": 10**9}, 400, "lower max_tokens"),
+        ("completions", {"stop_token_ids": [1] * 1025}, 400, "stop_token_ids has 1025 entries"),
+        ("completions", {"structured_outputs": {"regex": "a" * 70_000}}, 400, "the grammar has"),
+        ("completions", {"structured_outputs": {"regex": "(" * 65 + "a" + ")" * 65}}, 400, "the grammar has"),
+        ("completions", {"structured_outputs": {"choice": ["a" * 100] * 700}}, 400, "the grammar has"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 700}] * 3}, 400, "prompt_chars"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 30_000}, 413, "more than 100000 bytes"),
+        ("completions", {"spaceport": {"max_threads": 33, "fork": True}}, 400, "max_threads is 33"),
+    ],
+)
+def test_limits_hold_before_a_prompt_is_tokenized(
+    client: TestClient, path: str, fields: dict[str, Any], status: int, message: str
+) -> None:
+    given = {"max_tokens": 1, **required("ChatBody" if path.startswith("chat") else "TextBody"), **fields}
+    response = client.post(f"/v1/{path}", headers=KEY, json=given)
+    assert (response.status_code, message in response.text) == (status, True), response.text
+
+
+@pytest.mark.slow
+def test_schemas_that_are_too_deep_or_too_large_are_refused(client: TestClient) -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(70):
+        deep = {"type": "object", "properties": {"a": deep}}
+    large = {"type": "object", "properties": {f"name{index:05}": {"type": "string"} for index in range(2500)}}
+    for schema in (deep, large):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        given = {**required("ChatBody"), "max_tokens": 1, "response_format": form}
+        response = client.post("/v1/chat/completions", headers=KEY, json=given)
+        assert (response.status_code, "the grammar has" in response.text) == (400, True), response.text

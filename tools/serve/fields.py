@@ -44,7 +44,7 @@ SUPPORTED = {
     "request_id": "Id of the answer and of its log entry.",
     "response_format": "`text`, `json_object`, or `json_schema` with a schema.",
     "return_token_ids": "Whether to report token ids.",
-    "safety_identifier": "Ignored: users are not told apart.",
+    "safety_identifier": "Ignored: all users are treated alike.",
     "prompt_cache_key": "Ignored: all requests share the prefix cache; `cache_salt` separates them.",
     "prompt_cache_retention": "Ignored: KV rows stay until others need their buffer.",
     "max_tool_calls": "Ignored: there are no tools that the service calls itself.",
@@ -68,7 +68,7 @@ SUPPORTED = {
     "top_logprobs": "Number of most probable tokens to report for each token.",
     "top_p": "Sample from the fewest most probable tokens whose probabilities sum up to this.",
     "truncation": "Ignored: prompts that are too long are refused.",
-    "user": "Ignored: users are not told apart; `cache_salt` separates them in the prefix cache.",
+    "user": "Ignored: all users are treated alike; `cache_salt` separates them in the prefix cache.",
 }
 
 # Fields of OpenAI's API and of vLLM that have no effect on a text, or only for servers that this one is not.
@@ -78,10 +78,10 @@ IGNORED = {
     "prompt_cache_key": "all requests share the prefix cache; `cache_salt` separates them",
     "prompt_cache_retention": "KV rows stay until others need their buffer",
     "reasoning_effort": "it is for reasoning models; `chat_template_kwargs` reaches the template",
-    "safety_identifier": "users are not told apart",
+    "safety_identifier": "all users are treated alike",
     "service_tier": "there is one tier",
     "store": "the service stores nothing",
-    "user": "users are not told apart",
+    "user": "all users are treated alike",
     "verbosity": "the models have no such option",
 }
 

@@ -58,8 +58,12 @@ async def openapi(request: Request) -> Response:
 
 
 def document(routes: Iterable[Any], limits: Limits, options: ServiceOptions) -> dict[str, Any]:
-    """The description of these routes."""
-    paths = {route.path.replace(":path}", "}"): _path(route, options) for route in routes if isinstance(route, Route)}
+    """The description of these routes, apart from the files of the page."""
+    paths = {
+        route.path.replace(":path}", "}"): _path(route, options)
+        for route in routes
+        if isinstance(route, Route) and not route.path.startswith("/page/") and route.path != "/"
+    }
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Spaceport", "version": __version__},

@@ -176,7 +176,7 @@ FIELDS = SENSIBLE | some.dictionaries(
 
 
 def _spoilt(raw: bytes, at: int, kind: str) -> bytes:
-    """A body that is damaged at some place."""
+    """A body that is damaged at an index."""
     index = at % (len(raw) + 1)
     damage = {
         "cut": raw[:index],

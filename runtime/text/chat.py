@@ -27,7 +27,7 @@ from spaceport.runtime.text.chat_prompt import Message as Message
 from spaceport.runtime.text.content_parts import reads_parts
 from spaceport.runtime.text.prompt_size import characters_of
 from spaceport.runtime.text.template_check import is_harmless
-from spaceport.runtime.text.tool_messages import joins_arguments
+from spaceport.runtime.text.tool_messages import compares_content, joins_arguments, with_contents
 
 # Nested loops could hang the caller or fill the memory: the sandbox limits each range, these limit all loops together.
 _MOST_ADDED = 256 << 10  # characters of a rendered text beyond those of the messages
@@ -67,6 +67,7 @@ class ChatTemplate:
             self.harmless = is_harmless(parsed)
             self.reads_parts = reads_parts(parsed)
             self.joins_arguments = joins_arguments(parsed)
+            self._compares_content = compares_content(parsed)
             named = (one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str))
             self.roles = frozenset({*ROLES, *(text for text in named if _ROLE.fullmatch(text))})
 
@@ -105,7 +106,7 @@ class ChatTemplate:
         plain = plain_messages(messages)
         given = {
             **self._special_tokens,
-            "messages": plain,
+            "messages": with_contents(plain) if self._compares_content else plain,
             "tools": None,  # as in transformers: many templates test whether tools are none
             "documents": None,
             **(variables or {}),

@@ -1,4 +1,4 @@
-"""Tool messages: the arguments of calls in earlier messages, as data or as JSON text, whichever the template expects."""
+"""Tool messages: earlier messages with calls of functions, as a chat template expects them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinja2 import nodes
 
 from spaceport.graphs.contract.faults import OptionFault
 
-_ARGUMENTS = "arguments"
+_ARGUMENTS, _CONTENT = "arguments", "content"
 
 
 def joins_arguments(template: nodes.Template) -> bool:
@@ -22,6 +22,21 @@ def joins_arguments(template: nodes.Template) -> bool:
     added = [operand for one in template.find_all(nodes.Add) for operand in (one.left, one.right)]
     added += [operand for one in template.find_all(nodes.Concat) for operand in one.nodes]
     return any(_is_arguments(operand, named) for operand in added)
+
+
+def compares_content(template: nodes.Template) -> bool:
+    """Whether a chat template tests if a content is none, so that a message without one has to have none."""
+    return any(
+        test.name == "none"
+        and isinstance(test.node, nodes.Getattr | nodes.Getitem)
+        and _CONTENT in (getattr(test.node, "attr", None), getattr(getattr(test.node, "arg", None), "value", None))
+        for test in template.find_all(nodes.Test)
+    )
+
+
+def with_contents(messages: Sequence[Any]) -> list[Any]:
+    """Messages with a content each, which is none where they have calls only."""
+    return [{**message, _CONTENT: message.get(_CONTENT)} for message in messages]
 
 
 def with_arguments(messages: Sequence[Any], as_text: bool) -> list[Any]:

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 
 from spaceport.runtime.tool_calls.formats import ToolFormat
 from spaceport.runtime.tool_calls.json_object import JsonObject
+from spaceport.runtime.tool_calls.parts import CallPart, Part
 
 MOST_CALLS = 128  # of one text
 _ARGUMENTS = ("arguments", "parameters")
 _MEMBERS = frozenset(("name", *_ARGUMENTS, "id", "type"))
 _SPACE = " \t\r\n"
+_REASONED = "</think>"
 # Mistral's newer format: the name before the arguments.
 _NAME = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9_-]*)?(?:\[ARGS\])?\s*\{")
 _MOST_NAME = 200  # characters before the arguments
-
-
-@dataclass(frozen=True)
-class CallPart:
-    """A part of a call: the first one has the name of its function, the others more of its arguments."""
-
-    index: int  # of the call in the text
-    arguments: str  # a piece of their JSON text
-    name: str | None = None
-
-
-Part = str | CallPart
 
 
 class ToolCallParser:
@@ -130,10 +119,14 @@ class ToolCallParser:
         return True
 
     def _plain(self) -> bool:
-        """Text in which no call can begin any more."""
-        self._emit(self._held)
-        self._held = ""
-        return False
+        """Text in which no call can begin, up to the end of a model's reasoning, behind which its answer starts."""
+        at = self._held.find(_REASONED)
+        end = len(self._held) - _begun(self._held, _REASONED) if at < 0 else at + len(_REASONED)
+        self._emit(self._held[:end])
+        self._held = self._held[end:]
+        if at >= 0:
+            self._advance = self._start
+        return at >= 0
 
     def _opened(self) -> bool:
         """The first call, or a list of calls."""
@@ -271,21 +264,6 @@ class ToolCallParser:
     def _emit(self, text: str) -> None:
         if text:
             self._parts.append(text)
-
-
-def joined(parts: Iterable[Part]) -> tuple[str, list[tuple[str, str]]]:
-    """The text among the parts, and the name and arguments of each call."""
-    texts: list[str] = []
-    calls: list[tuple[str, str]] = []
-    for part in parts:
-        if isinstance(part, str):
-            texts.append(part)
-        elif part.name is not None:
-            calls.append((part.name, part.arguments))
-        else:
-            name, arguments = calls[part.index]
-            calls[part.index] = name, arguments + part.arguments
-    return "".join(texts), calls
 
 
 def _begun(text: str, opening: str) -> int:

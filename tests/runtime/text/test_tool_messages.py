@@ -8,7 +8,8 @@ import jinja2
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.text.tool_messages import joins_arguments, with_arguments
+from spaceport.runtime.text.chat import ChatTemplate
+from spaceport.runtime.text.tool_messages import compares_content, joins_arguments, with_arguments
 
 TEXT = '{"city": "Łódź"}'
 OBJECT = {"city": "Łódź"}
@@ -44,6 +45,19 @@ def test_a_template_that_joins_arguments_with_text_is_recognized(template: str, 
 def test_arguments_have_the_kind_that_the_template_expects(given: object, nested: bool) -> None:
     assert with_arguments(turns(given, nested), as_text=False) == turns(OBJECT, nested)
     assert with_arguments(turns(given, nested), as_text=True) == turns(TEXT, nested)
+
+
+def test_a_template_that_compares_contents_gets_none_for_a_missing_one() -> None:
+    source = """{%- for message in messages %}{%- for call in message.tool_calls or [] %}{{ call.function.name }};{%- endfor %}
+        {%- if message['content'] is not none %}{{ '<' + message['content'] + '>' }}{%- endif %}{%- endfor %}"""
+    template = ChatTemplate(source, {})
+    assert (
+        template.render(turns({}))
+        == template.render([turns({})[0], {**turns({})[1], "content": None}])
+        == "<Hi>weather;"
+    )
+    assert compares_content(jinja2.Environment().parse("{% if m.content is none %}{% endif %}"))
+    assert not compares_content(jinja2.Environment().parse("{% if tools is none or m.content is string %}{% endif %}"))
 
 
 def test_no_arguments_are_an_empty_object() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from spaceport.runtime.tool_calls.description import renders_tools, with_description
 from spaceport.runtime.tool_calls.formats import FORMATS
-from spaceport.runtime.tool_calls.parser import ToolCallParser, joined
+from spaceport.runtime.tool_calls.parser import ToolCallParser
+from spaceport.runtime.tool_calls.parts import joined
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Wetter für Orte"}}]
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}

@@ -15,7 +15,8 @@ from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.tool_calls.formats import FORMATS, FormatName
 from spaceport.runtime.tool_calls.functions import Function, functions_of
 from spaceport.runtime.tool_calls.grammar import calls_grammar
-from spaceport.runtime.tool_calls.parser import ToolCallParser, joined
+from spaceport.runtime.tool_calls.parser import ToolCallParser
+from spaceport.runtime.tool_calls.parts import joined
 from support.small_tokenizers import BYTES, one_byte_each
 
 pytest.importorskip("llguidance")

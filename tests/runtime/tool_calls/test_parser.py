@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.runtime.tool_calls.formats import FORMATS, FormatName, format_of
-from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser, joined
+from spaceport.runtime.tool_calls.parser import ToolCallParser
+from spaceport.runtime.tool_calls.parts import CallPart, joined
 
 NAMES = ("weather", "now")
 Calls = list[tuple[str, str]]
@@ -47,6 +48,9 @@ CALLS: list[tuple[FormatName, str, str, Calls]] = [  # format, text, content, ca
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "123456789"}]', "", [("now", "{}")]),
     ("json", MISTRAL, "", [("weather", OSLO)]),
     ("json", PLAIN, "", [("weather", OSLO)]),
+    ("json", f"<think>{{ hm }}</think>\n\n{MISTRAL}", "<think>{ hm }</think>", [("weather", OSLO)]),
+    ("llama3", f"So </th </think>{LLAMA}", "So </th </think>", [("weather", OSLO)]),
+    ("hermes", f"<think>a</think>\n{HERMES}", "<think>a</think>", [("weather", OSLO)]),
     ("json", f"  {LLAMA}", "", [("weather", OSLO)]),
 ]  # fmt: skip
 
@@ -80,6 +84,7 @@ NO_CALLS: list[tuple[FormatName, str]] = [
     ("mistral", "[TOOL_CALLS]weather is a name"),
     ("mistral", "[TOOL_CALLS]" + "weather " * 50 + "{}"),
     ("json", '{"name": "weather"'),
+    ("json", "So </think> \nHi </thi"),
 ]
 
 

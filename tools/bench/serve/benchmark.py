@@ -135,7 +135,7 @@ def _measure(
     warm_up = replace(options.workload, clients=options.max_requests, requests=options.max_requests, seconds=None)
     for subject in loaded:
         on_progress(f"warming up {subject.name}")
-        subject.run(replace(warm_up, rate=None), 0)
+        subject.run(replace(warm_up, rate=None, ramp=0.0), 0)
         _hold(found, subject)
     for clients in options.clients:
         workload = replace(options.workload, clients=clients)

@@ -19,8 +19,9 @@ Expected = Sequence[tuple[list[int], str]]  # tokens and text of the answer to e
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles in milliseconds."""
+    """Mean and quantiles in milliseconds."""
 
+    mean: float
     p50: float
     p95: float
     p99: float
@@ -104,7 +105,7 @@ def statuses(exchanges: Iterable[Exchange]) -> dict[str, int]:
 def quantiles(seconds: Iterable[float | None]) -> Quantiles | None:
     """Quantiles of these times; None without any."""
     found = [each * 1e3 for each in seconds if each is not None]
-    return Quantiles(*np.quantile(found, (0.5, 0.95, 0.99, 1.0)).tolist()) if found else None
+    return Quantiles(float(np.mean(found)), *np.quantile(found, (0.5, 0.95, 0.99, 1.0)).tolist()) if found else None
 
 
 def drafts_of(exchanges: Iterable[Exchange]) -> Drafts | None:

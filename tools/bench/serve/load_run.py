@@ -60,6 +60,7 @@ class _Run:
 
     async def client(self, number: int) -> None:
         """Send one request after the other; after a refusal, wait as long as the service asks for."""
+        await asyncio.sleep(self._workload.ramp * number / self._workload.clients)
         while (request := self._next()) is not None:
             exchange = await self._exchange(number, request)
             if exchange.retry_after:

@@ -74,13 +74,14 @@ def latency(report: ServeReport) -> Iterator[str]:
     """The table of latencies: p50 / p95 / p99."""
     yield from header(
         [
-            *("service", "clients", "first token p50 / p95 / p99", "between tokens, mean of a stream"),
+            *("service", "clients", "first token mean; p50 / p95 / p99", "between tokens, mean of a stream"),
             *("between events", "refusal p50 / p95 / highest"),
         ]
     )
     for one in report.loads:
         found = one.figures
-        cells = [_quantiles(each) for each in (found.first_token, found.per_token, found.gap)]
+        first = _NONE if found.first_token is None else f"{found.first_token.mean:.1f}; {_quantiles(found.first_token)}"
+        cells = [first, _quantiles(found.per_token), _quantiles(found.gap)]
         refusal = found.refusal
         cells.append(_NONE if refusal is None else f"{refusal.p50:.1f} / {refusal.p95:.1f} / {refusal.highest:.1f}")
         yield row([one.subject, str(one.clients), *cells])
@@ -91,11 +92,14 @@ def ratios(report: ServeReport) -> Iterator[str]:
     if not report.ratios:
         return
     yield from header(
-        ["relative to", "clients", "tokens/s", "first token, ms later", "between tokens p95", "between events p95"]
+        [
+            *("relative to", "clients", "tokens/s", "first token, ms later: p50", "mean"),
+            *("between tokens p95", "between events p95"),
+        ]
     )
     for one in report.ratios:
-        later = _NONE if one.first_token is None else f"{one.first_token:+.1f}"
-        cells = [f"{one.tokens_per_second:.3f}", later, _number(one.per_token_p95, 2), _number(one.gap_p95, 2)]
+        later = [_NONE if each is None else f"{each:+.1f}" for each in (one.first_token, one.first_token_mean)]
+        cells = [f"{one.tokens_per_second:.3f}", *later, _number(one.per_token_p95, 2), _number(one.gap_p95, 2)]
         yield row([one.reference, str(one.clients), *cells])
 
 

@@ -51,6 +51,7 @@ class LoadRatio:
     clients: int
     tokens_per_second: float  # ratio
     first_token: float | None  # difference of the medians in milliseconds
+    first_token_mean: float | None  # difference of the means
     per_token_p95: float | None  # ratio of the 95th percentiles of the time between tokens
     gap_p95: float | None  # ratio of the 95th percentiles of the time between events
 
@@ -104,6 +105,9 @@ def _ratio(own: LoadFigures, other: LoadFigures) -> LoadRatio:
         median(one.tokens_per_second / two.tokens_per_second for one, two in pairs),
         _median(
             [one.first_token.p50 - two.first_token.p50 for one, two in pairs if one.first_token and two.first_token]
+        ),
+        _median(
+            [one.first_token.mean - two.first_token.mean for one, two in pairs if one.first_token and two.first_token]
         ),
         _median([one.per_token.p95 / two.per_token.p95 for one, two in pairs if one.per_token and two.per_token]),
         _median([one.gap.p95 / two.gap.p95 for one, two in pairs if one.gap and two.gap]),

@@ -31,6 +31,7 @@ class Workload:
     unstreamed: float = 0.0  # share that asks for the whole answer
     drafts: bool = True  # without them, the work of a request does not depend on what was learned about drafts
     pause: float = 0.05  # seconds that a slow client pauses
+    ramp: float = 0.0  # seconds in which the clients start, one after the other; else all prefill at once, and again
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,6 +43,8 @@ class Workload:
         for name in ("seconds", "rate", "pause"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise OptionFault(f"{name} is {value}: expected a number above 0")
+        if not self.ramp >= 0:
+            raise OptionFault(f"ramp is {self.ramp}: expected seconds of at least 0")
         shares = {name: getattr(self, name) for name in ("cancelled", "dropped", "slow", "unstreamed")}
         for name, share in shares.items():
             if not 0 <= share <= 1:

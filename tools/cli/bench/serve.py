@@ -72,6 +72,13 @@ load = options(
         "--rate", type=float, help="Requests per second on average, at random times; default: one per client."
     ),
     click.option(
+        "--ramp",
+        default=1.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Time in which the clients start, one after the other.",
+    ),
+    click.option(
         "--max-tokens", default=Workload.max_tokens, show_default=True, metavar="N", help="Tokens per answer."
     ),
     click.option("--no-drafts", is_flag=True, help="Decode without drafts, which makes runs comparable."),
@@ -127,7 +134,7 @@ def options_of(values: dict[str, Any]) -> ServeOptions:
     """The options of the benchmark from the command's parameters."""
     requests = _REQUESTS if values["requests"] is None and values["seconds"] is None else values["requests"]
     shares = {name: values[name] for name in ("cancelled", "dropped", "slow", "unstreamed")}
-    timing = {name: values[name] for name in ("seconds", "rate", "max_tokens", "seed")}
+    timing = {name: values[name] for name in ("seconds", "rate", "ramp", "max_tokens", "seed")}
     own = ("rounds", "sample", "bundle", "gguf", "work", "setup", "threads", "max_requests", "queue_limit")
     return ServeOptions(
         Workload(requests=requests, drafts=not values["no_drafts"], **timing, **shares),

@@ -218,6 +218,24 @@ def test_several_clients_send_at_a_time() -> None:
     assert (len(run.exchanges), max(most), seen.connections) == (12, 4, 4)
 
 
+def test_clients_start_one_after_the_other() -> None:
+    workload = Workload(clients=4, requests=4, ramp=0.2)
+    runs: list[LoadRun] = []
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.3)  # so that each client sends one request
+        await stream(writer)
+
+    async def check(address: Address) -> None:
+        target = Target(address, "m")
+        work = run_load(workload, iter(requests(4)), lambda clock: sender(target, workload, PROMPTS, clock))
+        runs.append(await work)
+
+    with_server(late, check)
+    started = [each.started for each in runs[0].exchanges]
+    assert all(begun >= 0.05 * number for number, begun in enumerate(started))
+
+
 def test_random_arrivals_do_not_wait_for_answers() -> None:
     waiting: list[asyncio.StreamWriter] = []
 

@@ -45,6 +45,7 @@ def test_random_arrivals_have_the_mean_rate() -> None:
         ({"requests": 0}, "requests is 0"),
         ({"requests": 1, "clients": 0}, "clients is 0"),
         ({"seconds": 0.0}, "seconds is 0"),
+        ({"seconds": 1.0, "ramp": -1.0}, "ramp is -1"),
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"requests": 1, "cancelled": 1.5}, "cancelled is 1.5: expected a share"),
         ({"requests": 1, "cancelled": 0.6, "slow": 0.6}, "add up to 1.2"),

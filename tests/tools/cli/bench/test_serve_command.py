@@ -28,7 +28,20 @@ def test_all_answers_are_right_while_clients_leave(
     prompts: Path, demo_bundle: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     shares = ["--cancelled", "0.2", "--dropped", "0.1", "--slow", "0.1", "--unstreamed", "0.3"]
-    load = ["--clients", "1,12", "--requests", "24", "--max-tokens", "40", "--rounds", "1", "--max-requests", "4"]
+    load = [
+        "--clients",
+        "1,12",
+        "--requests",
+        "24",
+        "--max-tokens",
+        "40",
+        "--rounds",
+        "1",
+        "--max-requests",
+        "4",
+        "--ramp",
+        "0",
+    ]
     table = tmp_path / "table.md"
     target = ["--bundle", str(demo_bundle), "--queue-limit", "2", "--json", "--markdown", str(table)]
     assert run(["bench", "serve", str(prompts), *target, *load, *shares]) == OK
@@ -64,7 +77,7 @@ def test_a_wrong_answer_is_reported(
 
     right = EmbeddedRuntime.expected
     monkeypatch.setattr(EmbeddedRuntime, "expected", swapped)
-    load = ["--clients", "2", "--requests", "4", "--max-tokens", "8", "--rounds", "1", "--no-embedded"]
+    load = ["--clients", "2", "--requests", "4", "--max-tokens", "8", "--rounds", "1", "--ramp", "0", "--no-embedded"]
     assert run(["bench", "serve", str(prompts), "--bundle", str(demo_bundle), *load]) == ACCURACY
     shown = capsys.readouterr().out
     assert "2 of 4 answers equal" in shown

@@ -354,6 +354,16 @@ def test_the_page_can_be_used_with_the_keyboard_alone(visit: Visit) -> None:
     assert visit.texts(".asked") == ["import\njson"]
 
 
+def test_the_field_for_messages_stays_in_view(visit: Visit) -> None:
+    for _ in range(4):
+        visit.ask(QUESTION, **{"max-tokens": "400"})
+        visit.finish()
+    turns = visit.page.locator(".turns")
+    assert turns.evaluate("element => element.scrollHeight > element.clientHeight")
+    box = visit.page.locator("#ask").bounding_box()
+    assert box["y"] + box["height"] <= 900
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_narrow_screen(browser: Any, service: RunningService, scheme: Any) -> None:
     visit = Visit(browser, root_of(service), viewport={"width": 360, "height": 740}, color_scheme=scheme)

@@ -152,7 +152,7 @@ function setRunning(now) {
 
 function keepInView() {
   const talk = turns.parentElement;
-  if (talk && talk.scrollHeight - talk.scrollTop - talk.clientHeight < 160) talk.scrollTop = talk.scrollHeight;
+  if (talk && talk.scrollHeight - talk.scrollTop - talk.clientHeight < 240) talk.scrollTop = talk.scrollHeight;
 }
 
 function openSettings() {

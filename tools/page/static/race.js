@@ -68,8 +68,7 @@ export async function race(parent, drafted, runPlain) {
     running = false;
     if (!plain.ended) plain.end();
   }
-  draw();
-  plain.draw(plain.ended, drafted.text.length);
+  for (const each of [drafted, plain]) each.draw(each.ended, drafted.text.length);
   const result = addHtml(parent, 'p', { class: 'result', role: 'status' });
   if (plain.text === drafted.text) {
     addHtml(result, 'strong', { class: 'identical' }, '✓ identical');

@@ -28,7 +28,6 @@ from spaceport.tools.verify.accuracy import RecordedCall
 
 REQUESTS = 3
 _PLAIN = DraftConfig(0, "chain")
-
 Array = NDArray[Any]
 
 

@@ -38,6 +38,8 @@ class ServiceModel:
     def __init__(self, address: str, model: str | None, key: str | None, options: AnswerOptions) -> None:
         self.statistics: AnswerStatistics | None = None
         self._root = root_of(address)
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise OptionFault("the key of the service has other than printable ASCII characters: give one as sk-3f9c…")
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._options = options
         local = urlsplit(self._root).hostname in _LOCAL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +16,8 @@ from spaceport.tools.chat.chat_loop import Chat
 from spaceport.tools.chat.chat_model import AnswerOptions, ChatModel
 from spaceport.tools.chat.conversation import Conversation
 from spaceport.tools.chat.service_model import ServiceModel
-from spaceport.tools.cli.generate_request import decoded, read_text
+from spaceport.tools.cli.generate_request import decoded
+from spaceport.tools.cli.key_file import KEY_VARIABLE, keys_of
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
@@ -32,7 +32,6 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.terminal.screen import show_notes
 
-KEY_VARIABLE = "SPACEPORT_API_KEY"
 _BUNDLE = ("backend", "threads", "max_seq_len", "trust_engines", "allow_links", "require_signature")
 _SERVICE = ("model", "api_key_file")
 
@@ -62,7 +61,7 @@ _service = options(
         "--api-key-file",
         type=PATH,
         metavar="FILE",
-        help=f"File with a key in its first line; default: the first key in {KEY_VARIABLE}.",
+        help=f"File whose first key is sent; default: the first one in {KEY_VARIABLE}.",
     ),
 )
 _bundle = options(
@@ -121,8 +120,8 @@ def model_of(target: str, is_url: bool, given: dict[str, Any]) -> ChatModel:
     names = ("max_tokens", "temperature", "top_p", "seed", "drafts", "fork")
     answers = AnswerOptions(**{name: given[name] for name in names})
     if is_url:
-        key = key_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
-        return ServiceModel(target, given["model"], key, answers)
+        keys = keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
+        return ServiceModel(target, given["model"], keys[0] if keys else None, answers)
     runtime = Runtime.open(target, prefix_cache=True, **{name: given[name] for name in _BUNDLE})
     try:
         show_notes(runtime.notes)
@@ -130,14 +129,3 @@ def model_of(target: str, is_url: bool, given: dict[str, Any]) -> ChatModel:
     except BaseException:
         runtime.close()
         raise
-
-
-def key_of(file: Path | None, variable: str) -> str | None:
-    """The key in the first line of a file, or else the first one in the environment."""
-    if file is None:
-        return variable.partition(",")[0].strip() or None
-    lines = [line.strip() for line in read_text(file).splitlines()]
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys or not (keys[0].isascii() and keys[0].isprintable()):
-        raise OptionFault(f"--api-key-file: {file} has no key: expected one in its first line")
-    return keys[0]

@@ -32,13 +32,17 @@ class Configured(Sectioned):
     tables: ClassVar[Mapping[str, str]] = {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; an error in an environment variable names the variable."""
+        """Parse the arguments; an error in an environment variable or in the file names it."""
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
             option = error.param
-            if option is None or ctx.get_parameter_source(option.name or "") is not ParameterSource.ENVIRONMENT:
+            source = None if option is None else ctx.get_parameter_source(option.name or "")
+            if option is None or source not in (ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
                 raise
+            if source is ParameterSource.DEFAULT_MAP:
+                hint = f"`{option.name}` in {ctx.params.get('config')}"
+                raise click.BadParameter(error.message, ctx, option, hint) from error
             variable, message = _variable(ctx, option), error.message
             if "://" in os.environ.get(variable, ""):
                 message += " Kubernetes sets this variable for a service named spaceport: rename the service."

@@ -21,6 +21,7 @@ from spaceport.tools.cli.configuration import (
     unknown_variables,
 )
 from spaceport.tools.cli.generate_request import limits_of
+from spaceport.tools.cli.key_file import KEY_VARIABLE, keys_of
 from spaceport.tools.cli.options import (
     PATH,
     allow_links_option,
@@ -34,7 +35,6 @@ from spaceport.tools.cli.options import (
 if TYPE_CHECKING:
     from spaceport.tools.serve.tracing import RequestSpans
 
-KEY_VARIABLE = "SPACEPORT_API_KEY"
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -54,6 +54,14 @@ class Serve(Configured):
 
 def _named(_: click.Context, __: click.Parameter, given: Sequence[str]) -> dict[str, str]:
     return {name: str(path) for name, path in models_of(given).items()}
+
+
+def _known_limits(_: click.Context, __: click.Parameter, given: Sequence[str]) -> Sequence[str]:
+    try:
+        limits_of(given)
+    except OptionFault as error:
+        raise click.BadParameter(str(error)) from error
+    return given
 
 
 _configuration = options(config_option, print_config_option)
@@ -123,6 +131,7 @@ _requests = options(
         "--limit",
         "limits",
         multiple=True,
+        callback=_known_limits,
         metavar="NAME=N",
         help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
     ),
@@ -276,17 +285,3 @@ def spans_of(wanted: bool) -> RequestSpans | None:
     from spaceport.tools.serve.tracing import exported_spans
 
     return exported_spans()
-
-
-def keys_of(file: Path | None, variable: str) -> tuple[str, ...]:
-    """The keys in a file, one per line, or else those in the environment, separated by commas."""
-    if file is None:
-        return tuple(key.strip() for key in variable.split(",") if key.strip())
-    try:
-        lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionFault(f"--api-key-file: {file} cannot be read: {error}: expected one key per line") from error
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-    if not keys:
-        raise OptionFault(f"--api-key-file: {file} has no key: expected one per line")
-    return keys

@@ -138,6 +138,13 @@ def test_an_address_without_models_is_reported(models: bytes) -> None:
         ServiceModel(address, None, None, AnswerOptions())
 
 
+@pytest.mark.parametrize("key", ["sk-é", "a\nb"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(OptionFault, match="printable ASCII") as caught:
+        ServiceModel("http://127.0.0.1:9", None, key, AnswerOptions())
+    assert key not in str(caught.value)
+
+
 def test_addresses_may_end_with_the_version_or_not() -> None:
     for given in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
         assert root_of(given) == "http://h:1/v1"

@@ -117,6 +117,9 @@ def test_keys_are_counted_and_never_shown(capsys: Shown, monkeypatch: pytest.Mon
         ("[port]\na = 1", "`port` is a table: expected a whole number"),
         ("models = 'x'", "`models` is a string ('x'): expected a table"),
         ("[models]\na = {b = 1}", "`models`: `a` is a table: expected a string"),
+        ("[limits]\nstop_stings = 3", "`limits` in"),
+        ("[limits]\nstop_stings = 3", "expected NAME=N with one of prompt_chars"),
+        ("[limits]\nstop_strings = -1", "--limit is 'stop_strings=-1'"),
         ("port = 70000", "`port`: 70000 is not in the range 0<=x<=65535"),
         ("backend = 'cuda'", "`backend`: 'cuda' is not one of"),
         ("port = 1\nport = 2", "is not TOML: "),
@@ -144,6 +147,9 @@ def test_an_error_in_a_variable_names_the_variable(capsys: Shown, monkeypatch: p
     monkeypatch.setenv("SPACEPORT_MAX_REQUESTS", "tcp://10.0.0.1:80")
     assert "rename the service" in refused(capsys)
     monkeypatch.delenv("SPACEPORT_MAX_REQUESTS")
+    monkeypatch.setenv("SPACEPORT_LIMITS", "stop_strings=3 stop_stings=3")
+    assert "Invalid value for SPACEPORT_LIMITS: --limit is 'stop_stings=3'" in refused(capsys)
+    monkeypatch.delenv("SPACEPORT_LIMITS")
     assert "'--port': 'x'" in refused(capsys, "--port", "x")
 
 

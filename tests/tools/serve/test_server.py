@@ -21,7 +21,8 @@ import pytest
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, USAGE
-from spaceport.tools.cli.serve import keys_of, models_of
+from spaceport.tools.cli.key_file import keys_of
+from spaceport.tools.cli.serve import models_of
 from spaceport.tools.serve.options import ServiceOptions
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]

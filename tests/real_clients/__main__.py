@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from real_clients import evaluations, loads
+from real_clients import evaluations, hostile, loads
 from real_clients.environments import CommandFailed, environment, program, version_of
 from spaceport.runtime.session import Runtime
 from support.paths import DEMO
@@ -30,6 +30,9 @@ CHECKS: dict[str, Check] = {
     ),
     "aiperf": lambda service, runtime, programs, folder: loads.aiperf(
         program(programs, "aiperf"), service.url, loads.tokenizer_folder(runtime.bundle, folder), folder
+    ),
+    "schemathesis": lambda service, runtime, programs, folder: hostile.check(
+        program(programs, "schemathesis"), service.url, folder
     ),
 }
 

@@ -172,6 +172,9 @@ def beyond(branch: dict[str, Any]) -> list[Any]:
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, 400, "logprobs is 21"),
         ("completions", {"logit_bias": {str(each): 1 for each in range(1025)}}, 400, "logit_bias has 1025 entries"),
         ("completions", {"max_tokens": 10**9}, 400, "lower max_tokens"),
+        ("completions", {"max_tokens": 10**4300 - 1}, 400, "max_tokens has more than 64 bits"),
+        ("chat/completions", {"spaceport": {"lookup": -(2**64)}}, 400, "spaceport.lookup has more than 64 bits"),
+        ("completions", {"prompt": [10**3000]}, 400, "…"),  # the end of a message that would repeat it
         ("completions", {"stop_token_ids": [1] * 1025}, 400, "stop_token_ids has 1025 entries"),
         ("completions", {"structured_outputs": {"regex": "a" * 70_000}}, 400, "the grammar has"),
         ("completions", {"structured_outputs": {"regex": "(" * 65 + "a" + ")" * 65}}, 400, "the grammar has"),

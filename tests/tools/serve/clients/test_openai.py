@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -20,6 +19,8 @@ from spaceport.tools.serve.application import close_models
 from spaceport.tools.serve.options import ServiceOptions
 from support.paths import DEMO
 from support.running_service import RunningService, running_service
+
+openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.slow
 

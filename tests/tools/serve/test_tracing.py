@@ -20,8 +20,6 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
 
-pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
-
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import openai
 import pytest
 from pydantic import BaseModel
 
@@ -19,8 +20,6 @@ from spaceport.tools.serve.application import close_models
 from spaceport.tools.serve.options import ServiceOptions
 from support.paths import DEMO
 from support.running_service import RunningService, running_service
-
-openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import openai
 import pytest
 from pydantic import BaseModel
 
@@ -14,8 +15,6 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from support.running_service import RunningService, running_service
 from support.tool_bundle import tool_bundle
-
-openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,9 @@
 """Settings of the suite: tiers, no network, seeds, one thread per process; bundles that many tests need."""
 
+import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = {item for item in items if needs_torch(item) or item.get_closest_marker("slow")}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=[*left_out])
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Remove what a test has set up to log, such as `spaceport serve` does in its process."""
+    root, ours = logging.getLogger(), logging.getLogger("spaceport")
+    handlers, levels = set(root.handlers), (root.level, ours.level)
+    yield
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler not in handlers:
+            root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.fixture(scope="session")

@@ -198,13 +198,17 @@ def test_a_missing_prompt_file_is_an_error(tiny_bundle: Path, tmp_path: Path, ca
         assert re.search("expected a prompt file with one prompt per line", capfd.readouterr().err)
 
 
-def test_the_program_of_the_page_runs(
+def test_the_programs_of_the_page_run(
     demo_bundle: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "demo.bundle").symlink_to(demo_bundle)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Explain the parameters of f(a, b)"}), "utf-8")
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "audit.md").read_text("utf-8")
-    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    reproduce, program = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    record = {"prompt": [5, 6, 7], "options": {"temperature": 0.5}, "seed": 3}
+    (tmp_path / "audit.jsonl").write_text(json.dumps(record) + "\n", "utf-8")
+    exec(compile(reproduce, "docs", "exec"), {})
+    assert capfd.readouterr().out == "True\n"
     exec(compile(program, "docs", "exec"), {})
     assert re.fullmatch(r"lossless: 17 completions, 272 tokens, 0 faults, .*\n", capfd.readouterr().out)

@@ -38,7 +38,7 @@ def test_every_peer_has_an_adapter_pins_and_a_unique_name() -> None:
         assert (ADAPTERS / peer.adapter).is_file()
         assert peer.environment in ENVIRONMENTS
     for name, requirements in ENVIRONMENTS.items():
-        assert all(re.fullmatch(r"[\w.-]+==[\w.]+", one) for one in requirements), name
+        assert all(re.fullmatch(r"[\w.-]+(\[\w+\])?==[\w.]+", one) for one in requirements), name
     assert set(UNWANTED) <= set(ENVIRONMENTS)
 
 

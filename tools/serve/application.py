@@ -73,24 +73,10 @@ def application(
     service = Service(options, Metrics(options.metrics_prefix, lambda: _states(service)))
     file = None if options.audit_log is None else AuditLog(options.audit_log)
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        opened: list[ServedModel] = []
-        opening = asyncio.create_task(_open(openers, opened, service, file))
-        try:
-            if not answers_while_opening:
-                await opening
-            yield
-        finally:
-            with suppress(SpaceportError, OSError):  # the service's fault
-                await opening
-            await asyncio.gather(*(audit.stop() for audit in service.audits.values()))
-            await close_models(opened)
-
     routes = [*_ROUTES, *(page_routes() if options.page else ())]
     app = Starlette(
         routes=routes,
-        lifespan=lifespan,
+        lifespan=lambda _: _open_models(openers, service, file, answers_while_opening),
         exception_handlers={HTTPException: _no_route, Failure: _failed, SpaceportError: _failed},
         middleware=[
             Middleware(LogRequests, paths=[route.path for route in routes], spans=spans),
@@ -99,6 +85,24 @@ def application(
     )
     app.state.service = service
     return app
+
+
+@asynccontextmanager
+async def _open_models(
+    openers: Mapping[str, Opener], service: Service, file: AuditLog | None, answers_while_opening: bool
+) -> AsyncIterator[None]:
+    """The time in which the bundles of all models are open."""
+    opened: list[ServedModel] = []
+    opening = asyncio.create_task(_open(openers, opened, service, file))
+    try:
+        if not answers_while_opening:
+            await opening
+        yield
+    finally:
+        with suppress(SpaceportError, OSError):  # the service's fault
+            await opening
+        await asyncio.gather(*(audit.stop() for audit in service.audits.values()))
+        await close_models(opened)
 
 
 async def _open(

@@ -39,6 +39,15 @@ def _slots(status: RuntimeStatus) -> dict[str, float]:
     return {"used": status.kv_slots_used, "cached": cached, "free": status.kv_slots - status.kv_slots_used - cached}
 
 
+_AUDITED = {
+    "checked": "Completions that were generated again without drafts and compared.",
+    "equal": "Of these, completions with the same tokens.",
+    "near_tie": "Of these, completions that differ at tokens that are equally probable up to rounding.",
+    "fault": "Of these, completions with a token that plain decoding does not select.",
+    "skipped": "Completions that were to be compared, but clients waited.",
+}
+
+
 class _Gauges(Collector):
     """The state of each model at the moment of the request."""
 
@@ -96,17 +105,7 @@ class Metrics:
         self._queued = histogram("request_queue_time_seconds", "Seconds in the queue.")
         self._prefill = histogram("request_prefill_time_seconds", "Seconds from the first step to the first token.")
         self._decode = histogram("request_decode_time_seconds", "Seconds from the first token to the last one.")
-
-        self._audited = {
-            name: counter(f"exactness_{name}", text)
-            for name, text in (
-                ("checked", "Completions that were generated again without drafts and compared."),
-                ("equal", "Of these, completions with the same tokens."),
-                ("near_tie", "Of these, completions that differ at tokens that are equally probable up to rounding."),
-                ("fault", "Of these, completions with a token that plain decoding does not select."),
-                ("skipped", "Completions that were to be compared, but clients waited."),
-            )
-        }
+        self._audited = {name: counter(f"exactness_{name}", text) for name, text in _AUDITED.items()}
         self._drafts_disabled = Gauge(
             f"{prefix}:drafts_disabled",
             "1 after a fault has switched drafts off.",

@@ -48,6 +48,7 @@ class ServedModel:
             "owned_by": "spaceport",
             "root": self.name,
             "max_model_len": self.runtime.max_seq_len,
+            "has_chat_template": bool(self.chat_template),
         }
 
 

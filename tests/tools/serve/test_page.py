@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,16 +13,19 @@ from typing import Any
 
 import pytest
 
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.trace.reader import trace_of
 from spaceport.tools.report.files import write_trace
 from spaceport.tools.report.numbers import statistics_of
+from spaceport.tools.report.words import visible
 from spaceport.tools.serve.options import ServiceOptions
 from support.browser import open_browser
 from support.paths import DEMO
 from support.running_service import RunningService, running_service
+from support.small_bundle import edit
 from support.traced import TOKENIZER, Case, traced
 
 pytestmark = pytest.mark.slow
@@ -181,6 +185,24 @@ def test_a_second_question_has_the_first_answer_before_it(visit: Visit, runtime:
     found = runtime.generate(messages, Decoding(max_tokens=TOKENS, fork=False)).text
     assert visit.page.locator(".answered .generated").last.evaluate("element => element.textContent") == found
     assert visit.texts(".asked") == [QUESTION, "And now?"]
+
+
+def test_a_model_without_a_chat_template_continues_the_text(browser: Any, tiny_bundle: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_bundle, base)
+    (base / TEMPLATE_FILE).unlink()
+    edit(base, lambda entries: entries["files"].pop(TEMPLATE_FILE))
+    with (
+        running_service({"tiny": partial(Runtime.open, base, step_costs="free")}) as service,
+        Runtime.open(base, step_costs="free") as runtime,
+    ):
+        visit = Visit(browser, root_of(service))
+        visit.ask("import json\n", "tiny", **{"max-tokens": "20"})
+        visit.finish()
+        found = runtime.generate("import json", Decoding(max_tokens=20, fork=False)).text
+        assert visit.page.locator(".answered .generated").evaluate("element => element.textContent") == visible(found)
+        visit.context.close()
+        assert visit.complaints == []
 
 
 def test_a_race_says_that_the_texts_are_identical(visit: Visit) -> None:

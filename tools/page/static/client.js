@@ -5,7 +5,7 @@
 /**
  * @typedef {{
  *   model: string, maxTokens: number, temperature: number, seed: number | null, maskSlots: number | null,
- *   lookup: number | null, fork: boolean, drafts: boolean, salt: string | null,
+ *   lookup: number | null, fork: boolean, drafts: boolean, salt: string | null, chats: boolean,
  * }} Options
  * @typedef {Pick<Trace, 'steps' | 'threads' | 'texts'>} Growth New steps of a running request.
  * @typedef {{ text: string, ending: string, trace: Trace | null, seed: number | null }} Answer
@@ -28,11 +28,12 @@ export function useKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** The names of the models. @returns {Promise<string[]>} */
-export async function modelNames() {
+/** @typedef {{ id: string, has_chat_template: boolean }} Model */
+
+/** The models of the service. @returns {Promise<Model[]>} */
+export async function models() {
   const response = await request('v1/models');
-  const { data } = await response.json();
-  return data.map((/** @type {{ id: string }} */ model) => model.id);
+  return (await response.json()).data;
 }
 
 /**
@@ -41,13 +42,14 @@ export async function modelNames() {
  * @param {{ onText?: (text: string) => void, onGrowth?: (growth: Growth) => void }} calls @returns {Promise<Answer>}
  */
 export async function answer(messages, options, signal, { onText, onGrowth } = {}) {
-  const response = await request('v1/chat/completions', { body: JSON.stringify(bodyOf(messages, options)), signal });
+  const body = JSON.stringify({ ...textOf(messages, options), ...bodyOf(options) });
+  const response = await request(options.chats ? 'v1/chat/completions' : 'v1/completions', { body, signal });
   /** @type {Answer} */
   const found = { text: '', ending: '', trace: null, seed: null };
   for await (const event of eventsOf(response)) {
     if (event.error) throw new ServiceError(event.error.message, 500);
     for (const choice of event.choices ?? []) {
-      const text = choice.delta?.content ?? '';
+      const text = choice.delta?.content ?? choice.text ?? '';
       const own = choice.spaceport ?? {};
       if (text) {
         found.text += text;
@@ -60,10 +62,15 @@ export async function answer(messages, options, signal, { onText, onGrowth } = {
   return found;
 }
 
-/** @param {Message[]} messages @param {Options} options */
-function bodyOf(messages, options) {
+/** The messages, or for a model without a chat template the last one, which it continues. @param {Message[]} messages @param {Options} options */
+function textOf(messages, options) {
+  return options.chats ? { messages } : { prompt: messages[messages.length - 1].content };
+}
+
+/** @param {Options} options */
+function bodyOf(options) {
   return {
-    ...{ model: options.model, messages, stream: true, max_tokens: options.maxTokens },
+    ...{ model: options.model, stream: true, max_tokens: options.maxTokens },
     ...{ temperature: options.temperature, disable_spec_decode: !options.drafts },
     ...(options.seed === null ? {} : { seed: options.seed }),
     ...(options.salt === null ? {} : { cache_salt: options.salt }),

@@ -1,7 +1,7 @@
 // Main: the page of a service: a chat whose answers show how they were decoded.
 
 import { GrowingText } from './answers.js';
-import { ServiceError, answer, modelNames, useKey } from './client.js';
+import { ServiceError, answer, models, useKey } from './client.js';
 import { LiveView } from './live.js';
 import { Runner, race } from './race.js';
 import { Player, traceIn } from './replay.js';
@@ -16,6 +16,8 @@ import { counted, number } from './words.js';
 
 /** @type {Message[]} */
 const history = [];
+/** @type {Map<string, boolean>} */
+const hasTemplate = new Map(); // by model: those without a chat template continue a text
 /** @type {AbortController | null} */
 let running = null;
 
@@ -39,9 +41,10 @@ const file = find('file', HTMLInputElement);
 /** List the models; without a valid key, ask for one. */
 async function connect() {
   try {
-    const names = await modelNames();
-    model.replaceChildren(...names.map((name) => new Option(name, name)));
-    state.textContent = names.length ? '' : 'no model';
+    const found = await models();
+    model.replaceChildren(...found.map((each) => new Option(each.id, each.id)));
+    for (const each of found) hasTemplate.set(each.id, each.has_chat_template);
+    state.textContent = found.length ? '' : 'no model';
   } catch (error) {
     state.textContent = messageOf(error);
     if (error instanceof ServiceError && error.status === 401) openSettings();
@@ -50,7 +53,7 @@ async function connect() {
 
 /** Answer what is typed. @param {string} text */
 async function ask(text) {
-  const options = { ...optionsFrom(), model: model.value };
+  const options = { ...optionsFrom(), model: model.value, chats: hasTemplate.get(model.value) ?? true };
   const racing = find('race', HTMLInputElement).checked;
   if (racing) Object.assign(options, { seed: options.seed ?? randomSeed(), fork: false, salt: crypto.randomUUID() });
   document.getElementById('welcome')?.remove();

@@ -2,7 +2,7 @@
 
 /** @typedef {import('./client.js').Options} Options */
 
-/** The options that are set; the model is another one. @returns {Options} */
+/** The options that are set; the model and whether it chats are others. @returns {Options} */
 export function optionsFrom() {
   return {
     model: '',
@@ -14,6 +14,7 @@ export function optionsFrom() {
     fork: isOn('fork'),
     drafts: isOn('drafts'),
     salt: null,
+    chats: true,
   };
 }
 

@@ -98,33 +98,13 @@ class Admission:
         """A request for a completion, with enough KV slots for all its limits."""
         self.check_decoding(decoding)
         ids = self._within_context(prompt, decoding.parse_special, deadline)
-        manifest = self.bundle.manifest
-        max_length = self._max_length(ids, decoding.max_tokens)
-        fork = self._forks(decoding)
-        draft_config = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts)
-        self._check_mask_slots(draft_config.mask_slots)
-        decoding.sampling.check(manifest.signature.vocab_size)
-        check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
         sampling = seeded(decoding.sampling)
+        config = self._config(ids, decoding, sampling, deadline)
         logprobs = self._logprobs(decoding.logprobs)
-        config = RequestConfig(
-            tokens=manifest.tokens,
-            selector=self._selector(decoding, sampling, fork, len(ids), deadline),
-            max_length=max_length,
-            max_total=self._max_total(ids, decoding.max_total_tokens),
-            draft_config=draft_config,
-            planner=self.planner,
-            kind=(round(sampling.temperature, 1), decoding.grammar is not None),
-            max_rows=self.engine.rows,
-            max_threads=decoding.threads(manifest.parallel_threads),
-            end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),
-            stop=frozenset(decoding.stop_token_ids),
-            cache_salt=decoding.cache_salt if decoding.prefix_cache else None,
-        )
         transcript = Transcript(
             self.tokenizer,
             decoding.stops,
-            manifest.tokens.fork,
+            config.tokens.fork,
             logprobs,
             include_stop=decoding.include_stop,
             skip_special=decoding.skip_special_tokens,
@@ -140,6 +120,32 @@ class Admission:
             deliver=deliver,
             seed=sampling.seed if sampling.temperature else None,
             trace=trace,
+        )
+
+    def _config(
+        self, ids: Sequence[int], decoding: Decoding, sampling: Sampling, deadline: float | None
+    ) -> RequestConfig:
+        """The limits, token selection and drafts of a completion; raises for options that the model does not have."""
+        manifest = self.bundle.manifest
+        max_length = self._max_length(ids, decoding.max_tokens)
+        fork = self._forks(decoding)
+        draft_config = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts)
+        self._check_mask_slots(draft_config.mask_slots)
+        decoding.sampling.check(manifest.signature.vocab_size)
+        check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
+        return RequestConfig(
+            tokens=manifest.tokens,
+            selector=self._selector(decoding, sampling, fork, len(ids), deadline),
+            max_length=max_length,
+            max_total=self._max_total(ids, decoding.max_total_tokens),
+            draft_config=draft_config,
+            planner=self.planner,
+            kind=(round(sampling.temperature, 1), decoding.grammar is not None),
+            max_rows=self.engine.rows,
+            max_threads=decoding.threads(manifest.parallel_threads),
+            end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),
+            stop=frozenset(decoding.stop_token_ids),
+            cache_salt=decoding.cache_salt if decoding.prefix_cache else None,
         )
 
     def scoring(

@@ -128,9 +128,8 @@ function showReport(trace) {
   const view = new LiveView(watch);
   view.finish(trace);
   const body = document.createElement('div');
-  new Player(reportArea, trace, (shown, over) => {
-    if (over) view.finish(shown);
-    else view.finish({ ...shown });
+  new Player(reportArea, trace, (shown) => {
+    view.finish(shown);
     drawReport(body, shown);
   });
   reportArea.append(body);

@@ -39,7 +39,7 @@ export function beginning(trace, steps) {
 
 /** Buttons and a slider that show the beginnings of a trace in turn. */
 export class Player {
-  /** @param {Element} parent @param {Trace} trace @param {(trace: Trace, over: boolean) => void} show */
+  /** @param {Element} parent @param {Trace} trace @param {(trace: Trace) => void} show */
   constructor(parent, trace, show) {
     this._trace = trace;
     this._show = show;
@@ -99,7 +99,7 @@ export class Player {
   _move(step) {
     this._slider.value = String(step);
     this._write(step);
-    this._show(beginning(this._trace, step), step >= this._trace.steps.length);
+    this._show(beginning(this._trace, step));
   }
 
   /** @param {number} step */

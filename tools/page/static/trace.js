@@ -74,8 +74,8 @@ export function originsOf(rows) {
   });
 }
 
-/** Counts and times of all steps, or of those up to a number of steps. @param {Trace} trace @returns {Counts} */
-export function countsOf(trace, until = trace.steps.length) {
+/** Counts and times of all steps. @param {Trace} trace @returns {Counts} */
+export function countsOf(trace) {
   /** @type {Counts} */
   const found = {
     ...{ tokens: 0, steps: 0, promptSteps: 0, rows: 0, known: 0, candidates: 0, masks: 0 },
@@ -83,7 +83,7 @@ export function countsOf(trace, until = trace.steps.length) {
     byDepth: [],
     bySource: new Map(),
   };
-  for (const step of trace.steps.slice(0, until)) addStep(found, step);
+  for (const step of trace.steps) addStep(found, step);
   return found;
 }
 

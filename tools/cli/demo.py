@@ -104,6 +104,10 @@ def command(
     quiet_libraries()
     check_threads(threads)
     Decoding(max_tokens=max_tokens)  # raises before minutes of work
+    if page and prompts:
+        raise OptionFault("--page with --prompt: prompts are typed into the page; leave one of them out")
+    if page:
+        import spaceport.tools.serve.server  # noqa: F401  (a missing package is reported before minutes of work)
     if chat and checkpoint is not None:
         raise OptionFault(f"--chat with the checkpoint {checkpoint}: expected one of them; leave the other out")
     demo = chat_demo(adapter, prompts) if chat else checkpoint_demo(checkpoint or MODEL, adapter, prompts)

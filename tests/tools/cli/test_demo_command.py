@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import run
 from spaceport.tools.cli.demo import names_of, show_generation
 from spaceport.tools.cli.demo_tables import (
     CHAT_LEGEND,
@@ -20,6 +21,7 @@ from spaceport.tools.cli.demo_tables import (
     compare_chats,
     rows_of,
 )
+from spaceport.tools.cli.exit_codes import USAGE
 from spaceport.tools.demo.timing import MODES, DecodingMode, TimedCompletion, timed
 from support.forking_bundle import forking_copy
 from support.paths import TINY
@@ -138,3 +140,8 @@ def test_output_is_shown_by_thread_with_accepted_draft_tokens_in_brackets(runtim
 def test_prompts_that_begin_alike_are_all_decoded() -> None:
     prompts = ("Write a Python function that adds", "Write a Python function that sorts", "import os")
     assert names_of(prompts) == ["1 Write a Python funct", "2 Write a Python funct", "import os"]
+
+
+def test_prompts_for_a_page_are_refused_before_the_export(capfd: Capture) -> None:
+    assert run(["demo", "--page", "--prompt", "x"]) == USAGE
+    assert "--page with --prompt" in capfd.readouterr().err

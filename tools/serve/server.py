@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from time import monotonic
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.engine import EngineFault
 from spaceport.tools.serve.application import close_models
 from spaceport.tools.serve.service import Service, log
@@ -22,6 +24,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._stop_at: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen; uvicorn logs no address for a socket that it is given."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            host, port = one.getsockname()[:2]
+            log.info("running on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop; a second signal stops at once."""
@@ -48,6 +57,20 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address, before bundles are opened; raises if that is not possible."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise OptionFault(
+            f"{host} port {port}: {error.strerror}: expected a free port and an address of this machine"
+        ) from error
+    return found
+
+
 def serve(app: Starlette, host: str, port: int) -> None:
     """Serve an application; returns after a signal, raises if a bundle cannot be opened or an engine call hangs."""
     config = uvicorn.Config(
@@ -60,6 +83,7 @@ def serve(app: Starlette, host: str, port: int) -> None:
         timeout_graceful_shutdown=_LAST_EVENTS,
     )
     service: Service = app.state.service
-    Server(config, service).run()
+    with listening(host, port) as listener:
+        Server(config, service).run([listener])
     if service.fault is not None:
         raise service.fault

@@ -23,7 +23,9 @@ from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, USAGE
 from spaceport.tools.cli.key_file import keys_of
 from spaceport.tools.cli.serve import models_of
+from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
+from spaceport.tools.serve.server import listening, serve
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 
@@ -133,3 +135,11 @@ def test_invalid_options_are_refused(given: dict[str, Any], message: str) -> Non
 def test_a_wrong_prefix_is_a_usage_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["serve", str(tmp_path), "--metrics-prefix", "a-b"]) == USAGE
     assert "--metrics-prefix is 'a-b'" in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_used_is_an_error_before_bundles_are_opened() -> None:
+    with listening("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionFault, match=f"port {port}: Address already in use: expected a free port"):
+            serve(application({"never": lambda: pytest.fail("opened")}, answers_while_opening=True), "127.0.0.1", port)

@@ -7,13 +7,15 @@ import { originsOf } from './trace.js';
 
 const REDRAWN_EVERY = 120; // milliseconds between two drawings of a text whose threads are read in another order
 
-/** The growing text of one answer. */
+/** The growing text of one answer, drawn at most once per frame. */
 export class GrowingText {
-  /** @param {HTMLElement} parent */
-  constructor(parent) {
+  /** @param {HTMLElement} parent @param {() => void} onDraw called after new text was drawn */
+  constructor(parent, onDraw) {
     this._parent = parent;
+    this._onDraw = onDraw;
     this._steps = 0; // shown
     this._drawnAt = 0;
+    this._frame = 0;
     this._text = document.createElement('div');
     this._text.className = 'generated';
     parent.replaceChildren(this._text);
@@ -21,10 +23,31 @@ export class GrowingText {
 
   /** Show the steps that are new. @param {Trace} trace */
   grow(trace) {
-    if (trace.threads.length > 1) {
-      this._redraw(trace);
-      return;
-    }
+    this._frame ||= requestAnimationFrame(() => {
+      this._frame = 0;
+      if (trace.threads.length < 2) this._append(trace);
+      else if (performance.now() - this._drawnAt >= REDRAWN_EVERY) this._redraw(trace);
+      else this.grow(trace);
+      this._onDraw();
+    });
+  }
+
+  /** Show the whole text of a finished answer; a stop string that its trace has is not part of it. @param {Trace} trace @param {string} text */
+  finish(trace, text) {
+    cancelAnimationFrame(this._frame);
+    const drawn = annotatedText(trace);
+    this._parent.replaceChildren(drawn);
+    trim(drawn, text);
+  }
+
+  /** Show text without origins. @param {string} text */
+  plain(text) {
+    cancelAnimationFrame(this._frame);
+    this._text.textContent = text;
+  }
+
+  /** @param {Trace} trace */
+  _append(trace) {
     for (; this._steps < trace.steps.length; this._steps += 1) {
       for (const rows of trace.steps[this._steps].rows) {
         originsOf(rows).forEach((origin, index) => {
@@ -34,23 +57,9 @@ export class GrowingText {
     }
   }
 
-  /** Show the whole text of a finished answer; a stop string that its trace has is not part of it. @param {Trace} trace @param {string} text */
-  finish(trace, text) {
-    const drawn = annotatedText(trace);
-    this._parent.replaceChildren(drawn);
-    trim(drawn, text);
-  }
-
-  /** Show text without origins. @param {string} text */
-  plain(text) {
-    this._text.textContent = text;
-  }
-
   /** @param {Trace} trace */
   _redraw(trace) {
-    const now = performance.now();
-    if (now - this._drawnAt < REDRAWN_EVERY) return;
-    this._drawnAt = now;
+    this._drawnAt = performance.now();
     this._text = annotatedText(trace);
     this._parent.replaceChildren(this._text);
   }

@@ -61,7 +61,7 @@ async function ask(text) {
   addHtml(turn, 'div', { class: 'asked' }, text);
   const shown = /** @type {HTMLElement} */ (addHtml(turn, 'div', { class: 'answered', 'aria-live': 'off' }));
   const facts = addHtml(turn, 'div', { class: 'facts' });
-  const growing = new GrowingText(shown);
+  const growing = new GrowingText(shown, keepInView);
   const view = new LiveView(watch);
   const system = systemPrompt();
   const messages = [...(system ? [{ role: 'system', content: system }] : []), ...history, { role: 'user', content: text }];
@@ -77,7 +77,6 @@ async function ask(text) {
       onGrowth: (growth) => {
         view.grow(growth);
         growing.grow(view.trace);
-        keepInView();
       },
     });
     drafted?.end();

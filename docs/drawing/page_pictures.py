@@ -10,11 +10,11 @@ import io
 import sys
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from time import monotonic, sleep
 from typing import Any
 
 import uvicorn
+from chromium import open_browser, running
 from PIL import Image
 
 from spaceport.runtime.session import Runtime
@@ -30,18 +30,10 @@ SENT = '#send:has-text("Send")'
 
 def main(bundle: Path, listing: str, question: str) -> None:
     """Write both pictures."""
-    from playwright.sync_api import sync_playwright
-
     opener = partial(Runtime.open, bundle, threads=1, max_requests=2, prefix_cache=True)
     app = application({bundle.name.partition(".")[0]: opener})
     server = Server(uvicorn.Config(app, port=0, log_level="warning"), app.state.service)
-    thread = Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        sleep(0.1)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+    with running(server) as url, open_browser() as browser:
         page = browser.new_page(viewport={"width": 1120, "height": 700}, color_scheme="light")
         page.goto(url)
         frames = film(page, listing)
@@ -52,9 +44,6 @@ def main(bundle: Path, listing: str, question: str) -> None:
         page.locator(SENT).wait_for(timeout=120_000)
         page.wait_for_timeout(300)
         whole = Image.open(io.BytesIO(page.screenshot()))
-        browser.close()
-    server.should_exit = True
-    thread.join()
     whole.save(DOCS / "page.webp", quality=82, method=6)
     first, *others = [frame.resize(LARGEST, Image.Resampling.LANCZOS) for frame in frames]
     first.save(

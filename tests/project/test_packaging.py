@@ -101,8 +101,8 @@ LIBRARIES = {
     "spaceport.graphs.contract.ed25519": {"cryptography"},  # an optional extra
 }
 
-# The recipe of the demo model: in the checkout and the sdist, not in the wheel.
-CHECKOUT_ONLY = "spaceport/tools/demo_recipe/"
+# The recipe of the demo model, and files for containers and clusters: in the checkout and the sdist, not in the wheel.
+CHECKOUT_ONLY = ("spaceport/tools/demo_recipe/", "spaceport/tools/deploy/")
 
 HEAVY = (
     *("cryptography", "llguidance"),
@@ -451,7 +451,7 @@ def test_the_sdist_holds_every_file(built: Built) -> None:
     with tarfile.open(built.sdist) as sdist:
         names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
     assert {f"src/{name}" for name in built.files} - names == set()
-    assert f"src/{CHECKOUT_ONLY}train.py" in names
+    assert {f"src/{CHECKOUT_ONLY[0]}train.py", f"src/{CHECKOUT_ONLY[1]}Containerfile"} <= names
     assert {"LICENSE", "pyproject.toml"} <= names
     assert [name for name in names if name.startswith("tests/")] == []
 

@@ -1,0 +1,224 @@
+"""Images and Compose file: restricted, pinned, and with a health check that follows the service."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spaceport
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli.serve import command
+from spaceport.tools.serve.server import _LAST_EVENTS
+from support.deployment import DEPLOY, health_command, image, image_environment, objects, stages
+from support.paths import ROOT
+from support.running_service import running_service
+
+TARGETS = ("cpu", "gpu")
+COMPOSE = objects(DEPLOY / "compose.yaml")[0]
+
+
+def service() -> dict[str, Any]:
+    found: dict[str, Any] = COMPOSE["services"]["spaceport"]
+    return found
+
+
+def substituted(text: str) -> str:
+    """A value of the Compose file with the defaults of its variables."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_runs_the_service_as_a_user_without_privileges(target: str) -> None:
+    found = image(target)
+    (user,) = found["USER"]
+    assert all(number.isdigit() and int(number) > 0 for number in user.split(":"))
+    assert json.loads(found["ENTRYPOINT"][0]) == [
+        "/opt/spaceport/bin/spaceport",
+        "serve",
+    ]  # a list: no shell gets the signal
+    assert found["STOPSIGNAL"] == ["SIGTERM"]
+    assert found["EXPOSE"] == [image_environment(target)["SPACEPORT_PORT"]]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_writes_only_below_the_folder_for_state(target: str) -> None:
+    environment = image_environment(target)
+    state = "/var/lib/spaceport"
+    assert f"install -d -m 1777 {state}" in image(target)["RUN"]
+    assert {environment[name].startswith(state) for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")} == {True}
+    assert environment["PYTHONDONTWRITEBYTECODE"] == environment["ORT_DISABLE_TELEMETRY"] == "1"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_has_the_packages_of_its_device_and_no_others(target: str) -> None:
+    copied = {source for line in image(target)["COPY"] for source in re.findall(r"--from=(\S+)", line)}
+    assert copied == {f"{target}-dependencies", "package"}
+    (installing,) = stages()[f"{target}-dependencies"].of("RUN")
+    assert f"requirements.py {target} ${{EXTRAS}} >" in installing
+    assert "pip" not in " ".join(image(target)["RUN"])
+
+
+def test_every_package_has_the_version_of_the_constraints() -> None:
+    environment = dict(word.split("=", 1) for line in stages()["installer"].of("ENV") for word in line.split())
+    assert environment["PIP_CONSTRAINT"] == "/source/constraints.txt"
+    installing = [
+        line for stage in stages().values() for line in stage.of("RUN") if "pip" in line and "install" in line
+    ]
+    assert len(installing) == 4
+    pinned = (ROOT / "constraints.txt").read_text("utf-8")
+    assert all(re.search(rf"^{name}==", pinned, re.MULTILINE) for name in ("pip", "setuptools", "onnxruntime"))
+    assert [
+        stage.parent for stage in stages().values() if stage.name in ("cpu-dependencies", "gpu-dependencies", "package")
+    ] == ["installer"] * 3
+
+
+def requirements(*extras: str) -> subprocess.CompletedProcess[str]:
+    """What the program that the Containerfile writes prints for these extras."""
+    (line,) = (line for line in stages()["installer"].of("RUN") if "requirements.py" in line)
+    words = shlex.split(line)
+    program = "\n".join(words[words.index("printf") + 2 : words.index(">")])
+    return subprocess.run(
+        [sys.executable, "-c", program, *extras], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the images have Python 3.13, which reads TOML files")
+def test_the_list_of_requirements_is_that_of_the_project() -> None:
+    done = requirements("cpu", "serve")
+    names = {re.split("[^a-z0-9-]", line)[0] for line in done.stdout.splitlines()}
+    assert {"numpy", "tokenizers", "click", "onnxruntime", "starlette", "uvicorn", "msgspec"} <= names
+    assert not names & {"torch", "onnxruntime-gpu", "pytest", "transformers"}
+    assert "KeyError: 'unknown'" in requirements("unknown").stderr
+
+
+def test_the_labels_have_the_version_and_the_licence() -> None:
+    (labels,) = image("cpu")["LABEL"]
+    found = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', labels))
+    assert found["version"] == spaceport.__version__
+    assert found["licenses"] == "Apache-2.0"
+    assert set(found) == {"title", "description", "licenses", "version"}
+
+
+def test_the_variables_of_an_image_are_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = {name: value for name, value in image_environment().items() if name.startswith("SPACEPORT_")}
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    assert run(["serve", "--print-config"]) == OK
+    printed, warned = capsys.readouterr()
+    assert warned == ""
+    assert {f"# environment, {name}" in printed for name in ours} == {True}
+
+
+def ignored(path: str) -> bool:
+    """Whether the context of the images lacks a file: the last line of .dockerignore that fits decides."""
+    found = False
+    for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines():
+        pattern = line.removeprefix("!")
+        if pattern.startswith("**/"):
+            fits = any(fnmatchcase(part, pattern[3:]) for part in path.split("/"))
+        else:
+            fits = pattern == "*" or f"{path}/".startswith(f"{pattern}/")
+        if fits and not line.startswith("#"):
+            found = not line.startswith("!")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        *((name, False) for name in ("pyproject.toml", "constraints.txt", "LICENSE", "README.md", "MANIFEST.in")),
+        *(
+            (name, False)
+            for name in ("src/spaceport/__init__.py", "runtime/decode/step.py", "tools/page/static/page.css")
+        ),
+        *((name, True) for name in (".git/config", ".venv/bin/python", "tests/conftest.py", "docs/README.md", "keys")),
+        *(
+            (name, True)
+            for name in ("tools/deploy/keys/keys", "tools/demo_recipe/train.py", "runtime/__pycache__/a.pyc")
+        ),
+    ],
+)
+def test_the_context_of_the_images_has_what_the_wheel_is_built_from(path: str, expected: bool) -> None:
+    assert ignored(path) is expected
+
+
+def check_health(port: int) -> int:
+    """The exit status of the health check for a service on a port."""
+    check = [sys.executable, *health_command()[1:]]
+    return subprocess.run(check, env={"SPACEPORT_PORT": str(port)}, capture_output=True, check=False).returncode
+
+
+@pytest.mark.slow
+def test_the_health_check_follows_the_service(demo_bundle: Path) -> None:
+    opener = partial(Runtime.open, demo_bundle, max_requests=1, step_costs="free")
+    with running_service({"demo": opener}) as found:
+        port = int(found.url.split(":")[2].split("/")[0])
+        assert check_health(port) == 0
+        found.service.draining = True
+        assert check_health(port) == 1
+    assert check_health(port) == 1
+
+
+def test_the_compose_file_restricts_every_container() -> None:
+    for name, container in COMPOSE["services"].items():
+        assert container["read_only"] is True, name
+        assert container["cap_drop"] == ["ALL"], name
+        assert container["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in container, name
+        assert [port for port in container["ports"] if not port.startswith("127.0.0.1:")] == [], name
+        binds = [volume for volume in container["volumes"] if volume["type"] == "bind"]
+        assert all(volume["read_only"] for volume in binds), name
+        assert ":" in container["image"], name
+
+
+def test_the_compose_file_mounts_files_that_exist_and_secrets_that_are_defined() -> None:
+    for container in COMPOSE["services"].values():
+        for volume in container["volumes"]:
+            if volume["type"] == "volume":
+                assert volume["source"] in COMPOSE["volumes"]
+            elif not volume["source"].startswith("${"):
+                assert (DEPLOY / volume["source"]).exists()
+        assert set(container.get("secrets", [])) <= set(COMPOSE["secrets"])
+    assert (DEPLOY / service()["build"]["context"]).resolve() == ROOT
+    assert (ROOT / service()["build"]["dockerfile"]).exists()
+    assert service()["build"]["target"] in TARGETS
+    prometheus = objects(DEPLOY / "monitoring" / "prometheus.yml")[0]
+    (scraped,) = prometheus["scrape_configs"]
+    assert Path(scraped["authorization"]["credentials_file"]).name in COMPOSE["services"]["prometheus"]["secrets"]
+    assert scraped["static_configs"][0]["targets"] == [f"spaceport:{image_environment()['SPACEPORT_PORT']}"]
+
+
+def test_the_compose_file_runs_the_service_with_options_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("sk-1\n")
+    for name, value in {**image_environment(), **service()["environment"]}.items():
+        if name.startswith("SPACEPORT_"):
+            monkeypatch.setenv(name, substituted(value).replace("/run/secrets", str(tmp_path)))
+    assert run(["serve", *service()["command"], "--print-config"]) == OK
+    printed, warned = capsys.readouterr()
+    assert warned == ""
+    assert "threads = 4  # environment, SPACEPORT_THREADS" in printed
+    assert 'chat = "/mnt/models/chat.bundle"' in printed
+    assert "keys that clients may send: 1" in printed
+
+
+def test_the_compose_file_has_the_health_check_of_the_image_and_time_to_stop() -> None:
+    assert service()["healthcheck"]["test"] == ["CMD", *health_command()]
+    drain = next(option.default for option in command.params if option.name == "drain_timeout")
+    assert int(service()["stop_grace_period"].removesuffix("s")) >= drain + _LAST_EVENTS + 10
+    (folder,) = service()["tmpfs"]
+    assert folder.startswith("/var/lib/spaceport:")

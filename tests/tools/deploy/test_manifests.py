@@ -1,0 +1,211 @@
+"""Manifests for Kubernetes and KServe: restricted pods whose commands, ports, paths and names are those of the service."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.runtime.backends import BACKENDS
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli.serve import command
+from spaceport.tools.serve.application import application
+from spaceport.tools.serve.server import _LAST_EVENTS
+from support.deployment import KSERVE, KUBERNETES, cluster_objects, container_environment, image, objects, of_kind
+
+KEYS = "/etc/spaceport/keys"
+OPTIONS = {option.name: option.default for option in command.params}
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+def pod(kind: str) -> dict[str, Any]:
+    """The specification of the pods that an object describes."""
+    spec: dict[str, Any] = of_kind(kind)["spec"]
+    if kind == "Deployment":
+        spec = spec["template"]["spec"]
+    return spec["predictor"] if kind == "InferenceService" else spec
+
+
+def container(kind: str) -> dict[str, Any]:
+    (found,) = pod(kind)["containers"]
+    return dict(found)
+
+
+def configuration(folder: Path) -> str:
+    """The path of a copy of serve.toml whose keys are in a folder."""
+    (folder / "keys").write_text("sk-1\n", "utf-8")
+    text = (KUBERNETES / "base" / "serve.toml").read_text("utf-8")
+    assert f'"{KEYS}/keys"' in text
+    (folder / "serve.toml").write_text(text.replace(KEYS, str(folder)), "utf-8")
+    return str(folder / "serve.toml")
+
+
+def printed_options(
+    arguments: list[str],
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """What `spaceport serve` takes from arguments and an environment; fails if it warns."""
+    for name, value in environment.items():
+        if name.startswith("SPACEPORT_"):
+            monkeypatch.setenv(name, value)
+    assert run(["serve", *arguments, "--print-config"]) == OK
+    printed, warned = capsys.readouterr()
+    assert warned == ""
+    return printed
+
+
+def test_the_service_takes_the_configuration_of_the_deployment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = container("Deployment")
+    option, path = found["args"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in found["volumeMounts"]}
+    assert (option, path) == ("--config", f"{mounts['config']}/serve.toml")
+    environment = container_environment(found)
+    printed = printed_options([option, configuration(tmp_path)], environment, monkeypatch, capsys)
+    assert 'host = "0.0.0.0"  # environment, SPACEPORT_HOST' in printed
+    assert "threads = 4  # environment, SPACEPORT_THREADS" in printed
+    assert f'chat = "{mounts["bundles"]}/chat.bundle"  # file' in printed
+    assert "# keys that clients may send: 1" in printed
+    assert [f"port = {port['containerPort']}  # env" in printed for port in found["ports"]] == [True]
+
+
+def test_the_service_takes_the_configuration_of_kserve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found, model = container("ServingRuntime"), pod("InferenceService")["model"]
+    (tmp_path / "keys").write_text("sk-1\n", "utf-8")
+    own = {each["name"]: each["value"].replace(KEYS, str(tmp_path)) for each in model["env"]}
+    arguments = [
+        argument.replace("{{.Name}}", of_kind("InferenceService")["metadata"]["name"]) for argument in found["args"]
+    ]
+    printed = printed_options(arguments, container_environment(found) | own, monkeypatch, capsys)
+    assert 'chat = "/mnt/models"' in printed
+    assert "# keys that clients may send: 1" in printed
+    assert [f"port = {port['containerPort']}  # env" in printed for port in found["ports"]] == [True]
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
+def test_pods_meet_the_restricted_security_standard(kind: str) -> None:
+    whole, own = pod(kind).get("securityContext", {}), container(kind)["securityContext"]
+    assert own["allowPrivilegeEscalation"] is False
+    assert own["readOnlyRootFilesystem"] is True
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    merged = {**whole, **own}
+    assert merged["runAsNonRoot"] is True
+    assert merged["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert image("cpu")["USER"] == [f"{merged['runAsUser']}:{merged['runAsGroup']}"]
+    assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & set(pod(kind))
+    assert {next(iter(set(each) - {"name"})) for each in pod(kind)["volumes"]} <= {
+        *("persistentVolumeClaim", "configMap", "secret", "emptyDir"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
+def test_probes_ask_for_paths_of_the_service_at_its_port(kind: str) -> None:
+    routes = {route.path for route in application({}).routes}
+    found = container(kind)
+    ports = {key for port in found["ports"] for key in (port["name"], port["containerPort"])}
+    for name in PROBES:
+        asked = found[name]["httpGet"]
+        assert asked["path"] in routes
+        assert asked["port"] in ports
+    assert found["livenessProbe"]["httpGet"]["path"].endswith("/live")  # a service that drains is not killed
+    assert found["startupProbe"]["periodSeconds"] * found["startupProbe"]["failureThreshold"] >= 300
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
+def test_pods_have_time_to_end_requests_and_no_variables_of_services(kind: str) -> None:
+    found = pod(kind)
+    assert found["enableServiceLinks"] is False
+    assert found["automountServiceAccountToken"] is False
+    config = (KUBERNETES / "base" / "serve.toml").read_text("utf-8")
+    drain = float(re.findall(r"^drain_timeout = (.+)$", config, re.MULTILINE)[0])
+    assert drain == OPTIONS["drain_timeout"]
+    waiting = container(kind)["lifecycle"]["preStop"]["sleep"]["seconds"] if kind == "Deployment" else 0
+    assert found["terminationGracePeriodSeconds"] >= waiting + drain + _LAST_EVENTS + 10
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
+def test_what_is_mounted_is_defined_and_only_the_folder_for_state_is_writable(kind: str) -> None:
+    mounts = container(kind)["volumeMounts"]
+    volumes = {volume["name"]: volume for volume in pod(kind)["volumes"]}
+    assert [mount["name"] for mount in mounts] == list(volumes)
+    writable = [mount for mount in mounts if not mount.get("readOnly")]
+    assert [mount["mountPath"] for mount in writable] == ["/var/lib/spaceport"]
+    assert "emptyDir" in volumes[writable[0]["name"]]
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
+def test_the_engine_has_as_many_threads_as_the_container_has_cpus(kind: str) -> None:
+    found = container(kind)
+    assert found["resources"]["requests"] == found["resources"]["limits"] | {
+        key: value for key, value in found["resources"]["requests"].items() if key == "ephemeral-storage"
+    }
+    assert container_environment(found)["SPACEPORT_THREADS"] == found["resources"]["limits"]["cpu"]
+
+
+def test_objects_refer_to_each_other_by_their_names() -> None:
+    deployment, labels = of_kind("Deployment"), of_kind("Deployment")["spec"]["template"]["metadata"]["labels"]
+    (kustomization,) = objects(KUBERNETES / "base" / "kustomization.yaml")
+    (config,) = kustomization["configMapGenerator"]
+    volumes = {each["name"]: each for each in pod("Deployment")["volumes"]}
+    assert volumes["config"]["configMap"]["name"] == config["name"]
+    assert volumes["keys"]["secret"]["secretName"] == of_kind("Secret")["metadata"]["name"]
+    claim = of_kind("PersistentVolumeClaim")["metadata"]["name"]
+    assert volumes["bundles"]["persistentVolumeClaim"] == {"claimName": claim, "readOnly": True}
+    for selector in (
+        deployment["spec"]["selector"]["matchLabels"],
+        of_kind("Service")["spec"]["selector"],
+        of_kind("PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+        *(each["labelSelector"]["matchLabels"] for each in pod("Deployment")["topologySpreadConstraints"]),
+    ):
+        assert selector == labels
+    ports = {port["name"] for port in container("Deployment")["ports"]}
+    assert {port["targetPort"] for port in of_kind("Service")["spec"]["ports"]} == ports
+    assert {port["port"] for rule in of_kind("NetworkPolicy")["spec"]["ingress"] for port in rule["ports"]} == ports
+    target = of_kind("HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert target == {**target, "kind": "Deployment", "name": deployment["metadata"]["name"]}
+
+
+def test_objects_of_kserve_refer_to_each_other_by_their_names() -> None:
+    runtime, predictor = of_kind("ServingRuntime"), pod("InferenceService")
+    model = predictor["model"]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    assert model["modelFormat"]["name"] in {each["name"] for each in runtime["spec"]["supportedModelFormats"]}
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    assert container("ServingRuntime")["name"] == "kserve-container"  # the one into which KServe mounts the model
+    assert [mount["name"] for mount in model["volumeMounts"]] == [volume["name"] for volume in predictor["volumes"]]
+    claim = of_kind("PersistentVolumeClaim")["metadata"]["name"]
+    assert model["storageUri"].startswith(f"pvc://{claim}/")
+
+
+def test_every_file_is_in_a_kustomization() -> None:
+    for folder in (KUBERNETES / "base", KUBERNETES / "gpu", KUBERNETES / "autoscaling", KSERVE):
+        (kustomization,) = objects(folder / "kustomization.yaml")
+        patches = [patch["path"] for patch in kustomization.get("patches", []) if "path" in patch]
+        named = {each for each in (*kustomization["resources"], *patches) if each.endswith(".yaml")}
+        assert named == {file.name for file in folder.glob("*.yaml")} - {"kustomization.yaml"}
+    assert not any(each["kind"] == "Secret" for file in (KUBERNETES / "base").glob("*.yaml") for each in objects(file))
+
+
+def test_a_pod_on_a_gpu_has_one_and_names_a_backend() -> None:
+    (patch,) = objects(KUBERNETES / "gpu" / "deployment.yaml")
+    (found,) = patch["spec"]["template"]["spec"]["containers"]
+    assert found["name"] == container("Deployment")["name"]
+    assert found["resources"]["limits"] == found["resources"]["requests"]
+    assert found["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert [each["value"] for each in found["env"]] == ["onnxruntime-cuda"]
+    assert "onnxruntime-cuda" in BACKENDS
+
+
+def test_no_object_has_a_name_twice_or_a_namespace() -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in cluster_objects()]
+    assert len(set(names)) == len(names) == 9
+    assert not any("namespace" in each["metadata"] for each in cluster_objects())

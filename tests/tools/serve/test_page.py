@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -129,6 +130,18 @@ def saved_trace(visit: Visit) -> Any:
     return trace_of(json.loads(Path(download.value.path()).read_text("utf-8")))
 
 
+def titles(record: Any) -> list[str]:
+    """What the bar of each step says."""
+    found = []
+    for number, step in enumerate(record.steps, 1):
+        kinds = Counter(kind for rows in step.rows for kind in rows.kinds)
+        tokens = sum(rows.generated for rows in step.rows)
+        counts = f"{tokens} token{'s' * (tokens != 1)}, {kinds.total()} row{'s' * (kinds.total() != 1)}"
+        kinds_text = f"{kinds['known']} known, {kinds['candidate']} candidates, {kinds['mask']} masks"
+        found.append(f"step {number}: {counts} ({kinds_text})")
+    return found
+
+
 def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime: Runtime) -> None:
     visit.ask(QUESTION)
     visit.finish()
@@ -148,6 +161,7 @@ def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime:
     ]
     assert visit.page.locator(".strip .column").count() == steps
     assert visit.page.locator(".strip .token").count() == statistics.tokens
+    assert visit.page.locator(".strip title").all_text_contents() == titles(record)
     assert (
         visit.texts(".depth .share")
         == [

@@ -27,7 +27,7 @@
  *   depth: number, generated: number, accepted: number, most: number,
  * }} Lane A thread with its rows in each step.
  * @typedef {{
- *   tokens: number, steps: number, promptSteps: number, rows: number, known: number, candidates: number, masks: number,
+ *   tokens: number, steps: number, promptSteps: number, rows: number,
  *   threads: number, peakThreads: number, peakSlots: number, engine: number, outside: number,
  *   byDepth: [number, number][], bySource: Map<string, [number, number]>,
  * }} Counts Counts and times; `byDepth` and `bySource` have draft tokens and accepted ones.
@@ -78,7 +78,7 @@ export function originsOf(rows) {
 export function countsOf(trace) {
   /** @type {Counts} */
   const found = {
-    ...{ tokens: 0, steps: 0, promptSteps: 0, rows: 0, known: 0, candidates: 0, masks: 0 },
+    ...{ tokens: 0, steps: 0, promptSteps: 0, rows: 0 },
     ...{ threads: trace.threads.length, peakThreads: 0, peakSlots: 0, engine: 0, outside: 0 },
     byDepth: [],
     bySource: new Map(),
@@ -98,11 +98,6 @@ export function addStep(found, step) {
   for (const rows of step.rows) {
     found.rows += rows.tokens.length;
     found.tokens += rows.generated;
-    for (const kind of rows.kinds) {
-      if (kind === 'known') found.known += 1;
-      else if (kind === 'candidate') found.candidates += 1;
-      else found.masks += 1;
-    }
     addDrafts(found, rows);
   }
 }

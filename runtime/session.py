@@ -116,7 +116,7 @@ class Runtime:
         - `queue_limit`: Maximum number of requests that wait, beyond it `QueueFull` is raised; default None:
           `limits.queued_requests`.
         - `limits`: Limits of each request and of the queue; default: those of `Limits()`.
-        - `threads`: CPU threads of the engine; default 0: one for each core.
+        - `threads`: CPU threads of the engine; default 0: one for each core that the process and its container may use.
         - `trust_engines`: Whether to run TensorRT engines that were not built on this machine; engines are code; default
           False.
         - `step_costs`: Where the step costs come from that limit the width of drafts; default "measured": once for each

@@ -18,6 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import Activations, Signature, Tensor, Weights, selection_width
+from spaceport.runtime.backends.cpus import engine_threads
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.external_data import external_files
 from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
@@ -155,7 +156,7 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
             f"{bundle.path}: its weights are int8, and ONNX Runtime {ort.__version__} cuts sums of 8-bit products off on this CPU, "
             "which has no VNNI, so outputs would be wrong: export the checkpoint with --weights int4, or as it is"
         )
-    settings = session_options(options.threads, bundle.manifest.weights, bundle.manifest.activations)
+    settings = session_options(engine_threads(options.threads), bundle.manifest.weights, bundle.manifest.activations)
     try:
         session = open_session(bundle, settings, ["CPUExecutionProvider"])
     except FAULTS as error:

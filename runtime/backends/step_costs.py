@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.backends.cpus import usable_cpus
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.private_files import read_private, replace_private
 from spaceport.runtime.backends.timing import batched_requests, measure
@@ -84,7 +85,7 @@ def _key(bundle: Bundle, backend: str, engine: Engine, options: EngineOptions) -
         engine.device,
         (options.capacity, options.requests, options.threads),
         [(package, _version(package)) for package in _PACKAGES],
-        (cpu_name(), _cores()),
+        (cpu_name(), usable_cpus()),
     )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -107,8 +108,3 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -20,6 +19,7 @@ from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
+from spaceport.runtime.backends.cpus import usable_cpus
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.backends.private_files import problem_of
 from spaceport.runtime.backends.step_costs import cache_folder
@@ -161,7 +161,7 @@ def survey() -> dict[str, Any]:
         "spaceport": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "CPU threads": os.cpu_count() or 1,
+        "CPUs": usable_cpus(),
         "NVIDIA GPU": _gpu(),
         "NVIDIA driver": _driver() or "none found",
     }

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 from spaceport.runtime.backends import Resolved, resolve
@@ -21,6 +22,8 @@ class Opened(NamedTuple):
     bundle: Bundle
     resolved: Resolved
     options: EngineOptions
+    verify_seconds: float  # until the hashes of all files were verified
+    engine_seconds: float  # until the engine was opened
 
 
 def open_with_engine(
@@ -49,9 +52,12 @@ def open_with_engine(
 
 
 def _open(open_again: Callable[[], Bundle], backend: str, options_for: Callable[[Bundle], EngineOptions]) -> Opened:
+    started = perf_counter()
     bundle = open_again()
+    verified = perf_counter()
     options = options_for(bundle)
-    return Opened(bundle, resolve(bundle, backend, options), options)
+    resolved = resolve(bundle, backend, options)
+    return Opened(bundle, resolved, options, verified - started, perf_counter() - verified)
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:

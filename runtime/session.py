@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from queue import SimpleQueue
+from time import perf_counter
 from types import TracebackType
 
 from spaceport.graphs.contract.faults import OptionFault
@@ -19,7 +20,7 @@ from spaceport.runtime.decode.request import Observer
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.runtime.opening import open_with_engine
+from spaceport.runtime.opening import Opened, open_with_engine
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
@@ -143,7 +144,7 @@ class Runtime:
                 raise OptionFault(f"call_timeout is {call_timeout}: expected a number of seconds above 0, or None")
             return EngineOptions(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
 
-        opened, resolved, options = open_with_engine(
+        opened = open_with_engine(
             bundle,
             backend,
             options_for,
@@ -151,22 +152,24 @@ class Runtime:
             copy_weights=copy_weights,
             require_signature=require_signature,
         )
-        length = seq_len(opened.manifest, max_seq_len)
-        slots = slots_for(length, max_slots)
-        costs = costs_of(opened, resolved.name, resolved.engine, options, step_costs)
-        _log.info("opened %s on %s: max_requests %d, max_seq_len %d", opened.path, resolved.name, max_requests, length)
-        return cls(
-            opened,
-            resolved.engine,
+        length = seq_len(opened.bundle.manifest, max_seq_len)
+        started = perf_counter()
+        costs = costs_of(opened.bundle, opened.resolved.name, opened.resolved.engine, opened.options, step_costs)
+        costs_seconds = perf_counter() - started
+        runtime = cls(
+            opened.bundle,
+            opened.resolved.engine,
             length,
-            slots,
+            slots_for(length, max_slots),
             queue_limit,
-            notes=resolved.notes,
+            notes=opened.resolved.notes,
             costs=costs,
             call_timeout=call_timeout,
             limits=limits,
             prefix_cache=prefix_cache,
         )
+        _log_opened(opened, length, costs_seconds)
+        return runtime
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The completion of a prompt: text, token ids or chat messages."""
@@ -274,3 +277,16 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _log_opened(opened: Opened, max_seq_len: int, costs_seconds: float) -> None:
+    fields = {
+        "verify_seconds": round(opened.verify_seconds, 3),
+        "engine_seconds": round(opened.engine_seconds, 3),
+        "step_costs_seconds": round(costs_seconds, 3),
+    }
+    _log.info(
+        "opened %s on %s: max_requests %d, max_seq_len %d",
+        *(opened.bundle.path, opened.resolved.name, opened.options.requests, max_seq_len),
+        extra={"fields": fields},
+    )

@@ -109,6 +109,7 @@ async def _open(
     openers: Mapping[str, Opener], opened: list[ServedModel], service: Service, file: AuditLog | None
 ) -> None:
     """Open the bundles of all models, and begin to audit them."""
+    log.info("opening %s", ", ".join(openers))
     try:
         for name, opener in openers.items():
             opened.append(ServedModel(name, await asyncio.to_thread(opener)))

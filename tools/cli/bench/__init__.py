@@ -20,6 +20,7 @@ class Benchmarks(LazyGroup):
         "chat": "Speedup of drafts on chat prompts, by kind, and other runtimes.",
         "load": "Throughput and latency of concurrent requests.",
         "serve": "Services under the load of many clients.",
+        "start": "Time from the start of a service to its first token.",
         "prefix": "The next turn of a chat with and without a prefix cache.",
         "compare": "A checkpoint in Spaceport and in other runtimes.",
         "gpu": "Build, check, audit and time everything on this machine's GPU.",

@@ -1,0 +1,1 @@
+"""Start: how long a service takes from the start of its process to its first token."""

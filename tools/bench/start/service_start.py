@@ -1,0 +1,150 @@
+"""Service start: one process of `spaceport serve`, from its start to its first tokens, by phases."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from spaceport.tools.bench.serve.http_client import Address, Connection
+from spaceport.tools.bench.serve.http_load import Target, get_json
+from spaceport.tools.bench.serve.processes import ProcessFailed, end, free_port, last_lines
+
+_COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
+_READY = 600.0  # seconds until a service is ready
+_POLL = 0.01  # seconds between two questions whether it is ready
+_ANSWER = 120.0  # seconds for a first token
+
+
+@dataclass(frozen=True)
+class Start:
+    """The seconds of a service's phases; those of several bundles are added up."""
+
+    imports: float  # from the start of the process until it opens bundles: Python and its modules
+    verify: float  # hashes of all files
+    engine: float  # session of the graph
+    step_costs: float  # reading or measuring the step costs
+    opening: float  # from the first bundle's start until all are open, the three above included
+    ready: float  # from the start of the process until /health/ready answers 200
+    first_token: float  # from sending the first request to its first text
+    next_token: float  # the same of the second request, for which everything has run before
+    total: float  # from the start of the process to the first text
+
+
+def measured(bundles: Sequence[Path], flags: Sequence[str], prompt: str, state: Path, log: Path) -> Start:
+    """Start a service with these bundles, send two requests to the first one, and end it.
+
+    The service keeps its step costs in the folder `state`.
+    """
+    port = free_port()
+    command = [*_COMMAND, "serve", *map(str, bundles), "--port", str(port), "--log-format", "json", *flags]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(state), "SPACEPORT_API_KEY": ""}
+    with log.open("wb") as errors:
+        started = time.time()
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, stdin=subprocess.DEVNULL, text=True
+        )
+    try:
+        ready, first, following = asyncio.run(_answers(process, Address("127.0.0.1", port, ""), prompt, log))
+    finally:
+        end(process)
+    return _phases(entries_of(log), len(bundles), started, ready, first, following)
+
+
+def entries_of(log: Path) -> list[dict[str, Any]]:
+    """The entries of a log with one JSON object per line; other lines are left out."""
+    found = []
+    for line in log.read_text("utf-8").splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def _phases(
+    entries: Sequence[Mapping[str, Any]], bundles: int, started: float, ready: float, first: float, following: float
+) -> Start:
+    begun = next(entry for entry in entries if entry["message"].startswith("opening "))
+    opened = [entry for entry in entries if "engine_seconds" in entry]
+    if len(opened) != bundles:
+        raise ProcessFailed(f"the log of the service has {len(opened)} opened bundles: expected {bundles}")
+    return Start(
+        imports=_moment(begun) - started,
+        verify=sum(entry["verify_seconds"] for entry in opened),
+        engine=sum(entry["engine_seconds"] for entry in opened),
+        step_costs=sum(entry["step_costs_seconds"] for entry in opened),
+        opening=max(_moment(entry) for entry in opened) - _moment(begun),
+        ready=ready - started,
+        first_token=first,
+        next_token=following,
+        total=ready - started + first,
+    )
+
+
+def _moment(entry: Mapping[str, Any]) -> float:
+    return datetime.fromisoformat(entry["time"]).timestamp()
+
+
+async def _answers(
+    process: subprocess.Popen[str], address: Address, prompt: str, log: Path
+) -> tuple[float, float, float]:
+    """When the service was ready, and the seconds to the first text of two requests."""
+    limit = time.monotonic() + _READY
+    while not await _is_ready(address):
+        if process.poll() is not None:
+            raise ProcessFailed(f"exit code {process.returncode}: {last_lines(log)}")
+        if time.monotonic() > limit:
+            raise ProcessFailed(f"not ready after {_READY:g} s: {last_lines(log)}")
+        await asyncio.sleep(_POLL)
+    ready = time.time()
+    model = (await get_json(Target(address, ""), "/v1/models"))[1]["data"][0]
+    first = await asyncio.wait_for(_first_text(address, model, prompt, 1), _ANSWER)
+    following = await asyncio.wait_for(_first_text(address, model, prompt, 2), _ANSWER)
+    return ready, first, following
+
+
+async def _is_ready(address: Address) -> bool:
+    try:
+        return (await get_json(Target(address, ""), "/health/ready"))[0] == 200
+    except OSError:
+        return False
+
+
+async def _first_text(address: Address, model: Mapping[str, Any], prompt: str, number: int) -> float:
+    """The seconds to the first event with text; no request reuses what another one has computed."""
+    body: dict[str, Any] = {"model": model["id"], "max_tokens": 8, "temperature": 0, "stream": True}
+    body["cache_salt"] = str(number)
+    if model["has_chat_template"]:
+        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": prompt}]
+    else:
+        path, body["prompt"] = "/v1/completions", prompt
+    started = time.perf_counter()
+    connection = await Connection.open(address)
+    seconds = None
+    try:
+        head = await connection.request("POST", path, json.dumps(body).encode())
+        if head.status != 200:
+            raise ProcessFailed(f"POST {path} answered {head.status}: {(await connection.body())[:300]!r}")
+        async for line in connection.lines():
+            if seconds is None and _has_text(line):
+                seconds = time.perf_counter() - started
+    finally:
+        await connection.close()
+    if seconds is None:
+        raise ProcessFailed(f"the answer to {prompt!r} has no text: expected some; name another --prompt")
+    return seconds
+
+
+def _has_text(line: bytes) -> bool:
+    if not line.startswith(b"data: {"):
+        return False
+    choices = json.loads(line[len(b"data: ") :]).get("choices") or ()
+    return any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in choices)

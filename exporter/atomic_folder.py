@@ -86,8 +86,7 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterato
         partial.mkdir()
         yield partial
         check_target(target, overwrite, kind)  # again: the target may have changed in the meantime
-        with _target_locked(target), interrupts_deferred():
-            _publish(partial, target)
+        publish(partial, target)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -113,8 +112,17 @@ def _target_locked(target: Path) -> AbstractContextManager[object]:
     return locked_folder(target) if target.exists() else nullcontext()
 
 
-def _publish(partial: Path, target: Path) -> None:
-    """Move the complete folder to the target, so that the old or the new folder exists there at every moment."""
+def publish(partial: Path, target: Path) -> None:
+    """Move a complete folder to the target, so that the old or the new folder exists there at every moment.
+
+    The old folder is removed, locked until then: it is at the path of the new one for a moment.
+    """
+    with _target_locked(target), interrupts_deferred():
+        _move(partial, target)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move(partial: Path, target: Path) -> None:
     if not target.exists() or not any(target.iterdir()):
         partial.rename(target)
     elif not _exchange(partial, target):

@@ -26,7 +26,7 @@ from spaceport.runtime.opened_files import ChangedWhileOpening as ChangedWhileOp
 from spaceport.runtime.signed_manifest import SignatureError as SignatureError
 from spaceport.runtime.signed_manifest import require_signature as require_signed
 
-_LARGEST_MANIFEST = 16 * 2**20
+LARGEST_MANIFEST = 16 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _verify(files: OpenedFiles, manifest: Manifest, links: bool) -> None:
     if not links:
         _refuse_foreign(files)
     for name, record in manifest.files.items():
-        _check_name(folder, name)
+        check_name(folder, name)
         files.verify(name, record)
 
 
@@ -158,7 +158,7 @@ def _manifest_content(files: OpenedFiles) -> bytes:
     if not os.path.lexists(file):
         hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
         raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
-    return files.first_bytes(MANIFEST_FILE, _LARGEST_MANIFEST)
+    return files.first_bytes(MANIFEST_FILE, LARGEST_MANIFEST)
 
 
 def _parsed(files: OpenedFiles, content: bytes) -> Manifest:
@@ -180,7 +180,8 @@ def _refuse_foreign(files: OpenedFiles) -> None:
                 files.check_status(file, status)
 
 
-def _check_name(folder: Path, name: str) -> None:
+def check_name(folder: Path, name: str) -> None:
+    """Raise unless the name of a file in a manifest is a path inside the bundle's folder."""
     pure = PurePosixPath(name)
     if (
         not pure.parts

@@ -72,10 +72,12 @@ LAYERS = {
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.verify"),
     "tools.serve": (*_MODEL, "tools.page"),
+    "tools.fetch": _MODEL,
     "tools.cli": (
         *_MODEL,
         "tools.serve",
         "tools.chat",
+        "tools.fetch",
         *("tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),
     ),

@@ -1,0 +1,121 @@
+"""Object store: bundles come from a real S3 server, and errors say what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spaceport.graphs.contract.faults import MissingDependency, OptionFault
+from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE
+from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.fetch import transfer
+from spaceport.tools.fetch.fetching import fetch
+from spaceport.tools.fetch.sources import FetchError, open_source
+from support.paths import ROOT
+from support.small_bundle import fill, new_bundle
+
+# An environment of its own: its packages do not agree with the pinned ones.
+_SERVER = shutil.which("moto_server") or ROOT / "build" / "moto" / "bin" / "moto_server"
+_INSTALL = "python3 -m venv build/moto && build/moto/bin/pip install 'moto[server]==5.2.5'"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """The URL of a running S3 server without content."""
+    pytest.importorskip("obstore", reason="needs obstore: pip install -c constraints.txt -e '.[storage]'")
+    if not Path(_SERVER).exists():
+        pytest.skip(f"needs an S3 server: {_INSTALL}")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    process = subprocess.Popen([str(_SERVER), "-p", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a new bucket, with credentials in the environment."""
+    name = f"models-{os.getpid()}-{time.monotonic_ns()}"
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}", method="PUT")).close()
+    names = {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
+    for variable, value in {**names, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(variable, value)
+    return f"s3://{name}"
+
+
+def upload(folder: Path, address: str) -> None:
+    import obstore
+    from obstore.store import from_url
+
+    for file in folder.iterdir():
+        obstore.put(from_url(address), file.name, file.read_bytes())
+
+
+@pytest.mark.nightly
+def test_a_bundle_comes_whole_from_an_object_store(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PART", 500)
+    bundle, target = new_bundle(tmp_path / "store"), tmp_path / "copy"
+    upload(bundle, f"{bucket}/chat/1")
+    report = fetch(f"{bucket}/chat/1/", target)
+    assert report.fetched_bytes == report.total_bytes
+    assert open_bundle(target).manifest_content == (bundle / MANIFEST_FILE).read_bytes()
+    for file in bundle.iterdir():
+        file.unlink()
+    fill(bundle, b"another graph")
+    upload(bundle, f"{bucket}/chat/2")
+    assert fetch(f"{bucket}/chat/2", target, overwrite=True).fetched_bytes == len(b"another graph")
+    assert (target / MODEL_FILE).read_bytes() == b"another graph"
+    assert fetch(f"{bucket}/chat/2", target).unchanged
+
+
+@pytest.mark.nightly
+def test_damage_in_an_object_store_is_named(bucket: str, tmp_path: Path) -> None:
+    bundle = new_bundle(tmp_path / "store")
+    with pytest.raises(FetchError, match=f"{bucket}/a: no manifest.json there"):
+        fetch(f"{bucket}/a", tmp_path / "copy")
+    (bundle / DATA_FILE).write_bytes(bytes(2048))
+    upload(bundle, f"{bucket}/a")
+    with pytest.raises(FetchError, match=f"^{DATA_FILE}: sha256 is"):
+        fetch(f"{bucket}/a", tmp_path / "copy")
+    (bundle / DATA_FILE).write_bytes(bytes(100))
+    upload(bundle, f"{bucket}/a")
+    with pytest.raises(FetchError, match=f"^{DATA_FILE}: ends after 100 bytes, the manifest says 2048"):
+        fetch(f"{bucket}/a", tmp_path / "copy")
+    with pytest.raises(FetchError, match=r"no manifest\.json there"):
+        fetch("s3://no-such-bucket/a", tmp_path / "copy")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("address", ["hf://organisation/model", "az://account"])
+def test_an_address_of_no_object_store_is_refused(address: str) -> None:
+    pytest.importorskip("obstore", reason="needs obstore: pip install -c constraints.txt -e '.[storage]'")
+    with pytest.raises(OptionFault, match="expected a folder, https://… or an object store such as s3://BUCKET/PATH"):
+        open_source(address)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
+    with pytest.raises(
+        MissingDependency, match=r"s3://a/b: object stores need the package obstore: pip install .*storage"
+    ):
+        open_source("s3://a/b")

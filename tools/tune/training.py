@@ -98,7 +98,7 @@ class Training:
         """Whether all steps are done or the time budget is used up; one step is always done. The same in all processes."""
         if self._settings.time_budget is None or self.step in (0, self.batches.steps):
             return self.step == self.batches.steps
-        return self.agree(self._schedule_position() >= self.batches.steps)
+        return self._schedule_position() >= self.batches.steps
 
     @property
     def seconds_left(self) -> float | None:
@@ -179,9 +179,15 @@ class Training:
         )
 
     def _schedule_position(self) -> float:
-        """Position in the learning-rate schedule, in steps: completed steps, or the used share of the time budget."""
+        """Position in the learning-rate schedule, in steps: completed steps, or the used share of the time budget.
+
+        The same in all processes, which all call it: another learning rate would be another model.
+        """
         budget = self._settings.time_budget
-        return self.step if budget is None else max(self.step, self.seconds / budget * self.batches.steps)
+        if budget is None:
+            return self.step
+        seconds = torch.tensor(self.seconds, device=self.accelerator.device)
+        return max(self.step, float(self.accelerator.reduce(seconds, "mean")) / budget * self.batches.steps)
 
     def _prepare(self, step: int) -> StepBatches:
         rows = self.batches.rows(step)

@@ -102,8 +102,13 @@ def run(arguments: list[str]) -> int:
 
 
 def _fail(error: object, code: int) -> int:
-    click.echo(f"spaceport: {error}", err=True)
+    click.echo(f"spaceport: {_rank()}{error}", err=True)
     return code
+
+
+def _rank() -> str:
+    """Which of several processes that torchrun or accelerate has started this is."""
+    return f"rank {os.environ.get('RANK')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _fault() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     if given["adapter"] is not None:
         require_adapter_folder(given["adapter"])
     # torch is imported only once the options and paths are valid
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of lost processes are pages of C++ frames
     from spaceport.tools.terminal.tuning_screen import is_first, shown
     from spaceport.tools.tune.distill import Distillation
     from spaceport.tools.tune.job import TuningJob
@@ -68,6 +70,8 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
         save_every=given["save_every"],
         log_every=given["log_every"],
         resume=given["resume"],
+        auto_resume=given["auto_resume"],
+        process_timeout=given["process_timeout"],
         overwrite=given["overwrite"],
         adapter=given["adapter"],
         adapter_only=given["adapter_only"],

@@ -258,6 +258,19 @@ output_options = options(
     click.option("--tensorboard", type=PATH, metavar="DIR", help="Also write the measurements as TensorBoard events."),
     click.option("--resume", is_flag=True, help="Continue an interrupted training; give the same options again."),
     click.option(
+        "--auto-resume",
+        is_flag=True,
+        help="Continue the training of TUNED if a state is saved, else start it: for launchers that restart processes.",
+    ),
+    click.option(
+        "--process-timeout",
+        type=DURATION,
+        default="30m",
+        metavar="TIME",
+        **_SHOWN,
+        help="Longest time that a process waits for the others, such as while the first one saves.",
+    ),
+    click.option(
         "--adapter-only",
         is_flag=True,
         help="Write the adapter of --method gated-lora to TUNED without the base weights, for `spaceport export --adapter`.",

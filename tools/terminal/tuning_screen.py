@@ -152,6 +152,7 @@ def _percent(accuracy: float | None) -> str:
 def _beginning(training: Training) -> str:
     batches = training.batches
     after = f", {training.step} done" if training.step else ""
+    after += f", {processes} processes" if (processes := training.accelerator.num_processes) > 1 else ""
     return f"{batches.samples} samples, {batches.steps} steps, {batches.steps / batches.epoch_steps:.2f} epochs{after}"
 
 

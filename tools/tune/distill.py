@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ def distill(
     cutoff: int,
     counts: Counter[str],
     requests: int = 1,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> list[Conversation]:
     """The conversations with the model's own last answers; plain texts do not change.
 
@@ -56,7 +57,7 @@ def distill(
         if conversation.turns[0].role != TEXT
     ]
     dialogues = open_dialogues(prompts, file)
-    generate_answers(dialogues, runtime, file, AnswerLimits(cutoff, requests=requests))
+    generate_answers(dialogues, runtime, file, AnswerLimits(cutoff, requests=requests), lambda _: on_answer())
     answers = {dialogue.prompt.line: dialogue.answers[0] for dialogue in dialogues}
     found: list[Conversation] = []
     for conversation in conversations:

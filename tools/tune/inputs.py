@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from spaceport import __version__
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, FolderKind, check_target
 from spaceport.exporter.checkpoint_files import ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE
 from spaceport.graphs.contract.faults import OptionFault
@@ -39,6 +40,14 @@ def check_job(job: TuningJob) -> None:
     for name, value in (("save-every", job.save_every), ("log-every", job.log_every)):
         if value < 1:
             raise OptionFault(f"--{name} is {value}: expected at least 1")
+    if job.process_timeout <= 0:
+        raise OptionFault(f"--process-timeout is {job.process_timeout:g}: expected more than 0")
+    if job.auto_resume and (job.resume or job.overwrite):
+        other = "--resume" if job.resume else "--overwrite"
+        raise OptionFault(
+            f"--auto-resume with {other}: a training that is restarted would {'fail without a state' if job.resume else 'replace its own result'}; "
+            f"leave {other} out"
+        )
     if not job.data:
         raise OptionFault("no data: expected at least one JSONL file")
 
@@ -54,6 +63,20 @@ def identity_of(job: TuningJob) -> dict[str, list[str]]:
         "tokens": list(job.names.all),
         "self-distill": [str(job.distillation is not None)],
         "bf16": [str(job.bf16)],
+    }
+
+
+def facts_of(job: TuningJob, identity: dict[str, list[str]]) -> dict[str, str]:
+    """What must be the same in all processes of a training."""
+    return {
+        "version of Spaceport": __version__,
+        **{name: ", ".join(values) or "none" for name, values in identity.items()},
+        **{name: str(value) for name, value in job.settings.as_dict().items()},
+        "gradient-checkpointing": str(job.recompute),
+        "adapter-only": str(job.adapter_only),
+        "save-every": str(job.save_every),
+        "log-every": str(job.log_every),
+        "resume": str(job.resume),
     }
 
 

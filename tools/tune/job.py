@@ -29,6 +29,8 @@ class TuningJob:
     save_every: int = 500  # steps
     log_every: int = 10  # steps
     resume: bool = False
+    auto_resume: bool = False  # resume if a state is saved, start otherwise
+    process_timeout: float = 1800.0  # seconds that a process waits for the others, such as while the first one saves
     overwrite: bool = False
     adapter: Path | None = None  # adapter folder to train further
     adapter_only: bool = False  # write the adapter of method gated-lora without the base weights

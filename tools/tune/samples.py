@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,14 @@ class Prepared:
     unforked: list[Sample] = field(default_factory=list)  # the same answers as in `forked`, without forks
     whole: list[Sample] = field(default_factory=list)  # answers without a paragraph tree, and plain texts
     counts: Counter[str] = field(default_factory=Counter)
+
+    def digest(self) -> str:
+        """A digest of all samples, by which the processes of a training compare them."""
+        found = hashlib.sha256()
+        for sample in (*self.forked, *self.unforked, *self.whole):
+            for array in (sample.ids, sample.parents, sample.learned):
+                found.update(array.tobytes())
+        return found.hexdigest()[:12]
 
 
 class _SampleBuilder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from spaceport.exporter.sar_config import read_json
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.tools.tune.processes import lost_process
 from spaceport.tools.tune.settings import TrainingSettings, differences
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 
@@ -42,14 +44,32 @@ class StateFolder:
         self.folder = target.absolute().with_name(target.absolute().name + ".training")
         self._main = main  # only the main process writes
 
+    def has_progress(self) -> bool:
+        """Whether the folder holds a saved state or generated answers."""
+        return bool(self._states()) or any(self.folder.glob("answers-*.jsonl"))
+
     def check_resume(self, resume: bool) -> None:
         """Raise if there is no training to resume, or an unfinished one that a new training would overwrite."""
         if resume and not (self.folder / _SETTINGS_FILE).exists():
             raise InputFault(f"{self.folder}: no training to resume: start it without --resume")
-        if not resume and self._has_progress():
+        if not resume and self.has_progress():
             raise InputFault(
                 f"{self.folder}: holds an unfinished training for this target: continue it with --resume, or remove the folder"
             )
+
+    def last_state(self) -> str:
+        """What a resumed training continues, for a comparison of the processes: the step and a digest of its progress."""
+        states = self._states()
+        if not states:
+            return "none"
+        progress = json.dumps(_progress(states[-1]), sort_keys=True)
+        return f"step {_step(states[-1])} ({hashlib.sha256(progress.encode()).hexdigest()[:12]})"
+
+    def advice(self) -> str:
+        """How a training goes on after it has ended too early."""
+        states = self._states()
+        saved = f"the state after step {_step(states[-1])} is saved" if states else "no state is saved yet"
+        return f"{saved}: start all processes again{' with --resume' if self.has_progress() else ''}"
 
     def check_identity(self, identity: dict[str, list[str]]) -> None:
         """Raise if the training to resume has other inputs."""
@@ -68,7 +88,7 @@ class StateFolder:
 
     def create(self, settings: TrainingSettings, identity: dict[str, list[str]]) -> None:
         """Create the folder, unless it holds progress to resume from."""
-        if self._main and not self._has_progress():
+        if self._main and not self.has_progress():
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
             record = {"schema": SCHEMA, "settings": settings.as_dict(), "identity": identity}
@@ -92,6 +112,8 @@ class StateFolder:
                 replace_text(partial / _PROGRESS_FILE, json.dumps(progress) + "\n")
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
+            training.accelerator.wait_for_everyone()
+            shutil.rmtree(partial, ignore_errors=True)  # of a process on another file system
         if self._main:
             for old in self._states()[:-1]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -124,8 +146,7 @@ class StateFolder:
 
     def remove(self) -> None:
         """Delete the folder of a finished training."""
-        if self._main:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _saved(self) -> dict[str, Any]:
         """The saved settings and identity, with the keys of the current schema."""
@@ -150,10 +171,6 @@ class StateFolder:
     def _states(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step-*") if path.suffix != _PARTIAL)
 
-    def _has_progress(self) -> bool:
-        """Whether the folder holds a saved state or generated answers."""
-        return bool(self._states()) or any(self.folder.glob("answers-*.jsonl"))
-
     def _drop_measurements_after(self, step: int) -> None:
         """Remove measurements of steps that will be repeated."""
         earlier = [line for line in self.measurements() if line["step"] <= step]
@@ -165,11 +182,11 @@ class StateFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
+            if lost_process(error):
+                raise
             shutil.rmtree(partial, ignore_errors=True)
             states = self._states()
-            last = (
-                f"the state after step {int(states[-1].name[5:])} is available" if states else "no earlier state exists"
-            )
+            last = f"the state after step {_step(states[-1])} is available" if states else "no earlier state exists"
             raise InputFault(
                 f"{self.folder}: cannot write the state after step {training.step} ({reason(error)}): {last}; free disk space and "
                 "continue with --resume"
@@ -179,6 +196,10 @@ class StateFolder:
 def reason(error: BaseException) -> str:
     """First line of an exception's message, or its type."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _step(state: Path) -> int:
+    return int(state.name.removeprefix("step-"))
 
 
 def _progress(state: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 
@@ -24,11 +23,19 @@ from spaceport.tools.tune.card import CardFacts, write_card
 from spaceport.tools.tune.conversation_encoder import ConversationError
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.distill import Distillation, distill, open_generator
-from spaceport.tools.tune.inputs import check_job, identity_of, target_kind
+from spaceport.tools.tune.inputs import check_job, facts_of, identity_of, target_kind
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.methods import Merge
 from spaceport.tools.tune.packed_model import PackedModel, packed_model_of
 from spaceport.tools.tune.packing import PackedRow
+from spaceport.tools.tune.processes import (
+    by_main_process,
+    failing_together,
+    lost_process,
+    lost_processes_reported,
+    open_accelerator,
+    require_same,
+)
 from spaceport.tools.tune.samples import Prepared, prepare
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.state_folder import METRICS_FILE, StateFolder, reason
@@ -36,6 +43,12 @@ from spaceport.tools.tune.trained_model import adapter_settings, select_paramete
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 from spaceport.tools.tune.tunable_model import TunableModel, cutoff_for, open_tunable_model
 from spaceport.tools.tune.tuned_checkpoint import write_adapter_only, write_checkpoint
+
+_SAME_INPUTS = "start all of them with the same options, the same files and the same versions of all packages"
+_SAME_STATE = (
+    "TUNED.training must be the same folder or a copy of it on all machines: put TUNED on a file system that they share, copy "
+    "the folder of rank 0 to the other machines, or remove it from all of them for a new training"
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +71,19 @@ def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOu
     check_job(job)
     quiet_libraries()
     torch.manual_seed(job.settings.seed)
-    opened = _open(job, callbacks)
-    job, settings, tunable, states = opened.job, opened.settings, opened.tunable, opened.states
+    accelerator = open_accelerator(job.bf16, job.process_timeout)
+    states = StateFolder(job.target, accelerator.is_main_process)
+    with lost_processes_reported(accelerator, job.process_timeout, states.advice):
+        return _tune(job, callbacks, accelerator, states)
+
+
+def _tune(job: TuningJob, callbacks: TrainingCallbacks, accelerator: Accelerator, states: StateFolder) -> TuningOutcome:
+    """Tune a checkpoint on this process and the others of the launch."""
+    opened = _open(job, callbacks, accelerator, states)
+    job, settings, tunable = opened.job, opened.settings, opened.tunable
     prepared = _prepare(opened, callbacks)
+    if accelerator.num_processes > 1:
+        require_same(accelerator, {"training samples": prepared.digest()}, _SAME_INPUTS)
     batches = TrainingBatches(prepared, settings, tunable.tokens.mask)
     packed_model, merge = select_parameters(job, tunable, opened.packed_model, opened.accelerator)
     validation = _validation_rows(job, opened.texts, tunable, settings)
@@ -75,28 +98,28 @@ def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOu
     return outcome
 
 
-def _open(job: TuningJob, callbacks: TrainingCallbacks) -> _OpenedJob:
+def _open(job: TuningJob, callbacks: TrainingCallbacks, accelerator: Accelerator, states: StateFolder) -> _OpenedJob:
     """Read the files of a job and load its model; a training that is resumed must have the same inputs and settings."""
-    existing = StateFolder(job.target, False)  # read only: the main process is known once accelerate has started
-    existing.check_resume(job.resume)
-    checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code, job.adapter)
-    job = replace(job, settings=adapter_settings(job.settings, checkpoint))
-    callbacks.on_stage("reading the data")
-    texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
-    identity = identity_of(job)
-    if job.resume:
-        existing.check_identity(identity)
-    AcceleratorState._reset_state()  # it would keep the precision of the process' first training
-    accelerator = Accelerator(mixed_precision="bf16" if job.bf16 else "no")
-    states = StateFolder(job.target, accelerator.is_main_process)
+    require_same(accelerator, {"saved state": states.last_state()}, _SAME_STATE)
+    with failing_together(accelerator):
+        job = replace(job, resume=job.resume or (job.auto_resume and states.has_progress()))
+        states.check_resume(job.resume)
+        checkpoint = open_checkpoint(job.checkpoint, TokenFlags(), job.remote_code, job.adapter)
+        job = replace(job, settings=adapter_settings(job.settings, checkpoint))
+        callbacks.on_stage("reading the data")
+        texts = {path: read_conversations(path) for path in (*job.data, *job.validation)}
+        identity = identity_of(job)
+        if job.resume:
+            states.check_identity(identity)
+    require_same(accelerator, facts_of(job, identity), _SAME_INPUTS)
     callbacks.on_stage("loading the checkpoint")
-    tunable = open_tunable_model(checkpoint, job.settings, job.names)
-    callbacks.on_stage("verifying the model on packed rows")
-    packed_model = packed_model_of(tunable.model, job.settings.slots)
-    settings = replace(job.settings, cutoff=cutoff_for(job.settings, packed_model.positions))
-    if job.resume:
-        states.check_settings(settings)
-    accelerator.wait_for_everyone()  # before the main process creates files that the others would take for an earlier training
+    with failing_together(accelerator):
+        tunable = open_tunable_model(checkpoint, job.settings, job.names)
+        callbacks.on_stage("verifying the model on packed rows")
+        packed_model = packed_model_of(tunable.model, job.settings.slots)
+        settings = replace(job.settings, cutoff=cutoff_for(job.settings, packed_model.positions))
+        if job.resume:
+            states.check_settings(settings)
     return _OpenedJob(job, settings, texts, identity, accelerator, states, tunable, packed_model)
 
 
@@ -137,14 +160,18 @@ def gather(
 def _distilled(opened: _OpenedJob, distillation: Distillation, counts: Counter[str]) -> dict[Path, list[Conversation]]:
     """The conversations with the model's own answers; the main process generates them for all."""
     job, cutoff = opened.job, opened.settings.cutoff
-    found = {}
-    with (
-        opened.accelerator.main_process_first(),
-        open_generator(job.checkpoint, distillation, cutoff, job.remote_code) as runtime,
-    ):
-        for number, file in enumerate(job.data):
-            answers = opened.states.folder / f"answers-{number}.jsonl"
-            found[file] = distill(opened.texts[file], runtime, answers, cutoff, counts, distillation.requests)
+
+    def generate(on_answer: Callable[[], None]) -> tuple[dict[Path, list[Conversation]], Counter[str]]:
+        found, counted = {}, Counter[str]()
+        with open_generator(job.checkpoint, distillation, cutoff, job.remote_code) as runtime:
+            for number, file in enumerate(job.data):
+                answers = opened.states.folder / f"answers-{number}.jsonl"
+                texts, requests = opened.texts[file], distillation.requests
+                found[file] = distill(texts, runtime, answers, cutoff, counted, requests, on_answer)
+        return found, counted
+
+    found, counted = by_main_process(opened.accelerator, generate, job.process_timeout)
+    counts.update(counted)
     return found
 
 
@@ -198,10 +225,22 @@ def _write_errors(job: TuningJob) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        if lost_process(error):
+            raise
         raise InputFault(
             f"{job.target}: cannot be written ({reason(error)}): the training state is saved; free disk space and continue "
             "with --resume"
         ) from error
+
+
+@contextmanager
+def _complete(accelerator: Accelerator) -> Iterator[None]:
+    """Go on in the main process, which has written the checkpoint, if another process is lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (accelerator.is_main_process and lost_process(error)):
+            raise
 
 
 def _finish(
@@ -234,5 +273,8 @@ def _finish(
             facts = CardFacts(job, training.batches, outcome)
             write_card(partial, facts)
             (partial / METRICS_FILE).write_text((states.folder / METRICS_FILE).read_text("utf-8"), "utf-8")
-    accelerator.wait_for_everyone()
-    states.remove()
+    if accelerator.is_main_process:
+        states.remove()
+    with _complete(accelerator):
+        accelerator.wait_for_everyone()
+    states.remove()  # what processes on other file systems have

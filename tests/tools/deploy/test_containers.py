@@ -77,7 +77,10 @@ def test_every_package_has_the_version_of_the_constraints() -> None:
     ]
     assert len(installing) == 4
     pinned = (ROOT / "constraints.txt").read_text("utf-8")
-    assert all(re.search(rf"^{name}==", pinned, re.MULTILINE) for name in ("pip", "setuptools", "onnxruntime"))
+    assert all(
+        re.search(rf"^{name}==", pinned, re.MULTILINE)
+        for name in ("pip", "setuptools", "onnxruntime", "onnxruntime-gpu", "nvidia-cudnn-cu13")
+    )
     assert [
         stage.parent for stage in stages().values() if stage.name in ("cpu-dependencies", "gpu-dependencies", "package")
     ] == ["installer"] * 3

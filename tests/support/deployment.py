@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +95,7 @@ def container_environment(container: dict[str, Any], target: str = DEFAULT_TARGE
     """The variables of a container in a cluster: those of the image, and its own."""
     found = image_environment(target)
     for variable in container.get("env", []):
-        if "value" in variable:
-            found[variable["name"]] = variable["value"]
-        else:
-            resource = variable["valueFrom"]["resourceFieldRef"]["resource"]
-            kind, name = resource.split(".")
-            found[variable["name"]] = str(ceil(float(container["resources"][kind][name])))
+        found[variable["name"]] = variable["value"]
     return found
 
 

@@ -41,7 +41,9 @@ backend_option = click.option(
     metavar="NAME",
     help=f"Backend: {', '.join(BACKENDS)}; auto = the best one available (default).",
 )
-threads_option = click.option("--threads", default=0, metavar="N", help="CPU threads; 0 = one per usable core (default).")
+threads_option = click.option(
+    "--threads", default=0, metavar="N", help="CPU threads; 0 = one per usable core (default)."
+)
 step_costs_option = click.option(
     "--step-costs",
     type=click.Choice(get_args(CostSource)),

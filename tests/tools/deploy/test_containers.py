@@ -214,7 +214,6 @@ def test_the_compose_file_runs_the_service_with_options_that_it_has(
     assert run(["serve", *service()["command"], "--print-config"]) == OK
     printed, warned = capsys.readouterr()
     assert warned == ""
-    assert "threads = 4  # environment, SPACEPORT_THREADS" in printed
     assert 'chat = "/mnt/models/chat.bundle"' in printed
     assert "keys that clients may send: 1" in printed
 

@@ -69,7 +69,7 @@ def test_the_service_takes_the_configuration_of_the_deployment(
     environment = container_environment(found)
     printed = printed_options([option, configuration(tmp_path)], environment, monkeypatch, capsys)
     assert 'host = "0.0.0.0"  # environment, SPACEPORT_HOST' in printed
-    assert "threads = 4  # environment, SPACEPORT_THREADS" in printed
+    assert "threads = 0  # default" in printed  # as many as the limit of the container allows
     assert f'chat = "{mounts["bundles"]}/chat.bundle"  # file' in printed
     assert "# keys that clients may send: 1" in printed
     assert [f"port = {port['containerPort']}  # env" in printed for port in found["ports"]] == [True]
@@ -142,12 +142,13 @@ def test_what_is_mounted_is_defined_and_only_the_folder_for_state_is_writable(ki
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
-def test_the_engine_has_as_many_threads_as_the_container_has_cpus(kind: str) -> None:
+def test_a_container_has_a_cpu_limit_that_the_engine_reads_and_all_that_it_asks_for(kind: str) -> None:
     found = container(kind)
     assert found["resources"]["requests"] == found["resources"]["limits"] | {
         key: value for key, value in found["resources"]["requests"].items() if key == "ephemeral-storage"
     }
-    assert container_environment(found)["SPACEPORT_THREADS"] == found["resources"]["limits"]["cpu"]
+    assert float(found["resources"]["limits"]["cpu"]) >= 1
+    assert "SPACEPORT_THREADS" not in container_environment(found)
 
 
 def test_objects_refer_to_each_other_by_their_names() -> None:

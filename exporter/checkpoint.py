@@ -23,7 +23,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spaceport.exporter.adapter import apply_adapter, read_adapter
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
-from spaceport.exporter.checkpoint_files import is_gguf, load_with_own_attention, require_checkpoint
+from spaceport.exporter.checkpoint_files import (
+    is_converted,
+    is_gguf,
+    load_with_own_attention,
+    require_checkpoint,
+)
+from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, load_converted, open_converted
+from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.correction_factors import check_factors, read_factors
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
@@ -60,6 +67,18 @@ class Checkpoint:
     correction: Factors | None  # of the drafts of mask slots
     input_rows: InputRows | None  # of tokens whose rows in the embedding table are for their logits only
     gguf: GgufFile | None  # None: a folder
+    converted: ConvertedCheckpoint | None  # None: a family that transformers ships, or a GGUF file
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a folder or file holds besides weights and adapters."""
+
+    config: PreTrainedConfig
+    tokenizer: Any
+    generation: dict[str, Any]
+    gguf: GgufFile | None = None
+    converted: ConvertedCheckpoint | None = None
 
 
 def open_checkpoint(
@@ -67,14 +86,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
-    gguf = read_gguf(folder) if is_gguf(folder) else None
-    if gguf is None:
-        require_checkpoint(folder)
-        config = _config(folder, remote_code)
-        tokenizer, generation = _tokenizer(folder, remote_code), _generation(folder)
-    else:
-        tokenizer, config = gguf_tokenizer(gguf), gguf_config(gguf)
-        generation = {"eos_token_id": end_tokens(gguf)}
+    source = _open(folder, remote_code)
+    config, tokenizer, generation = source.config, source.tokenizer, source.generation
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -102,7 +115,8 @@ def open_checkpoint(
         adapter_folder=added,
         correction=read_factors(adapter or folder),
         input_rows=read_input_rows(adapter or folder),
-        gguf=gguf,
+        gguf=source.gguf,
+        converted=source.converted,
     )
 
 
@@ -110,6 +124,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The transformers tokenizer of a checkpoint."""
     if checkpoint.gguf is not None:
         tokenizer = gguf_tokenizer(checkpoint.gguf)
+    elif checkpoint.converted is not None:
+        kind = checkpoint.converted.published_type
+        tokenizer = published_tokenizer(checkpoint.folder, kind, checkpoint.generation).tokenizer
     else:
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.folder, local_files_only=True, trust_remote_code=checkpoint.remote_code
@@ -149,6 +166,26 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
     return cast(PreTrainedModel, model.eval())
 
 
+def _open(folder: Path, remote_code: bool) -> _Source:
+    """Configuration, tokenizer and generation config of a GGUF file or of a checkpoint folder."""
+    if is_gguf(folder):
+        gguf = read_gguf(folder)
+        return _Source(gguf_config(gguf), gguf_tokenizer(gguf), {"eos_token_id": end_tokens(gguf)}, gguf=gguf)
+    require_checkpoint(folder)
+    if remote_code or not is_converted(folder):
+        return _Source(_config(folder, remote_code), _tokenizer(folder, remote_code), _generation(folder))
+    generation, converted = _generation(folder), open_converted(folder)
+    published = published_tokenizer(folder, converted.published_type, generation)
+    generation = {**generation, "eos_token_id": _with_published_ends(generation.get("eos_token_id"), published.end)}
+    return _Source(converted.config, published.tokenizer, generation, converted=converted)
+
+
+def _with_published_ends(named: Any, published: tuple[int, ...]) -> list[Any]:
+    """The end-of-text ids of a generation config, and those with which the original code ends an answer."""
+    own = named if isinstance(named, list) else [] if named is None else [named]
+    return list(dict.fromkeys([*own, *published]))
+
+
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
     """Begin the message of an error with the checkpoint's folder."""
@@ -168,6 +205,8 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, dict
     """The model, and the loading report of transformers."""
     if checkpoint.gguf is not None:
         return load_gguf_weights(checkpoint.gguf, checkpoint.config, dtype)
+    if checkpoint.converted is not None:
+        return load_converted(checkpoint.converted, dtype)
     return load_with_own_attention(
         AutoModelForCausalLM.from_pretrained,
         checkpoint.folder,

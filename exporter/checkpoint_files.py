@@ -27,12 +27,20 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
+# Published with code of their own for these values of model_type; loaded as families that transformers ships.
+CONVERTED_TYPES = ("chatglm", "internlm", "qwen")
+TIKTOKEN_FILE = "qwen.tiktoken"
 _EXPECTED = "expected a checkpoint (config.json, *.safetensors, tokenizer)"
 
 
 def is_gguf(path: Path) -> bool:
     """Whether a path names a GGUF file."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a folder has a published checkpoint that is loaded as one of another family."""
+    return read_json(folder / "config.json").get("model_type") in CONVERTED_TYPES
 
 
 def require_checkpoint(path: Path) -> None:
@@ -46,9 +54,13 @@ def require_checkpoint(path: Path) -> None:
     if not (path / "config.json").exists():
         raise CheckpointError(f"{path}: no config.json in it: {_EXPECTED}")
     refuse_special_files(path)
-    refuse_sizes(path / "config.json", read_json(path / "config.json"))
-    _require_weights(path)
-    if not any((path / name).exists() for name in _TOKENIZERS):
+    content = read_json(path / "config.json")
+    refuse_sizes(path / "config.json", content)
+    converted = is_converted(path)
+    if not (converted and converted_weights(path)):
+        _require_weights(path)
+    names = (*_TOKENIZERS, TIKTOKEN_FILE) if converted else _TOKENIZERS
+    if not any((path / name).exists() for name in names):
         raise CheckpointError(
             f"{path}: no tokenizer in it: expected tokenizer.json, or tokenizer.model to convert from"
         )
@@ -92,6 +104,13 @@ def load_with_own_attention(load: Callable[..., Any], *arguments: Any, **options
         else:
             return model, report
     raise AssertionError("the last implementation returns or raises")
+
+
+def converted_weights(folder: Path) -> tuple[Path, ...]:
+    """The weight files of a checkpoint that is converted: its safetensors files, otherwise the pickles of its model."""
+    own = (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE)
+    found = tuple(file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
+    return found or tuple(sorted(folder.glob("pytorch_model*.bin")))
 
 
 def _require_weights(folder: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.base_identity import BaseIdentity, identity_of
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
+from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE
 from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
@@ -28,6 +29,8 @@ IDENTITY_FILES = (
     "config.json",
     "tokenizer_config.json",
     "tokenizer.json",
+    "tokenizer.model",
+    TIKTOKEN_FILE,
     "chat_template.jinja",
     "generation_config.json",
     "sar_config.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_fold
 from spaceport.exporter.correction_factors import write_factors
 from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.input_rows_file import write_input_rows
-from spaceport.exporter.sar_config import write_sar_config
+from spaceport.exporter.sar_config import read_json, write_sar_config
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.tools.tune.methods import MergedModel
 from spaceport.tools.tune.tunable_model import TunableModel
@@ -42,9 +43,7 @@ def write_checkpoint(
     model.save_pretrained(folder, state_dict=None if state is None else _cast(state, dtype))
     model.generation_config = generation
     tunable.tokenizer.save_pretrained(folder)
-    own = tunable.folder / _GENERATION_FILE
-    if own.exists():
-        shutil.copyfile(own, folder / _GENERATION_FILE)
+    _copy_generation(tunable.folder / _GENERATION_FILE, folder / _GENERATION_FILE, tunable.tokens.end)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates files that only the owner can read
     write_sar_config(folder, _sar_config(tunable, tuned))
@@ -55,6 +54,18 @@ def write_checkpoint(
     if tuned.input_rows is not None:
         write_input_rows(folder, tuned.input_rows)
     return dtype
+
+
+def _copy_generation(own: Path, target: Path, end: tuple[int, ...]) -> None:
+    """Copy a checkpoint's generation_config.json, with all tokens that end its answers: a converted one has more."""
+    if not own.exists():
+        return
+    content = read_json(own)
+    named = content.get("eos_token_id")
+    if named is None or set(named if isinstance(named, list) else [named]) == set(end):
+        shutil.copyfile(own, target)
+    else:
+        target.write_text(json.dumps({**content, "eos_token_id": list(end)}, indent=2) + "\n", "utf-8")
 
 
 def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) -> None:

@@ -1,0 +1,229 @@
+"""Converted checkpoints: logits equal those of the published architectures, and drafts change no token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.runtime import Decoding, Runtime
+from spaceport.tools.tune.job import TuningJob
+from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tuning import tune
+from support.published_checkpoints import CONFIGS, Format, Published, published, write_published
+from support.published_models import chatglm_logits, internlm_logits, qwen_logits
+from support.varied_texts import varied_texts
+
+TOLERANCE = 2e-5  # of a logit, which are up to 20 here: float32 against float64
+REFERENCES = {"chatglm": chatglm_logits, "internlm": internlm_logits, "qwen": qwen_logits}
+
+STRUCTURES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("chatglm", {}),
+    ("chatglm", {"multi_query_group_num": 1, "add_qkv_bias": False}),
+    ("chatglm", {"multi_query_group_num": 4, "kv_channels": 8, "num_layers": 3}),
+    ("chatglm", {"rope_ratio": 50, "apply_query_key_layer_scaling": False}),
+    ("internlm", {}),
+    ("internlm", {"bias": False, "rotary": {"base": 5000, "type": "origin"}}),
+    ("internlm", {"tie_word_embeddings": True, "num_attention_heads": 2, "num_key_value_heads": 2}),
+    ("internlm", {"rotary": {"base": 10000, "type": "dynamic", "scaling_factor": 2.0}}),
+    ("qwen", {}),
+    ("qwen", {"tie_word_embeddings": True, "rotary_emb_base": 1000000, "rope_theta": 1000000}),
+    ("qwen", {"use_dynamic_ntk": False, "use_logn_attn": False, "num_attention_heads": 2, "kv_channels": 16}),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> None:
+    quiet_libraries()
+
+
+def opened(folder: Path) -> Checkpoint:
+    return open_checkpoint(folder, TokenFlags())
+
+
+def reference_logits(model: Published, ids: list[int]) -> Tensor:
+    weights = {name: tensor.double() for name, tensor in model.weights.items()}
+    return REFERENCES[model.family](model.config, weights, ids)
+
+
+def logits(model: Any, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(torch.tensor([ids])).logits[0]
+    return found
+
+
+def difference(model: Published, folder: Path, format: Format, shards: int) -> float:
+    """The largest difference of any logit in texts of several lengths, up to the last position."""
+    converted = load_model(opened(write_published(folder, model, format, shards)), "float32")
+    dice = random.Random(5)
+    worst = 0.0
+    for length in (1, 2, 17, 100, 256):
+        ids = [dice.randrange(500) for _ in range(length)]
+        worst = max(worst, float((logits(converted, ids) - reference_logits(model, ids)).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), STRUCTURES, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+)
+def test_logits_equal_those_of_the_published_architecture(
+    family: str, changes: Mapping[str, Any], tmp_path: Path
+) -> None:
+    found = difference(published(family, changes), tmp_path, "safetensors", 1)
+    print(f"largest difference {found:.1e}")  # pytest -rP shows it
+    assert found <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("format", "shards"), [("safetensors", 3), ("bin", 1), ("bin", 2)])
+def test_every_file_format_has_the_same_logits(family: str, format: Format, shards: int, tmp_path: Path) -> None:
+    assert difference(published(family), tmp_path, format, shards) <= TOLERANCE
+
+
+SWAPPED = (
+    ("chatglm", "transformer.encoder.layers.0.self_attention.query_key_value.weight"),
+    ("chatglm", "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"),
+    ("internlm", "model.layers.0.self_attn.k_proj.weight"),
+    ("qwen", "transformer.h.1.attn.c_attn.bias"),
+    ("qwen", "transformer.h.0.mlp.w1.weight"),
+)
+
+
+@pytest.mark.parametrize(("family", "name"), SWAPPED)
+def test_rows_in_another_order_change_the_logits(family: str, name: str, tmp_path: Path) -> None:
+    model = published(family)
+    wrong = Published(family, model.config, {**model.weights, name: model.weights[name].flip(0)})
+    converted = load_model(opened(write_published(tmp_path, wrong)), "float32")
+    ids = [7, 300, 41, 8]
+    assert float((logits(converted, ids) - reference_logits(model, ids)).abs().max()) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+def test_half_precision_weights_are_not_changed(format: Format, tmp_path: Path) -> None:
+    model = published("chatglm")
+    halves = {name: tensor.half() for name, tensor in model.weights.items()}
+    loaded = load_model(
+        opened(write_published(tmp_path, Published("chatglm", model.config, halves), format)), "float16"
+    )
+    found = {name: tensor for name, tensor in loaded.state_dict().items() if "layers.1.self_attn" in name}
+    fused = halves["transformer.encoder.layers.1.self_attention.query_key_value.weight"]
+    parts = [found[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(torch.cat(parts), fused)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(found)  # no shared memory
+
+
+def with_weights(folder: Path, family: str, changes: Mapping[str, Tensor | None], **config: Any) -> Path:
+    """A published checkpoint in which tensors are added, replaced or removed (None)."""
+    model = published(family, config)
+    weights = {name: tensor for name, tensor in {**model.weights, **changes}.items() if tensor is not None}
+    return write_published(folder, Published(family, model.config, weights))
+
+
+def test_computed_tables_in_the_files_are_ignored(tmp_path: Path) -> None:
+    opened(with_weights(tmp_path, "chatglm", {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen", {"transformer.ln_f.weight": None}, r"tensor transformer\.ln_f\.weight is missing: expected the"),
+        ("qwen", {"transformer.h.0.attn.c_attn.qweight": torch.ones(2)}, r"c_attn\.qweight is unknown"),
+        ("internlm", {"model.norm.weight": torch.ones(31)}, r"model\.norm\.weight has shape \(31,\): expected \(32,\)"),
+        ("chatglm", {"transformer.prefix_encoder.embedding.weight": torch.ones(2)}, r"prefix_encoder.* is unknown"),
+    ],
+)
+def test_wrong_tensors_are_refused_before_weights_are_read(
+    family: str, changes: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        opened(with_weights(tmp_path, family, changes))
+
+
+def test_integers_are_refused(tmp_path: Path) -> None:
+    whole = torch.ones(32, dtype=torch.int8)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has type torch\.int8: expected floating-point"):
+        load_model(opened(with_weights(tmp_path, "internlm", {"model.norm.weight": whole})), "float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "embeddings"), [("internlm", "model.embed_tokens.weight"), ("qwen", "transformer.wte.weight")]
+)
+def test_a_tied_head_has_the_values_of_the_embeddings(family: str, embeddings: str, tmp_path: Path) -> None:
+    table = published(family).weights[embeddings]
+    load_model(opened(with_weights(tmp_path, family, {"lm_head.weight": table}, tie_word_embeddings=True)), "float32")
+    wrong = {"lm_head.weight": table + 1}
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight differs from"):
+        load_model(opened(with_weights(tmp_path, family, wrong, tie_word_embeddings=True)), "float32")
+
+
+def test_other_families_with_their_own_code_are_still_refused(tmp_path: Path) -> None:
+    folder = write_published(
+        tmp_path, Published("internlm", {**CONFIGS["internlm"], "model_type": "baichuan"}, {"a": torch.ones(1)})
+    )
+    with pytest.raises(CheckpointError, match=r"'baichuan' is not one that transformers .* it has its own code"):
+        opened(folder)
+
+
+def test_a_folder_without_weights_or_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write_published(tmp_path, published("qwen"), "bin")
+    (folder / "pytorch_model.bin").rename(folder / "other.bin")
+    with pytest.raises(CheckpointError, match="its weights are pickles"):
+        opened(folder)
+    (folder / "other.bin").rename(folder / "pytorch_model.bin")
+    (folder / "qwen.tiktoken").unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer in it"):
+        opened(folder)
+
+
+MASKS = {"chatglm": "[MASK]", "internlm": "<TOKENS_UNUSED_2>", "qwen": "<|extra_0|>"}
+PROMPTS = ("the answer", "你好 def f(x):\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["chatglm", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("internlm", "qwen"))]
+)
+def test_drafted_and_plain_decoding_give_the_same_tokens(family: str, tmp_path: Path) -> None:
+    folder = write_published(tmp_path / "published", published(family))
+    tokens = TokenFlags(mask=(MASKS[family],), max_mask_slots=3)
+    manifest = export(folder, tmp_path / "bundle", ExportOptions(tokens=tokens))
+    assert (manifest.model_type, manifest.max_positions) == (
+        {"chatglm": "glm", "internlm": "llama"}.get(family, "qwen2"),
+        256,
+    )
+    with Runtime.open(tmp_path / "bundle") as runtime:
+        for prompt in PROMPTS:
+            plain = runtime.generate(prompt, Decoding(max_tokens=32, mask_slots=0, lookup=0))
+            assert runtime.generate(prompt, Decoding(max_tokens=32)).tokens == plain.tokens
+            ids = list(runtime.tokenizer.encode(prompt).ids)
+            found = [
+                int(reference_logits(published(family), [*ids, *plain.tokens[:count]])[-1].argmax())
+                for count in range(9)
+            ]
+            assert found == list(plain.tokens[:9])
+
+
+@pytest.mark.slow
+def test_a_tuned_checkpoint_keeps_tokens_template_and_ends(tmp_path: Path) -> None:
+    folder = write_published(tmp_path / "published", published("qwen"), "bin", 2)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "the ship", "response": "the answer"}\n', "utf-8")
+    tune(
+        TuningJob(folder, tmp_path / "tuned", (data,), TrainingSettings("sar", "embeddings", max_steps=1, batch_size=1))
+    )
+    before, after = opened(folder), opened(tmp_path / "tuned")
+    assert (after.config.model_type, after.config.dtype, after.converted) == ("qwen2", torch.bfloat16, None)
+    assert (after.tokens.end, after.template) == (before.tokens.end, before.template)
+    texts = varied_texts(300, ("<|im_start|>", "<|im_end|>"))
+    tokenizers = [Tokenizer.from_str(checkpoint.tokenizer) for checkpoint in (before, after)]
+    assert all(tokenizers[0].encode(text).ids == tokenizers[1].encode(text).ids for text in texts)

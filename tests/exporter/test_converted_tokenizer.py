@@ -1,0 +1,101 @@
+"""Published tokenizers: special tokens, beginnings and ends of texts in each family."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+
+from spaceport.exporter.converted_tokenizer import published_tokenizer
+from spaceport.exporter.sar_config import CheckpointError
+from support.published_checkpoints import ranks
+from support.published_tokenizers import chatglm, internlm, qwen
+from support.varied_texts import varied_texts
+
+
+def test_a_chatglm3_text_begins_with_its_prefix(tmp_path: Path) -> None:
+    found = chatglm(tmp_path)
+    original = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    last = original.get_piece_size()
+    for text in (*varied_texts(300), "a philosophy of sop and eop", "[MASK] [sMASK]"):
+        assert found.tokenizer(text).input_ids == [last + 1, last + 3, *original.encode(text)], text
+    assert found.end == (2, last + 6, last + 8)
+    assert found.tokenizer.convert_ids_to_tokens(range(last, last + 9)) == [
+        *("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+        *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    ]
+
+
+def test_a_folder_without_the_chat_tokens_of_chatglm3_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"names the token <\|user\|>: expected ChatGLM3, this may be ChatGLM2"):
+        chatglm(tmp_path, source='special_tokens = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"]')
+    assert chatglm(tmp_path, source="", added_tokens_decoder={"64795": {"content": "<|user|>"}}).end
+
+
+def test_an_internlm_text_begins_with_bos(tmp_path: Path) -> None:
+    found = internlm(tmp_path)
+    original = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in (*varied_texts(300), "Hello<eoh>\n<|Bot|>:"):
+        assert found.tokenizer(text).input_ids == [1, *original.encode(text)], text
+    assert found.tokenizer("a<s>b</s>").input_ids == [1, *original.encode("a"), 1, *original.encode("b"), 2]
+    assert found.end == (2, original.piece_to_id("<eoa>"))
+    assert found.tokenizer.chat_template is None
+    assert internlm(tmp_path, add_bos_token=False).tokenizer("a").input_ids == original.encode("a")
+    assert internlm(tmp_path, chat_template="{{ messages }}").tokenizer.chat_template == "{{ messages }}"
+
+
+def test_a_qwen_base_model_has_no_chat_template(tmp_path: Path) -> None:
+    found = qwen(tmp_path, "raw")
+    assert found.tokenizer.chat_template is None
+    assert found.end == (len(ranks()),)
+    assert found.tokenizer.convert_ids_to_tokens(len(ranks()) + 207) == "<|extra_204|>"
+
+
+@pytest.mark.parametrize("family", [chatglm, internlm, qwen])
+def test_a_tokenizer_json_in_the_folder_is_used(family: Any, tmp_path: Path) -> None:
+    found = family(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(found.tokenizer.backend_tokenizer.to_str(), "utf-8")
+    for name in ("tokenizer.model", "qwen.tiktoken"):
+        (tmp_path / name).unlink(missing_ok=True)
+    again = published_tokenizer(tmp_path, family.__name__, {"chat_format": "chatml"})
+    assert again.end == found.end
+    assert again.tokenizer("the ship").input_ids == found.tokenizer("the ship").input_ids
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        (qwen, {"chat_format": "other"}, "chat_format is 'other': expected raw (base model) or chatml (chat model)"),
+        (internlm, {"add_eos_token": True}, "add_eos_token is true: expected false, prompts would end before"),
+        (internlm, {"chat_template": ["x"]}, "chat_template is ['x']: expected text; save one as chat_template.jinja"),
+        (qwen, {"chat_template": "{{ messages[9]['role'] }}"}, "its chat template cannot be rendered ("),
+    ],
+)
+def test_invalid_settings_are_refused(family: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        family(tmp_path, **options)
+
+
+def test_missing_and_wrong_vocabularies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no qwen\.tiktoken in it: expected the vocabulary of Qwen v1"):
+        published_tokenizer(tmp_path, "qwen", {})
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.model in it: expected the published SentencePiece model"):
+        published_tokenizer(tmp_path, "internlm", {})
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot be read"):
+        published_tokenizer(tmp_path, "qwen", {})
+    internlm_backend = internlm_folder(tmp_path / "other")
+    (tmp_path / "tokenizer.json").write_text(internlm_backend, "utf-8")
+    with pytest.raises(
+        CheckpointError, match=r"has no token '<\|endoftext\|>': expected the tokens of the published model"
+    ):
+        published_tokenizer(tmp_path, "qwen", {})
+
+
+def internlm_folder(folder: Path) -> str:
+    folder.mkdir()
+    text: str = internlm(folder).tokenizer.backend_tokenizer.to_str()
+    return text

@@ -101,29 +101,52 @@ def unknown_variables(context: click.Context, known: Sequence[str] = ()) -> list
     ]
 
 
+def options_in(command: Configured, content: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """All options of a command with the values in a table, which has the form of the file of --config; no variable counts.
+
+    `source` names the table in errors.
+    """
+    context = click.Context(command, info_name=command.name)
+    values = _values(context, content, source)
+    arguments = [each for each in command.params if isinstance(each, click.Argument)]
+    # Arguments may have a variable of their own, which would override a default.
+    given = [one for argument in arguments for one in values.pop(argument.name, ())]
+    context.default_map = values
+    try:
+        command.parse_args(context, ["--", *given])
+    except click.BadParameter as error:
+        raise OptionFault(f"{source}: {error.message}") from error
+    return dict(context.params)
+
+
 def _read(context: click.Context, _: click.Parameter, file: Path | None) -> Path | None:
     """Make the values of a file the defaults of the command's options."""
     if file is not None:
-        context.default_map = {**(context.default_map or {}), **_values(context, file)}
+        context.default_map = {**(context.default_map or {}), **_values(context, _content(file), str(file))}
     return file
 
 
-def _values(context: click.Context, file: Path) -> dict[str, Any]:
-    """The values in a file by option; raises for unknown names and wrong types."""
+def _content(file: Path) -> dict[str, Any]:
+    """What a TOML file says."""
     try:
-        content = tomllib.loads(file.read_text("utf-8"))
+        found: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise OptionFault(f"--config: {file} cannot be read: {error}: expected a TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise OptionFault(f"--config: {file} is not TOML: {error}") from error
+    return found
+
+
+def _values(context: click.Context, content: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The values in a table by option; raises for unknown names and wrong types."""
     tables = _tables(context)
     options = {each.name: each for each in _parameters(context) if each.name not in tables.values()}
     found: dict[str, Any] = {}
     for given, value in content.items():
         name = given.replace("-", "_")
-        where = f"{file}: `{given}`"
+        where = f"{source}: `{given}`"
         if name not in options and name not in tables:
-            raise OptionFault(f"{where} is not an option: {_nearest(name, [*map(str, options), *tables])}")
+            raise OptionFault(f"{where} is not an option: {nearest(name, [*map(str, options), *tables])}")
         target = tables.get(name, name)
         if target in found:
             raise OptionFault(f"{where} is given twice: leave one out")
@@ -174,7 +197,8 @@ def _kind(value: Any) -> str:
     return found if isinstance(value, list | dict) else f"{found} ({str(value)[:40]!r})"
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What an error says about a name that is none of the known ones."""
     close = get_close_matches(name, known, 1, 0.5)
     return f"`{close[0]}` is one" if close else f"expected one of {', '.join(known)}"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +10,7 @@ import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT, Runtime
+from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT
 from spaceport.tools.cli.configuration import (
     Configured,
     config_option,
@@ -21,7 +19,7 @@ from spaceport.tools.cli.configuration import (
     unknown_variables,
 )
 from spaceport.tools.cli.generate_request import limits_of
-from spaceport.tools.cli.key_file import KEY_VARIABLE, keys_of
+from spaceport.tools.cli.key_file import KEY_VARIABLE
 from spaceport.tools.cli.options import (
     PATH,
     allow_links_option,
@@ -31,6 +29,7 @@ from spaceport.tools.cli.options import (
     step_costs_option,
     threads_option,
 )
+from spaceport.tools.cli.service_settings import openers_of, service_options_of
 
 if TYPE_CHECKING:
     from spaceport.tools.serve.tracing import RequestSpans
@@ -208,54 +207,30 @@ _engines = options(
 @_audit
 @_engines
 @click.pass_context
-def command(
-    context: click.Context, /, bundles: Mapping[str, str], host: str, port: int, print_config: bool, **given: Any
-) -> None:
+def command(context: click.Context, /, host: str, port: int, print_config: bool, **given: Any) -> None:
     """Serve each BUNDLE as a model, under the name of its folder; NAME=BUNDLE gives it another name.
 
     Each option can also be set by an environment variable such as SPACEPORT_MAX_REQUESTS, and in the file of --config.
     """
-    from spaceport.tools.serve.options import ServiceOptions
-
-    keys = keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
-    service_options = ServiceOptions(
-        keys=keys,
-        strict=given["strict"],
-        page=given["page"],
-        metrics_prefix=given["metrics_prefix"],
-        tool_format=None if given["tool_format"] == "auto" else given["tool_format"],
-        request_timeout=given["request_timeout"],
-        drain_timeout=given["drain_timeout"],
-        audit_rate=given["audit_rate"],
-        audit_log=given["audit_log"],
-        audit_action=given["audit_action"],
-    )
-    limits = limits_of(given["limits"])
+    service_options, openers = service_options_of(given), openers_of(given)
+    keys = service_options.keys
     for warning in unknown_variables(context, [KEY_VARIABLE]):
         click.echo(f"warning: {warning}", err=True)
     if print_config:
         click.echo(effective(context))
         click.echo(f"\n# keys that clients may send: {len(keys)}")
         return
-    if not bundles:
+    if not openers:
         raise click.UsageError("no bundle is given: expected BUNDLE, or a table [models] in the file of --config")
     from spaceport.tools.serve.application import application
     from spaceport.tools.serve.log_format import configure_logging
     from spaceport.tools.serve.server import serve
 
-    opened = (
-        *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache"),
-        *("step_costs", "call_timeout", "trust_engines", "allow_links", "copy_weights", "require_signature"),
-    )
-    openers = {
-        name: partial(Runtime.open, path, limits=limits, **{option: given[option] for option in opened})
-        for name, path in bundles.items()
-    }
     spans = spans_of(given["otel"])
     configure_logging(given["log_format"], given["log_level"])
     if not keys and host not in _LOCAL:
         click.echo(f"warning: anyone who reaches {host}:{port} can send requests: --api-key-file sets keys", err=True)
-    click.echo(f"models {', '.join(bundles)} at http://{host}:{port}/v1", err=True)
+    click.echo(f"models {', '.join(openers)} at http://{host}:{port}/v1", err=True)
     try:
         serve(application(openers, service_options, answers_while_opening=True, spans=spans), host, port)
     finally:

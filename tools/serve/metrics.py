@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -48,6 +49,16 @@ _AUDITED = {
 }
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One value of a metric."""
+
+    name: str  # without the prefix, as in Prometheus' text format
+    text: str  # what the metric counts
+    labels: dict[str, str]
+    value: float
+
+
 class _Gauges(Collector):
     """The state of each model at the moment of the request."""
 
@@ -74,6 +85,7 @@ class Metrics:
     """The counters of one service, in a registry of its own."""
 
     def __init__(self, prefix: str, states: States) -> None:
+        self._prefix = prefix
         self._registry = CollectorRegistry()
         self._registry.register(_Gauges(prefix, states))
         ProcessCollector(registry=self._registry)
@@ -149,6 +161,13 @@ class Metrics:
     def text(self) -> bytes:
         """All counters in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def samples(self) -> Iterator[Sample]:
+        """The counters of the service as single values: a histogram has one for each bucket, its sum and its count."""
+        for family in self._registry.collect():
+            for one in family.samples:
+                if one.name.startswith(f"{self._prefix}:") and not one.name.endswith("_created"):
+                    yield Sample(one.name.partition(":")[2], family.documentation, dict(one.labels), one.value)
 
     def _times(self, model: str, found: Statistics) -> None:
         self._whole.labels(model).observe(found.seconds)

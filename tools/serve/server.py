@@ -10,7 +10,6 @@ import uvicorn
 from starlette.applications import Starlette
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.engine import EngineFault
 from spaceport.tools.serve.application import close_models
 from spaceport.tools.serve.service import Service, log
 
@@ -49,11 +48,7 @@ class Server(uvicorn.Server):
                 log.warning("%d requests ended unfinished", len(self.server_state.tasks))
                 await close_models(self._service.models)
             self.should_exit = late or not self.server_state.tasks
-        if self._service.fault is None and not all(one.runtime.status().healthy for one in self._service.models):
-            self._service.fault = EngineFault(
-                "an engine call did not return, and the service has stopped: start it again"
-            )
-        self.should_exit = self.should_exit or self._service.fault is not None
+        self.should_exit = self.should_exit or self._service.find_fault() is not None
         return await super().on_tick(counter)
 
 

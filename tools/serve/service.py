@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
+from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.tools.serve.audit import Audit
 from spaceport.tools.serve.failures import Failure
@@ -25,7 +26,7 @@ class Service:
     metrics: Metrics
     models: ServedModels = field(default_factory=lambda: ServedModels([]))
     audits: dict[str, Audit] = field(default_factory=dict)  # by model, if completions are audited
-    fault: Exception | None = None  # why a bundle could not be opened
+    fault: Exception | None = None  # why a bundle could not be opened, or why the service has to be started again
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
 
     @property
@@ -37,6 +38,12 @@ class Service:
     def ready(self) -> bool:
         """Whether it takes requests."""
         return not self.draining and not self.opening and all(one.runtime.status().healthy for one in self.models)
+
+    def find_fault(self) -> Exception | None:
+        """Why the service has to be started again, if so: its fault, or an engine call that hangs, which becomes its fault."""
+        if self.fault is None and not all(one.runtime.status().healthy for one in self.models):
+            self.fault = EngineFault("an engine call did not return, and the service has stopped: start it again")
+        return self.fault
 
     def status_of(self, model: ServedModel) -> RuntimeStatus:
         """The state of a model; a completion that is audited is no request."""

@@ -118,3 +118,25 @@ def test_a_runtime_reports_its_threads() -> None:
                 seen.append((status.live_threads, status.queued_threads))
     assert max(live for live, _ in seen) == 2
     assert max(queued for _, queued in seen) >= 1
+
+
+def test_samples_are_the_values_of_the_metrics_page(client: TestClient) -> None:
+    ask(client, n=2)
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    page = [one for family in families for one in family.samples if one.name.startswith("spaceport:")]
+    expected = {
+        (one.name.removeprefix("spaceport:"), frozenset(one.labels.items())): one.value
+        for one in page
+        if not one.name.endswith("_created")
+    }
+    app: Any = client.app
+    samples = list(app.state.service.metrics.samples())
+    found = {(one.name, frozenset(one.labels.items())): one.value for one in samples}
+    assert found.keys() == expected.keys()
+    assert {key: value for key, value in found.items() if key[0] != "tokens_per_second"} == {
+        key: value
+        for key, value in expected.items()
+        if key[0] != "tokens_per_second"  # of the last seconds
+    }
+    assert len(samples) == len(found) > 100
+    assert all(one.text for one in samples)

@@ -81,6 +81,7 @@ LAYERS = {
         *("tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),
     ),
+    "tools.replicas": (*_MODEL, "tools.serve", "tools.cli"),
     # Not in the wheel: nothing imports it.
     "tools.demo_recipe": (
         *_MODEL,

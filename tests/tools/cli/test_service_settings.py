@@ -37,7 +37,15 @@ def test_options_arrive_where_they_belong(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "keys").write_text("sk-1\n", "utf-8")
     options = given(
         *("--strict", "--no-page", "--drain-timeout", "3", "--tool-format", "json", "--audit-rate", "0.5"),
-        *("--api-key-file", str(tmp_path / "keys"), "--max-requests", "3", "--no-prefix-cache", "--limit", "logprobs=5"),
+        *(
+            "--api-key-file",
+            str(tmp_path / "keys"),
+            "--max-requests",
+            "3",
+            "--no-prefix-cache",
+            "--limit",
+            "logprobs=5",
+        ),
     )
     assert service_options_of(options) == ServiceOptions(
         keys=("sk-1",), strict=True, page=False, drain_timeout=3.0, tool_format="json", audit_rate=0.5

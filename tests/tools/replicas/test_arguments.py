@@ -1,0 +1,140 @@
+"""Arguments: the args of a serve.yaml are the options of `spaceport serve`, and mistakes in them are named."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.bundle import BundleError
+from spaceport.runtime.limits import DEFAULT_LIMITS
+from spaceport.tools.cli.serve import command
+from spaceport.tools.cli.service_settings import openers_of, service_options_of
+from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of
+from support.paths import DEPLOY
+
+MODELS = {"chat": "/mnt/chat.bundle"}
+
+
+def test_options_are_those_of_the_command_with_its_defaults() -> None:
+    found = arguments_of({"models": MODELS, "max-requests": 3, "strict": True, "limits": {"stop_strings": 5}})
+    context = command.make_context(
+        "serve", ["chat=/mnt/chat.bundle", "--max-requests", "3", "--strict", "--limit", "stop_strings=5"]
+    )
+    assert found.service == context.params | {"threads": 1}
+    assert found.replicas == ReplicaOptions()
+
+
+def test_variables_of_the_environment_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_REQUESTS", "QUEUE_LIMIT", "PORT"):
+        monkeypatch.setenv(f"SPACEPORT_{name}", "77")
+    monkeypatch.setenv("SPACEPORT_MODELS", "other=/mnt/other")
+    monkeypatch.setenv("SPACEPORT_STRICT", "1")
+    found = arguments_of({"models": MODELS}).service
+    assert (found["bundles"], found["max_requests"], found["queue_limit"], found["strict"]) == (MODELS, 8, None, False)
+
+
+def test_a_replica_opens_the_bundles_and_reads_the_keys_on_its_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {"models": MODELS, "api_key_file": str(tmp_path / "keys"), "audit_rate": 0.5, "tool_format": "json"}
+    found = pickle.loads(pickle.dumps(arguments_of(given)))  # the file is not there yet
+    (tmp_path / "keys").write_text("sk-1\n", "utf-8")
+    options = service_options_of(found.service)
+    assert (options.keys, options.audit_rate, options.tool_format) == (("sk-1",), 0.5, "json")
+    with pytest.raises(BundleError, match="no such folder") as caught:
+        openers_of(found.service)["chat"]()
+    assert "/mnt/chat.bundle" in str(caught.value)
+    monkeypatch.setenv("SPACEPORT_API_KEY", "sk-2,sk-3")
+    assert service_options_of(arguments_of({"models": MODELS}).service).keys == ("sk-2", "sk-3")
+
+
+def test_a_replica_has_as_many_threads_as_cpus() -> None:
+    def threads(**options: Any) -> int:
+        return int(arguments_of({"models": MODELS, **options}).service["threads"])
+
+    assert threads(replicas={"num_cpus": 4}) == 4
+    assert threads(replicas={"num_cpus": 0.5}) == 1
+    assert threads(replicas={"num_cpus": 4}, threads=2) == 2
+
+
+def test_the_queue_is_the_one_that_a_service_has() -> None:
+    assert arguments_of({"models": MODELS}).queue_limit == DEFAULT_LIMITS.queued_requests
+    assert arguments_of({"models": MODELS, "queue_limit": 0}).queue_limit == 0
+    assert arguments_of({"models": MODELS, "limits": {"queued_requests": 9}}).queue_limit == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "args: no bundle is given: expected `models` with a name and a path for each"),
+        ({"models": {}}, "args: no bundle is given"),
+        ({"models": "x"}, "args: `models` is a string"),
+        ({"models": {"a": ["x"]}}, "args: `models`: `a` is a list: expected a string"),
+        ({"max_request": 1}, "args: `max_request` is not an option: `max_requests` is one"),
+        ({"max_requests": "8"}, "args: `max_requests` is a string .'8'.: expected a whole number"),
+        ({"max_requests": 0}, "args: max_requests is 0: expected at least 1"),
+        ({"queue_limit": -1}, "args: queue_limit is -1: expected at least 0"),
+        ({"drain_timeout": 0}, "drain_timeout is 0.0: expected seconds above 0"),
+        ({"backend": "cuda"}, "args: `backend`: 'cuda' is not one of"),
+        ({"limits": {"stop_stings": 3}}, "expected NAME=N with one of prompt_chars"),
+        ({"api_key": "sk-secret"}, "args: `api_key` is not an option: `api_key_file` is one"),
+        ({"port": 80}, "args: `port` has no effect in a cluster: http_options.port of serve.yaml sets"),
+        ({"host": "0.0.0.0"}, "args: `host` has no effect in a cluster: http_options.host"),
+        ({"config": "x"}, "args: `config` is not an option"),
+        ({"replicas": 3}, "args: `replicas` is 3: expected a table such as {max_replicas: 4}"),
+        ({"replicas": {"num_replicas": 3}}, "args: `replicas.num_replicas` is not an option: `m.._replicas` is one"),
+        ({"replicas": {"max_replicas": 2.5}}, "args: `replicas.max_replicas` is 2.5: expected a whole number"),
+        ({"replicas": {"max_replicas": True}}, "args: `replicas.max_replicas` is True: expected a whole number"),
+        ({"replicas": {"num_cpus": "2"}}, "args: `replicas.num_cpus` is '2': expected a number"),
+        ({"replicas": {"session_affinity": 1}}, "args: `replicas.session_affinity` is 1: expected true or false"),
+        ({"replicas": {"num_gpus": -1}}, "args: replicas.num_gpus is -1: expected 0 or more"),
+        ({"replicas": {"upscale_delay": 0}}, "args: replicas.upscale_delay is 0: expected seconds above 0"),
+        ({"replicas": {"min_replicas": 3}}, "args: replicas.max_replicas is 1: expected at least 3"),
+        ({"replicas": {"min_replicas": 0, "max_replicas": 0}}, "replicas.max_replicas is 0: expected at least 1"),
+    ],
+)
+def test_a_mistake_is_named_with_what_was_expected(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionFault, match=message) as caught:
+        arguments_of(given if "models" in given or not given else {"models": MODELS, **given})
+    assert "secret" not in str(caught.value)
+
+
+def configurations() -> dict[str, dict[str, Any]]:
+    """The configurations of Ray Serve in this repository by file."""
+    manifest = yaml.safe_load((DEPLOY / "ray" / "rayservice.yaml").read_text("utf-8"))
+    return {
+        "serve.yaml": yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text("utf-8")),
+        "rayservice.yaml": yaml.safe_load(manifest["spec"]["serveConfigV2"]),
+    }
+
+
+@pytest.mark.parametrize("file", ["serve.yaml", "rayservice.yaml"])
+def test_the_arguments_of_the_files_are_valid(file: str) -> None:
+    (application,) = configurations()[file]["applications"]
+    found = arguments_of(application["args"])
+    assert found.service["bundles"]
+    assert found.replicas.max_replicas > found.replicas.min_replicas > 0
+
+
+def test_the_manifest_for_kubernetes_has_the_configuration_of_the_other_file_and_keys() -> None:
+    found = configurations()
+    arguments = found["rayservice.yaml"]["applications"][0]["args"]
+    assert arguments.pop("api_key_file") == "/etc/spaceport/keys/keys"
+    assert found["rayservice.yaml"] == found["serve.yaml"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("file", ["serve.yaml", "rayservice.yaml"])
+def test_ray_accepts_the_files(file: str) -> None:
+    schema = pytest.importorskip(
+        "ray.serve.schema", reason="needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'"
+    )
+    content = configurations()[file]
+    found = schema.ServeDeploySchema.model_validate(content)
+    assert found.model_dump(exclude_unset=True, mode="json") == content  # no name that Ray would ignore
+    assert found.controller_options.runtime_env == content["controller_options"]["runtime_env"]

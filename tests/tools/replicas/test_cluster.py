@@ -1,0 +1,232 @@
+"""Cluster: a service with replicas in a cluster of Ray answers as one process does, also while replicas die, begin and end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.session import Runtime
+from support.ray_cluster import Deployed, deployed, started, wait_for
+
+pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+
+PROMPTS = ["import json\n", "def load(path):\n", "class A:\n", "for line in", "x = [1, 2, 3]\n", "with open("]
+LONG = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "disable_spec_decode": True}
+
+
+@pytest.fixture(autouse=True)
+def _ray() -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'")
+
+
+def arguments(bundle: Path, count: int = 2, **options: Any) -> dict[str, Any]:
+    """The args of a serve.yaml with a constant number of replicas, which the table `replicas` may change."""
+    table = {"min_replicas": count, "max_replicas": count, "num_cpus": 0.1, **options.pop("replicas", {})}
+    return {"models": {"demo": str(bundle)}, "step_costs": "free", "replicas": table, **options}
+
+
+def request_of(service: Deployed, path: str, fields: dict[str, Any], headers: dict[str, str]) -> Any:
+    body = json.dumps({"model": "demo", **fields}).encode()
+    return urllib.request.urlopen(urllib.request.Request(f"{service.url}{path}", body, headers), timeout=120)
+
+
+def post(service: Deployed, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+    """The whole answer to a request."""
+    headers = fields.pop("headers", {})
+    with request_of(service, path, fields, headers) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
+
+
+def events(service: Deployed, begun: Event | None = None, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, without [DONE], which has to be the last one."""
+    with request_of(service, "/v1/completions", {"stream": True, **fields}, {}) as response:
+        found = []
+        for line in response:
+            if line.startswith(b"data: "):
+                found.append(line.removeprefix(b"data: ").strip())
+                if begun is not None:
+                    begun.set()
+    assert found.pop() == b"[DONE]"
+    return [json.loads(event) for event in found]
+
+
+def text_of(stream: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for event in stream for choice in event["choices"])
+
+
+def test_answers_are_those_of_the_runtime(demo_bundle: Path, tmp_path: Path) -> None:
+    with Runtime.open(demo_bundle, max_requests=4) as runtime:
+        sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+        expected = [
+            [
+                runtime.generate(prompt, Decoding(max_tokens=24, sampling=sampling)).text
+                for sampling in (Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=7))
+            ]
+            for prompt in PROMPTS
+        ]
+    with deployed(tmp_path, arguments(demo_bundle)) as service, ThreadPoolExecutor(6) as pool:
+        for options, texts in zip(({"temperature": 0}, sampled), zip(*expected, strict=True), strict=True):
+            given = [{"prompt": prompt, "max_tokens": 24, **options} for prompt in PROMPTS]
+            whole = list(pool.map(lambda fields: post(service, **fields)["choices"][0]["text"], given))
+            streamed = list(pool.map(lambda fields: text_of(events(service, **fields)), given))
+            assert whole == streamed == list(texts)
+
+
+def test_a_killed_replica_loses_no_request_that_has_not_begun_to_stream(demo_bundle: Path, tmp_path: Path) -> None:
+    with deployed(tmp_path, arguments(demo_bundle)) as service, ThreadPoolExecutor(16) as pool:
+        expected = post(service, **LONG)["choices"][0]["text"]
+        begun = [Event() for _ in range(8)]
+        streams = [pool.submit(events, service, begun=one, **LONG) for one in begun]
+        assert all(one.wait(60) for one in begun)
+        whole = [pool.submit(post, service, **LONG) for _ in range(8)]
+        os.kill(service.replicas()[0], signal.SIGKILL)
+        assert {one.result()["choices"][0]["text"] for one in whole} == {expected}
+        found = [one.result() for one in streams]
+        cut = [stream for stream in found if "error" in stream[-1]]
+        assert {text_of(stream) for stream in found if stream not in cut} <= {expected}
+        assert 0 < len(cut) < len(found)
+        for stream in cut:
+            assert stream[-1]["error"]["code"] == "replica_died"
+            assert expected.startswith(text_of(stream[:-1]))
+        wait_for(lambda: len(service.replicas()) == 2, "the replica is replaced")
+
+
+def test_no_request_fails_while_replicas_begin_and_end(demo_bundle: Path, tmp_path: Path) -> None:
+    replicas = {"min_replicas": 1, "max_replicas": 3, "upscale_delay": 1.0, "downscale_delay": 2.0}
+    args = arguments(demo_bundle, max_requests=2, replicas=replicas)
+    with deployed(tmp_path, args) as service, ThreadPoolExecutor(12) as pool:
+        expected = post(service, **LONG)["choices"][0]["text"]
+        stop, counts = Event(), [len(service.replicas())]
+
+        def ask_on() -> int:
+            answered = 0
+            while not stop.is_set():
+                assert post(service, **LONG)["choices"][0]["text"] == expected
+                answered += 1
+            return answered
+
+        load = [pool.submit(ask_on) for _ in range(9)]
+        wait_for(lambda: len(service.replicas()) == 3, "three replicas run")
+        counts.append(len(service.replicas()))
+        stop.set()
+        assert all(one.result() > 0 for one in load)
+        stop.clear()
+        single = pool.submit(ask_on)
+        wait_for(lambda: len(service.replicas()) == 1, "one replica runs")
+        counts.append(len(service.replicas()))
+        stop.set()
+        assert single.result() > 0
+        assert counts == [1, 3, 1]
+
+
+def reused_share(service: Deployed, affinity: bool) -> float:
+    """The share of the prompt tokens of later turns that the prefix caches had, over chats of four turns."""
+    prompt_tokens = cached_tokens = 0
+    for session in range(6):
+        text = f"# session {session}\n" + PROMPTS[session] * 16
+        for turn in range(4):
+            headers = {"x-session-id": f"chat-{session}"} if affinity else {}
+            answer = post(service, prompt=text, max_tokens=16, temperature=0, headers=headers)
+            if turn:
+                prompt_tokens += answer["usage"]["prompt_tokens"]
+                cached_tokens += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            text += answer["choices"][0]["text"] + f"\n# turn {turn}\n" + PROMPTS[turn] * 4
+    return cached_tokens / prompt_tokens
+
+
+def test_a_session_finds_its_history_in_the_prefix_cache(demo_bundle: Path, tmp_path: Path) -> None:
+    args = arguments(demo_bundle, 3, replicas={"session_affinity": True})
+    with deployed(tmp_path, args) as service:
+        without = reused_share(service, affinity=False)
+    (second := tmp_path / "second").mkdir()
+    with deployed(second, args) as service:
+        found = reused_share(service, affinity=True)
+    print(f"reused prompt tokens: {found:.1%} with a session, {without:.1%} without")
+    assert found > 0.75
+    assert found > 1.2 * without
+
+
+def test_a_replica_whose_engine_hangs_is_replaced(demo_bundle: Path, tmp_path: Path) -> None:
+    args = arguments(demo_bundle, 1, call_timeout=0.001, replicas={"health_check_period": 0.5})
+    with deployed(tmp_path, args) as service:
+        (before,) = service.replicas()
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(service, prompt=PROMPTS[0] * 40, max_tokens=4)
+        assert json.load(caught.value)["error"]["code"] == "engine_fault"
+        wait_for(lambda: service.replicas() and before not in service.replicas(), "the replica is replaced")
+
+
+def test_a_full_cluster_refuses_requests_with_an_error_object(demo_bundle: Path, tmp_path: Path) -> None:
+    replicas = {"max_queued_requests": 1, "retry_after": 7}
+    args = arguments(demo_bundle, 1, max_requests=1, queue_limit=0, replicas=replicas)
+    with deployed(tmp_path, args) as service, ThreadPoolExecutor(8) as pool:
+        found = [one.exception() for one in [pool.submit(post, service, **LONG) for _ in range(8)]]
+    refused = [error for error in found if error is not None]
+    assert 0 < len(refused) < len(found)
+    for error in refused:
+        assert isinstance(error, urllib.error.HTTPError)
+        assert (error.code, error.headers["retry-after"]) == (429, "7")
+        assert json.load(error)["error"]["type"] == "overloaded_error"
+
+
+def test_a_client_that_leaves_ends_its_request(demo_bundle: Path, tmp_path: Path) -> None:
+    with deployed(tmp_path, arguments(demo_bundle, 1)) as service:
+        for stream in (True, False):
+            body = json.dumps({**LONG, "n": 8, "stream": stream}).encode()
+            connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=60)
+            connection.request("POST", "/v1/completions", body)
+            wait_for(lambda: running(service) == 8, "the request runs")
+            connection.close()
+            wait_for(lambda: running(service) == 0, "the request ends")
+
+
+def running(service: Deployed) -> int:
+    """The completions that run in the only replica."""
+    found: int = json.loads(service.get("/load"))["models"]["demo"]["running"]
+    return found
+
+
+def test_ray_exports_the_metrics_of_each_replica(demo_bundle: Path, tmp_path: Path) -> None:
+    with deployed(tmp_path, arguments(demo_bundle)) as service, ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda prompt: post(service, prompt=prompt, max_tokens=16, temperature=0), PROMPTS * 4)
+        expected = sum(answer["usage"]["completion_tokens"] for answer in answers)
+
+        def counted() -> dict[str, float]:
+            families = text_string_to_metric_families(service.metrics())
+            samples = [sample for family in families for sample in family.samples]
+            return {
+                sample.labels["replica"]: sample.value
+                for sample in samples
+                if sample.name == "ray_spaceport_generation_tokens_total"
+            }
+
+        found = wait_for(lambda: sum(counted().values()) == expected and counted(), "all tokens are counted")
+        assert len(found) == 2
+        assert all(found.values())
+        assert "ray_spaceport_time_to_first_token_seconds_bucket{" in service.metrics()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_request": 3}, "args: `max_request` is not an option: `max_requests` is one"),
+        ({"strict": True}, "none.bundle: no such folder: expected a bundle"),
+    ],
+)
+def test_ray_says_why_a_service_does_not_start(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with started(tmp_path, arguments(tmp_path / "none.bundle", 1, **wrong)) as (_, log):
+        wait_for(lambda: message in log.read_text("utf-8"), "Ray says why")

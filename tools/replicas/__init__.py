@@ -1,0 +1,1 @@
+"""Replicas of a service in a cluster of Ray Serve."""

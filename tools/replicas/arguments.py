@@ -1,0 +1,115 @@
+"""Arguments: what `args` of a serve.yaml say, checked before anything is deployed; needs no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.cli.configuration import nearest, options_in
+from spaceport.tools.cli.generate_request import limits_of
+from spaceport.tools.cli.serve import command
+from spaceport.tools.cli.service_settings import service_options_of
+
+_SOURCE = "args"
+_OF_RAY = {
+    "host": "http_options.host of serve.yaml sets the address of Ray's proxies",
+    "port": "http_options.port of serve.yaml sets the port of Ray's proxies",
+}
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How many replicas there are, and what each one gets.
+
+    - `min_replicas`: Replicas that always run; 0: none without requests; default 1.
+    - `max_replicas`: Replicas at the highest load; default 1.
+    - `num_cpus`: CPUs of a replica, and its threads unless the option `threads` is set; default 1.
+    - `num_gpus`: GPUs of a replica; default 0.
+    - `max_queued_requests`: Requests that wait in each proxy while all replicas are full; others get status 429; default 256.
+    - `retry_after`: Seconds after which a client that got status 429 may try again; default 1.
+    - `session_affinity`: Whether requests with the same header x-session-id go to the same replica; default False.
+    - `upscale_delay`: Seconds of load before a replica is added; default 30.
+    - `downscale_delay`: Seconds without load before a replica is removed; default 600.
+    - `health_check_period`: Seconds between health checks; a replica that fails three is replaced; default 10.
+    """
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    max_queued_requests: int = 256
+    retry_after: float = 1.0
+    session_affinity: bool = False
+    upscale_delay: float = 30.0
+    downscale_delay: float = 600.0
+    health_check_period: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("min_replicas", "num_cpus", "num_gpus", "max_queued_requests", "retry_after"):
+            if getattr(self, name) < 0:
+                raise OptionFault(f"{name} is {getattr(self, name)}: expected 0 or more")
+        for name in ("upscale_delay", "downscale_delay", "health_check_period"):
+            if not getattr(self, name) > 0:
+                raise OptionFault(f"{name} is {getattr(self, name)}: expected seconds above 0")
+        if self.max_replicas < max(1, self.min_replicas):
+            least = max(1, self.min_replicas)
+            raise OptionFault(f"max_replicas is {self.max_replicas}: expected at least {least}, as min_replicas says")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a deployment is built from."""
+
+    service: Mapping[str, Any]  # the options of `spaceport serve` by name, and its bundles
+    replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
+
+    @property
+    def queue_limit(self) -> int:
+        """Requests that wait in a replica."""
+        given: int | None = self.service["queue_limit"]
+        return limits_of(self.service["limits"]).queued_requests if given is None else given
+
+
+def arguments_of(given: Mapping[str, Any]) -> Arguments:
+    """The arguments of a deployment; raises for unknown names, wrong types and values out of range."""
+    content = {name.replace("-", "_"): value for name, value in given.items()}
+    replicas = _replica_options(content.pop("replicas", {}))
+    return Arguments(service_of(content, replicas), replicas)
+
+
+def service_of(given: Mapping[str, Any], replicas: ReplicaOptions) -> dict[str, Any]:
+    """All options of `spaceport serve` with those that are given; paths are those of the machines of the replicas."""
+    for name, remedy in _OF_RAY.items():
+        if name in given:
+            raise OptionFault(f"{_SOURCE}: `{name}` has no effect in a cluster: {remedy}")
+    if given.get("models") in (None, {}):
+        raise OptionFault(f"{_SOURCE}: no bundle is given: expected `models` with a name and a path for each")
+    found = options_in(command, given, _SOURCE)
+    for name, least in (("max_requests", 1), ("queue_limit", 0)):
+        if found[name] is not None and found[name] < least:
+            raise OptionFault(f"{_SOURCE}: {name} is {found[name]}: expected at least {least}")
+    if not found["threads"]:
+        found["threads"] = max(1, int(replicas.num_cpus))
+    service_options_of({**found, "api_key_file": None})  # keys are read by the replicas, on their machines
+    return found
+
+
+def _replica_options(given: Any) -> ReplicaOptions:
+    """The table `replicas`."""
+    if not isinstance(given, Mapping):
+        raise OptionFault(f"{_SOURCE}: `replicas` is {given!r:.40}: expected a table such as {{max_replicas: 4}}")
+    known = {each.name: type(each.default) for each in fields(ReplicaOptions)}
+    for name, value in given.items():
+        where = f"{_SOURCE}: `replicas.{name}`"
+        if name not in known:
+            raise OptionFault(f"{where} is not an option: {nearest(str(name), list(known))}")
+        expected = (int, float) if known[name] is float else known[name]
+        if not isinstance(value, expected) or isinstance(value, bool) != (known[name] is bool):
+            kinds = {int: "a whole number", float: "a number", bool: "true or false"}
+            raise OptionFault(f"{where} is {value!r:.40}: expected {kinds[known[name]]}")
+    try:
+        return ReplicaOptions(**given)
+    except OptionFault as error:
+        raise OptionFault(f"{_SOURCE}: replicas.{error}") from error

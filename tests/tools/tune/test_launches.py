@@ -183,7 +183,7 @@ def test_torchrun_restarts_killed_processes_and_the_weights_stay_the_same(
 
 def test_an_interrupt_of_torchrun_saves_the_state(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "tuned"
-    options = ["--max-steps", "2000", "--save-every", "1000"]
+    options = ["--max-steps", "2000", "--epochs", "9999", "--save-every", "1000"]
     with launched([*LAUNCHERS["torchrun"], *arguments(folder, str(target), *options)], tmp_path / "log") as launch:
         launch.wait_for(lambda: "step 1/2000" in launch.text)
         launch.send(signal.SIGINT)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.text.tokenizer import TextStream
 from spaceport.runtime.trace.record import StepRecord, ThreadRecord
-from spaceport.runtime.trace.trace import SeenStep, Trace, rows_of, thread_context
+from spaceport.runtime.trace.trace import SeenStep, Trace, rows_of, started_by, thread_context
 
 
 @dataclass
@@ -64,16 +64,7 @@ class GrowingTrace:
             rows_of(part, verdict, index[part.thread.path], pieces)
             for part, verdict in zip(seen.plan.parts, seen.verdicts, strict=True)
         )
-        forks = {
-            (self._threads[one.thread].thread.path, position)
-            for one in rows
-            for position in range(one.position, one.position + one.generated)
-        }
-        started = tuple(
-            at
-            for at, each in enumerate(self._threads)
-            if ((each.thread.path[:-1], each.thread.fork) in forks if each.thread.path else number == 0)
-        )
+        started = started_by(rows, number, [each.thread for each in self._threads])
         queued = tuple(index[thread.path] for thread in seen.queue)
         return StepRecord(rows, queued, started, (), seen.held, seen.engine_seconds, outside)
 

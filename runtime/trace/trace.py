@@ -127,7 +127,7 @@ class _RecordBuilder:
             for seen in self._seen
         ]
         queued = [tuple(self._index[thread.path] for thread in seen.queue) for seen in self._seen]
-        started = [self._started(number, of_step) for number, of_step in enumerate(rows)]
+        started = [started_by(of_step, number, self._request.threads) for number, of_step in enumerate(rows)]
         last = [0] * len(self._request.threads)  # last step that mentions each thread
         for number, of_step in enumerate(rows):
             for thread in (*(one.thread for one in of_step), *queued[number], *started[number]):
@@ -142,17 +142,6 @@ class _RecordBuilder:
             yield StepRecord(
                 rows[number], queued[number], started[number], ended, seen.held, engine[number], outside[number]
             )
-
-    def _started(self, number: int, rows: Sequence[ThreadRows]) -> tuple[int, ...]:
-        """The threads whose [Fork] these rows generated."""
-        ranges = {
-            self._request.threads[one.thread].path: range(one.position, one.position + one.generated) for one in rows
-        }
-        return tuple(
-            index
-            for index, thread in enumerate(self._request.threads)
-            if (thread.fork in ranges.get(thread.path[:-1], ()) if thread.path else number == 0)
-        )
 
     def _seconds(self) -> tuple[list[float], list[float]]:
         """Seconds of each step in the engine, and outside of it."""
@@ -189,6 +178,16 @@ def rows_of(part: Part, verdict: Verdict, index: int, pieces: Sequence[Sequence[
         chosen=verdict.tokens,
         generated=generated,
         pieces=tuple(pieces[index][own : own + generated]),
+    )
+
+
+def started_by(rows: Sequence[ThreadRows], number: int, threads: Sequence[Thread]) -> tuple[int, ...]:
+    """The threads whose [Fork] these rows of a step generated; the root thread starts in the first step."""
+    ranges = {threads[one.thread].path: range(one.position, one.position + one.generated) for one in rows}
+    return tuple(
+        index
+        for index, thread in enumerate(threads)
+        if (thread.fork in ranges.get(thread.path[:-1], ()) if thread.path else number == 0)
     )
 
 

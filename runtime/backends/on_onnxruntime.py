@@ -22,6 +22,7 @@ from spaceport.runtime.backends.cpus import engine_threads
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.external_data import external_files
 from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
+from spaceport.runtime.backends.kv_memory import KvMemory
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, Moves, slots_in_order
 from spaceport.runtime.opened_files import OpenedFiles
@@ -64,7 +65,8 @@ class OnnxRuntimeEngine:
         self.rows = capacity
         # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
         size = requests * signature.kv_heads * capacity * signature.head_dim
-        self._memory = np.zeros((2 * signature.layers, size), NUMPY[signature.dtype])
+        self._pages = KvMemory((2 * signature.layers, size), NUMPY[signature.dtype])
+        self._memory = self._pages.array
         self._kv = self._laid_out(capacity)
         self._session: ort.InferenceSession | None = session
         self._binding = session.io_binding()
@@ -75,6 +77,7 @@ class OnnxRuntimeEngine:
         if self._session is None:
             raise EngineFault("onnxruntime: the engine is closed")
         self._fit(batch)
+        self._pages.use_huge_pages(self._kv, batch.first, batch.requests, batch.attention_mask.shape[-1])
         self._bind_buffers(batch.first, batch.requests)
         self._bind_logits(batch.requests, batch.logit_rows.shape[1])
         for name, array in batch.arrays(self.signature):

@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         if failure.isdecimal():
             self.send_error(int(failure))
         elif name == server.endless:
-            self._send_without_end()
+            self._send_without_end(name)
         elif not (server.folder / name).is_file():
             self.send_error(404)
         else:
@@ -97,12 +97,14 @@ class _Handler(BaseHTTPRequestHandler):
         with self.files.lock:
             self.files.read[name] = self.files.read.get(name, 0) + len(sent)
 
-    def _send_without_end(self) -> None:
+    def _send_without_end(self, name: str) -> None:
         self.send_response(200)
         self.end_headers()
         self.close_connection = True
         try:
             while not self.files.pause.is_set():
                 self.wfile.write(bytes(2**16))
+                with self.files.lock:
+                    self.files.read[name] = self.files.read.get(name, 0) + 2**16
         except OSError:
             return

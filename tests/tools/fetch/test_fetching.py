@@ -25,7 +25,7 @@ from spaceport.graphs.contract.manifest import (
     MODEL_FILE,
     TOKENIZER_FILE,
 )
-from spaceport.runtime.bundle import BundleError, SignatureError, open_bundle, read_manifest
+from spaceport.runtime.bundle import LARGEST_MANIFEST, BundleError, SignatureError, open_bundle, read_manifest
 from spaceport.tools.fetch import transfer
 from spaceport.tools.fetch.fetching import fetch
 from spaceport.tools.fetch.sources import FetchError
@@ -213,6 +213,8 @@ def test_a_server_cannot_send_more_than_was_asked_for(
     with pytest.raises(FetchError, match=expected):
         fetch(server.address, target)
     assert not target.exists()
+    most = {MANIFEST_FILE: LARGEST_MANIFEST, SIGNATURE_FILE: 2**10, DATA_FILE: 2048}[name]
+    assert server.read.get(name, 0) < most + 2**24  # buffers of the system
 
 
 def test_a_full_disk_is_reported_and_the_fetch_goes_on_later(bundle: Path, server: FileServer, target: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from spaceport.tools.bench.serve.http_client import Address, Connection
 from spaceport.tools.bench.serve.http_load import Target, get_json
-from spaceport.tools.bench.serve.processes import ProcessFailed, end, free_port, last_lines
+from spaceport.tools.bench.serve.processes import ProcessFailed, Resources, end, free_port, last_lines, resources_of
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 _READY = 600.0  # seconds until a service is ready
@@ -38,6 +38,18 @@ class Start:
     first_token: float  # from sending the first request to its first text
     next_token: float  # the same of the second request, for which everything has run before
     total: float  # from the start of the process to the first text
+    cpu: float  # CPU seconds of the process until then, which other load on the machine hardly changes
+    resident_bytes: int  # memory of the process then
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What was seen of a service from outside."""
+
+    ready: float  # time of day
+    first: float  # seconds to the first text of the first request
+    following: float  # the same of the second one
+    used: Resources
 
 
 def measured(bundles: Sequence[Path], flags: Sequence[str], prompt: str, state: Path, log: Path) -> Start:
@@ -54,10 +66,10 @@ def measured(bundles: Sequence[Path], flags: Sequence[str], prompt: str, state: 
             command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, stdin=subprocess.DEVNULL, text=True
         )
     try:
-        ready, first, following = asyncio.run(_answers(process, Address("127.0.0.1", port, ""), prompt, log))
+        answers = asyncio.run(_answers(process, Address("127.0.0.1", port, ""), prompt, log))
     finally:
         end(process)
-    return _phases(entries_of(log), len(bundles), started, ready, first, following)
+    return _phases(entries_of(log), len(bundles), started, answers)
 
 
 def entries_of(log: Path) -> list[dict[str, Any]]:
@@ -69,9 +81,7 @@ def entries_of(log: Path) -> list[dict[str, Any]]:
     return [entry for entry in found if isinstance(entry, dict)]
 
 
-def _phases(
-    entries: Sequence[Mapping[str, Any]], bundles: int, started: float, ready: float, first: float, following: float
-) -> Start:
+def _phases(entries: Sequence[Mapping[str, Any]], bundles: int, started: float, answers: _Answers) -> Start:
     begun = next(entry for entry in entries if entry["message"].startswith("opening "))
     opened = [entry for entry in entries if "engine_seconds" in entry]
     if len(opened) != bundles:
@@ -82,10 +92,12 @@ def _phases(
         engine=sum(entry["engine_seconds"] for entry in opened),
         step_costs=sum(entry["step_costs_seconds"] for entry in opened),
         opening=max(_moment(entry) for entry in opened) - _moment(begun),
-        ready=ready - started,
-        first_token=first,
-        next_token=following,
-        total=ready - started + first,
+        ready=answers.ready - started,
+        first_token=answers.first,
+        next_token=answers.following,
+        total=answers.ready - started + answers.first,
+        cpu=answers.used.cpu_seconds,
+        resident_bytes=answers.used.resident_bytes,
     )
 
 
@@ -93,10 +105,8 @@ def _moment(entry: Mapping[str, Any]) -> float:
     return datetime.fromisoformat(entry["time"]).timestamp()
 
 
-async def _answers(
-    process: subprocess.Popen[str], address: Address, prompt: str, log: Path
-) -> tuple[float, float, float]:
-    """When the service was ready, and the seconds to the first text of two requests."""
+async def _answers(process: subprocess.Popen[str], address: Address, prompt: str, log: Path) -> _Answers:
+    """When a service was ready, its first two answers, and what it had used after the first one."""
     limit = time.monotonic() + _READY
     while not await _is_ready(address):
         if process.poll() is not None:
@@ -107,8 +117,9 @@ async def _answers(
     ready = time.time()
     model = (await get_json(Target(address, ""), "/v1/models"))[1]["data"][0]
     first = await asyncio.wait_for(_first_text(address, model, prompt, 1), _ANSWER)
+    used = resources_of(process.pid)
     following = await asyncio.wait_for(_first_text(address, model, prompt, 2), _ANSWER)
-    return ready, first, following
+    return _Answers(ready, first, following, used)
 
 
 async def _is_ready(address: Address) -> bool:

@@ -13,7 +13,19 @@ from spaceport.tools.bench.start.benchmark import PHASES, PageCache, StartReport
 from spaceport.tools.cli.options import PATH, json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size, stages
 
-_COLUMNS = ("imports", "verify", "engine", "step costs", "opening", "ready", "first token", "next", "total")
+_COLUMNS = (
+    "imports",
+    "verify",
+    "engine",
+    "step costs",
+    "opening",
+    "ready",
+    "first token",
+    "next",
+    "total",
+    "CPU",
+    "MB",
+)
 
 
 @click.command("start")
@@ -65,7 +77,8 @@ def show_report(report: StartReport) -> None:
         (
             one.condition.page_cache,
             "stored" if one.condition.step_costs else "measured",
-            *(f"{getattr(one.medians, name):.3f}" for name in PHASES),
+            *(f"{getattr(one.medians, name):.3f}" for name in PHASES[:-1]),
+            f"{one.medians.resident_bytes / 1e6:.0f}",
         )
         for one in report.starts
     ]

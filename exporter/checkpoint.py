@@ -140,6 +140,8 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
     """The model with the weights of the checkpoint, and with its adapter if it has one."""
     try:
         model, report = _load_weights(checkpoint, getattr(torch, dtype))
+    except CheckpointError:
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
         raise CheckpointError(
             f"{checkpoint.folder}: its weights cannot be loaded: {_reason(error)}: copy or download it again"

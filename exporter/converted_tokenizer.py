@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ _CHATGLM_TOKENS = (
 )
 _CHATGLM_UNUSED = ("[MASK]", "[sMASK]", "<eop>")
 _CHATGLM_PREFIX = ("[gMASK]", "<sop>")
+_LINE_BYTES = 256  # at most, of the first line of a file of ranks
 
 _QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205)))
 _QWEN_PATTERN = (
@@ -53,6 +55,7 @@ def published_tokenizer(folder: Path, published_type: str, generation: Mapping[s
 
 def _chatglm(folder: Path) -> PublishedTokenizer:
     _check_generation(folder)
+    _check_vocabulary(folder)
     backend = _own_backend(folder)
     if backend is None:
         pieces = _pieces(folder)
@@ -77,6 +80,19 @@ def _check_generation(folder: Path) -> None:
         f"{folder}: neither tokenization_chatglm.py nor {_TOKENIZER_CONFIG} names the token <|user|>: expected ChatGLM3, this "
         "may be ChatGLM2; copy these files of chatglm3-6b too (they are read as text and never run)"
     )
+
+
+def _check_vocabulary(folder: Path) -> None:
+    """Raise for GLM-4 with its own code: the same model_type, and ranks of tiktoken in the file of this name."""
+    file = folder / SENTENCEPIECE_FILE
+    if file.is_file():
+        with file.open("rb") as stream:
+            ranks = re.match(rb"[A-Za-z0-9+/=]+ \d+\r?\n", stream.read(_LINE_BYTES))
+        if ranks:
+            raise CheckpointError(
+                f"{file}: has ranks of tiktoken, as in GLM-4: expected the SentencePiece model of ChatGLM3; use the GLM-4 release "
+                "for transformers, such as glm-4-9b-chat-hf"
+            )
 
 
 def _internlm(folder: Path) -> PublishedTokenizer:

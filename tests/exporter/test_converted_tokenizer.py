@@ -11,7 +11,7 @@ from sentencepiece import SentencePieceProcessor
 
 from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.sar_config import CheckpointError
-from support.published_checkpoints import ranks
+from support.published_checkpoints import rank_lines, ranks
 from support.published_tokenizers import chatglm, internlm, qwen
 from support.varied_texts import varied_texts
 
@@ -33,6 +33,13 @@ def test_a_folder_without_the_chat_tokens_of_chatglm3_is_refused(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"names the token <\|user\|>: expected ChatGLM3, this may be ChatGLM2"):
         chatglm(tmp_path, source='special_tokens = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"]')
     assert chatglm(tmp_path, source="", added_tokens_decoder={"64795": {"content": "<|user|>"}}).end
+
+
+def test_glm_4_with_its_own_code_is_refused(tmp_path: Path) -> None:
+    chatglm(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(rank_lines(ranks()))
+    with pytest.raises(CheckpointError, match=r"has ranks of tiktoken, as in GLM-4: expected the .*glm-4-9b-chat-hf"):
+        published_tokenizer(tmp_path, "chatglm", {})
 
 
 def test_an_internlm_text_begins_with_bos(tmp_path: Path) -> None:

@@ -68,6 +68,21 @@ def test_text_between_special_tokens_is_tokenized_on_its_own(tmp_path: Path) -> 
     assert tokenizer.id_to_token(last + 1) == "[gMASK]"
 
 
+def test_the_names_of_byte_and_control_pieces_are_text(tmp_path: Path) -> None:
+    model = sentencepiece_model_pb2.ModelProto.FromString(sentencepiece_model())
+    known = {piece.piece for piece in model.pieces}
+    for index, piece in enumerate(("<", "0", "x", "A", ">", "s", "<0", "<0x", "0A", "<0x0A", "<s")):
+        if piece not in known:
+            model.pieces.add(piece=piece, score=-10_000.0 - index)
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(model.SerializeToString())
+    original = SentencePieceProcessor(model_file=str(file))
+    tokenizer = sentencepiece_tokenizer(read_pieces(file), {})
+    for text in ("<0x0A>", "a<s>b", "\n<0x0A>"):
+        assert tokenizer.encode(text).ids == original.encode(text)
+        assert {"<0x0A>", "<s>"}.isdisjoint(tokenizer.encode(text.replace("\n", "")).tokens)
+
+
 def test_every_piece_has_its_id(tmp_path: Path) -> None:
     file = written(tmp_path, dummy_prefix=False, user_defined=("<eoh>",))
     original = SentencePieceProcessor(model_file=str(file))

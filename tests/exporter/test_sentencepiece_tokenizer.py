@@ -42,6 +42,7 @@ def with_changes(folder: Path, **changes: Any) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_tokens_and_text_equal_those_of_sentencepiece(options: dict[str, Any], tmp_path: Path) -> None:
     file = written(tmp_path, **options)

@@ -50,6 +50,7 @@ def plain_tokens(text: str, found: dict[bytes, int], special: dict[str, int]) ->
     return ids
 
 
+@pytest.mark.slow
 def test_tokens_equal_those_of_the_plain_algorithm() -> None:
     tokenizer = tiktoken_tokenizer(ranks(), _QWEN_PATTERN, SPECIAL)
     texts = varied_texts(10_000, (*SPECIAL, "<|im_end|>\n", "<|im_end|>\u0338", "<|extra_0|>"))

@@ -238,12 +238,19 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
             spans.close()
 
 
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # too long a name, or a working directory that may not be read
+        return False
+
+
 def models_of(given: Sequence[str]) -> dict[str, Path]:
     """The bundles to serve, by model name."""
     found: dict[str, Path] = {}
     for one in given:
         name, equals, path = one.partition("=")
-        if not equals or Path(one).exists():
+        if not equals or _exists(one):
             name, path = Path(one).resolve().name, one
         if not name or not path:
             raise OptionFault(f"{one!r}: expected BUNDLE or NAME=BUNDLE")

@@ -103,6 +103,8 @@ def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
         models_of(["x/one", "y/one"])
     with pytest.raises(OptionFault, match="expected BUNDLE or NAME=BUNDLE"):
         models_of(["one="])
+    long = "/".join("x" * 99 for _ in range(50))  # no file can have such a path
+    assert models_of([f"b={long}"]) == {"b": Path(long)}
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:

@@ -43,8 +43,26 @@ class Head:
 class Deployed:
     """A service in a cluster."""
 
-    url: str
+    port: int
     head: Head
+
+    @property
+    def url(self) -> str:
+        """The address of Ray's proxy."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @contextmanager
+    def run(self, folder: Path, args: Mapping[str, Any], **changes: Any) -> Iterator[None]:
+        """Deploy the service with these arguments; with others than before, its replicas are replaced."""
+        file = folder / "serve.yaml"
+        file.write_text(yaml.safe_dump(config_of(args, self.port, **changes)), "utf-8")
+        with (folder / "serve.log").open("a") as stream:
+            command = [_BIN / "serve", "run", "--address", self.head.address, str(file)]
+            with subprocess.Popen(command, env=self.head.environment, stdout=stream, stderr=stream) as process:
+                try:
+                    yield
+                finally:
+                    process.kill()
 
     def get(self, path: str) -> str:
         """The text at a path."""
@@ -115,16 +133,11 @@ def config_of(args: Mapping[str, Any], port: int, **changes: Any) -> dict[str, A
 @contextmanager
 def started(folder: Path, args: Mapping[str, Any], **changes: Any) -> Iterator[tuple[Deployed, Path]]:
     """A service that begins to start in a cluster of its own, and the file of its log, until the end of the block."""
-    port = free_port()
-    file, log = folder / "serve.yaml", folder / "serve.log"
-    file.write_text(yaml.safe_dump(config_of(args, port, **changes)), "utf-8")
-    with TemporaryDirectory(prefix="ray") as short, started_head(Path(short)) as head, log.open("w") as stream:
-        command = [_BIN / "serve", "run", "--address", head.address, str(file)]
-        with subprocess.Popen(command, env=head.environment, stdout=stream, stderr=stream) as process:
-            try:
-                yield Deployed(f"http://127.0.0.1:{port}", head), log
-            finally:
-                process.kill()
+    log = folder / "serve.log"
+    with TemporaryDirectory(prefix="ray") as short, started_head(Path(short)) as head:
+        service = Deployed(free_port(), head)
+        with service.run(folder, args, **changes):
+            yield service, log
 
 
 @contextmanager

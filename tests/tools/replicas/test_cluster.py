@@ -99,6 +99,7 @@ def test_a_killed_replica_loses_no_request_that_has_not_begun_to_stream(demo_bun
         cut = [stream for stream in found if "error" in stream[-1]]
         assert {text_of(stream) for stream in found if stream not in cut} <= {expected}
         assert 0 < len(cut) < len(found)
+        print(f"{len(whole)} whole answers, {len(found) - len(cut)} whole streams, {len(cut)} with an error event")
         for stream in cut:
             assert stream[-1]["error"]["code"] == "replica_died"
             assert expected.startswith(text_of(stream[:-1]))
@@ -131,6 +132,20 @@ def test_no_request_fails_while_replicas_begin_and_end(demo_bundle: Path, tmp_pa
         stop.set()
         assert single.result() > 0
         assert counts == [1, 3, 1]
+        print(f"{sum(one.result() for one in [*load, single])} answers while replicas began and ended, none failed")
+
+
+def test_replicas_that_are_replaced_end_their_requests(demo_bundle: Path, tmp_path: Path) -> None:
+    with deployed(tmp_path, arguments(demo_bundle)) as service, ThreadPoolExecutor(8) as pool:
+        expected, before = post(service, **LONG)["choices"][0]["text"], service.replicas()
+        begun = [Event() for _ in range(8)]
+        streams = [pool.submit(events, service, begun=one, **LONG) for one in begun]
+        assert all(one.wait(60) for one in begun)
+        with service.run(tmp_path, arguments(demo_bundle, strict=True)):
+            assert {text_of(one.result()) for one in streams} == {expected}
+            wait_for(lambda: not {*before} & {*service.replicas()}, "the replicas are replaced")
+            with pytest.raises(urllib.error.HTTPError):
+                post(service, **LONG, unknown=1)
 
 
 def reused_share(service: Deployed, affinity: bool) -> float:

@@ -40,14 +40,13 @@ class ResendRequests:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(receive, send)
-        for _ in range(_MOST_TRIES):
+        for further in reversed(range(_MOST_TRIES)):
             exchange.rewind()
             await self._app(dict(scope), exchange.receive, exchange.send)
-            if exchange.started or exchange.gone:
+            if exchange.started or exchange.gone or exchange.too_long:
                 break
-            if exchange.too_long:
-                break
-            log.warning("the replica of a request died before its response began: it is sent again")
+            if further:
+                log.warning("the replica of a request died before its response began: it is sent again")
         if not exchange.gone and not exchange.ended:
             await exchange.fail(scope)
 

@@ -32,6 +32,7 @@ from spaceport.exporter.checkpoint_files import (
 from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, load_converted, open_converted
 from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.correction_factors import check_factors, read_factors
+from spaceport.exporter.draft_layout import read_draft_layout
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
@@ -86,6 +87,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
+    read_draft_layout(adapter or folder)  # raises for a layout that cannot be run
     source = _open(folder, remote_code)
     config, tokenizer, generation = source.config, source.tokenizer, source.generation
     backend = tokenizer.backend_tokenizer

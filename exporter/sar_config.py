@@ -10,11 +10,19 @@ from spaceport.graphs.contract.faults import InputFault
 
 SAR_FILE = "sar_config.json"
 
-_ENTRIES = ("mask_tokens", "mask_slots", "fork_token", "child_token", "fork_by_default", "mask_adapter")
+_ENTRIES = (
+    *("mask_tokens", "mask_slots", "fork_token", "child_token", "fork_by_default", "mask_adapter"),
+    *("shift", "group", "prefix", "noise"),  # how mask slots draft
+)
 
 
 class CheckpointError(InputFault):
     """A folder that cannot be exported; the message states what was found, what was expected and what to do."""
+
+
+def is_id(token: str) -> bool:
+    """Whether a special token is named by its id instead of its text."""
+    return token.isascii() and token.isdigit()
 
 
 def read_sar_config(folder: Path) -> dict[str, Any]:

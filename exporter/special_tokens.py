@@ -9,11 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config
+from spaceport.exporter.config_mask_token import config_mask_token
+from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, is_id, read_sar_config
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS, TokenIds
 
-DEFAULT_MASK_SLOTS = 5  # as published for SPACE; used if a checkpoint sets only its mask token
+DEFAULT_MASK_SLOTS = 5  # as published for SPACE; used if a checkpoint names one mask token and no number
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,12 @@ class TokenFlags:
 def special_tokens(
     folder: Path, config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], flags: TokenFlags, vocab: int
 ) -> tuple[TokenIds, int]:
-    """The special token ids, and the number of mask slots, that flags or a folder's sar_config.json name."""
+    """The special token ids, and the number of mask slots, that flags or a folder's sar_config.json name.
+
+    Without mask_tokens in sar_config.json, the mask token is the one in config.json, if it names one as PARD does.
+    """
     config_entries = read_sar_config(folder)
-    masks = flags.mask or tuple(str(token) for token in config_entries.get("mask_tokens") or ())
+    masks = flags.mask or _configured_masks(folder, config_entries, vocab)
     fork = flags.fork if flags.fork is not None else config_entries.get("fork_token")
     child = flags.child if flags.child is not None else config_entries.get("child_token")
     ids = TokenIds(
@@ -51,6 +55,14 @@ def special_tokens(
             f"token id {twice[0]} has two of the roles mask, fork, child and end of text: expected different tokens"
         )
     return ids, _mask_slots(ids, config_entries.get("mask_slots"), flags.max_mask_slots)
+
+
+def _configured_masks(folder: Path, entries: dict[str, Any], vocab: int) -> tuple[str, ...]:
+    """The mask tokens of a checkpoint or adapter folder, by id or by text."""
+    if "mask_tokens" in entries:
+        return tuple(str(token) for token in entries["mask_tokens"] or ())
+    named = config_mask_token(folder, vocab)
+    return () if named is None else (str(named),)
 
 
 def _mask_slots(ids: TokenIds, configured: Any, requested: int | None) -> int:
@@ -84,7 +96,7 @@ def _mask_slots(ids: TokenIds, configured: Any, requested: int | None) -> int:
 
 def _token_id(token: str, role: str, tokenizer: Any, vocab: int) -> int:
     """The id of a token given by id or by text; digits are always an id, even where a token has this text."""
-    known = int(token) if token.isascii() and token.isdigit() else tokenizer.backend_tokenizer.token_to_id(token)
+    known = int(token) if is_id(token) else tokenizer.backend_tokenizer.token_to_id(token)
     if known is None:
         raise CheckpointError(
             f"{role} token {token!r} is not in the tokenizer: expected one of its tokens, or an id from 0 to {vocab - 1}"

@@ -18,7 +18,7 @@ from spaceport.exporter.base_identity import BaseIdentity, identity_from
 from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
 from spaceport.exporter.checkpoint_files import require_adapter_folder
 from spaceport.exporter.embedding_rows import embedding_tables
-from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_json, read_sar_config, write_sar_config
+from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, is_id, read_json, read_sar_config, write_sar_config
 from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.signature import Precision
@@ -37,7 +37,7 @@ class AdapterFolder:
 
     path: Path
     base: BaseIdentity
-    tokens: Mapping[str, int]  # ids of the special tokens by text
+    tokens: Mapping[str, int]  # ids of the special tokens by text, or by id where the tokenizer has no text for one
     vocab_size: int  # embedding rows of the base model with these tokens
 
 
@@ -51,6 +51,7 @@ class TrainedAdapter:
     tokens: Mapping[str, int]
     tables: Mapping[str, Tensor]  # tensors with one row per vocabulary token, by name
     sar_config: Mapping[str, Any]
+    dtype: torch.dtype | None = None  # of the stored tensors; None: float16 where its range allows it, else float32
 
 
 def read_adapter_folder(path: Path) -> AdapterFolder:
@@ -74,10 +75,10 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
 def add_special_tokens(tokenizer: Any, folder: AdapterFolder) -> None:
     """Add the special tokens of an adapter folder to the tokenizer of its base model; raise if they get other ids."""
     backend = tokenizer.backend_tokenizer
-    new = [text for text in folder.tokens if backend.token_to_id(text) is None]
+    new = [text for text in folder.tokens if not is_id(text) and backend.token_to_id(text) is None]
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in new])
     for text, token in folder.tokens.items():
-        found = backend.token_to_id(text)
+        found = int(text) if is_id(text) else backend.token_to_id(text)
         if found != token:
             raise CheckpointError(
                 f"token {text!r} gets the id {found}, the adapter in {folder.path} was trained with {token}: expected the "
@@ -110,9 +111,9 @@ def write_adapter_folder(folder: Path, trained: TrainedAdapter) -> None:
     ids = torch.tensor(sorted({*trained.tokens.values(), *range(trained.base.sizes["vocab_size"], vocab_size)}))
     rows = {name: tensor.cpu().float()[ids] for name, tensor in trained.tables.items()}
     save_tensors(folder / EMBEDDINGS_FILE, {_IDS: ids, **rows})
-    narrow = torch.float16 if _fits(trained.tensors.values(), torch.float16) else torch.float32
+    dtype = trained.dtype or (torch.float16 if _fits(trained.tensors.values(), torch.float16) else torch.float32)
     write_sar_config(folder, dict(trained.sar_config))
-    write_tensors(folder, {name: tensor.to(narrow) for name, tensor in trained.tensors.items()}, trained.adapter)
+    write_tensors(folder, {name: tensor.to(dtype) for name, tensor in trained.tensors.items()}, trained.adapter)
     content = {
         "schema": _SCHEMA,
         "base": trained.base.as_dict(),

@@ -30,7 +30,7 @@ class Adapter:
 
     rank: int
     alpha: float  # the output of an adapter is scaled by alpha / rank
-    targets: tuple[str, ...]  # last name components of the linear modules with an adapter, such as q_proj
+    targets: tuple[str, ...]  # names of the linear modules with an adapter, or the ends of their names, such as q_proj
 
 
 class Gate:
@@ -120,11 +120,14 @@ def gate_model(
 ) -> Adapter:
     """Add adapters to the target modules; returns their configuration with the targets expanded.
 
+    A target is the end of a name, such as q_proj or layers.3.self_attn.q_proj, or ALL_LINEAR.
+
     A is initialized from torch's global generator, B with zeros, so that the adapters have no effect at first. Whether
     base weights require gradients is not changed."""
     if not mask_ids:
         raise UnsupportedModel(f"{class_name(model)} has no mask token: an adapter for mask rows needs at least one")
     found = _linear_modules(model, targets)
+    expanded = _expanded(found, _inside_layers(model))
     gate = Gate(mask_ids)
     for name, module in found.items():
         model.set_submodule(name, GatedLinear(module, gate, rank, alpha / rank))
@@ -132,7 +135,7 @@ def gate_model(
     for caller in dict.fromkeys((model, model.base_model)):
         caller.register_forward_pre_hook(gate.open, with_kwargs=True)
         caller.register_forward_hook(gate.close)
-    return Adapter(rank, alpha, tuple(dict.fromkeys(name.rpartition(".")[2] for name in found)))
+    return Adapter(rank, alpha, expanded)
 
 
 def gated_tokens(model: PreTrainedModel) -> tuple[int, ...]:
@@ -223,10 +226,12 @@ def _linear_modules(model: PreTrainedModel, targets: Sequence[str]) -> dict[str,
     if ALL_LINEAR in targets:
         targeted = in_layers
     else:
-        targeted = {name: module for name, module in in_layers.items() if name.rpartition(".")[2] in targets}
+        targeted = {name: module for name, module in in_layers.items() if any(_ends(name, end) for end in targets)}
     # weight matrices of other modules: Conv1D, fused experts, subclasses of Linear with their own forward
     others = {name for name, module in targeted.items() if name not in linear and _has_matrix(module)}
-    missing = set(targets) - {ALL_LINEAR} - {name.rpartition(".")[2] for name in targeted}
+    missing = {
+        target for target in targets if target != ALL_LINEAR and not any(_ends(name, target) for name in targeted)
+    }
     if others or missing or not targeted.keys() & linear.keys():
         names = sorted({name.rpartition(".")[2] for name in linear})
         wrong = sorted({f"{name.rpartition('.')[2]} ({type(in_layers[name]).__name__})" for name in others})
@@ -235,6 +240,20 @@ def _linear_modules(model: PreTrainedModel, targets: Sequence[str]) -> dict[str,
             f"of linear modules in its decoder layers, which are {', '.join(names) or 'none'}"
         )
     return {name: module for name, module in linear.items() if name in targeted}
+
+
+def _expanded(found: Mapping[str, nn.Module], in_layers: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """The shortest targets of these modules: a last name component where all layers have it, else the whole name."""
+    last = {name: name.rpartition(".")[2] for name in found}
+    partly = {
+        name.rpartition(".")[2] for name, module in in_layers.items() if name not in found and _has_matrix(module)
+    }
+    return tuple(dict.fromkeys(name if end in partly else end for name, end in last.items()))
+
+
+def _ends(name: str, target: str) -> bool:
+    """Whether a target names a module."""
+    return name == target or name.endswith(f".{target}")
 
 
 def _inside_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

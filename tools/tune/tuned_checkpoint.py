@@ -21,6 +21,7 @@ from spaceport.exporter.sar_config import read_json, write_sar_config
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.tools.tune.methods import MergedModel
 from spaceport.tools.tune.tunable_model import TunableModel
+from spaceport.tools.tune.vocabulary import id_of
 
 _GENERATION_FILE = "generation_config.json"
 
@@ -72,14 +73,13 @@ def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) 
     """Write a gated adapter and the embeddings of the special tokens as an adapter folder, without base weights."""
     if tuned.adapter is None or tunable.base is None:
         raise ValueError("the model has no gated adapter: expected method gated-lora")
-    backend = tunable.tokenizer.backend_tokenizer
     write_adapter_folder(
         folder,
         TrainedAdapter(
             tunable.base,
             tuned.adapter,
             adapter_state(tuned.model),
-            {name: int(backend.token_to_id(name)) for name in tunable.names.all},
+            {name: id_of(tunable.tokenizer, name) for name in tunable.names.all},
             embedding_tables(tuned.model),
             _sar_config(tunable, tuned),
         ),

@@ -40,6 +40,7 @@ class Commands(LazyGroup):
         "tune": "Fine-tune a checkpoint for self-speculative decoding and parallel threads.",
         "distill": "Generate a model's own answers to prompts, as training data.",
         "acceptance": "Measure draft acceptance rates.",
+        "adopt": "Use published weights that draft for themselves: PARD, I-DLM, UNO.",
         "export": "Export a checkpoint to an ONNX bundle.",
         "build": "Build TensorRT engines from a bundle.",
         "check": "Compare the logits of all backends and of PyTorch.",

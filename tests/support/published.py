@@ -1,0 +1,153 @@
+"""Published: tiny checkpoints and adapters in the layouts in which methods publish theirs, some of which predict exactly.
+
+In an exact one, the token at a position is given by the position: PERIOD tokens in turn. An ordinary row predicts the next
+token from its own token and its position alike. The row of any other token predicts wrongly, until an adapter removes what
+it reads from the token; then the position is left. So a wrong scale, gate, shift or position costs all drafts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from support.gguf_files import random_model
+from support.paths import TINY
+
+PERIOD = 8
+FIRST = 40  # id of the first of the PERIOD tokens that are the text of an exact model
+VOCAB = 628  # tokens of the tiny tokenizer
+PADDED = 640  # rows of the embedding tables
+MASK = VOCAB  # a row that no token of the tokenizer has, as in published checkpoints
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+_CONTENT, _POSITION = 6.0, 3.0  # the token counts for more, so that a wrong one is predicted from
+_HIDDEN, _INNER = 32, 16
+
+
+def text(start: int, count: int) -> list[int]:
+    """The tokens of an exact model at these positions."""
+    return [FIRST + position % PERIOD for position in range(start, start + count)]
+
+
+def write_checkpoint(folder: Path, model: PreTrainedModel, **entries: Any) -> Path:
+    """A checkpoint folder with the tiny tokenizer; the entries are added to config.json."""
+    model.save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copyfile(TINY / name, folder / name)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **entries}), "utf-8")
+    return folder
+
+
+def exact_model(mask: Iterable[float] = ()) -> PreTrainedModel:
+    """A model whose text is given by the position; MASK reads as these numbers instead of as a token."""
+    config = OPTConfig(
+        vocab_size=PADDED,
+        hidden_size=_HIDDEN,
+        word_embed_proj_dim=_HIDDEN,
+        ffn_dim=_INNER,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model: Any = OPTForCausalLM(config).eval()
+    decoder, layer = model.model.decoder, model.model.decoder.layers[0]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layer_norm" not in name:
+                parameter.zero_()
+        for token in range(config.vocab_size):
+            decoder.embed_tokens.weight[token, (token - FIRST + 1) % PERIOD] = _CONTENT
+        decoder.embed_tokens.weight[MASK, :PERIOD] = torch.tensor([*mask, *[0.0] * PERIOD][:PERIOD])
+        for position in range(256):
+            decoder.embed_positions.weight[position + 2, PERIOD + (position + 1) % PERIOD] = _POSITION
+        for offset in range(PERIOD):
+            model.lm_head.weight[FIRST + offset, [offset, PERIOD + offset]] = 1.0
+        layer.fc1.bias[0] = 1.0  # inner unit 0 is 1 on every row, 1 to PERIOD are what the row reads from its token
+        layer.fc1.weight[range(1, PERIOD + 1), range(PERIOD)] = 1.0
+    return model  # type: ignore[no-any-return]
+
+
+def write_exact_adapter(folder: Path, base: PreTrainedModel, constant: Iterable[float] = (), **options: Any) -> Path:
+    """An adapter on fc2 that adds these numbers to what a row reads from its token, or else removes all of that."""
+    rank = options.pop("r", PERIOD)
+    config = LoraConfig(r=rank, target_modules=["fc2"], task_type="CAUSAL_LM", **options)
+    adapted: Any = _adapted(base, config)
+    (layer,) = (one for name, one in adapted.named_modules() if name.endswith("fc2"))
+    a, b, scale = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
+    fixed = list(constant)
+    with torch.no_grad():
+        a.zero_()
+        b.zero_()
+        if fixed:
+            a[0, 0] = 1.0
+            b[: len(fixed), 0] = torch.tensor(fixed) / scale
+        else:
+            a[range(PERIOD), range(1, PERIOD + 1)] = 1.0
+            b[range(PERIOD), range(PERIOD)] = -_CONTENT / _read() / scale
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def random_base(tied: bool = True) -> PreTrainedModel:
+    """A random model of two layers, with embedding rows beyond those of the tokenizer."""
+    model = random_model("qwen3", tied)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model.resize_token_embeddings(PADDED)
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name or "lm_head" in name:
+                torch.nn.init.normal_(parameter)  # so large that every token matters
+    return model
+
+
+def random_adapter(base: PreTrainedModel, **options: Any) -> PeftModel:
+    """A random adapter of peft around a copy of a model, large enough to change every row much."""
+    adapted: Any = _adapted(base, LoraConfig(task_type="CAUSAL_LM", **options))
+    dice = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in sorted(adapted.named_parameters()):
+            if "lora_" in name:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=dice))
+    return adapted.eval()  # type: ignore[no-any-return]
+
+
+def reference_logits(adapted: PeftModel, ids: Tensor, masks: Tensor) -> Tensor:
+    """Logits of peft's own forward pass in which the adapters act on mask rows only, as UNO's training routes them."""
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, output: output * masks[..., None])
+        for name, module in adapted.named_modules()
+        if name.endswith("lora_A.default")
+    ]
+    with torch.no_grad():
+        logits: Tensor = adapted(ids).logits
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+def _adapted(base: PreTrainedModel, config: LoraConfig) -> Any:
+    with warnings.catch_warnings():  # peft uses a deprecated transformers attribute
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(copy.deepcopy(base), config)
+
+
+def _read() -> float:
+    """The value of an inner unit for the token of a row: the layer norm of a content and a position."""
+    row = torch.zeros(_HIDDEN)
+    row[0], row[PERIOD] = _CONTENT, _POSITION
+    return float(torch.nn.functional.layer_norm(row, (_HIDDEN,))[0])

@@ -1,0 +1,87 @@
+"""Other layouts: published methods that cannot be run are refused by name, with the reason and what to do."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.tools.adopt.given import PEFT_FILE, Paths, Request, read_given
+from spaceport.tools.adopt.other_layouts import refuse_other_layouts
+
+
+def folder_of(path: Path, **config: Any) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config), "utf-8")
+    return path
+
+
+def refuse(checkpoint: Path, adapter: Path | None = None) -> None:
+    refuse_other_layouts(read_given(Paths(checkpoint, adapter, None), Request()))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"medusa_num_heads": 4},
+            r"is Medusa \(medusa_num_heads in config.json\), which is not supported: its heads are",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLMEagle3"]},
+            r"is EAGLE \(architecture LlamaForCausalLMEagle3 in config.json\)",
+        ),
+        ({"dflash_config": {"mask_token_id": 3}}, r"is DFlash or another speculator"),
+        ({"pard_token": 9, "pard2_target_dim": 64}, r"is PARD-2 .*hidden states of another model"),
+        ({"dlm_paradigm": "bidirectional", "mask_token_id": 100}, r"is Nemotron-Labs-Diffusion .*see the whole block"),
+        (
+            {"model_type": "qwen3_next"},
+            r"is a model with recurrent layers .*cannot drop the tokens of a rejected draft",
+        ),
+        ({"layer_types": ["linear_attention", "full_attention"]}, r"is a model with recurrent layers"),
+        ({"model_type": "sdar", "mask_token_id": 9, "block_size": 3}, r"is SDAR, .*give the base model as CHECKPOINT"),
+        ({"model_type": "qwen3", "mask_token_id": 9, "block_size": 4}, r"is block diffusion .*see each other"),
+    ],
+)
+def test_a_configuration_of_another_method_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        refuse(folder_of(tmp_path / "model", **config))
+
+
+def test_an_adapter_is_judged_by_its_own_configuration_too(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "base", model_type="llama")
+    with pytest.raises(CheckpointError, match="is EAGLE"):
+        refuse(base, folder_of(tmp_path / "eagle", draft_vocab_size=32000))
+    # block_size is in the configuration of every I-DLM adapter, whose base model is an ordinary one
+    refuse(base, folder_of(tmp_path / "idlm", model_type="sdar", block_size=3, mask_token_id=9))
+
+
+def test_files_show_a_method(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "base", model_type="llama")
+    heads = folder_of(tmp_path / "heads")
+    (heads / "medusa_lm_head.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is Medusa \(medusa_lm_head.pt\)"):
+        refuse(base, heads)
+    adapter = folder_of(tmp_path / "nemotron" / "linear_spec_lora")
+    (adapter / PEFT_FILE).write_text("{}", "utf-8")
+    for checkpoint, given in ((base, adapter), (folder_of(tmp_path / "nemotron"), None)):
+        with pytest.raises(CheckpointError, match=r"is Nemotron-Labs-Diffusion \(folder linear_spec_lora\)"):
+            refuse(checkpoint, given)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_forecast_prefix_is_recognized_without_opening_its_pickle(whole: bool, tmp_path: Path) -> None:
+    base, folder = folder_of(tmp_path / "base", model_type="llama"), folder_of(tmp_path / "ssd")
+    with zipfile.ZipFile(folder / "forecast.pt", "w") as archive:
+        archive.writestr("forecast/data.pkl", b"\x80\x02}X\x0f\x00\x00\x00forecast_prefix")
+    with pytest.raises(CheckpointError, match=r"is a forecast prefix .*forecast_prefix in forecast.pt"):
+        refuse(base, folder if whole else folder / "forecast.pt")
+
+
+@pytest.mark.parametrize("config", [{"model_type": "llama"}, {"model_type": "qwen3", "pard_token": 9}])
+def test_ordinary_models_and_pard_are_not_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    refuse(folder_of(tmp_path / "model", **config))

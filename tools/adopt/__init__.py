@@ -1,0 +1,1 @@
+"""Adopt: published weights that draft for themselves, for `spaceport export`."""

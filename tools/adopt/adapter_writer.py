@@ -1,0 +1,57 @@
+"""Adapter writer: an adopted adapter as an adapter folder, beside its unchanged base model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_folder
+from spaceport.exporter.base_identity import identity_of
+from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
+from spaceport.exporter.draft_layout import layout_entries
+from spaceport.exporter.embedding_rows import embedding_rows, embedding_tables
+from spaceport.exporter.sar_config import read_sar_config
+from spaceport.tools.adopt.peft_adapter import adapter_tensors
+from spaceport.tools.adopt.plan import Plan
+from spaceport.tools.tune.vocabulary import add_tokens
+
+
+def write_adopted(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
+    """Write an adapter folder: the adapter, the embeddings of the mask tokens, and the identity of the base model."""
+    if plan.peft is None:
+        raise ValueError("the plan has no adapter: expected one of a method that writes")
+    tensors, dtype = adapter_tensors(plan.peft)
+    model = load_model(checkpoint, "float32")
+    base = identity_of(checkpoint.folder.name, model)
+    if plan.layout.noise is not None:
+        _add_copies(checkpoint, model, list(plan.mask_tokens), plan.layout.noise.ids)
+    entries = {"mask_tokens": list(plan.mask_tokens), "mask_slots": plan.mask_slots, **layout_entries(plan.layout)}
+    forks = _fork_entries(checkpoint)
+    tokens = {**plan.mask_tokens, **_fork_tokens(checkpoint, forks)}
+    write_adapter_folder(
+        folder,
+        TrainedAdapter(base, plan.peft.adapter, tensors, tokens, embedding_tables(model), {**entries, **forks}, dtype),
+    )
+
+
+def _fork_entries(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The entries about forks in the base model's own sar_config.json."""
+    own = read_sar_config(checkpoint.folder) if checkpoint.folder.is_dir() else {}
+    return {name: own[name] for name in ("fork_token", "child_token", "fork_by_default") if own.get(name) is not None}
+
+
+def _fork_tokens(checkpoint: Checkpoint, forks: dict[str, Any]) -> dict[str, int]:
+    ids = {"fork_token": checkpoint.tokens.fork, "child_token": checkpoint.tokens.child}
+    return {str(forks[name]): token for name, token in ids.items() if name in forks and token is not None}
+
+
+def _add_copies(checkpoint: Checkpoint, model: PreTrainedModel, texts: list[str], copied: Sequence[int]) -> None:
+    """Add tokens to a model whose embeddings are copies of other tokens' embeddings."""
+    ids = add_tokens(load_tokenizer(checkpoint), model, texts)
+    with torch.no_grad():
+        for rows in embedding_rows(model):
+            rows[ids] = rows[list(copied)].clone()

@@ -1,0 +1,106 @@
+"""Given: what `spaceport adopt` was given: the JSON files of a checkpoint and of an adapter, and the options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spaceport.exporter.checkpoint_files import is_gguf
+from spaceport.exporter.config_mask_token import MaskEntry, mask_entry
+from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.graphs.contract.faults import OptionFault
+
+PEFT_FILE = "adapter_config.json"
+_SUBFOLDER = "adapter"  # of a checkpoint folder with its adapter, as UNO is published
+_USAGE = "expected CHECKPOINT [ADAPTER] TARGET"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options that say what the files of an adapter do not."""
+
+    method: str | None = None  # None: as the files show
+    mask_tokens: tuple[str, ...] = ()  # by id or by text
+    max_mask_slots: int | None = None
+    noise_seed: int = 0
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Paths on the command line, by what they are."""
+
+    checkpoint: Path
+    adapter: Path | None
+    target: Path | None
+
+
+@dataclass(frozen=True)
+class Given:
+    """The configurations of a checkpoint and of an adapter, with the options."""
+
+    checkpoint: Path
+    adapter: Path | None
+    config: Mapping[str, Any]  # config.json of the checkpoint; empty for a GGUF file
+    training: Mapping[str, Any] = field(default_factory=dict)  # config.json beside the adapter, or one folder above
+    request: Request = Request()
+
+    @property
+    def peft_folder(self) -> Path:
+        """The folder of the adapter, for methods that have one."""
+        if self.adapter is None:
+            raise ValueError("no adapter was given: expected one, by which the method was recognized")
+        return self.adapter
+
+    @property
+    def named_mask(self) -> MaskEntry | None:
+        """The mask token in the configuration that the adapter was trained with, or in the checkpoint's."""
+        for folder, config in ((self.adapter, self.training), (self.checkpoint, self.config)):
+            found = mask_entry((folder or self.checkpoint) / "config.json", config)
+            if found is not None:
+                return found
+        return None
+
+
+def arrange(paths: Sequence[Path]) -> Paths:
+    """The given paths by what they are: CHECKPOINT [ADAPTER] [TARGET]."""
+    if not 1 <= len(paths) <= 3:
+        raise OptionFault(f"{len(paths)} paths: {_USAGE}")
+    checkpoint, *rest = paths
+    adapter = rest.pop(0) if len(rest) == 2 or (rest and (rest[0] / PEFT_FILE).exists()) else None
+    if adapter is None and (checkpoint / _SUBFOLDER / PEFT_FILE).exists():
+        adapter = checkpoint / _SUBFOLDER
+    _require_order(checkpoint)
+    return Paths(checkpoint, adapter, rest[0] if rest else None)
+
+
+def check_slots(slots: int, most: int) -> None:
+    """Raise if an adapter cannot have this maximum number of mask slots."""
+    if not 1 <= slots <= most:
+        raise OptionFault(f"--max-mask-slots is {slots}: expected 1 to {most}")
+
+
+def read_given(paths: Paths, request: Request) -> Given:
+    """The JSON files of what was given."""
+    config = {} if is_gguf(paths.checkpoint) else read_json(paths.checkpoint / "config.json")
+    return Given(paths.checkpoint, paths.adapter, config, _training_config(paths.adapter), request)
+
+
+def _training_config(adapter: Path | None) -> Mapping[str, Any]:
+    """The configuration that was published with an adapter."""
+    if adapter is None:
+        return {}
+    files = [folder / "config.json" for folder in (adapter, adapter.absolute().parent)]
+    return next((read_json(file) for file in files if file.exists()), {})
+
+
+def _require_order(checkpoint: Path) -> None:
+    """Raise if the first path is an adapter without a base model."""
+    file = checkpoint / PEFT_FILE
+    if file.exists() and not (checkpoint / "config.json").exists():
+        base = read_json(file).get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{checkpoint}: is an adapter without its base model: {_USAGE}, with the folder of {base or 'its base model'} "
+            "as CHECKPOINT"
+        )

@@ -1,0 +1,24 @@
+"""PARD: checkpoints that draft with one shared mask token, which config.json names."""
+
+from __future__ import annotations
+
+from spaceport.exporter.checkpoint import Checkpoint
+from spaceport.exporter.draft_layout import DraftLayout
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.adopt.given import Given
+from spaceport.tools.adopt.plan import Method, Plan
+
+
+def _recognize(given: Given) -> str | None:
+    entry = given.named_mask if given.adapter is None else None
+    return None if entry is None else f"{entry.name} {entry.token} in config.json"
+
+
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+    if given.request.mask_tokens:
+        raise OptionFault("--mask-token has no effect: config.json names the mask token; leave it out")
+    masks = {str(token): token for token in checkpoint.tokens.mask}
+    return Plan(PARD.name, evidence, given.checkpoint, masks, checkpoint.max_mask_slots, DraftLayout())
+
+
+PARD = Method("pard", "PARD: one shared mask token", _recognize, _plan, None)

@@ -1,0 +1,78 @@
+"""Plan: what `spaceport adopt` found in published weights, and what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spaceport.exporter.checkpoint import Checkpoint
+from spaceport.exporter.draft_layout import DraftLayout
+from spaceport.graphs.gated import Adapter
+from spaceport.tools.adopt.given import Given
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """A low-rank adapter of one linear module, as its file has it."""
+
+    rank: int
+    scale: float  # of the product of B and A
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter folder of peft, checked against a base model's configuration."""
+
+    folder: Path
+    named_base: str | None  # base_model_name_or_path
+    modules: Mapping[str, LoraModule]  # by name in the base model
+    adapter: Adapter  # the same with one rank and one scale
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found, and what the written folder will say."""
+
+    method: str
+    evidence: str  # what shows the method
+    checkpoint: Path
+    mask_tokens: Mapping[str, int]  # ids by text, or by id for tokens without a text
+    mask_slots: int
+    layout: DraftLayout
+    peft: PeftAdapter | None = None  # None: the checkpoint has all that is needed, and nothing is written
+
+    def as_dict(self) -> dict[str, Any]:
+        adapter = None
+        if self.peft is not None:
+            one = self.peft.adapter
+            adapter = {
+                "folder": str(self.peft.folder),
+                "named_base": self.peft.named_base,
+                "modules": len(self.peft.modules),
+                "rank": one.rank,
+                "alpha": one.alpha,
+                "targets": list(one.targets),
+                "scales": sorted({module.scale for module in self.peft.modules.values()}),
+            }
+        return {
+            "method": self.method,
+            "evidence": self.evidence,
+            "checkpoint": str(self.checkpoint),
+            "mask_tokens": dict(self.mask_tokens),
+            "mask_slots": self.mask_slots,
+            **{name: value for name, value in asdict(self.layout).items() if name != "prefix"},
+            "adapter": adapter,
+        }
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to publish weights that draft for themselves."""
+
+    name: str  # for --method
+    title: str
+    recognize: Callable[[Given], str | None]  # what shows it; None: the files are of another method
+    plan: Callable[[Given, str, Checkpoint], Plan]
+    write: Callable[[Plan, Checkpoint, Path], None] | None  # None: there is nothing to write

@@ -1,0 +1,71 @@
+"""UNO: adapters of peft that act on noise, which is random tokens instead of mask tokens."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tokenizers import AddedToken
+
+from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
+from spaceport.exporter.draft_layout import DraftLayout, Noise
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.special_tokens import DEFAULT_MASK_SLOTS
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
+from spaceport.tools.adopt.adapter_writer import write_adopted
+from spaceport.tools.adopt.given import Given, check_slots
+from spaceport.tools.adopt.peft_adapter import read_peft_adapter
+from spaceport.tools.adopt.plan import Method, Plan
+
+_MANIFEST = "uno_training_manifest.json"  # written by UNO's own training, beside the adapter or one folder above
+
+
+def _recognize(given: Given) -> str | None:
+    if given.adapter is None:
+        return None
+    if given.request.method == UNO.name:
+        return f"--method {UNO.name}"
+    if given.training.get("noise") == "uniform":
+        return "noise uniform in config.json"
+    folders = (given.adapter, given.adapter.absolute().parent)
+    return _MANIFEST if any((folder / _MANIFEST).exists() for folder in folders) else None
+
+
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+    if given.request.mask_tokens:
+        raise OptionFault("--mask-token has no effect: UNO has random tokens instead; leave it out")
+    slots = given.request.max_mask_slots or DEFAULT_MASK_SLOTS
+    check_slots(slots, MAX_MASK_SLOTS)
+    tokenizer = load_tokenizer(checkpoint)
+    noise = Noise(_noise_ids(given, len(tokenizer), slots), given.request.noise_seed)
+    masks = _new_tokens(given, tokenizer, slots)
+    peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
+    return Plan(UNO.name, evidence, given.checkpoint, masks, slots, DraftLayout(noise=noise), peft)
+
+
+def _new_tokens(given: Given, tokenizer: Any, count: int) -> dict[str, int]:
+    """The ids that the tokenizer gives to new tokens, one for each mask slot."""
+    texts = [f"<|noise_{slot}|>" for slot in range(1, count + 1)]
+    backend = tokenizer.backend_tokenizer
+    if any(backend.token_to_id(text) is not None for text in texts):
+        raise CheckpointError(
+            f"{given.checkpoint}: its tokenizer has the token {texts[0]} already: expected a base model without adopted noise"
+        )
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+    return {text: int(backend.token_to_id(text)) for text in texts}
+
+
+def _noise_ids(given: Given, tokens: int, count: int) -> tuple[int, ...]:
+    """Random token ids, uniform from 1 to below the mask token of the training, which is where UNO ends its noise."""
+    entry = given.named_mask
+    end = tokens if entry is None else min(entry.token, tokens)
+    if end - 1 < count:
+        raise CheckpointError(
+            f"{given.checkpoint}: noise is selected from the ids 1 to {end - 1}: expected at least {count} of them; check "
+            "mask_token_id in config.json, or lower --max-mask-slots"
+        )
+    return tuple(random.Random(given.request.noise_seed).sample(range(1, end), count))
+
+
+UNO = Method("uno", "UNO: LoRA that acts on random tokens only", _recognize, _plan, write_adopted)

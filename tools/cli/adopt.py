@@ -1,0 +1,106 @@
+"""`spaceport adopt`: use weights of published methods that draft for themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, check_target
+from spaceport.exporter.checkpoint_files import require_checkpoint
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.adopt.given import Request, arrange, read_given
+from spaceport.tools.cli.options import PATH, json_option, overwrite_option, remote_code_option
+from spaceport.tools.terminal.screen import show_json
+
+
+@click.command("adopt")
+@click.argument("paths", nargs=-1, required=True, type=PATH, metavar="CHECKPOINT [ADAPTER] [TARGET]")
+@click.option("--dry-run", is_flag=True, help="Only report what was found; no weights are loaded, nothing is written.")
+@click.option("--method", metavar="NAME", help="Method, if the files do not show it: pard, uno or gated-lora.")
+@click.option(
+    "--mask-token",
+    multiple=True,
+    metavar="ID|TOKEN",
+    help="Mask token of the adapter, if no config.json names it: once for all mask slots, or once per mask slot.",
+)
+@click.option("--max-mask-slots", type=click.IntRange(1), metavar="K", help="Maximum number of mask slots; default: 5.")
+@click.option(
+    "--noise-seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of the random tokens that UNO has instead of mask tokens.",
+)
+@overwrite_option("adapter folder")
+@remote_code_option
+@json_option("the report")
+def command(
+    paths: tuple[Path, ...],
+    dry_run: bool,
+    method: str | None,
+    mask_token: tuple[str, ...],
+    max_mask_slots: int | None,
+    noise_seed: int,
+    overwrite: bool,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
+    """Detect the method of published weights and write an adapter folder for `spaceport export`.
+
+    CHECKPOINT is the base model, or a PARD checkpoint, which needs no TARGET. ADAPTER is a folder of peft; without it,
+    the folder `adapter` in CHECKPOINT. TARGET is the new adapter folder.
+    """
+    given_paths = arrange(paths)
+    target = given_paths.target
+    if target is not None:
+        check_target(target, overwrite, ADAPTER_FOLDER)
+    require_checkpoint(given_paths.checkpoint)
+    given = read_given(given_paths, Request(method, mask_token, max_mask_slots, noise_seed))
+    # torch is imported only once the paths are valid
+    from spaceport.exporter.quiet import quiet_libraries
+    from spaceport.tools.adopt.adopt import next_command, plan_adoption, write_adoption
+
+    quiet_libraries()
+    found, plan, checkpoint = plan_adoption(given, trust_remote_code)
+    if target is None and not dry_run and found.write is not None:
+        raise OptionFault("no TARGET: expected CHECKPOINT [ADAPTER] TARGET, or --dry-run to write nothing")
+    written = [] if target is None or dry_run else write_adoption(found, plan, checkpoint, target, overwrite)
+    report = {
+        "title": found.title,
+        **plan.as_dict(),
+        "target": None if target is None else str(target),
+        "written": written,
+        "next": next_command(plan, target),
+    }
+    if as_json:
+        show_json(report)
+    else:
+        _show(report)
+
+
+def _show(report: dict[str, Any]) -> None:
+    """Print a report as lines."""
+    masks = ", ".join(
+        text if text == str(token) else f"{text} ({token})" for text, token in report["mask_tokens"].items()
+    )
+    lines = {
+        "method": f"{report['title']}; shown by {report['evidence']}",
+        "base": report["checkpoint"],
+        "mask tokens": masks,
+        "mask slots": report["mask_slots"],
+        "drafts": "a mask row predicts the token after its position and sees the mask rows before it",
+    }
+    adapter, noise = report["adapter"], report["noise"]
+    if noise is not None:
+        lines["noise"] = f"copies of the tokens {', '.join(map(str, noise['ids']))}, seed {noise['seed']}"
+    if adapter is not None:
+        lines["base"] += f"; the adapter calls it {adapter['named_base'] or 'nothing'}"
+        scales = ", ".join(f"{scale:g}" for scale in adapter["scales"])
+        lines["adapter"] = f"rank {adapter['rank']}, scale {scales}, {adapter['modules']} modules"
+    lines["written"] = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
+    lines["next"] = report["next"]
+    for name, value in lines.items():
+        click.echo(f"{name:<12} {value}")

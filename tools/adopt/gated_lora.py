@@ -10,7 +10,7 @@ from spaceport.exporter.sar_config import CheckpointError, is_id
 from spaceport.exporter.special_tokens import DEFAULT_MASK_SLOTS
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted
-from spaceport.tools.adopt.given import Given, check_slots
+from spaceport.tools.adopt.given import Given, check_slots, refuse_noise_seed
 from spaceport.tools.adopt.peft_adapter import read_peft_adapter
 from spaceport.tools.adopt.plan import Method, Plan
 
@@ -25,6 +25,7 @@ def _recognize(given: Given) -> str | None:
 
 
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+    refuse_noise_seed(given.request)
     masks = _mask_tokens(given, checkpoint)
     distinct = len(masks) > 1
     slots = given.request.max_mask_slots or (len(masks) if distinct else DEFAULT_MASK_SLOTS)

@@ -24,7 +24,7 @@ class Request:
     method: str | None = None  # None: as the files show
     mask_tokens: tuple[str, ...] = ()  # by id or by text
     max_mask_slots: int | None = None
-    noise_seed: int = 0
+    noise_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,12 @@ def arrange(paths: Sequence[Path]) -> Paths:
         adapter = checkpoint / _SUBFOLDER
     _require_order(checkpoint)
     return Paths(checkpoint, adapter, rest[0] if rest else None)
+
+
+def refuse_noise_seed(request: Request) -> None:
+    """Raise if a seed was given for a method without noise."""
+    if request.noise_seed is not None:
+        raise OptionFault("--noise-seed has no effect: this method has no noise; leave it out")
 
 
 def check_slots(slots: int, most: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.draft_layout import DraftLayout
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.given import Given
+from spaceport.tools.adopt.given import Given, refuse_noise_seed
 from spaceport.tools.adopt.plan import Method, Plan
 
 
@@ -17,6 +17,7 @@ def _recognize(given: Given) -> str | None:
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     if given.request.mask_tokens:
         raise OptionFault("--mask-token has no effect: config.json names the mask token; leave it out")
+    refuse_noise_seed(given.request)
     masks = {str(token): token for token in checkpoint.tokens.mask}
     return Plan(PARD.name, evidence, given.checkpoint, masks, checkpoint.max_mask_slots, DraftLayout())
 

@@ -38,7 +38,8 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     slots = given.request.max_mask_slots or DEFAULT_MASK_SLOTS
     check_slots(slots, MAX_MASK_SLOTS)
     tokenizer = load_tokenizer(checkpoint)
-    noise = Noise(_noise_ids(given, len(tokenizer), slots), given.request.noise_seed)
+    seed = given.request.noise_seed or 0
+    noise = Noise(_noise_ids(given, len(tokenizer), slots, seed), seed)
     masks = _new_tokens(given, tokenizer, slots)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
     return Plan(UNO.name, evidence, given.checkpoint, masks, slots, DraftLayout(noise=noise), peft)
@@ -56,7 +57,7 @@ def _new_tokens(given: Given, tokenizer: Any, count: int) -> dict[str, int]:
     return {text: int(backend.token_to_id(text)) for text in texts}
 
 
-def _noise_ids(given: Given, tokens: int, count: int) -> tuple[int, ...]:
+def _noise_ids(given: Given, tokens: int, count: int, seed: int) -> tuple[int, ...]:
     """Random token ids, uniform from 1 to below the mask token of the training, which is where UNO ends its noise."""
     entry = given.named_mask
     end = tokens if entry is None else min(entry.token, tokens)
@@ -65,7 +66,7 @@ def _noise_ids(given: Given, tokens: int, count: int) -> tuple[int, ...]:
             f"{given.checkpoint}: noise is selected from the ids 1 to {end - 1}: expected at least {count} of them; check "
             "mask_token_id in config.json, or lower --max-mask-slots"
         )
-    return tuple(random.Random(given.request.noise_seed).sample(range(1, end), count))
+    return tuple(random.Random(seed).sample(range(1, end), count))
 
 
 UNO = Method("uno", "UNO: LoRA that acts on random tokens only", _recognize, _plan, write_adopted)

@@ -29,10 +29,8 @@ from spaceport.tools.terminal.screen import show_json
 @click.option(
     "--noise-seed",
     type=click.IntRange(0),
-    default=0,
-    show_default=True,
     metavar="N",
-    help="Seed of the random tokens that UNO has instead of mask tokens.",
+    help="Seed of the random tokens that UNO has instead of mask tokens; default: 0.",
 )
 @overwrite_option("adapter folder")
 @remote_code_option
@@ -43,7 +41,7 @@ def command(
     method: str | None,
     mask_token: tuple[str, ...],
     max_mask_slots: int | None,
-    noise_seed: int,
+    noise_seed: int | None,
     overwrite: bool,
     trust_remote_code: bool,
     as_json: bool,

@@ -259,6 +259,7 @@ def test_the_report_names_what_was_found(
         (["--mask-token", "1"], "which ends a text: expected another"),
         (["--method", "eagle"], "--method is 'eagle': expected one of pard, uno, gated-lora"),
         (["--method", "uno", "--mask-token", "[M]"], "--mask-token has no effect: UNO has random tokens instead"),
+        (["--noise-seed", "0"], "--noise-seed has no effect: this method has no noise"),
         (["--max-mask-slots", "400"], "--max-mask-slots is 400: expected 1 to"),
         (
             ["--mask-token", "639", "--mask-token", "638", "--max-mask-slots", "3"],

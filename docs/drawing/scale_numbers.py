@@ -87,6 +87,16 @@ def show_start(given: argparse.Namespace) -> None:
         print(f"| {replicas:,} | {data:,.0f} GB | {' | '.join(cells)} |")
 
 
+def show_proxies(given: argparse.Namespace) -> None:
+    """Print how many proxies pass on what replicas generate when 70% of their slots are in use."""
+    print("| replicas | streams | events/s | proxies |")
+    print("|---:|---:|---:|---:|")
+    for replicas in FLEETS:
+        streams = replicas * given.slots * 0.7
+        events = streams * given.steps
+        print(f"| {replicas:,} | {streams:,.0f} | {events:,.0f} | {np.ceil(events / given.proxy_events):,.0f} |")
+
+
 def show_metrics(given: argparse.Namespace) -> None:
     """Print what a Prometheus server has to take."""
     print("| replicas | series | samples/s | bytes/s |")
@@ -105,17 +115,20 @@ def main() -> None:
         ("--machine-rate", 1.25, "GB/s that one machine loads"),
         ("--store-rate", 12.5, "GB/s that the object store sends in all"),
         ("--pieces", 8, "pieces in which peers pass a file on"),
-        ("--hash-rate", 1.5, "GB/s at which hashes are verified"),
-        ("--session-seconds", 0.5, "seconds per GB until the engine is ready"),
-        ("--import-seconds", 1.0, "seconds of the process before that"),
+        ("--hash-rate", 1.45, "GB/s at which hashes are verified"),
+        ("--session-seconds", 1.8, "seconds per GB until the engine is ready"),
+        ("--import-seconds", 0.5, "seconds of the process before that"),
+        ("--steps", 10.0, "steps per second of a stream, each of which is an event"),
+        ("--proxy-events", 1000, "events per second that one proxy passes on"),
         ("--series", 152, "time series of a replica"),
         ("--scrape-bytes", 2400, "compressed bytes of a scrape"),
     ):
         parser.add_argument(name, type=type(value), default=value, help=text)
     given = parser.parse_args()
-    for show in (lambda: show_placements(given.slots), lambda: show_start(given), lambda: show_metrics(given)):
-        show()
+    show_placements(given.slots)
+    for show in (show_proxies, show_start, show_metrics):
         print()
+        show(given)
 
 
 if __name__ == "__main__":

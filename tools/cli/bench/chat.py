@@ -14,6 +14,7 @@ from spaceport.tools.bench.chat.options import ChatOptions, PeerOptions
 from spaceport.tools.bench.chat.peers import chosen_peers
 from spaceport.tools.bench.decode.modes import FORKING, MODES
 from spaceport.tools.bench.decode.options import parse_counts
+from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
@@ -26,8 +27,8 @@ from spaceport.tools.cli.options import (
     refuse_unused,
     trust_engines_option,
 )
-from spaceport.tools.report.files import check_target, write_text
-from spaceport.tools.terminal.screen import show_json, stages
+from spaceport.tools.report.files import check_target
+from spaceport.tools.terminal.screen import stages
 
 _MODES = ", ".join(name for name in MODES if name not in FORKING)
 
@@ -115,12 +116,7 @@ def command(context: click.Context, /, bundle: Path, prompts: Path, **values: An
         check_target(values["markdown"])
     with stages() as on_progress:
         report = benchmark(bundle, prompts, chat_options, peer_options, on_progress)
-    if values["markdown"] is not None:
-        write_text(values["markdown"], markdown_of(report))
-    if values["as_json"]:
-        show_json(report.as_dict())
-    else:
-        click.echo(markdown_of(report), nl=False)
+    show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 
 

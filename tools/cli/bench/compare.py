@@ -15,9 +15,10 @@ from spaceport.tools.bench.compare.plot import plot_of
 from spaceport.tools.bench.compare.subjects import PEERS, chosen
 from spaceport.tools.bench.compare.summary import as_json as data_of
 from spaceport.tools.cli.bench.steps import parse_rows
+from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.options import PATH, Sectioned, json_option
 from spaceport.tools.report.files import check_target, write_text
-from spaceport.tools.terminal.screen import show_json, stages
+from spaceport.tools.terminal.screen import stages
 
 _DEFAULTS = Workload()
 _ROWS = ",".join(str(rows) for rows in _DEFAULTS.rows)
@@ -99,12 +100,7 @@ def command(checkpoint: Path, as_json: bool, **values: Any) -> None:
         found = compare(options, on_progress)
     if plot is not None:
         write_text(plot, plot_of(found))
-    if markdown is not None:
-        write_text(markdown, markdown_of(found))
-    if as_json:
-        show_json(data_of(found))
-    else:
-        click.echo(markdown_of(found), nl=False)
+    show_tables(markdown_of(found), data_of(found), as_json, markdown)
 
 
 def options_of(checkpoint: Path, values: dict[str, Any]) -> CompareOptions:

@@ -13,7 +13,7 @@ from spaceport.tools.bench.decode.modes import MODES, parse_modes
 from spaceport.tools.bench.decode.options import REPLAY_PROMPTS, DecodeOptions, parse_counts, parse_numbers
 from spaceport.tools.bench.decode.plot import plot_of
 from spaceport.tools.bench.decode.report import markdown_of
-from spaceport.tools.bench.decode.summary import DecodeReport
+from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
@@ -28,7 +28,7 @@ from spaceport.tools.cli.options import (
     trust_engines_option,
 )
 from spaceport.tools.report.files import check_target, write_text
-from spaceport.tools.terminal.screen import show_json, stages
+from spaceport.tools.terminal.screen import stages
 
 
 class Decode(Sectioned):
@@ -105,11 +105,9 @@ def command(context: click.Context, /, bundle: Path, prompts: Path | None, **val
             check_target(target)
     with stages() as on_progress:
         report = benchmark(bundle, prompts, decode_options, on_progress)
-    write_files(report, values["markdown"], values["plot"])
-    if values["as_json"]:
-        show_json(report.as_dict())
-    else:
-        click.echo(markdown_of(report), nl=False)
+    if values["plot"] is not None:
+        write_text(values["plot"], plot_of(report))
+    show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 
 
@@ -145,11 +143,3 @@ def options_of(values: dict[str, Any]) -> DecodeOptions:
         max_seq_len=values["max_seq_len"],
         trust_engines=values["trust_engines"],
     )
-
-
-def write_files(report: DecodeReport, markdown: Path | None, plot: Path | None) -> None:
-    """Write the tables and the plot to the given files."""
-    if markdown is not None:
-        write_text(markdown, markdown_of(report))
-    if plot is not None:
-        write_text(plot, plot_of(report))

@@ -13,10 +13,11 @@ from spaceport.tools.bench.serve.benchmark import benchmark
 from spaceport.tools.bench.serve.markdown import markdown_of
 from spaceport.tools.bench.serve.options import ServeOptions
 from spaceport.tools.bench.serve.workload import Workload
+from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import PATH, Sectioned, json_option, options
-from spaceport.tools.report.files import check_target, write_text
-from spaceport.tools.terminal.screen import show_json, stages
+from spaceport.tools.report.files import check_target
+from spaceport.tools.terminal.screen import stages
 
 _REQUESTS = 32
 
@@ -121,12 +122,7 @@ def command(prompts: Path, **values: Any) -> int:
         check_target(values["markdown"])
     with stages() as on_progress:
         report = benchmark(prompts, serve_options, on_progress)
-    if values["markdown"] is not None:
-        write_text(values["markdown"], markdown_of(report))
-    if values["as_json"]:
-        show_json(report.as_dict())
-    else:
-        click.echo(markdown_of(report), nl=False)
+    show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 
 

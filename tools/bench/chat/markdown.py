@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from spaceport.tools.bench.chat.report import ChatReport
 from spaceport.tools.bench.chat.summary import ALL, LOSS, Figures
-from spaceport.tools.bench.compare.markdown import header, number, row
+from spaceport.tools.bench.compare.markdown import header, number, row, titled
 from spaceport.tools.bench.decode.modes import DEFAULT, PLAIN
 from spaceport.tools.bench.decode.report import described
 from spaceport.tools.bench.decode.speedup import Speedup
@@ -36,9 +36,7 @@ def _lines(report: ChatReport) -> Iterator[str]:
         (f"Speed of `{DEFAULT}` relative to other runtimes by kind of prompt (95 % interval)", peers_by_kind(report)),
         (f"Forked threads: {', '.join(report.options.fork_kinds)}", forks(report)),
     )
-    for title, lines in sections:
-        if table := list(lines):
-            yield from ("", f"### {title}", "", *table)
+    yield from titled(sections)
     yield ""
     yield from conclusions(report)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from spaceport.tools.bench.compare.summary import Comparison, Spread, SubjectSummary
 
@@ -92,6 +92,13 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield f"- {subject.name} used {most:.1f} cores with {comparison.threads} thread(s)."
     if comparison.repeated_measurements:
         yield f"- {comparison.repeated_measurements} measurements were repeated because another worker was computing meanwhile."
+
+
+def titled(tables: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:
+    """Tables below their titles; a table without lines is left out."""
+    for title, lines in tables:
+        if table := list(lines):
+            yield from ("", f"### {title}", "", *table)
 
 
 def header(columns: Sequence[str]) -> Iterator[str]:

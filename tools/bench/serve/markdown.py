@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spaceport.tools.bench.compare.markdown import header, row
+from spaceport.tools.bench.compare.markdown import header, row, titled
 from spaceport.tools.bench.serve.figures import Quantiles
 from spaceport.tools.bench.serve.report import LoadFigures, ServeReport
 
@@ -26,9 +26,7 @@ def _lines(report: ServeReport) -> Iterator[str]:
         ("Requests", requests(report)),
         ("What the processes held without requests", resources(report)),
     )
-    for title, lines in sections:
-        if table := list(lines):
-            yield from ("", f"### {title}", "", *table)
+    yield from titled(sections)
     yield ""
     yield from conclusions(report)
 

@@ -118,14 +118,19 @@ def publish(partial: Path, target: Path) -> None:
     The old folder is removed, locked until then: it is at the path of the new one for a moment.
     """
     with _target_locked(target), interrupts_deferred():
-        _move(partial, target)
-        shutil.rmtree(partial, ignore_errors=True)
+        if _move(partial, target):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _move(partial: Path, target: Path) -> None:
+def _move(partial: Path, target: Path) -> bool:
+    """Move a folder to the target; returns whether the old one is at its path now.
+
+    If not, another process may have begun a folder there already.
+    """
+    exchanged = False
     if not target.exists() or not any(target.iterdir()):
         partial.rename(target)
-    elif not _exchange(partial, target):
+    elif not (exchanged := _exchange(partial, target)):
         old = partial.with_name(partial.name + "-old")
         target.rename(old)
         try:
@@ -135,6 +140,7 @@ def _move(partial: Path, target: Path) -> None:
             raise
         shutil.rmtree(old, ignore_errors=True)
     flush(target.parent)
+    return exchanged
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.exporter.atomic_folder import TargetError, check_target, require_space, writing
+from spaceport.exporter import atomic_folder
+from spaceport.exporter.atomic_folder import TargetError, check_target, publish, require_space, writing
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle, read_manifest
 from support.paths import TESTS
@@ -156,6 +157,17 @@ def test_a_failed_export_leaves_nothing_or_the_old_bundle(
         write(target, True, lambda partial: break_off(partial, fault, late))
     assert graph(target) == b"the old graph"
     assert names(tmp_path) == {"bundle"}
+
+
+def test_a_folder_that_another_process_begins_at_the_same_path_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, target = tmp_path / "partial", tmp_path / "target"
+    partial.mkdir()
+    monkeypatch.setattr(atomic_folder, "flush", lambda folder: partial.mkdir())  # called after the folder was moved
+    publish(partial, target)
+    assert target.is_dir()
+    assert partial.is_dir()
 
 
 def test_a_folder_without_manifest_does_not_open(target: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from spaceport.exporter.folder_lock import locked_folder
@@ -25,9 +25,13 @@ def locked_partial(target: Path, small: Collection[str], on_wait: Callable[[], N
     partial = target.with_name(f".{target.name}.fetch")
     while True:
         partial.mkdir(mode=0o755, exist_ok=True)
-        if (problem := problem_of(partial)) is not None:
+        if (problem := problem_of(partial)) is not None and os.path.lexists(partial):
             raise FetchError(f"{problem}; remove it, or choose another folder")
-        with locked_folder(partial, on_wait) as descriptor:
+        with ExitStack() as locks:
+            try:
+                descriptor = locks.enter_context(locked_folder(partial, on_wait))
+            except FileNotFoundError:  # another process has published it meanwhile
+                continue
             if not _is_at(descriptor, partial):
                 continue
             try:

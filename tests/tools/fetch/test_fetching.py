@@ -26,7 +26,7 @@ from spaceport.graphs.contract.manifest import (
     TOKENIZER_FILE,
 )
 from spaceport.runtime.bundle import LARGEST_MANIFEST, BundleError, SignatureError, open_bundle, read_manifest
-from spaceport.tools.fetch import transfer
+from spaceport.tools.fetch import partial_folder, transfer
 from spaceport.tools.fetch.fetching import fetch
 from spaceport.tools.fetch.sources import FetchError
 from support.file_server import FileServer, serving
@@ -355,3 +355,17 @@ def test_a_partial_folder_that_others_may_write_to_is_refused(bundle: Path, targ
     partial_of(target).chmod(0o777)
     with pytest.raises(FetchError, match=r"other users may write to it: .*remove it, or choose another folder"):
         fetch(str(bundle), target)
+
+
+def test_a_partial_folder_that_another_process_publishes_meanwhile_is_begun_again(
+    bundle: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = iter([True])
+
+    def published(folder: Path) -> None:
+        if next(moved, False):
+            folder.rename(target)  # another process had it, and has just completed it
+
+    monkeypatch.setattr(partial_folder, "problem_of", published)
+    assert not fetch(str(bundle), target).unchanged
+    assert_copy(target, bundle)

@@ -5,6 +5,7 @@ import { originsOf } from './trace.js';
 
 /** @typedef {import('./trace.js').Trace} Trace */
 
+const MOST_FRESH = 8; // tokens of a frame that appear with an animation; many at a time would make frames slow
 const REDRAWN_EVERY = 120; // milliseconds between two drawings of a text whose threads are read in another order
 
 /** The growing text of one answer, drawn at most once per frame. */
@@ -48,13 +49,17 @@ export class GrowingText {
 
   /** @param {Trace} trace */
   _append(trace) {
+    /** @type {Element[]} */
+    const added = [];
     for (; this._steps < trace.steps.length; this._steps += 1) {
       for (const rows of trace.steps[this._steps].rows) {
         originsOf(rows).forEach((origin, index) => {
-          if (rows.pieces[index]) addToken(this._text, trace, this._steps + 1, rows.chosen[index], rows.pieces[index], origin);
+          const [token, piece] = [rows.chosen[index], rows.pieces[index]];
+          if (piece) added.push(addToken(this._text, trace, this._steps + 1, token, piece, origin));
         });
       }
     }
+    if (added.length <= MOST_FRESH) for (const token of added) token.classList.add('fresh');
   }
 
   /** @param {Trace} trace */

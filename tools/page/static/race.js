@@ -53,19 +53,19 @@ export class Runner {
  */
 export async function race(parent, drafted, runPlain) {
   const plain = new Runner(parent, 'plain');
-  let running = true;
+  let frame = 0;
   const draw = () => {
     const at = performance.now() - plain.started;
     drafted.draw(at, drafted.text.length);
     plain.draw(at, drafted.text.length);
-    if (running) requestAnimationFrame(draw);
+    frame = requestAnimationFrame(draw);
   };
   plain.start();
   draw();
   try {
     await runPlain(plain);
   } finally {
-    running = false;
+    cancelAnimationFrame(frame);
     if (!plain.ended) plain.end();
   }
   for (const each of [drafted, plain]) each.draw(each.ended, drafted.text.length);

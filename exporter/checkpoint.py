@@ -29,7 +29,12 @@ from spaceport.exporter.checkpoint_files import (
     load_with_own_attention,
     require_checkpoint,
 )
-from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, load_converted, open_converted
+from spaceport.exporter.converted_checkpoint import (
+    ConvertedCheckpoint,
+    converted_config,
+    load_converted,
+    open_converted,
+)
 from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.correction_factors import check_factors, read_factors
 from spaceport.exporter.draft_layout import read_draft_layout
@@ -120,6 +125,13 @@ def open_checkpoint(
         gguf=source.gguf,
         converted=source.converted,
     )
+
+
+def model_config(path: Path, remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a GGUF file's or a checkpoint folder's model; the folder may lack weights and tokenizer."""
+    if is_gguf(path):
+        return gguf_config(read_gguf(path))
+    return converted_config(path) if is_converted(path) and not remote_code else _config(path, remote_code)
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:

@@ -51,8 +51,8 @@ class ConvertedCheckpoint:
     config: PreTrainedConfig  # of the converted model
 
 
-def open_converted(folder: Path) -> ConvertedCheckpoint:
-    """The published checkpoint in a folder; raise if it cannot be converted exactly, before weights are read."""
+def converted_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of the converted model of a folder; raise if it cannot be converted exactly."""
     file = folder / "config.json"
     content = read_json(file)
     family = FAMILIES[content["model_type"]]
@@ -60,9 +60,16 @@ def open_converted(folder: Path) -> ConvertedCheckpoint:
     config = family.config(fields)
     if (dtype := fields.dtype()) is not None:
         config.dtype = getattr(torch, dtype)
+    return config
+
+
+def open_converted(folder: Path) -> ConvertedCheckpoint:
+    """The published checkpoint in a folder; raise if it cannot be converted exactly, before weights are read."""
+    config = converted_config(folder)
+    published_type = read_json(folder / "config.json")["model_type"]
     with open_tensors(folder) as tensors:
-        check_tensors(folder, family.layout(config), tensors.shapes)
-    return ConvertedCheckpoint(folder, content["model_type"], config)
+        check_tensors(folder, FAMILIES[published_type].layout(config), tensors.shapes)
+    return ConvertedCheckpoint(folder, published_type, config)
 
 
 def load_converted(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:

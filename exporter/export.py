@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import check_target, require_space, writing
@@ -134,12 +135,17 @@ def check_activations(options: ExportOptions) -> None:
 
 
 def with_supported_activations(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
-    """The options with an activation format that is exact for the checkpoint's model.
+    """The options with an activation format that is exact for the checkpoint's model."""
+    return exact_activations(checkpoint.config, options)
+
+
+def exact_activations(model_config: PreTrainedConfig, options: ExportOptions) -> ExportOptions:
+    """The options with an activation format that is exact for a model with this configuration.
 
     If each KV head serves one query head, ONNX Runtime computes the attention of a single row with another kernel,
     which sums in another order. With int8 activations, drafts would then not be exact.
     """
-    config = checkpoint.config.get_text_config()
+    config = model_config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     grouped = heads is not None and (getattr(config, "num_key_value_heads", None) or heads) < heads
     if options.activations != "int8" or grouped:

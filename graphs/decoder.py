@@ -101,19 +101,16 @@ def decoder_of(
         freeze_rotary(model)
         if model._can_set_experts_implementation():
             model.set_experts_implementation(_EXPERTS)
-        signature = Signature(
-            traits.layers,
-            traits.kv_heads,
-            traits.head_dim,
-            traits.vocab_size,
-            cast(Precision, dtype_name(model)),
-            lowering,
-            traits.window,
-        )
+        signature = expected_signature(traits, cast(Precision, dtype_name(model)), lowering)
         decoder = Decoder(model, signature, attention_implementation, traits, quantization)
         with model_errors(model):
             _compare(decoder, ids, expected)
     return decoder, traits
+
+
+def expected_signature(traits: Traits, dtype: Precision, lowering: Lowering) -> Signature:
+    """The signature of the graph of a model with these traits."""
+    return Signature(traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size, dtype, lowering, traits.window)
 
 
 def freeze_rotary(model: PreTrainedModel) -> None:

@@ -60,14 +60,16 @@ def _max_positions(config: Any) -> int:
 
 
 def _repeats(config: Any, cache: kv.RecordingCache, heads: int) -> int:
-    """How often the model repeats each KV head before caching: 1 unless the recorded heads are equal in groups."""
+    """How often the model repeats each KV head before caching: 1 unless the recorded heads are equal in groups.
+
+    On the meta device there are no values to compare, and the configuration decides."""
     configured = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None) or heads
     repeats = int(heads // configured) if configured and heads % configured == 0 else 1
     if repeats < 2:
         return 1
     for pair in cache.recorded.values():
         for states in pair:
-            if not torch.equal(states, states[:, ::repeats].repeat_interleave(repeats, dim=1)):
+            if not states.is_meta and not torch.equal(states, states[:, ::repeats].repeat_interleave(repeats, dim=1)):
                 return 1
     return repeats
 

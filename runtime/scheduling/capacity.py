@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.graphs.contract.signature import STEP_ROWS, visible_length
+from spaceport.graphs.contract.signature import STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.decode.step import PREFILL_ROWS
 
 DEFAULT_SEQ_LEN = 4096
@@ -32,8 +32,13 @@ def slots_for(max_seq_len: int, max_slots: int | None) -> int:
 
 def capacity_for(manifest: Manifest, max_slots: int) -> int:
     """KV slots of a request: its tokens, the rows of its widest step, and one for padding rows."""
+    return kv_slots(manifest.signature.lowering, max_slots)
+
+
+def kv_slots(lowering: Lowering, max_slots: int) -> int:
+    """KV slots of a request with this lowering: its tokens, the rows of its widest step, and one for padding rows."""
     widest = STEP_ROWS
-    if manifest.signature.lowering == "append":
+    if lowering == "append":
         widest += (
             PREFILL_ROWS  # all requests of a call write the same number of consecutive slots: those of a prefill chunk
         )

@@ -15,6 +15,7 @@ from spaceport.exporter.atomic_folder import check_target
 from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, LOWERINGS, PRECISIONS, WEIGHTS
+from spaceport.tools.cli.dry_run import DRY_RUN_ONLY, dry_run_options, run_memory, show_report
 from spaceport.tools.cli.options import (
     PATH,
     Renamed,
@@ -38,6 +39,7 @@ class Export(Sectioned):
         "lowering": "Graph",
         "weights": "Quantization",
         "mask": "Special tokens (default: those in the checkpoint's sar_config.json)",
+        "dry_run": "Dry run",
         "overwrite": "Output",
     }
 
@@ -108,9 +110,10 @@ class Export(Sectioned):
     metavar="K",
     help="Maximum number of mask slots per step; default: the number that the checkpoint was tuned with.",
 )
+@dry_run_options
 @overwrite_option("bundle")
 @remote_code_option
-@json_option("the manifest")
+@json_option("the manifest, or the report of a dry run")
 @click.pass_context
 def command(
     context: click.Context,
@@ -128,6 +131,10 @@ def command(
     child: str | None,
     max_mask_slots: int | None,
     opset: int | None,
+    dry_run: bool,
+    gpu_memory: int | None,
+    max_seq_len: int | None,
+    max_requests: int,
     overwrite: bool,
     trust_remote_code: bool,
     as_json: bool,
@@ -139,7 +146,17 @@ def command(
     Without a mask token the bundle drafts with prompt lookup only.
     """
     named = ("mask", "fork", "child")
-    refuse_unused(context, [Unused(adapter is not None, named, "with --adapter", "the adapter names its tokens")])
+    unread = ("adapter", "calibrate", *named, "max_mask_slots", "overwrite")
+    rules = [
+        Unused(adapter is not None and not dry_run, named, "with --adapter", "the adapter names its tokens"),
+        Unused(not dry_run, DRY_RUN_ONLY, "without --dry-run", "add --dry-run"),
+        Unused(dry_run, unread, "with --dry-run", "it reads the base model's configuration"),
+    ]
+    refuse_unused(context, rules)
+    if dry_run:
+        chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations)
+        _dry_run(checkpoint, bundle, chosen, (max_seq_len, max_requests), gpu_memory, as_json)
+        return
     if calibrate is not None and (weights != "int8" or activations == "float"):
         raise OptionFault(
             "--calibration-data needs quantized activations: expected --weights int8 with it, and no --activations float"
@@ -166,6 +183,36 @@ def command(
     total = sum(record.size for record in manifest.files.values())
     drafts = f"up to {manifest.max_mask_slots} mask slots" if manifest.max_mask_slots else "no mask slots"
     click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts}")
+
+
+def _dry_run(
+    checkpoint: Path,
+    bundle: Path,
+    chosen: tuple[Any, ...],
+    limits: tuple[int | None, int],
+    gpu_memory: int | None,
+    as_json: bool,
+) -> None:
+    """Report what an export would write; the folder of the bundle must exist, since its free space is read."""
+    if not bundle.absolute().parent.is_dir():
+        raise OptionFault(f"{bundle.absolute().parent}: no such folder: create it first, or name another for BUNDLE")
+    from spaceport.exporter.dry_run import dry_run
+    from spaceport.exporter.export import ExportOptions
+    from spaceport.exporter.quiet import quiet_libraries
+
+    quiet_libraries()
+    lowering, dtype, weights, attention, opset, remote_code, activations = chosen
+    options = ExportOptions(
+        lowering,
+        dtype,
+        weights,
+        attention,
+        opset,
+        remote_code=remote_code,
+        requested_activations=activations,
+    )
+    found = dry_run(checkpoint, options)
+    show_report(found, bundle, run_memory(found, *limits), gpu_memory, as_json)
 
 
 @contextmanager

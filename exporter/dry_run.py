@@ -1,0 +1,175 @@
+"""Dry run: what an export of a checkpoint would write and need, computed from its configuration without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from spaceport.exporter.checkpoint import model_config
+from spaceport.exporter.checkpoint_files import (
+    ADAPTER_FILE,
+    FACTORS_FILE,
+    INPUT_ROWS_FILE,
+    is_gguf,
+    load_with_own_attention,
+    refuse_sizes,
+)
+from spaceport.exporter.export import ExportOptions, check_activations, exact_activations
+from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.stored_bytes import stored_bytes
+from spaceport.exporter.to_onnx import check_opset
+from spaceport.graphs.contract.dtypes import DTYPES
+from spaceport.graphs.contract.signature import Signature
+from spaceport.graphs.decoder import expected_signature, freeze_rotary
+from spaceport.graphs.traits import UnsupportedModel, class_name, probe, refuse_by_config
+
+# Peak memory of an export: libraries, plus the loaded model times a factor. See docs/dry_run.md for the measurements.
+LIBRARIES = 600_000_000
+PEAK_FACTOR = 2
+_GRAPH, _GRAPH_LAYER = 12_000, 6_000  # approximate bytes of model.onnx: in all, and per layer
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What an export would write and need."""
+
+    model_type: str
+    model: str  # class of transformers
+    options: ExportOptions  # with the activation format that would be used
+    signature: Signature
+    max_positions: int
+    heads: int  # query heads
+    parameters: int
+    quantized: int  # parameters that would be quantized
+    files: Mapping[str, int]  # bytes by name; only model.onnx.data is exact
+    peak: int  # bytes of memory that the export needs, an upper estimate
+    checked_headers: bool  # whether the headers of the weight files were compared with the configuration
+
+    @property
+    def bundle(self) -> int:
+        """Bytes of the bundle."""
+        return sum(self.files.values())
+
+
+def dry_run(folder: Path, options: ExportOptions) -> DryRun:
+    """What an export of the checkpoint in a folder would write; the folder may have its config.json only."""
+    check_opset(options.opset, options.lowering)
+    check_activations(options)
+    _refuse_additions(folder)
+    config = _configuration(folder, options.remote_code)
+    options = exact_activations(config, options)
+    with torch.device("meta"), torch.no_grad():
+        model, _ = load_with_own_attention(_without_values, config, dtype=getattr(torch, options.dtype))
+    refuse_by_config(model.eval())
+    freeze_rotary(model)
+    with torch.no_grad():
+        traits = probe(model)
+    if options.attention_implementation == "operator" and traits.attention_hook == "eager":
+        raise UnsupportedModel(
+            f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    checked = not is_gguf(folder) and _check_headers(folder, model)
+    stored = stored_bytes(model, options.dtype, options.weights, options.activations, options.lowering)
+    files = {"model.onnx.data": stored.data, "model.onnx": _GRAPH + _GRAPH_LAYER * traits.layers}
+    if stored.scales:
+        files["quantization_scales.safetensors"] = stored.scales
+    if (tokenizer := folder / "tokenizer.json").is_file():
+        files["tokenizer.json"] = tokenizer.stat().st_size
+    text = config.get_text_config()
+    return DryRun(
+        str(config.model_type),
+        class_name(model),
+        options,
+        expected_signature(traits, options.dtype, options.lowering),
+        traits.max_positions,
+        int(getattr(text, "num_attention_heads", None) or traits.kv_heads),
+        parameters,
+        stored.quantized,
+        files,
+        LIBRARIES + PEAK_FACTOR * parameters * DTYPES[options.dtype].bytes,
+        checked,
+    )
+
+
+def _without_values(
+    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, None]:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # others choose experts by values
+    return model, None
+
+
+def _configuration(folder: Path, remote_code: bool) -> PreTrainedConfig:
+    if not is_gguf(folder):
+        file = folder / "config.json"
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder: expected a folder with config.json, or a GGUF file")
+        if not file.is_file():
+            raise CheckpointError(f"{folder}: no config.json in it: copy that of the checkpoint into the folder")
+        refuse_sizes(file, read_json(file))
+    elif not folder.is_file():
+        raise CheckpointError(f"{folder}: no such file: expected a GGUF file or a checkpoint folder")
+    return model_config(folder, remote_code)
+
+
+def _refuse_additions(folder: Path) -> None:
+    """Raise for a checkpoint with tensors beside its model."""
+    for name in (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE):
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"{folder / name}: has tensors beside the model, which --dry-run does not count: expected the base model; "
+                "run it on that folder"
+            )
+
+
+def _check_headers(folder: Path, model: PreTrainedModel) -> bool:
+    """Compare the headers of safetensors files with the model; False if the folder has none that fit its names."""
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else []
+    present = [folder / name for name in names if (folder / name).is_file()]
+    if names and present and len(present) < len(names):
+        lost = next(name for name in names if not (folder / name).is_file())
+        raise CheckpointError(
+            f"{folder}: {len(names) - len(present)} of {len(names)} weight files are missing, such as {lost}: expected all "
+            "files of model.safetensors.index.json; download them"
+        )
+    single = folder / "model.safetensors"
+    shapes = _headers(present or ([single] if single.is_file() else []))
+    expected = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    common = expected.keys() & shapes.keys()
+    if wrong := sorted(name for name in common if shapes[name] != expected[name]):
+        raise CheckpointError(
+            f"{folder}: {wrong[0]} has shape {shapes[wrong[0]]}, config.json describes {expected[wrong[0]]}: expected the "
+            "configuration of these weights; copy the config.json that belongs to them"
+        )
+    _check_output_embedding(folder, model, expected.keys() - shapes.keys() if common else set())
+    return bool(common)
+
+
+def _check_output_embedding(folder: Path, model: PreTrainedModel, missing: set[str]) -> None:
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is head and f"{name}.weight" in missing:
+            raise CheckpointError(
+                f"{folder}: has no {name}.weight, and tie_word_embeddings is false: expected an output embedding, or true; "
+                "set tie_word_embeddings to true in config.json if the model was trained with tied embeddings"
+            )
+
+
+def _headers(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in safetensors files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}: download it again") from error
+    return shapes

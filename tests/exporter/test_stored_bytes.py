@@ -1,0 +1,69 @@
+"""The predicted bytes of weights are those that real exports write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.exporter.dry_run import dry_run
+from spaceport.exporter.export import ExportOptions, export
+from spaceport.graphs.contract.faults import OptionFault
+from support.families import FAMILIES, Family, build
+from support.published import write_checkpoint
+
+# No constant of these models has from 65 to 256 bytes: the exporter may join such, and then stores them elsewhere.
+SIZES: dict[str, Any] = {"vocab_size": 640, "hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
+FLOAT = {
+    "float32": ExportOptions(),
+    "float16, append": ExportOptions("append", "float16"),
+    "int4, bfloat16, append": ExportOptions("append", "bfloat16", "int4"),
+    "float8, float16, append": ExportOptions("append", "float16", "float8"),
+    "int8, float activations": ExportOptions(weights="int8", requested_activations="float"),
+}
+INTEGER = {"int4": ExportOptions(weights="int4"), "int8": ExportOptions(weights="int8")}
+
+
+def saved(name: str, folder: Path, **sizes: Any) -> Path:
+    (family,) = (one for one in FAMILIES if one.name == name)
+    own = {name: size for name, size in SIZES.items() if name != "head_dim" or family.model_type != "falcon"}
+    model = build(replace(family, options={**family.options, **own, **sizes}))
+    return write_checkpoint(folder, model)
+
+
+def compared(checkpoint: Path, target: Path, options: ExportOptions) -> tuple[int, int]:
+    """Predicted and real bytes of model.onnx.data; parameters and signature must be equal."""
+    expected = dry_run(checkpoint, options)
+    manifest = export(checkpoint, target, options)
+    assert (expected.parameters, expected.signature) == (manifest.parameters, manifest.signature)
+    assert (expected.max_positions, expected.options.activations) == (manifest.max_positions, manifest.activations)
+    return expected.files["model.onnx.data"], (target / "model.onnx.data").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", FLOAT.values(), ids=FLOAT)
+@pytest.mark.parametrize("name", ["llama", "falcon, 40B style", "glm"])
+def test_the_data_file_has_exactly_the_predicted_bytes(name: str, options: ExportOptions, tmp_path: Path) -> None:
+    predicted, real = compared(saved(name, tmp_path / "checkpoint"), tmp_path / "bundle", options)
+    assert predicted == real
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("options", INTEGER.values(), ids=INTEGER)
+def test_with_quantized_activations_the_prediction_is_within_one_percent(
+    options: ExportOptions, tied: bool, tmp_path: Path
+) -> None:
+    checkpoint = saved("llama", tmp_path / "checkpoint", tie_word_embeddings=tied)
+    predicted, real = compared(checkpoint, tmp_path / "bundle", options)
+    assert abs(predicted / real - 1) < 0.01
+
+
+def test_a_model_without_layers_that_can_be_quantized_is_refused(tmp_path: Path) -> None:
+    (family,) = (one for one in FAMILIES if one.name == "gpt2")
+    folder = tmp_path / "checkpoint"
+    write_checkpoint(folder, build(Family(family.name, family.model_type, family.structure, family.options)))
+    with pytest.raises(OptionFault, match=r"no linear layer that can be quantized .*--weights same"):
+        dry_run(folder, ExportOptions(weights="int4", requested_activations="float"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,18 @@ FLOAT = {
 }
 INTEGER = {"int4": ExportOptions(weights="int4"), "int8": ExportOptions(weights="int8")}
 
+# Cases of each run; all others are nightly, since each exports a model.
+EACH_RUN = {("llama", "float32"), ("falcon, 40B style", "int4, bfloat16, append"), ("int8", "untied")}
+
+
+def cases(first: Sequence[str], second: Sequence[str]) -> list[Any]:
+    """All pairs of two names as parameters of a test."""
+    return [
+        pytest.param(one, other, marks=() if (one, other) in EACH_RUN else pytest.mark.nightly)
+        for one in first
+        for other in second
+    ]
+
 
 def saved(name: str, folder: Path, **sizes: Any) -> Path:
     (family,) = (one for one in FAMILIES if one.name == name)
@@ -43,21 +56,19 @@ def compared(checkpoint: Path, target: Path, options: ExportOptions) -> tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", FLOAT.values(), ids=FLOAT)
-@pytest.mark.parametrize("name", ["llama", "falcon, 40B style", "glm"])
-def test_the_data_file_has_exactly_the_predicted_bytes(name: str, options: ExportOptions, tmp_path: Path) -> None:
-    predicted, real = compared(saved(name, tmp_path / "checkpoint"), tmp_path / "bundle", options)
+@pytest.mark.parametrize(("name", "options"), cases(["llama", "falcon, 40B style", "glm"], [*FLOAT]))
+def test_the_data_file_has_exactly_the_predicted_bytes(name: str, options: str, tmp_path: Path) -> None:
+    predicted, real = compared(saved(name, tmp_path / "checkpoint"), tmp_path / "bundle", FLOAT[options])
     assert predicted == real
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("options", INTEGER.values(), ids=INTEGER)
+@pytest.mark.parametrize(("options", "embeddings"), cases([*INTEGER], ["tied", "untied"]))
 def test_with_quantized_activations_the_prediction_is_within_one_percent(
-    options: ExportOptions, tied: bool, tmp_path: Path
+    options: str, embeddings: str, tmp_path: Path
 ) -> None:
-    checkpoint = saved("llama", tmp_path / "checkpoint", tie_word_embeddings=tied)
-    predicted, real = compared(checkpoint, tmp_path / "bundle", options)
+    checkpoint = saved("llama", tmp_path / "checkpoint", tie_word_embeddings=embeddings == "tied")
+    predicted, real = compared(checkpoint, tmp_path / "bundle", INTEGER[options])
     assert abs(predicted / real - 1) < 0.01
 
 

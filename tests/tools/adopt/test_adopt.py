@@ -102,7 +102,7 @@ def exported(checkpoint: Path, adapter: Path | None) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["pard", "idlm", "uno"])
+@pytest.mark.parametrize("method", ["pard", pytest.param("idlm", marks=pytest.mark.nightly), "uno"])
 def test_adopted_weights_draft_all_tokens_of_a_step_and_the_text_is_the_base_models(
     method: str, base: Path, request: pytest.FixtureRequest
 ) -> None:

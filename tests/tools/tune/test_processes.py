@@ -104,6 +104,7 @@ def test_a_process_that_loses_another_one_ends_and_a_resume_loses_nothing(order:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_with_a_time_budget_have_the_same_learning_rates(order: list[str], tmp_path: Path) -> None:
     target = tmp_path / "tuned"
     options = ["--max-steps", "40", "--epochs", "99", "--time-budget", "2s", "--save-every", "99"]

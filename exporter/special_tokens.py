@@ -13,6 +13,7 @@ from spaceport.exporter.config_mask_token import config_mask_token
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, is_id, read_sar_config
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS, TokenIds
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 
 DEFAULT_MASK_SLOTS = 5  # as published for SPACE; used if a checkpoint names one mask token and no number
 
@@ -28,7 +29,13 @@ class TokenFlags:
 
 
 def special_tokens(
-    folder: Path, config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], flags: TokenFlags, vocab: int
+    folder: Path,
+    config: PreTrainedConfig,
+    tokenizer: Any,
+    generation: dict[str, Any],
+    flags: TokenFlags,
+    vocab: int,
+    mask_layout: MaskLayout = CAUSAL,
 ) -> tuple[TokenIds, int]:
     """The special token ids, and the number of mask slots, that flags or a folder's sar_config.json name.
 
@@ -54,7 +61,7 @@ def special_tokens(
         raise CheckpointError(
             f"token id {twice[0]} has two of the roles mask, fork, child and end of text: expected different tokens"
         )
-    return ids, _mask_slots(ids, config_entries.get("mask_slots"), flags.max_mask_slots)
+    return ids, _mask_slots(ids, config_entries.get("mask_slots"), flags.max_mask_slots, mask_layout)
 
 
 def _configured_masks(folder: Path, entries: dict[str, Any], vocab: int) -> tuple[str, ...]:
@@ -65,7 +72,7 @@ def _configured_masks(folder: Path, entries: dict[str, Any], vocab: int) -> tupl
     return () if named is None else (str(named),)
 
 
-def _mask_slots(ids: TokenIds, configured: Any, requested: int | None) -> int:
+def _mask_slots(ids: TokenIds, configured: Any, requested: int | None, mask_layout: MaskLayout) -> int:
     """The maximum number of mask slots: as requested, else as configured, else one per mask token or the default."""
     if not ids.mask:
         if requested:
@@ -79,7 +86,7 @@ def _mask_slots(ids: TokenIds, configured: Any, requested: int | None) -> int:
         if requested is not None
         else configured
         if configured is not None
-        else len(ids.mask)
+        else len(ids.mask) - mask_layout.lead
         if distinct
         else DEFAULT_MASK_SLOTS
     )
@@ -87,9 +94,10 @@ def _mask_slots(ids: TokenIds, configured: Any, requested: int | None) -> int:
         raise CheckpointError(
             f"the number of mask slots is {slots!r}: expected 1 to {MAX_MASK_SLOTS} as --max-mask-slots, or as mask_slots in {SAR_FILE}"
         )
-    if distinct and slots > len(ids.mask):
+    if distinct and mask_layout.rows(slots) > len(ids.mask):
         raise CheckpointError(
             f"{slots} mask slots, but {len(ids.mask)} mask tokens: expected one for each mask slot, or one for all"
+            + ("; without shift, one more for the first row of a group" if mask_layout.lead else "")
         )
     return slots
 

@@ -9,6 +9,7 @@ from types import NoneType
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ExactDrafts
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.sampling.grammar import Grammar
@@ -76,7 +77,8 @@ class Decoding:
 
     - `mask_slots`: Maximum draft tokens from mask slots for each thread in a step, 0 = none; default None: the bundle's.
     - `draft`: "tree", or "chain" as published by SPACE; default "tree".
-    - `draft_rows`: Maximum rows of a thread in a step of a draft tree; default None: 24.
+    - `draft_rows`: Maximum rows of a thread in a step of a draft tree; default None: 24, or as many as all mask slots
+      behind the last token need.
     - `draft_siblings`: Maximum candidates for one position of a draft tree; default None: 3, or 1 where the bundle's
       drafts are exact in one line only.
     - `lookup`: Maximum draft tokens from prompt lookup in a step, 0 = none; default None: 16 in trees, 0 in chains and
@@ -183,12 +185,12 @@ class Decoding:
         """Maximum threads that decode at the same time, with a bundle whose threads are `parallel` by default."""
         return self.max_threads or (MAX_THREADS if parallel else 1)
 
-    def draft_config(self, most: int, exact: ExactDrafts = "tree") -> DraftConfig:
-        """Draft limits with a bundle that has `most` mask slots and drafts that are exact in this shape."""
+    def draft_config(self, most: int, exact: ExactDrafts = "tree", mask_layout: MaskLayout = CAUSAL) -> DraftConfig:
+        """Draft limits with a bundle that has `most` mask slots of this layout and drafts that are exact in this shape."""
         slots = most if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
-        rows = self.draft_rows or DraftConfig.rows
+        rows = self.draft_rows or max(DraftConfig.rows, 1 + mask_layout.rows(slots))
         siblings = self.draft_siblings or (DraftConfig.siblings if exact == "tree" else 1)
-        return DraftConfig(slots, self.draft, rows, siblings, lookup)
+        return DraftConfig(slots, self.draft, rows, siblings, lookup, mask_layout)

@@ -14,11 +14,12 @@ from spaceport.graphs.contract.file_records import Flavour as Flavour
 from spaceport.graphs.contract.file_records import engine_record, file_record
 from spaceport.graphs.contract.file_records import record_of as record_of
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
+from spaceport.graphs.contract.mask_layout import GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
 # 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below;
-# 4: without fork_by_default; 5: without provenance and a digest of its own
-SCHEMA = 6
+# 4: without fork_by_default; 5: without provenance and a digest of its own; 6: without mask_layout
+SCHEMA = 7
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -50,7 +51,7 @@ class NewerSchema(ManifestError):
 class TokenIds:
     """The special token ids of decoding."""
 
-    mask: tuple[int, ...] = ()  # empty: no mask slots; one id: shared by all mask slots; else one id per mask slot
+    mask: tuple[int, ...] = ()  # empty: no mask slots; one id: shared by all mask rows; else one id per mask row
     fork: int | None = None
     child: int | None = None
     end: tuple[int, ...] = ()
@@ -91,6 +92,7 @@ class Manifest:
     weights: Weights = "same"  # how linear layers' weights are stored; "same": in the signature's dtype
     activations: Activations = "float"  # how the inputs of layers with quantized weights are quantized
     embeddings: Embeddings = "same"  # how the input and output embeddings are stored
+    mask_layout: MaskLayout = field(default_factory=MaskLayout)  # what mask rows predict and see
     fork_by_default: bool = True  # whether requests may fork unless they say otherwise; False: forks change the output
     files: dict[str, FileRecord] = field(default_factory=dict)
     engines: dict[str, EngineRecord] = field(default_factory=dict)  # by file name in `engines/`
@@ -157,6 +159,7 @@ def manifest_of(data: object) -> Manifest:
         weights=entries["weights"].one_of(WEIGHTS),
         activations=entries["activations"].one_of(ACTIVATIONS),
         embeddings=entries["embeddings"].one_of(EMBEDDINGS),
+        mask_layout=_mask_layout(entries["mask_layout"]),
         fork_by_default=entries["fork_by_default"].boolean(),
         files={name: file_record(record) for name, record in entries["files"].members().items()},
         engines={name: engine_record(name, record) for name, record in entries["engines"].members().items()},
@@ -169,7 +172,9 @@ def manifest_of(data: object) -> Manifest:
 
 def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
     """The entries of an older manifest under their present names, with defaults for those that it could not have."""
-    defaults: dict[str, Any] = {"provenance": {}}
+    defaults: dict[str, Any] = {"mask_layout": asdict(MaskLayout())}
+    if schema <= 5:
+        defaults |= {"provenance": {}}
     if schema <= 4:
         defaults |= {"fork_by_default": True}
     if schema <= 2:
@@ -199,9 +204,11 @@ def _check_consistency(manifest: Manifest) -> None:
     tokens, slots, vocab = manifest.tokens, manifest.max_mask_slots, manifest.signature.vocab_size
     if slots > MAX_MASK_SLOTS:
         raise ManifestError(f"max_mask_slots is {slots}: expected at most {MAX_MASK_SLOTS}")
-    if slots and len(tokens.mask) != 1 and len(tokens.mask) < slots:
+    rows = manifest.mask_layout.rows(slots)
+    if slots and len(tokens.mask) != 1 and len(tokens.mask) < rows:
         raise ManifestError(
-            f"max_mask_slots is {slots}, tokens.mask has {len(tokens.mask)}: expected one for all, or one for each"
+            f"max_mask_slots is {slots}, tokens.mask has {len(tokens.mask)}: expected one for all, or one for each of "
+            f"{rows} mask rows"
         )
     if manifest.weights == "same" and manifest.activations != "float":
         raise ManifestError(f"activations is {manifest.activations}, weights is same: expected float activations")
@@ -235,6 +242,11 @@ def _tokens(found: JsonField) -> TokenIds:
         child=entries["child"].or_none(JsonField.whole),
         end=_ids(entries["end"]),
     )
+
+
+def _mask_layout(found: JsonField) -> MaskLayout:
+    entries = found.entries(MaskLayout)
+    return MaskLayout(shift=entries["shift"].boolean(), group=entries["group"].one_of(GROUPS))
 
 
 def _provenance(found: JsonField) -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 
 Shape = Literal["chain", "tree"]
 Source = Literal["mask", "lookup", "both"]  # what proposed a candidate
@@ -30,9 +31,10 @@ class DraftConfig:
 
     mask_slots: int = 0  # maximum mask slots behind a node
     shape: Shape = "tree"
-    rows: int = 24  # maximum rows of a thread in a step of a tree; a chain has (mask_slots + 1)²
+    rows: int = 24  # maximum rows of a thread in a step of a tree; a chain has mask_slots + 1 full groups
     siblings: int = 3  # maximum candidates for one position, of all sources; 1: the draft is a chain
     lookup: int = 0  # maximum tokens from prompt lookup; 0: no prompt lookup
+    mask_layout: MaskLayout = CAUSAL
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0)):
@@ -57,29 +59,32 @@ class Draft:
     sources: tuple[Source, ...] = ()  # of each candidate
     probabilities: tuple[float, ...] = ()  # estimated acceptance probability of each candidate; empty in a chain
     worth: tuple[float, ...] = ()  # expected tokens of 1, 2, ... rows, the best rows first; empty: unknown
-    order: tuple[int, ...] = ()  # of the rows after the first: the node of a mask slot, or -1 for a candidate
+    order: tuple[int, ...] = ()  # of the rows after the first: the node of a mask row, or -1 for a candidate
+    mask_layout: MaskLayout = CAUSAL
 
     @property
     def rows(self) -> int:
-        return 1 + len(self.tokens) + sum(self.masks)
+        return 1 + len(self.tokens) + sum(map(self.mask_layout.rows, self.masks))
 
     def cut(self, rows: int) -> Draft:
         """The draft with its best rows only, at most `rows`; a draft without an order of rows is not cut."""
         if not self.order or rows >= self.rows:
             return self
-        masks = list(self.masks)
+        masks = list(map(self.mask_layout.rows, self.masks))
         for node in self.order[rows - 1 :]:
             if node >= 0:
                 masks[node] -= 1
         count = self.order[: rows - 1].count(-1)
+        lead = self.mask_layout.lead
         return Draft(
             self.tokens[:count],
             self.parents[:count],
-            tuple(masks[: count + 1]),
+            tuple([max(0, each - lead) for each in masks[: count + 1]]),
             self.sources[:count],
             self.probabilities[:count],
             self.worth[:rows],
             self.order[: rows - 1],
+            self.mask_layout,
         )
 
 
@@ -96,7 +101,13 @@ PLAIN = Draft()
 _MASK: Source = "mask"
 
 
-def chain(candidates: Sequence[int], mask_slots: int, remaining: int, rows: int | None = None) -> Draft:
+def chain(
+    candidates: Sequence[int],
+    mask_slots: int,
+    remaining: int,
+    rows: int | None = None,
+    mask_layout: MaskLayout = CAUSAL,
+) -> Draft:
     """SPACE's draft: a chain of candidates, and the same number of mask slots behind every node.
 
     `remaining` is the number of tokens that the thread may still generate; nothing is drafted beyond it. `rows` is the
@@ -105,7 +116,7 @@ def chain(candidates: Sequence[int], mask_slots: int, remaining: int, rows: int 
     tokens = tuple(candidates[: max(0, remaining - 1)])
     if rows is not None:
         tokens = tokens[: rows - 1]
-        mask_slots = min(mask_slots, rows // (len(tokens) + 1) - 1)
+        mask_slots = min(mask_slots, rows // (len(tokens) + 1) - 1 - mask_layout.lead)
     parents = tuple(range(len(tokens)))
     masks = tuple(max(0, min(mask_slots, remaining - 2 - depth)) for depth in range(len(tokens) + 1))
-    return Draft(tokens, parents, masks, (_MASK,) * len(tokens))
+    return Draft(tokens, parents, masks, (_MASK,) * len(tokens), mask_layout=mask_layout)

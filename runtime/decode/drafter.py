@@ -45,13 +45,14 @@ class ChainDrafter:
     """SPACE's draft: one chain of candidates, and the same number of mask slots behind each."""
 
     def __init__(self, draft_config: DraftConfig) -> None:
-        self._mask_slots = draft_config.mask_slots
+        self._mask_slots, self._mask_layout = draft_config.mask_slots, draft_config.mask_layout
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
-        rows = min(rows, (self._mask_slots + 1) ** 2)
+        slots, layout = self._mask_slots, self._mask_layout
+        rows = min(rows, (slots + 1) * (1 + layout.rows(slots)))
         # A mask slot without a probable token ends the chain.
         found = takewhile(lambda each: each.tokens, best_chain(thread.candidates, thread.tokens[-1]))
-        return chain([candidate.tokens[0] for candidate in found], self._mask_slots, remaining, rows)
+        return chain([candidate.tokens[0] for candidate in found], slots, remaining, rows, layout)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
         """A chain always has the same shape."""
@@ -175,10 +176,11 @@ class TreeDrafter:
         mask_slots = self._draft_config.mask_slots
         key = (sharing.threads, sharing.requests, copying)
         shared_key = (self._kind, mask_slots, *key)
+        lead = self._draft_config.mask_layout.lead
         reach = self._acceptance.reach(mask_slots, copying)
         found, before, planned = self._long_runs.get(key, (None, reach, curve))
         if found is None:
-            found = self._planner.long_run(shared_key, mask_slots)
+            found = self._planner.long_run(shared_key, mask_slots, lead)
             found.solve(curve.times, reach, *((_FEW_ROUNDS,) if found.rate else ()))
             self._planner.keep(shared_key, found)
         elif self._steps < self._next_round or (

@@ -26,17 +26,14 @@ class PlannedStep(NamedTuple):
     masks: tuple[int, ...]  # mask slots behind the last known token, and behind each draft token that is verified
     tokens: float  # expected tokens that the step generates
     time: float
-
-    @property
-    def rows(self) -> int:
-        return len(self.masks) + sum(self.masks)
+    rows: int
 
 
 class _Best(NamedTuple):
     """The best step that verifies a number of draft tokens."""
 
     value: float  # expected tokens, plus the value of the draft tokens left, less what the time yields otherwise
-    mask_slots: int  # in total
+    mask_rows: int  # in total
     time: float
 
 
@@ -45,6 +42,7 @@ class LongRun:
     """The best token rate, and the value of available draft tokens at that rate; improved round by round."""
 
     mask_slots: int
+    lead: int = 0  # rows of a group of mask slots beside theirs
     rate: float = 0.0  # tokens per unit of time of the curves; 0: unknown
     gains: list[float] = field(
         default_factory=list
@@ -86,27 +84,57 @@ class LongRun:
         steps, policy = self._steps(curve, reach), []
         for at_hand in range(self.mask_slots + 1):
             verified = max(range(at_hand + 1), key=lambda count: steps[count].value)
-            worth = [(-last * gain, node) for node, last in enumerate(_last(reach, verified)) for gain in self.gains]
-            chosen = [node for _, node in sorted(worth)[: steps[verified].mask_slots]]
-            masks = tuple(chosen.count(node) for node in range(verified + 1))
-            policy.append(PlannedStep(at_hand, masks, 1 + sum(reach[:verified]), steps[verified].time))
+            masks = self._spread(_last(reach, verified), steps[verified].mask_rows)
+            rows = verified + 1 + steps[verified].mask_rows
+            policy.append(PlannedStep(at_hand, masks, 1 + sum(reach[:verified]), steps[verified].time, rows))
         return policy
+
+    def _spread(self, last: Sequence[float], mask_rows: int) -> tuple[int, ...]:
+        """The number of mask slots behind each node if these mask rows stand where their value is highest."""
+        offers = self._offers()
+        offered = sorted((-share * gain, -rows, node) for node, share in enumerate(last) for gain, rows in offers)
+        found = [0] * len(last)
+        for _, negative, node in offered:
+            rows = -negative
+            if rows > mask_rows:
+                break
+            mask_rows -= rows
+            found[node] += rows
+        return tuple([max(0, rows - self.lead) for rows in found])
+
+    def _offers(self) -> list[tuple[float, int]]:
+        """The rows of a group that are added together, in their order: their average value and their number."""
+        gains = [gain for gain in self.gains if gain > 0]
+        if not self.lead or not gains:
+            return [(gain, 1) for gain in gains]
+        openings = opening_gains(gains, self.lead)
+        first = 1 + openings.index(openings[-1])
+        return [(openings[-1], first + self.lead), *((gain, 1) for gain in gains[first:])]
 
     def _steps(self, curve: Sequence[float], reach: Sequence[float]) -> list[_Best]:
         """The best step by number of verified draft tokens, with mask slots where their value is highest."""
-        steps, tokens = [], 1.0
+        steps, tokens, offers = [], 1.0, self._offers()
         for verified in range(min(self.mask_slots, len(curve) - 1) + 1):
             tokens += reach[verified - 1] if verified else 0.0
-            worth = [last * gain for last in _last(reach, verified) for gain in self.gains if gain > 0]
+            worth = [(last * gain, rows) for last in _last(reach, verified) for gain, rows in offers]
             worth.sort(reverse=True)
-            value, time = tokens, curve[verified]
+            value, time, count = tokens, curve[verified], 0
             best = _Best(value - self.rate * time, 0, time)
-            for count, (gain, time) in enumerate(zip(worth, curve[verified + 1 :], strict=False), 1):
-                value += gain
+            for gain, rows in worth:
+                count += rows
+                if verified + count >= len(curve):
+                    break
+                value, time = value + gain * rows, curve[verified + count]
                 if value - self.rate * time > best.value:
                     best = _Best(value - self.rate * time, count, time)
             steps.append(best)
         return steps + [steps[-1]] * (self.mask_slots + 1 - len(steps))
+
+
+def opening_gains(gains: Sequence[float], lead: int) -> list[float]:
+    """By maximum number of mask slots: the highest average value of a row if a group is opened, with its `lead` rows."""
+    sums = accumulate(gains)
+    return list(accumulate((total / (count + lead) for count, total in enumerate(sums, 1)), max))
 
 
 def _last(reach: Sequence[float], verified: int) -> list[float]:

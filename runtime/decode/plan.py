@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.decode.draft import PLAIN, Draft
 from spaceport.runtime.decode.threads import Thread
 
@@ -28,13 +29,13 @@ class Layout:
 
     parents: NDArray[np.int64]  # rows; NO_PARENT: the parent is the thread's last token in the KV cache
     offsets: NDArray[np.int64]  # rows; position minus that of the first row
-    mask_depths: NDArray[np.int64]  # rows; index of a mask slot in its group, or -1
-    mask_rows: NDArray[np.int64]  # the rows of mask slots
+    mask_depths: NDArray[np.int64]  # rows; index of a mask row in its group, or -1
+    mask_rows: NDArray[np.int64]
     candidates: NDArray[np.int64]  # the row of each candidate
     known: int  # rows of known tokens
     nodes: tuple[int, ...]  # row of each node of the draft: the last known token, then the candidates
-    groups: tuple[tuple[int, ...], ...]  # rows of the mask slots behind each node
-    ancestry: NDArray[np.bool_]  # rows x rows; True = the row or one of its ancestors
+    groups: tuple[tuple[int, ...], ...]  # rows of the mask slots behind each node, without the row that leads a group
+    visible: NDArray[np.bool_]  # rows x rows; True = may see: itself, its ancestors, in a block also all of its group
     wanted: NDArray[np.int64]  # rows whose logits are needed: the last known token and everything after it
     drafted: tuple[int, ...]  # candidates at each depth
     slot_ranks: NDArray[
@@ -130,7 +131,7 @@ def plan_thread(
     known = min(pending, chunk)
     if not complete:
         draft = PLAIN
-    layout = lay_out(known, draft.parents, draft.masks)
+    layout = lay_out(known, draft.parents, draft.masks, draft.mask_layout)
     ids = np.empty(layout.rows, np.int64)
     ids[:known] = thread.tokens[begin : begin + known]
     if draft.tokens:
@@ -141,12 +142,14 @@ def plan_thread(
     return Part(thread, draft, layout, ids, layout.offsets + begin, complete, anchor, echo)
 
 
-def lay_out(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) -> Layout:
-    """The rows of `known` tokens and a draft of this shape; the mask slots of a node follow it directly."""
-    return (_cached_layout if known <= _CACHED else _layout)(known, draft_parents, masks)
+def lay_out(
+    known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], mask_layout: MaskLayout = CAUSAL
+) -> Layout:
+    """The rows of `known` tokens and a draft of this shape; the mask rows of a node follow it directly."""
+    return (_cached_layout if known <= _CACHED else _layout)(known, draft_parents, masks, mask_layout)
 
 
-def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) -> Layout:
+def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], mask_layout: MaskLayout) -> Layout:
     parents = list(range(-1, known - 1))
     mask_depths = [-1] * known
     path = _first_path(draft_parents)
@@ -161,11 +164,12 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
             parents.append(nodes[draft_parents[node - 1]])
             mask_depths.append(-1)
             ranks.append(int(node not in path))
-        group = range(len(parents), len(parents) + count)
-        parents.extend((nodes[node], *group)[:count])
-        mask_depths.extend(range(count))
-        ranks.extend([2] * count)
-        groups.append(tuple(group))
+        rows = mask_layout.rows(count)
+        group = range(len(parents), len(parents) + rows)
+        parents.extend((nodes[node], *group)[:rows])
+        mask_depths.extend(range(rows))
+        ranks.extend([2] * rows)
+        groups.append(tuple(group[rows - count :]))
     ancestry = _ancestry(parents)
     offsets = ancestry.sum(axis=1) - 1
     depths = np.array(mask_depths, np.int64)
@@ -178,7 +182,7 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         known=known,
         nodes=tuple(nodes),
         groups=tuple(groups),
-        ancestry=ancestry,
+        visible=_with_blocks(ancestry, groups, mask_layout.lead) if mask_layout.group == "block" else ancestry,
         wanted=np.arange(known - 1, len(parents)),
         drafted=tuple(np.bincount(offsets[nodes[1:]] - known).tolist()),
         slot_ranks=np.array(ranks, np.int64),
@@ -187,6 +191,16 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...]) 
         if isinstance(array, np.ndarray):
             array.setflags(write=False)  # one layout serves many steps
     return layout
+
+
+def _with_blocks(ancestry: NDArray[np.bool_], groups: Sequence[tuple[int, ...]], lead: int) -> NDArray[np.bool_]:
+    """Visibility of rows whose groups of mask rows see each other."""
+    visible: NDArray[np.bool_] = ancestry.copy()
+    for group in groups:
+        if group:
+            block = slice(group[0] - lead, group[-1] + 1)
+            visible[block, block] = True
+    return visible
 
 
 def _first_path(draft_parents: tuple[int, ...]) -> frozenset[int]:
@@ -202,7 +216,7 @@ _cached_layout = lru_cache(maxsize=_LAYOUTS)(_layout)
 
 
 def sees(plan: Plan, slots: NDArray[np.int64], visible: int) -> NDArray[np.bool_]:
-    """Visibility mask of a plan, rows x visible: the slots of the row's thread, its ancestors and itself.
+    """Visibility mask of a plan, rows x visible: the slots of the row's thread, and of the rows that it sees in the step.
 
     The first rows of a child thread may have the [Fork] as parent that another thread feeds in the same step.
     """
@@ -211,7 +225,7 @@ def sees(plan: Plan, slots: NDArray[np.int64], visible: int) -> NDArray[np.bool_
     for part in plan.parts:
         end = first + part.layout.rows
         mask[first:end] = part.thread.sees[:visible]
-        mask[first:end, slots[first:end]] = part.layout.ancestry
+        mask[first:end, slots[first:end]] = part.layout.visible
         if part.anchor is not None:
             mask[first:end, slots[part.anchor]] = True
         first = end

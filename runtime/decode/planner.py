@@ -100,10 +100,10 @@ class DraftPlanner:
             return Acceptance()
         return self._acceptance.setdefault(kind, Acceptance())
 
-    def long_run(self, key: Hashable, mask_slots: int) -> LongRun:
+    def long_run(self, key: Hashable, mask_slots: int, lead: int = 0) -> LongRun:
         """A copy of the last shared solution, for a request to start from; unsolved if there is none."""
         known = self._long_runs.get(key)
-        return LongRun(mask_slots) if known is None else known.copy()
+        return LongRun(mask_slots, lead) if known is None else known.copy()
 
     def keep(self, key: Hashable, solution: LongRun) -> None:
         """Share a solution with later requests."""

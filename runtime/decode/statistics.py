@@ -22,7 +22,7 @@ class Statistics:
     - `tokens`: Generated tokens of all threads.
     - `rows`: Rows of all steps, without padding.
     - `candidate_rows`: Of these, rows of candidates.
-    - `mask_rows`: Of these, rows of mask slots; all others are known tokens.
+    - `mask_rows`: Of these, mask rows; all others are known tokens.
     - `padding_rows`: Rows that were computed beside them, since a call computes equally many for each of its requests.
     - `drafted_by_step`: Draft tokens that were fed in each decode step; of the first 4,096 steps only.
     - `accepted_by_step`: Accepted draft tokens of each of these steps.

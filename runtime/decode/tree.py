@@ -8,6 +8,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Source
+from spaceport.runtime.decode.long_run import opening_gains
 
 _MOST = 0.97  # maximum probability of a prediction, so that alternatives are still considered
 
@@ -77,10 +78,12 @@ class _Growth:
         self._masks: list[int] = [0]
         self._sources: list[Source] = []
         self._probabilities: list[float] = []
-        self._order: list[int] = []  # by row: the node of a mask slot, or -1 for a candidate
+        self._order: list[int] = []  # by row: the node of a mask row, or -1 for a candidate
         self._worth = [1.0]
         self._candidates, self._lookup_tokens, self._outlook = candidates, lookup_tokens, outlook
         self._mask_slots, self._siblings, self._remaining = draft_config.mask_slots, draft_config.siblings, remaining
+        self._mask_layout = draft_config.mask_layout
+        self._openings = opening_gains(outlook.gains, self._mask_layout.lead)
         self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
         self._of_masks: dict[int, Candidates] = {}  # candidates of mask slots behind each node
         self._followers = [0]  # candidates behind each node
@@ -99,13 +102,14 @@ class _Growth:
             promise, _, source, node, depth, rank, probability = heappop(self._heap)
             if -promise < rate * slopes[count - 1]:
                 break
-            if not self._take(source, node, depth, rank, probability, -promise):
+            if source is None and count + self._rows_of_slot(node) > rows:
                 continue
-            count += 1
-            worth -= promise
-            self._worth.append(worth)
-            if worth - rate * times[count - 1] > best:
-                best_count, best = count, worth - rate * times[count - 1]
+            for value in self._take(source, node, depth, rank, probability, -promise):
+                count += 1
+                worth += value
+                self._worth.append(worth)
+                if worth - rate * times[count - 1] > best:
+                    best_count, best = count, worth - rate * times[count - 1]
         return best_count
 
     def draft(self) -> Draft:
@@ -117,20 +121,27 @@ class _Growth:
             tuple(self._probabilities),
             tuple(self._worth),
             tuple(self._order),
+            self._mask_layout,
         )
 
     def _take(
         self, source: Source | None, node: int, depth: int, rank: int, probability: float, promise: float
-    ) -> bool:
-        """Add an offered row; returns whether it needs a row of its own."""
+    ) -> tuple[float, ...]:
+        """Add what was offered; returns the value of each row that it needs."""
         if source is None:
-            self._order.append(node)
+            rows = self._rows_of_slot(node)
+            value = probability * self._outlook.gains[self._masks[node]]
+            self._order.extend([node] * rows)
             self._masks[node] += 1
             self._offer_mask(node, depth, probability)
-            return True
+            return (*(0.0,) * (rows - 1), value)
         if source == "mask":
             self._offer(source, node, depth, rank + 1, probability)
-        return self._add(source, node, depth, rank, promise)
+        return (promise,) if self._add(source, node, depth, rank, promise) else ()
+
+    def _rows_of_slot(self, node: int) -> int:
+        """Rows of one more mask slot behind a node."""
+        return 1 if self._masks[node] else 1 + self._mask_layout.lead
 
     def _add(self, source: Source, parent: int, depth: int, rank: int, probability: float) -> bool:
         """Add a candidate behind a node, unless the other source has proposed it or the node has enough siblings."""
@@ -196,9 +207,11 @@ class _Growth:
 
     def _offer_mask(self, node: int, depth: int, probability: float) -> None:
         """Offer one more mask slot behind a node that is the last accepted one with this probability."""
-        index = self._masks[node]
-        if index < min(self._mask_slots, self._remaining - 2 - depth):
-            self._push(probability * self._outlook.gains[index], None, node, depth, 0, probability)
+        index, most = self._masks[node], min(self._mask_slots, self._remaining - 2 - depth)
+        if index < most:
+            opens = self._mask_layout.lead and not index
+            gain = self._openings[most - 1] if opens else self._outlook.gains[index]
+            self._push(probability * gain, None, node, depth, 0, probability)
 
     def _push(
         self, promise: float, source: Source | None, node: int, depth: int, rank: int, probability: float

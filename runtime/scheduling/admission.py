@@ -129,7 +129,7 @@ class Admission:
         manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
-        draft_config = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts)
+        draft_config = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts, manifest.mask_layout)
         self._check_mask_slots(draft_config.mask_slots)
         decoding.sampling.check(manifest.signature.vocab_size)
         check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)

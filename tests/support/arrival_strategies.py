@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from spaceport.runtime.decode.draft import DraftConfig
 from support.arrivals import Arrival
-from support.hash_engine import END, Language, Tree
+from support.hash_engine import END, LAYOUTS, Language, Tree
 
 ARRIVALS = st.builds(
     Arrival,
@@ -34,6 +34,7 @@ LANGUAGES = st.builds(
     end_every=st.sampled_from((6, 20)),
     fork_every=st.sampled_from((4, 10)),
     window=st.none() | st.integers(1, 20),
+    mask_layout=st.sampled_from(LAYOUTS),
 )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.mask_layout import CAUSAL, GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.costs import fixed_costs
 from spaceport.runtime.decode.draft import DraftConfig
@@ -27,6 +28,7 @@ VOCAB = 15
 MASKS = (11, 12)
 END = 10
 FORK, CHILD = 13, 14
+LAYOUTS = tuple(MaskLayout(shift, group) for shift in (True, False) for group in GROUPS)
 
 
 Tree = dict[tuple[int, ...], list[int]]  # path of a thread -> its tokens
@@ -51,6 +53,7 @@ class Language:
     end_every: int = 40  # one token in this many is the end token
     fork_every: int = 10**9  # one token in this many is [Fork]
     window: int | None = None
+    mask_layout: MaskLayout = CAUSAL
 
     def state(self, cells: Sequence[Cell], near: Sequence[Cell], token: int, position: int) -> int:
         return hash((self.seed, token, position, *((c.position, c.state) for c in cells), -7, *(c.state for c in near)))
@@ -102,7 +105,7 @@ class Language:
         return found
 
     def draft(self, known: Sequence[Cell], depth: int) -> NDArray[np.float32]:
-        """The prediction of mask slot `depth` (from 0) behind these cells: the token after the one it stands for."""
+        """The prediction of mask slot `depth` (from 0) behind these cells: the token that follows theirs by depth + 2."""
         cells = list(known)
         for _ in range(depth + 1):
             cells.append(self.follow(cells, self.next(cells[-1].state, fork=True)))
@@ -168,6 +171,7 @@ class HashEngine:
 
     def _rows(self, batch: Batch, line: int) -> dict[int, NDArray[np.float32]]:
         cells, owner = self._cells[batch.first + line], self.owner(batch.first + line)
+        self._store_masks(batch, line, owner)
         given = {}
         for row in range(batch.input_ids.shape[1]):
             visible = np.flatnonzero(batch.attention_mask[line, 0, row])
@@ -184,11 +188,42 @@ class HashEngine:
             assert None not in seen, "a row sees a slot that holds nothing"
             assert all(cell is None or cell.owner == owner for cell in seen), "a row sees a slot of another request"
             before = sorted((cell for cell in seen if cell is not None), key=lambda cell: cell.position)
+            if token in MASKS:
+                given[row] = self._draft(before, position)
+                continue
             assert [cell.position for cell in before] == list(range(position)), "a row sees not just one line of text"
             near = self._near(batch, line, row, slot)
-            cells[slot] = Cell(token, position, self.language.state(before, near, token, position), owner)
-            given[row] = self._answer(before, token, cells[slot])
+            state = self.language.state(before, near, token, position)
+            cells[slot] = Cell(token, position, state, owner)
+            given[row] = self.language.logits(state)
         return given
+
+    def _store_masks(self, batch: Batch, line: int, owner: object) -> None:
+        """Fill the slots of mask rows, which other rows may see before their own turn comes."""
+        masked = np.flatnonzero(np.isin(batch.input_ids[line], MASKS)).tolist()
+        first, sees = int(batch.slot_ids[line, 0]), batch.attention_mask[line, 0]
+        slots = [first + row if self.lowering == "append" else int(batch.slot_ids[line, row]) for row in masked]
+        for row, slot in zip(masked, slots, strict=True):
+            token, position = int(batch.input_ids[line, row]), int(batch.position_ids[line, row])
+            self._cells[batch.first + line][slot] = Cell(token, position, hash((token, position)), owner)
+            if self.language.mask_layout.group == "block":
+                group = [other for other, held in zip(masked, slots, strict=True) if sees[row, held]]
+                assert all((sees[other] == sees[row]).all() for other in group), (
+                    "the rows of a block see different rows"
+                )
+
+    def _draft(self, seen: list[Cell], position: int) -> NDArray[np.float32]:
+        """The prediction of a mask row that sees these cells, its own position left out."""
+        known = [cell for cell in seen if cell.token not in MASKS]
+        masks = [cell.position for cell in seen if cell.token in MASKS]
+        start = len(known)
+        end = position + 1 if self.language.mask_layout.group == "causal" else start + len(masks) + 1
+        assert [cell.position for cell in known] == list(range(start)), "a mask row sees not just one line of text"
+        assert sorted((*masks, position)) == list(range(start, end)), "a mask row sees another group"
+        slot = position - start - self.language.mask_layout.lead
+        if slot < 0:  # its prediction has no use: the token before the group decides the same
+            return np.roll(self.language.logits(known[-1].state), 1)
+        return self.language.draft(known, slot)
 
     def _near(self, batch: Batch, line: int, row: int, slot: int) -> list[Cell]:
         if batch.sliding_attention_mask is None:
@@ -197,15 +232,6 @@ class HashEngine:
         assert slot in visible
         found = [cell for other in visible if other != slot and (cell := self._cells[batch.first + line][other])]
         return sorted(found, key=lambda cell: cell.position)
-
-    def _answer(self, before: list[Cell], token: int, cell: Cell | None) -> NDArray[np.float32]:
-        assert cell is not None
-        if token not in MASKS:
-            return self.language.logits(cell.state)
-        known = [other for other in before if other.token not in MASKS]
-        depth = len(before) - len(known)
-        assert [other.token in MASKS for other in before] == [False] * len(known) + [True] * depth
-        return self.language.draft(known, depth)
 
 
 def request_for(
@@ -230,7 +256,7 @@ def request_for(
         selector=selector or Greedy(bans),
         max_length=len(prompt) + max_tokens,
         max_total=max_tokens if total is None else total,
-        draft_config=draft_config,
+        draft_config=replace(draft_config, mask_layout=engine.language.mask_layout),
         planner=DraftPlanner(
             fixed_costs(0.0)
         ),  # drafts as wide as their limits: a draft that is not fed shows no fault

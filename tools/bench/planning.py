@@ -43,14 +43,17 @@ def rows_of(costs: StepCosts, requests: int, visible: int) -> list[PlannedRows]:
 
 
 def drafts_of(
-    costs: StepCosts, acceptance: Sequence[float], mask_slots: int, requests: int, visible: int
+    costs: StepCosts, acceptance: Sequence[float], mask_slots: int, requests: int, visible: int, lead: int = 0
 ) -> PlannedDrafts:
-    """The best drafts for these acceptance rates; deeper mask slots have the last rate."""
+    """The best drafts for these acceptance rates; deeper mask slots have the last rate.
+
+    `lead` is the number of rows of a group beside those of its mask slots.
+    """
     rates = tuple(acceptance[min(depth, len(acceptance) - 1)] for depth in range(mask_slots))
     reach = list(accumulate(rates, mul))
     seconds = costs.curve(MOST_ROWS, requests=requests, visible=visible)
     times = [each / seconds[0] for each in seconds]
-    solution = LongRun(mask_slots).solve(times, reach)
+    solution = LongRun(mask_slots, lead).solve(times, reach)
     steps = tuple(solution.policy(times, reach))
     return PlannedDrafts(rates, solution.rate, solution.rate * _mean_time(steps, reach), steps)
 

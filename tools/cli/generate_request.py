@@ -76,7 +76,7 @@ def check_before(context: click.Context) -> None:
 
 def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
     """Raise for options that have no effect with this bundle."""
-    draft_config = decoding.draft_config(manifest.max_mask_slots, exact=manifest.exact_drafts)
+    draft_config = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts, manifest.mask_layout)
     no_masks = draft_config.mask_slots == 0
     without = "with --mask-slots 0" if manifest.max_mask_slots else "with a bundle without mask slots"
     forks = manifest.tokens.fork is not None

@@ -66,10 +66,11 @@ def command(
         "require_signature": require_signature,
     }
     with Runtime.open(bundle, max_requests=requests, **options) as runtime:  # type: ignore[arg-type]
-        costs, most = runtime.costs, runtime.bundle.manifest.max_mask_slots
+        manifest = runtime.bundle.manifest
+        costs, most, lead = runtime.costs, manifest.max_mask_slots, manifest.mask_layout.lead
         show_notes(runtime.notes)
     rows = rows_of(costs, requests, context)
-    drafts = [drafts_of(costs, each, most, requests, context) for each in rates]
+    drafts = [drafts_of(costs, each, most, requests, context, lead) for each in rates]
     if as_json:
         plans = [asdict(each) | {"steps": [step._asdict() for step in each.steps]} for each in drafts]
         show_json({"requests": requests, "context": context, "rows": [asdict(each) for each in rows], "drafts": plans})

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.graphs.contract.manifest_file import with_digest
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import Activations
 from spaceport.runtime.bundle import BundleError, open_bundle
 from support.small_bundle import ENGINE, RECORD, edit, entries_of, fill, new_bundle, refused
@@ -53,7 +54,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(7, "schema is 7, this version reads up to 6: update spaceport")])
+@pytest.mark.parametrize(("schema", "message"), [(8, "schema is 8, this version reads up to 7: update spaceport")])
 def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: int, message: str) -> None:
     """A newer schema may have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
@@ -67,6 +68,14 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("max_mask_slots",), [-1, "2", None, 2.0, True, [2]], NUMBER),
     (("max_mask_slots",), [65, 10**9], "expected at most 64"),
     (("max_mask_slots",), [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
+    (("mask_layout",), [5, None, []], "mask_layout is .*: expected an object"),
+    (("mask_layout", "shift"), [0, "no", None], "shift is .*: expected true or false"),
+    (("mask_layout", "group"), ["tree", None, True], "group is .*: expected causal or block"),
+    (
+        ("mask_layout", "shift"),
+        [False],
+        "tokens.mask has 2: expected one for all, or one for each of 3 mask rows",
+    ),
     (("max_positions",), [0, "9", None, {}], NUMBER),
     (("max_positions",), [2**31, 10**300], f"max_positions is .*: expected at most {2**31 - 1}"),
     (("parameters",), [-1, "9", None], NUMBER),
@@ -149,7 +158,7 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
 def test_every_field_of_a_manifest_has_a_test_of_its_type(bundle: Path) -> None:
     manifest_data = entries_of((bundle / MANIFEST_FILE).read_bytes())
     assert {path[0] for path, _, _ in WRONG} == set(manifest_data)
-    for name in ("tokens", "signature"):
+    for name in ("tokens", "signature", "mask_layout"):
         assert {path[1] for path, _, _ in WRONG if path[0] == name and len(path) > 1} == set(manifest_data[name])
 
 
@@ -175,7 +184,9 @@ def test_a_value_of_the_wrong_kind_is_refused(
 
 
 @pytest.mark.parametrize(
-    "path", [(), ("signature",), ("tokens",), ("files", MODEL_FILE), ("engines", ENGINE)], ids=".".join
+    "path",
+    [(), ("signature",), ("tokens",), ("mask_layout",), ("files", MODEL_FILE), ("engines", ENGINE)],
+    ids=".".join,
 )
 def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
     """If unknown fields were ignored, a misspelt `end` would mean no end token, and a misspelt `window` no window."""
@@ -211,10 +222,19 @@ def test_an_engine_name_is_a_plain_file_name(bundle: Path, name: str) -> None:
     refused(bundle, "expected small letters, digits, dots and hyphens, ending in .engine")
 
 
+def test_the_mask_slots_of_a_bundle_of_the_sixth_schema_are_causal_and_with_shift(bundle: Path) -> None:
+    def older(manifest_data: dict[str, Any]) -> None:
+        manifest_data["schema"] = 6
+        del manifest_data["mask_layout"]
+
+    edit(bundle, older)
+    assert open_bundle(bundle).manifest.mask_layout == MaskLayout(shift=True, group="causal")
+
+
 def test_a_bundle_of_the_fifth_schema_has_no_digest_and_no_provenance(bundle: Path) -> None:
     newest = replace(open_bundle(bundle).manifest, provenance={}, schema=5)
     manifest_data = entries_of((bundle / MANIFEST_FILE).read_bytes()) | {"schema": 5}
-    del manifest_data["provenance"]
+    del manifest_data["provenance"], manifest_data["mask_layout"]
     (bundle / MANIFEST_FILE).write_text(json.dumps(manifest_data))
     assert open_bundle(bundle).manifest == newest
 
@@ -231,6 +251,7 @@ def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> Non
             manifest_data["embeddings"],
             manifest_data["fork_by_default"],
             manifest_data["provenance"],
+            manifest_data["mask_layout"],
         )
 
     edit(bundle, older)
@@ -241,7 +262,7 @@ def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> Non
 def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> None:
     def older(manifest_data: dict[str, Any]) -> None:
         manifest_data.update(schema=2, weights="int4")
-        for name in ("activations", "embeddings", "fork_by_default", "provenance"):
+        for name in ("activations", "embeddings", "fork_by_default", "provenance", "mask_layout"):
             del manifest_data[name]
 
     edit(bundle, older)
@@ -252,7 +273,7 @@ def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> No
 def test_a_bundle_of_the_third_schema_opens_with_its_older_names(bundle: Path) -> None:
     def older(manifest_data: dict[str, Any]) -> None:
         manifest_data["schema"] = 3
-        del manifest_data["fork_by_default"], manifest_data["provenance"]
+        del manifest_data["fork_by_default"], manifest_data["provenance"], manifest_data["mask_layout"]
         manifest_data["family"] = manifest_data.pop("model_type")
         manifest_data["generation"] = manifest_data.pop("generation_config")
         for engine in manifest_data["engines"].values():

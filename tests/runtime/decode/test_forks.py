@@ -12,7 +12,7 @@ from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.step import PREFILL_ROWS
-from support.hash_engine import END, FORK, HashEngine, Language, Tree, advance, request_for
+from support.hash_engine import END, FORK, LAYOUTS, HashEngine, Language, Tree, advance, request_for
 
 DRAFT_CONFIGS = st.builds(
     DraftConfig,
@@ -29,6 +29,7 @@ LANGUAGES = st.builds(
     end_every=st.sampled_from((4, 10, 30)),
     fork_every=st.sampled_from((3, 6, 12)),
     window=st.none() | st.integers(1, 30),
+    mask_layout=st.sampled_from(LAYOUTS),
 )
 PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=20)
 

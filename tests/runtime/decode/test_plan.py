@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime.decode import plan as planning
 from spaceport.runtime.decode.accept import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
@@ -54,12 +55,85 @@ def test_a_space_step_is_the_worked_table_of_the_method() -> None:
     assert part.layout.wanted.tolist() == list(range(9))
 
 
+@pytest.mark.parametrize(
+    ("layout", "table", "slots"),
+    [
+        (
+            MaskLayout(group="block"),
+            """
+            x     1  0   0   0  0   0    p
+            m01   1  1   1   0  0   0    p+1
+            m02   1  1   1   0  0   0    p+2
+            c1    1  0   0   1  0   0    p+1
+            m11   1  0   0   1  1   1    p+2
+            m12   1  0   0   1  1   1    p+3
+            """,
+            ((1, 2), (4, 5)),
+        ),
+        (
+            MaskLayout(shift=False),
+            """
+            x     1  0   0   0  0   0   0  0    p
+            m01   1  1   0   0  0   0   0  0    p+1
+            m02   1  1   1   0  0   0   0  0    p+2
+            m03   1  1   1   1  0   0   0  0    p+3
+            c1    1  0   0   0  1   0   0  0    p+1
+            m11   1  0   0   0  1   1   0  0    p+2
+            m12   1  0   0   0  1   1   1  0    p+3
+            m13   1  0   0   0  1   1   1  1    p+4
+            """,
+            ((2, 3), (6, 7)),
+        ),
+        (
+            MaskLayout(shift=False, group="block"),
+            """
+            x     1  0   0   0  0   0   0  0    p
+            m01   1  1   1   1  0   0   0  0    p+1
+            m02   1  1   1   1  0   0   0  0    p+2
+            m03   1  1   1   1  0   0   0  0    p+3
+            c1    1  0   0   0  1   0   0  0    p+1
+            m11   1  0   0   0  1   1   1   1   p+2
+            m12   1  0   0   0  1   1   1   1   p+3
+            m13   1  0   0   0  1   1   1   1   p+4
+            """,
+            ((2, 3), (6, 7)),
+        ),
+    ],
+    ids=str,
+)
+def test_a_step_of_another_mask_layout_is_its_table(
+    layout: MaskLayout, table: str, slots: tuple[tuple[int, ...], ...]
+) -> None:
+    """x at position 3, k = 2, one candidate; without shift, the first mask row of a group gives no candidate."""
+    thread = thread_with([10, 11, 12, 20], fed=3, held=[4, 7, 1])
+    draft = chain([31], 2, remaining=100, mask_layout=layout)
+    part = plan_thread(thread, draft, IDS, chunk=512)
+    rows = [line.split() for line in table.split("\n") if line.strip()]
+    assert part.tokens.tolist() == [{"x": 20, "c1": 31}.get(row[0], M) for row in rows]
+    assert part.positions.tolist() == [3 + int(row[-1].partition("+")[2] or 0) for row in rows]
+    own = np.arange(8, 8 + len(rows))
+    assert sees(Plan((part,)), own, 32)[:, own].astype(int).tolist() == [
+        [int(cell) for cell in row[1:-1]] for row in rows
+    ]
+    assert part.layout.groups == slots
+    assert draft.rows == part.layout.rows == len(rows)
+    assert np.flatnonzero(part.layout.slot_ranks == 2).tolist() == part.layout.mask_rows.tolist()
+
+
+@pytest.mark.parametrize("masks", [(91, 92, 93), (91, 92, 93, 94)])
+def test_distinct_mask_tokens_are_numbered_by_the_rows_of_a_group(masks: tuple[int, ...]) -> None:
+    thread = thread_with([10, 20], fed=1, held=[0])
+    draft = chain([], 2, remaining=100, mask_layout=MaskLayout(shift=False))
+    part = plan_thread(thread, draft, TokenIds(mask=masks), chunk=512)
+    assert part.tokens.tolist() == [20, 91, 92, 93]
+
+
 def test_siblings_see_their_ancestors_and_not_each_other() -> None:
     layout = lay_out(1, (0, 0, 1), (1, 0, 0, 2))
     assert layout.parents.tolist() == [-1, 0, 0, 0, 2, 4, 5]
     assert layout.offsets.tolist() == [0, 1, 1, 1, 2, 3, 4]
     assert layout.nodes == (0, 2, 3, 4)
-    assert [np.flatnonzero(row).tolist() for row in layout.ancestry] == [
+    assert [np.flatnonzero(row).tolist() for row in layout.visible] == [
         [0],
         [0, 1],
         [0, 2],

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.pack import pack_many, pack_one
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
-from support.hash_engine import END, MASKS, HashEngine, Language, advance, request_for
+from support.hash_engine import END, LAYOUTS, MASKS, HashEngine, Language, advance, request_for
 
 PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=40)
 
@@ -26,7 +27,13 @@ def run(engine: HashEngine, request: Request, chunk: int = PREFILL_ROWS) -> list
 
 
 def engine_for(language: Language, length: int, mask_slots: int, lowering: Lowering, requests: int = 1) -> HashEngine:
-    return HashEngine(language, visible_length(length + max(40, (mask_slots + 1) ** 2) + 1), requests, lowering)
+    rows = chain_rows(language.mask_layout, mask_slots)
+    return HashEngine(language, visible_length(length + max(40, rows) + 1), requests, lowering)
+
+
+def chain_rows(layout: MaskLayout, mask_slots: int) -> int:
+    """Rows of a full chain: a group behind the last known token and behind each candidate."""
+    return (mask_slots + 1) * (1 + layout.rows(mask_slots))
 
 
 @settings(max_examples=300)
@@ -37,6 +44,7 @@ def engine_for(language: Language, length: int, mask_slots: int, lowering: Lower
     quality=st.sampled_from((0, 30, 60, 90, 100)),
     chunk=st.integers(1, 40),
     window=st.none() | st.integers(1, 30),
+    layout=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 10**6),
     lowering=st.sampled_from(LOWERINGS),
 )
@@ -47,10 +55,11 @@ def test_drafted_text_is_plain_text(
     quality: int,
     chunk: int,
     window: int | None,
+    layout: MaskLayout,
     seed: int,
     lowering: Lowering,
 ) -> None:
-    language = Language(seed, quality, window=window)
+    language = Language(seed, quality, window=window, mask_layout=layout)
     expected = language.write(prompt, max_tokens)
     engine = engine_for(language, len(prompt) + max_tokens, mask_slots, lowering)
     request = request_for(engine, prompt, max_tokens, mask_slots)
@@ -59,7 +68,7 @@ def test_drafted_text_is_plain_text(
     assert request.slots.held == 0
     assert not request.threads[0].sees.any()
     assert request.statistics.tokens == len(expected)
-    assert max(engine.widths) <= max(chunk + mask_slots, (mask_slots + 1) ** 2)
+    assert max(engine.widths) <= max(chunk + layout.rows(mask_slots), chain_rows(layout, mask_slots))
 
 
 @settings(max_examples=150)
@@ -70,13 +79,20 @@ def test_drafted_text_is_plain_text(
     ),
     quality=st.sampled_from((0, 60, 100)),
     chunk=st.integers(1, 40),
+    layout=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 10**6),
     lowering=st.sampled_from(LOWERINGS),
 )
 def test_drafts_in_one_line_leave_every_token_in_the_slot_that_plain_decoding_gives_it(
-    prompt: list[int], draft_config: DraftConfig, quality: int, chunk: int, seed: int, lowering: Lowering
+    prompt: list[int],
+    draft_config: DraftConfig,
+    quality: int,
+    chunk: int,
+    layout: MaskLayout,
+    seed: int,
+    lowering: Lowering,
 ) -> None:
-    engine = engine_for(Language(seed, quality), len(prompt) + 40, 4, lowering)
+    engine = engine_for(Language(seed, quality, mask_layout=layout), len(prompt) + 40, 4, lowering)
     request = request_for(engine, prompt, 40, draft_config)
     (thread,) = request.threads
     while request.live:
@@ -93,6 +109,7 @@ def test_drafts_in_one_line_leave_every_token_in_the_slot_that_plain_decoding_gi
     joins=st.lists(st.integers(0, 12), min_size=4, max_size=4),
     mask_slots=st.lists(st.integers(0, 4), min_size=4, max_size=4),
     chunk=st.integers(1, 20),
+    layout=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 10**6),
     lowering=st.sampled_from(LOWERINGS),
 )
@@ -101,10 +118,11 @@ def test_requests_that_share_steps_write_what_each_would_alone(
     joins: list[int],
     mask_slots: list[int],
     chunk: int,
+    layout: MaskLayout,
     seed: int,
     lowering: Lowering,
 ) -> None:
-    language = Language(seed, 70)
+    language = Language(seed, 70, mask_layout=layout)
     engine = engine_for(language, 40 + 30, 4, lowering, requests=5)
     requests = [request_for(engine, prompt, 30, mask_slots[i]) for i, prompt in enumerate(prompts)]
     for now in range(500):
@@ -136,20 +154,43 @@ def test_distinct_mask_tokens_are_fed_in_their_order(lowering: Lowering, masks: 
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("mask_slots", "steps"), [(0, 60), (1, 30), (2, 20), (3, 15), (4, 12), (5, 10)])
 def test_a_network_that_drafts_right_needs_one_step_for_each_k_plus_1_tokens(
-    mask_slots: int, steps: int, lowering: Lowering
+    mask_slots: int, steps: int, layout: MaskLayout, lowering: Lowering
 ) -> None:
     """Tests the mask convention: one position off, and no candidate would be accepted while the output stayed right.
 
     The prompt step generates one token without candidates, so the last step is short of as many.
     """
-    language = Language(3, 100, end_every=10**9)
+    language = Language(3, 100, end_every=10**9, mask_layout=layout)
     engine = engine_for(language, 70, mask_slots, lowering)
     request = request_for(engine, [4, 5, 6], 60, mask_slots)
     assert run(engine, request) == language.write([4, 5, 6], 60)
     assert request.statistics.steps == steps + (mask_slots > 0)
     assert request.statistics.accepted_by_depth == request.statistics.drafted_by_depth
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_candidates_of_the_wrong_shift_are_rejected(shift: bool) -> None:
+    """The model predicts exactly, but its mask rows mean other positions than the request takes them for."""
+    language = Language(3, 100, end_every=10**9, mask_layout=MaskLayout(shift))
+    engine = engine_for(language, 70, 3, "scatter")
+    request = request_for(engine, [4, 5, 6], 60, 3)
+    language.mask_layout = MaskLayout(not shift)
+    assert run(engine, request) == language.write([4, 5, 6], 60)
+    assert request.statistics.steps > 45
+    assert request.statistics.acceptance_rate < 0.2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_mask_rows_of_the_wrong_visibility_are_noticed(layout: MaskLayout) -> None:
+    language = Language(3, 100, mask_layout=layout)
+    engine = engine_for(language, 70, 3, "scatter")
+    request = request_for(engine, [4, 5, 6], 60, 3)
+    language.mask_layout = MaskLayout(layout.shift, "block" if layout.group == "causal" else "causal")
+    with pytest.raises(AssertionError, match=r"another group|see different rows"):
+        run(engine, request)
 
 
 def test_no_rows_are_fed_for_tokens_beyond_the_limit() -> None:
@@ -177,10 +218,11 @@ def test_a_step_costs_no_call_for_a_finished_request() -> None:
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("chunk", [4, 512])
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[-1]], ids=str)
 def test_the_short_way_of_packing_one_request_makes_the_same_arrays(
-    lowering: Lowering, window: int | None, chunk: int
+    lowering: Lowering, window: int | None, chunk: int, layout: MaskLayout
 ) -> None:
-    language = Language(4, 60, window=window)
+    language = Language(4, 60, window=window, mask_layout=layout)
     engine = engine_for(language, 80, 3, lowering)
     request = request_for(engine, list(range(9)), 40, 3)
     while request.live:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig
 from spaceport.runtime.decode.plan import lay_out
 from spaceport.runtime.decode.tree import Curve, Outlook, tree
@@ -99,6 +100,45 @@ def test_mask_slots_that_are_too_sure_of_themselves_are_trusted_less() -> None:
 def test_mask_slots_stand_where_they_promise_the_most(rows: int, tokens: int, masks: tuple[int, ...]) -> None:
     draft = tree((candidate(t10=0.6),), (), DraftConfig(2, siblings=2), WIDE, rows, outlook(0.8, 0.5))
     assert (len(draft.tokens), draft.masks) == (tokens, masks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "masks"),
+    [
+        (2, 1, (0, 0)),  # the candidate: 0.6
+        (3, 1, (0, 0)),  # one row is too few for a group
+        (4, 1, (0, 1)),  # two rows for 0.6 x 0.7
+        (5, 1, (0, 2)),  # one more for 0.6 x 0.4, before two more for 0.4 x 0.7
+        (6, 1, (0, 2)),
+        (7, 1, (1, 2)),
+        (8, 1, (2, 2)),
+        (9, 1, (2, 2)),
+    ],
+)
+def test_without_shift_the_first_mask_slot_behind_a_node_needs_two_rows(
+    rows: int, tokens: int, masks: tuple[int, ...]
+) -> None:
+    limits = DraftConfig(2, siblings=2, mask_layout=MaskLayout(shift=False))
+    draft = tree((candidate(t10=0.6),), (), limits, WIDE, rows, outlook(0.8, 0.5))
+    assert (len(draft.tokens), draft.masks) == (tokens, masks)
+    assert draft.rows <= rows
+    assert len(draft.order) == draft.rows - 1 == len(draft.worth) - 1
+
+
+@pytest.mark.parametrize(("rate", "masks"), [(0.29, 0), (0.31, 1)])
+def test_without_shift_a_single_mask_slot_has_to_pay_for_two_rows(rate: float, masks: int) -> None:
+    limits = DraftConfig(1, mask_layout=MaskLayout(shift=False))
+    assert tree((), (), limits, WIDE, WIDE, outlook(rate)).masks == (masks,)
+
+
+def test_without_shift_a_group_opens_if_all_of_its_slots_together_pay() -> None:
+    """Each slot is worth 0.16, a row costs 0.1: one slot does not pay for two rows, two slots pay for three."""
+    limits = DraftConfig(3, mask_layout=MaskLayout(shift=False))
+    rates = (0.26,) * 3
+    assert tree((), (), limits, WIDE, WIDE, outlook(*rates)).masks == (3,)
+    assert tree((), (), limits, WIDE, 4, outlook(*rates)).masks == (2,)
+    assert tree((), (), limits, WIDE, 3, outlook(*rates)).masks == (0,)
+    assert tree((), (), limits, 3, WIDE, outlook(*rates)).masks == (0,)  # for one token below the limit
 
 
 def test_mask_slots_stand_nowhere_if_they_are_never_right() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
@@ -45,9 +46,15 @@ class Replay:
     """Predicts the synthetic texts; the first token of a prompt identifies the text of its request."""
 
     def __init__(
-        self, texts: SyntheticTexts, masks: Sequence[int], acceptance: Sequence[float], requests: int, size: int
+        self,
+        texts: SyntheticTexts,
+        masks: Sequence[int],
+        acceptance: Sequence[float],
+        requests: int,
+        size: int,
+        mask_layout: MaskLayout = CAUSAL,
     ):
-        self._texts, self._masks = texts, np.unique(masks)
+        self._texts, self._masks, self._mask_layout = texts, np.unique(masks), mask_layout
         self._number = {int(token): number for number, token in enumerate(texts.tokens[:, 0])}
         self._current = np.zeros(requests, np.int64)  # number of each request's text
         probabilities = np.clip([*acceptance, 0.0, _CERTAIN], _LEAST, _CERTAIN)
@@ -65,11 +72,13 @@ class Replay:
         positions = batch.position_ids[requests, batch.logit_rows]
         tokens, right = self._texts.tokens, self._texts.right
         last = tokens.shape[1] - 1
-        wrong = depths >= right[text, np.clip(positions - 1 - depths, 0, last)]
-        following = tokens[text, np.minimum(positions + 1, last)]
-        predicted = np.where((depths >= 0) & wrong, self._other(following), following)
+        layout, masked = self._mask_layout, depths >= 0
+        slots = np.where(masked, depths - layout.lead, depths)  # -1 also for the row before those of mask slots
+        wrong = slots >= right[text, np.clip(positions - 1 - depths, 0, last)]
+        following = tokens[text, np.minimum(positions + np.where(masked, int(layout.shift), 1), last)]
+        predicted = np.where(masked & wrong, self._other(following), following)
         known = len(self._logits) - 2
-        logits = self._logits[np.where(depths < 0, known + 1, np.minimum(depths, known))]
+        logits = self._logits[np.where(slots < 0, known + 1, np.minimum(slots, known))]
         return Predicted(predicted[..., None], logits[..., None])
 
     def _other(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -91,8 +100,9 @@ def replay_runtime(
     base: Runtime, texts: SyntheticTexts, acceptance: Sequence[float], queue_limit: int, costs: StepCosts
 ) -> Runtime:
     """A runtime that generates the synthetic texts on the engine of another runtime."""
-    engine, tokens = base.engine, base.bundle.manifest.tokens
-    replay = Replay(texts, tokens.mask, acceptance, engine.requests, engine.signature.vocab_size)
+    engine, manifest = base.engine, base.bundle.manifest
+    size = engine.signature.vocab_size
+    replay = Replay(texts, manifest.tokens.mask, acceptance, engine.requests, size, manifest.mask_layout)
     synthetic = SyntheticEngine(engine.signature, engine.requests, engine.capacity, replay, engine, engine.costs)
     return Runtime(without_end_tokens(base.bundle), synthetic, base.max_seq_len, queue_limit=queue_limit, costs=costs)
 

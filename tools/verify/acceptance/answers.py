@@ -98,7 +98,7 @@ def generate_answer(
         selector=greedy_selector(tokens, max_depth),
         max_length=limit,
         max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
-        draft_config=DraftConfig(mask_slots, "chain"),
+        draft_config=DraftConfig(mask_slots, "chain", mask_layout=runtime.bundle.manifest.mask_layout),
         max_rows=engine.rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),

@@ -47,8 +47,9 @@ def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: in
 def _add(runtime: Runtime, segment: Segment, tally: Tally, forks: ForkTally | None) -> None:
     if not segment.tokens:
         return
-    tokens = runtime.bundle.manifest.tokens
-    predicted = predict_segment(runtime.engine, tokens, segment, tally.mask_slots)
+    manifest = runtime.bundle.manifest
+    tokens = manifest.tokens
+    predicted = predict_segment(runtime.engine, tokens, segment, tally.mask_slots, manifest.mask_layout)
     tally.add(predicted, segment.tokens, segment.tokens[-1] in tokens.end)
     if forks is not None and tokens.fork is not None and not segment.child:
         forks.add(predicted[:, 0], segment.tokens, tokens.fork)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.decode.draft import PLAIN
 from spaceport.runtime.decode.pack import pack, split
 from spaceport.runtime.decode.plan import Part, Plan, lay_out
@@ -24,11 +25,13 @@ ROWS = 128  # rows per call: enough for efficient matrix products, few enough fo
 NO_PREDICTION = -1
 
 
-def predict_segment(engine: Engine, tokens: TokenIds, segment: Segment, mask_slots: int) -> NDArray[np.int64]:
+def predict_segment(
+    engine: Engine, tokens: TokenIds, segment: Segment, mask_slots: int, mask_layout: MaskLayout = CAUSAL
+) -> NDArray[np.int64]:
     """The greedy predictions along an answer: its tokens x (1 + mask slots).
 
     Entry (n, i) is what slot i predicts for token n + i of the answer, given only the tokens before token n. Slot 0 is the row
-    of the token before; mask slot i has the position of token n + i - 1. Entries past the answer's end are NO_PREDICTION.
+    of the token before; mask slot i has the position of token n + i - 1, or without shift of token n + i. Entries past the answer's end are NO_PREDICTION.
     """
     sequence = [*segment.prefix, *segment.tokens]
     start, path = len(segment.prefix), (0,) if segment.child else ()
@@ -43,8 +46,8 @@ def predict_segment(engine: Engine, tokens: TokenIds, segment: Segment, mask_slo
     prefill(engine, request, ROWS)
     if not mask_slots:
         return predicted
-    masks = _MaskGroups(engine, request, tokens, selector, sequence, start, path)
-    groups = max(1, masks.free_rows // mask_slots)  # groups per call
+    masks = _MaskGroups(engine, request, tokens, mask_layout, selector, sequence, start, path)
+    groups = max(1, masks.free_rows // mask_layout.rows(mask_slots))  # groups per call
     last = len(segment.tokens) - 1  # mask slots predict from the token after the next one: none is left at the last
     for first in range(0, last, groups):
         masks.predict(range(first, min(first + groups, last)), predicted)
@@ -58,6 +61,7 @@ class _MaskGroups:
     engine: Engine
     request: Request
     tokens: TokenIds
+    mask_layout: MaskLayout
     selector: TokenSelector
     sequence: Sequence[int]
     start: int  # position of the first predicted token
@@ -80,12 +84,12 @@ class _MaskGroups:
             predicted[index, 1 : 1 + len(candidates)] = [candidate.tokens[0] for candidate in candidates]
 
     def _group(self, position: int, depth: int) -> Part:
-        """The mask slots from a position on, which see the sequence before it; none past the sequence's end."""
+        """The mask rows from a position on, which see the sequence before it; no slots past the sequence's end."""
         depth = min(depth, len(self.sequence) - 1 - position)
-        shape = lay_out(0, PLAIN.parents, (depth,))
-        layout = replace(shape, wanted=np.arange(depth))
+        shape = lay_out(0, PLAIN.parents, (depth,), self.mask_layout)
+        layout = replace(shape, wanted=np.array(shape.groups[0], np.int64))
         masks = self.tokens.mask
-        ids = np.array(masks[:depth] if len(masks) > 1 else masks * depth, np.int64)
+        ids = np.array(masks[: shape.rows] if len(masks) > 1 else masks * shape.rows, np.int64)
         return Part(self._before(position), PLAIN, layout, ids, layout.offsets + position, complete=True)
 
     def _before(self, position: int) -> Thread:

@@ -109,11 +109,12 @@ def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int =
     builder.tree("prompt, every row", 1, builder.chain(min(23, length - 2)))
     builder.text("prompt in chunks", [length // 4 + 1], _PLAIN, 1, chunk=max(1, length // 16))
     builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
-    chains = DraftConfig(k, "chain")
+    layout = manifest.mask_layout
+    chains = DraftConfig(k, "chain", mask_layout=layout)
     if k:
         builder.text(f"SPACE steps, k = {k}", [min(17, length // 2)], chains, 4)
-        builder.text("SPACE steps, k = 1", [min(17, length // 2)], DraftConfig(1, "chain"), 4)
-        builder.text(f"draft trees, k = {k}", [min(17, length // 2)], DraftConfig(k, "tree"), 4)
+        builder.text("SPACE steps, k = 1", [min(17, length // 2)], DraftConfig(1, "chain", mask_layout=layout), 4)
+        builder.text(f"draft trees, k = {k}", [min(17, length // 2)], DraftConfig(k, "tree", mask_layout=layout), 4)
     for number in range(3):
         builder.tree(f"random tree {number + 1}", min(9, length // 2), builder.random_tree(12))
     builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4, accept_all=True)
@@ -195,6 +196,7 @@ class _Builder:
         self._random = random
         self.skipped: list[str] = []
         self._max_positions = manifest.max_positions
+        self._mask_layout = manifest.mask_layout
         tokens = manifest.tokens
         special = {*tokens.forbidden, *tokens.fork_ids}
         self._ordinary_tokens = np.array(
@@ -264,7 +266,7 @@ class _Builder:
         parents = tuple(int(self._random.integers(0, node + 1)) for node in range(nodes))
         most = 3 if self._tokens.mask else 1
         masks = tuple(int(count) for count in self._random.integers(0, most, nodes + 1))
-        return Draft(tuple(self._random_tokens(nodes).tolist()), parents, masks)
+        return Draft(tuple(self._random_tokens(nodes).tolist()), parents, masks, mask_layout=self._mask_layout)
 
     def _random_tokens(self, count: int) -> NDArray[np.int64]:
         chosen: NDArray[np.int64] = self._random.choice(self._ordinary_tokens, count)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
@@ -26,7 +27,7 @@ from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION, predict
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
 from spaceport.tools.verify.acceptance.tally import Tally, correct_predictions, count_steps
 from support.hash_engine import CHILD as HASH_CHILD
-from support.hash_engine import END, MASKS, Cell, HashEngine, Language, advance, request_for
+from support.hash_engine import END, LAYOUTS, MASKS, Cell, HashEngine, Language, advance, request_for
 from support.paths import TINY
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
@@ -65,11 +66,12 @@ def test_counted_steps_of_a_generated_answer_are_those_that_the_runtime_takes(ru
     prompt=st.lists(st.integers(0, END - 1), min_size=1, max_size=40) | st.just([1, 2, 3] * 45),
     answer=st.lists(st.integers(0, 2) | st.integers(0, END), min_size=1, max_size=40),
     mask_slots=st.integers(0, 6),
-    masks=st.sampled_from((MASKS[:1], MASKS * 3)),
+    masks=st.sampled_from((MASKS[:1], MASKS * 4)),
     fork=st.none() | st.integers(0, 2),
     child=st.booleans(),
     window=st.none() | st.integers(1, 30),
-    rows=st.sampled_from((6, 40, 500)),
+    layout=st.sampled_from(LAYOUTS),
+    rows=st.sampled_from((7, 40, 500)),
     seed=st.integers(0, 10**6),
     lowering=st.sampled_from(LOWERINGS),
 )
@@ -81,15 +83,16 @@ def test_every_mask_slot_predicts_after_every_token(
     fork: int | None,
     child: bool,
     window: int | None,
+    layout: MaskLayout,
     rows: int,
     seed: int,
     lowering: Lowering,
 ) -> None:
-    language = Language(seed, 60, window=window)
-    engine = HashEngine(language, visible_length(len(prompt) + len(answer) + 7), 1, lowering)
+    language = Language(seed, 60, window=window, mask_layout=layout)
+    engine = HashEngine(language, visible_length(len(prompt) + len(answer) + 8), 1, lowering)
     engine.rows = rows
     tokens = TokenIds(masks, fork, None if fork is None else HASH_CHILD, (END,))
-    predicted = predict_segment(engine, tokens, Segment(tuple(prompt), tuple(answer), child), mask_slots)
+    predicted = predict_segment(engine, tokens, Segment(tuple(prompt), tuple(answer), child), mask_slots, layout)
     cells: list[Cell] = []
     for token in prompt:
         cells.append(language.follow(cells, token))
@@ -129,20 +132,21 @@ def test_several_mask_tokens_are_fed_in_their_order() -> None:
     mask_slots=st.integers(1, 6),
     quality=st.sampled_from((0, 50, 80, 100)),
     max_tokens=st.integers(1, 60),
+    layout=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 10**6),
     lowering=st.sampled_from(LOWERINGS),
 )
 def test_counted_steps_are_those_of_the_loop_for_any_quality_of_drafts(
-    mask_slots: int, quality: int, max_tokens: int, seed: int, lowering: Lowering
+    mask_slots: int, quality: int, max_tokens: int, layout: MaskLayout, seed: int, lowering: Lowering
 ) -> None:
-    language = Language(seed, quality)
-    engine = HashEngine(language, visible_length(70 + 49), 1, lowering)
-    request = request_for(engine, [1, 2, 3], max_tokens, mask_slots, masks=MASKS * 3)
+    language = Language(seed, quality, mask_layout=layout)
+    engine = HashEngine(language, visible_length(70 + 57), 1, lowering)
+    request = request_for(engine, [1, 2, 3], max_tokens, mask_slots, masks=MASKS * 4)
     while request.live:
         advance(engine, request)
     (thread,) = request.threads
     answer = (*thread.generated, *((END,) if thread.ending == "end" else ()))
-    predicted = predict_segment(engine, request.config.tokens, Segment((1, 2, 3), answer), mask_slots)
+    predicted = predict_segment(engine, request.config.tokens, Segment((1, 2, 3), answer), mask_slots, layout)
     assert count_steps(correct_predictions(predicted, answer), mask_slots) == request.statistics.steps
 
 

@@ -20,6 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from support.gguf_files import random_model
 from support.paths import TINY
 
@@ -32,6 +33,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "
 
 _CONTENT, _POSITION = 6.0, 3.0  # the token counts for more, so that a wrong one is predicted from
 _HIDDEN, _INNER = 32, 16
+_MISREAD = (6.0, -6.0)  # what mask rows of a wrong group read instead of a token
+_FLAG, _KEY = 6.0, 8.0
 
 
 def text(start: int, count: int) -> list[int]:
@@ -49,8 +52,11 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, **entries: Any) -> Pa
     return folder
 
 
-def exact_model(mask: Iterable[float] = ()) -> PreTrainedModel:
-    """A model whose text is given by the position; MASK reads as these numbers instead of as a token."""
+def exact_model(mask: Iterable[float] = (), shift: bool = True) -> PreTrainedModel:
+    """A model whose text is given by the position; MASK reads as these numbers instead of as a token.
+
+    A row whose token says nothing predicts from its position: the token after it, or without shift the one at it.
+    """
     config = OPTConfig(
         vocab_size=PADDED,
         hidden_size=_HIDDEN,
@@ -74,12 +80,41 @@ def exact_model(mask: Iterable[float] = ()) -> PreTrainedModel:
             decoder.embed_tokens.weight[token, (token - FIRST + 1) % PERIOD] = _CONTENT
         decoder.embed_tokens.weight[MASK, :PERIOD] = torch.tensor([*mask, *[0.0] * PERIOD][:PERIOD])
         for position in range(256):
-            decoder.embed_positions.weight[position + 2, PERIOD + (position + 1) % PERIOD] = _POSITION
+            decoder.embed_positions.weight[position + 2, PERIOD + (position + shift) % PERIOD] = _POSITION
         for offset in range(PERIOD):
             model.lm_head.weight[FIRST + offset, [offset, PERIOD + offset]] = 1.0
         layer.fc1.bias[0] = 1.0  # inner unit 0 is 1 on every row, 1 to PERIOD are what the row reads from its token
         layer.fc1.weight[range(1, PERIOD + 1), range(PERIOD)] = 1.0
     return model  # type: ignore[no-any-return]
+
+
+def layout_model(layout: MaskLayout, mask_slots: int) -> tuple[PreTrainedModel, list[int]]:
+    """An exact model with these mask rows, and their tokens, one for each row of a group.
+
+    The last mask token of a group has a key that all rows look for, and a value: in a block it removes what the other mask
+    rows wrongly read, otherwise it adds that. So rows that see other mask rows than they should predict wrongly.
+    """
+    model: Any = exact_model(shift=layout.shift)
+    masks = [MASK + row for row in range(layout.rows(mask_slots))]
+    decoder, attention = model.model.decoder, model.model.decoder.layers[0].self_attn
+    read = torch.tensor(_MISREAD)
+    flag = 2 * PERIOD
+    with torch.no_grad():
+        for token in masks:
+            decoder.embed_tokens.weight[token] = 0.0
+            decoder.embed_tokens.weight[token, : len(read)] = read if layout.group == "block" else 0.0
+        decoder.embed_tokens.weight[masks[-1], : len(read)] = read if layout.group == "block" else -read
+        decoder.embed_tokens.weight[masks[-1], flag] = _FLAG
+        attention.q_proj.bias[0] = _KEY
+        attention.k_proj.weight[0, flag] = _KEY
+        attention.v_proj.weight[0, flag] = 1.0
+        for token in (FIRST, masks[0]):  # what rows without the flag read there, which their values must not have
+            row = decoder.embed_tokens.weight[token] + decoder.embed_positions.weight[2]
+            attention.v_proj.bias[0] = -torch.nn.functional.layer_norm(row, (_HIDDEN,))[flag]
+        last = decoder.embed_tokens.weight[masks[-1]] + decoder.embed_positions.weight[2]
+        value = torch.nn.functional.layer_norm(last, (_HIDDEN,))[flag] + attention.v_proj.bias[0]
+        attention.out_proj.weight[: len(read), 0] = (-read if layout.group == "block" else read) / value
+    return model, masks
 
 
 def write_exact_adapter(folder: Path, base: PreTrainedModel, constant: Iterable[float] = (), **options: Any) -> Path:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, get_args
 
 import click
 
+from spaceport.graphs.contract.mask_layout import GROUPS
 from spaceport.tools.cli.options import (
     DURATION,
     PATH,
@@ -73,6 +74,19 @@ objective_options = options(
         help="Mask slots behind a token: draft tokens per step.",
     ),
     click.option("--distinct", is_flag=True, help="Use one mask token per mask slot instead of one shared mask token."),
+    click.option(
+        "--mask-group",
+        "group",
+        type=click.Choice(GROUPS),
+        show_default="as in the checkpoint, else causal",
+        help="Mask rows of its group that a mask row sees: those before it (causal), or all (block).",
+    ),
+    click.option(
+        "--shift/--no-shift",
+        default=None,
+        show_default="as in the checkpoint, else --shift",
+        help="Whether a mask row predicts the token after its position, or the one at its position.",
+    ),
     click.option(
         "--anchors",
         type=int,
@@ -281,7 +295,10 @@ output_options = options(
 )
 
 
-_DRAFTING = ("mask_slots", "distinct", "anchors", "drop_rate", "correction_rank", "mask_weight", "mask_token")
+_DRAFTING = (
+    *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
+    "mask_token",
+)
 _FORKING = ("unforked_share", "unfork_rate", "fork_token", "child_token")
 _ADAPTING = ("rank", "alpha", "targets")
 

@@ -30,7 +30,8 @@ class TrainingBatches:
 
     def __init__(self, prepared: Prepared, settings: TrainingSettings, masks: Sequence[int]) -> None:
         self._settings = settings
-        self._masks = tuple(masks) if len(masks) != 1 else tuple(masks) * settings.slots
+        layout = settings.mask_layout
+        self._masks = tuple(masks) if len(masks) != 1 else tuple(masks) * layout.rows(settings.slots)
         self._forked, self._unforked = prepared.forked, prepared.unforked
         self._whole = prepared.whole
         self._sizes = _epoch_sizes(len(self._forked), len(self._whole), settings.unforked_share)
@@ -57,7 +58,7 @@ class TrainingBatches:
             return pack(sample, (), ())
         rng = np.random.default_rng((settings.seed, epoch, sample.line, sample.size, int(sample.ids[-1])))
         groups = sample_groups(successors(sample), settings.anchors, settings.slots, settings.drop_rate, rng)
-        return pack(sample, groups, self._masks)
+        return pack(sample, groups, self._masks, settings.mask_layout)
 
     def _order(self, epoch: int) -> list[list[Sample]]:
         """Samples of each step of an epoch: shuffled, with samples of similar length in one step."""

@@ -31,7 +31,7 @@ class FrozenBaseModel(PackedModel):
     def forward(
         self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor, before: Tensor
     ) -> Tensor:
-        masks = (mask_slots > 0).any(dim=0)
+        masks = (mask_slots != 0).any(dim=0)
         if not self.training or not masks.any():  # validation; or padding of a process that has no sample left
             return super().forward(ids, positions, visible, targets, mask_slots, before)
         split = int(masks.to(torch.uint8).argmax())

@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spaceport.graphs.contract.mask_layout import CAUSAL, Group, MaskLayout
 from spaceport.tools.tune.samples import NO_PARENT, Sample
 
 IGNORED = -100  # target without a loss, the ignore_index of torch's cross entropy
+LEAD = -1  # number of the mask row before those of the mask slots of a group without shift
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class PackedRow:
     ids: NDArray[np.int64]  # token ids
     parents: NDArray[np.int64]  # index of the parent, NO_PARENT for the first token
     targets: NDArray[np.int64]  # token to predict, or IGNORED
-    mask_slots: NDArray[np.int64]  # 0: text token; i: mask slot i of its group, from 1
+    mask_slots: NDArray[np.int64]  # 0: text token; i: mask slot i of its group, from 1; or LEAD
     before: NDArray[np.int64]  # token before the target in the text
 
 
@@ -80,23 +82,32 @@ def sample_groups(
     return [MaskGroup(int(anchor), int(depth)) for anchor, depth in zip(chosen, depths, strict=True)]
 
 
-def pack(sample: Sample, groups: Sequence[MaskGroup], masks: Sequence[int]) -> PackedRow:
+def pack(
+    sample: Sample, groups: Sequence[MaskGroup], masks: Sequence[int], mask_layout: MaskLayout = CAUSAL
+) -> PackedRow:
     """Pack a sample and its mask groups into one row.
 
-    If y1 y2 y3 ... follow a group's anchor, mask slot i takes the position of y(i) and predicts y(i+1). `masks` is the mask
-    token of each mask slot.
+    If y1 y2 y3 ... follow a group's anchor, mask slot i predicts y(i+1) and takes the position of y(i), or without shift
+    that of y(i+1), behind a row at the position of y1. `masks` is the mask token of each mask row of a group.
     """
     following = successors(sample)
     ids, parents, targets, slots, before = [], [], [], [], []
     for group in groups:
         replaced = int(following[group.anchor])  # index of the token whose position the mask slot takes
         above = group.anchor
+        if mask_layout.lead and following[replaced] != NO_PARENT:
+            before.append(int(sample.ids[group.anchor]))
+            ids.append(masks[0])
+            parents.append(above)
+            targets.append(IGNORED)
+            slots.append(LEAD)
+            above = sample.ids.size + len(ids) - 1
         for slot in range(group.depth):
             previous, replaced = replaced, int(following[replaced])
             if replaced == NO_PARENT:
                 break
             before.append(int(sample.ids[previous]))
-            ids.append(masks[slot])
+            ids.append(masks[slot + mask_layout.lead])
             parents.append(above)
             targets.append(int(sample.ids[replaced]))
             slots.append(slot + 1)
@@ -126,7 +137,16 @@ def positions_and_visibility(parents: NDArray[np.int64]) -> tuple[NDArray[np.int
     return positions, visible
 
 
-def collate(rows: Sequence[PackedRow], multiple: int = 1) -> PackedBatch:
+def blocks(parents: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Visibility within mask groups whose rows see each other (B x T x T): the rows of a group follow each other."""
+    masked = slots != 0
+    first = masked & (np.take_along_axis(slots, parents.clip(0), axis=1) == 0)
+    group = np.cumsum(first, axis=1) * masked  # 0: a token of the text
+    same: NDArray[np.bool_] = (group[:, :, None] == group[:, None, :]) & masked[:, :, None]
+    return same
+
+
+def collate(rows: Sequence[PackedRow], multiple: int = 1, group: Group = "causal") -> PackedBatch:
     """Rows padded to a batch: tokens first, then mask groups from one column on; padding sees only itself, without a loss."""
     tokens = [int(np.count_nonzero(row.mask_slots == 0)) for row in rows]
     split = max(tokens)
@@ -144,4 +164,6 @@ def collate(rows: Sequence[PackedRow], multiple: int = 1) -> PackedBatch:
         shift = split - count  # of a parent that is itself a mask row
         parents[index, columns] = np.where(row.parents >= count, row.parents + shift, row.parents)
     positions, visible = positions_and_visibility(parents)
+    if group == "block":
+        visible |= blocks(parents, slots)
     return PackedBatch(*(torch.from_numpy(array) for array in (ids, positions, visible, targets, slots, before)))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
+from spaceport.graphs.contract.mask_layout import CAUSAL, Group, MaskLayout
 
 Objective = Literal["sar", "apar", "both"]
 MAX_CORRECTION_RANK = 512
@@ -23,7 +24,9 @@ class TrainingSettings:
     method: Method = "full"
     # Draft training
     mask_slots: int = 5
-    distinct: bool = False  # one mask token per mask slot instead of one shared mask token
+    distinct: bool = False  # one mask token per mask row of a group instead of one shared mask token
+    shift: bool | None = None  # whether mask rows predict the token after their position; None: as in the checkpoint
+    group: Group | None = None  # the mask rows that a mask row sees; None: as in the checkpoint
     anchors: int = 32  # mask groups per sample, resampled every epoch
     drop_rate: float = 0.0  # probability that a mask group ends before each mask slot after the first
     correction_rank: int = 0  # of the draft correction; 0: none
@@ -98,6 +101,13 @@ class TrainingSettings:
     def slots(self) -> int:
         """Number of mask slots that are trained."""
         return self.mask_slots if self.drafts else 0
+
+    @property
+    def mask_layout(self) -> MaskLayout:
+        """What mask rows predict and see."""
+        return MaskLayout(
+            CAUSAL.shift if self.shift is None else self.shift, CAUSAL.group if self.group is None else self.group
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -25,7 +25,7 @@ DEFAULT = TokenNames(("[M]",), "[Fork]", "[Child]")
 
 
 def resolve_token_names(
-    mask_slots: int, distinct: bool, forks: bool, requested: TokenNames, sar_config: dict[str, Any]
+    mask_rows: int, distinct: bool, forks: bool, requested: TokenNames, sar_config: dict[str, Any]
 ) -> TokenNames:
     """Token names for one tuning: the requested ones, except where the checkpoint's sar_config.json already has names."""
     for name in requested.all:
@@ -33,13 +33,13 @@ def resolve_token_names(
             raise OptionFault(
                 f"special tokens {', '.join(map(repr, requested.all))}: expected non-empty names, all different"
             )
-    masks = requested.masks if mask_slots else ()
+    masks = requested.masks if mask_rows else ()
     if masks and distinct:
         opening, closing = (masks[0][:-1], masks[0][-1]) if masks[0][-1:] in ")]>|" else (masks[0], "")
-        masks = tuple(f"{opening}{slot + 1}{closing}" for slot in range(mask_slots))
+        masks = tuple(f"{opening}{slot + 1}{closing}" for slot in range(mask_rows))
     new = masks
     existing = tuple(str(name) for name in sar_config.get("mask_tokens") or ())
-    if existing and (not mask_slots or len(existing) == len(masks)):
+    if existing and (not mask_rows or len(existing) == len(masks)):
         masks = existing
     fork, child = (
         (sar_config.get("fork_token"), sar_config.get("child_token")) if sar_config.get("fork_token") else (None, None)

@@ -24,8 +24,10 @@ from spaceport.tools.tune.tunable_model import TunableModel
 
 
 def adapter_settings(settings: TrainingSettings, checkpoint: Checkpoint) -> TrainingSettings:
-    """The settings with those of the adapter and the draft correction of a checkpoint, which are trained further."""
-    adapter, correction = checkpoint.adapter, checkpoint.correction
+    """The settings with those of the mask slots, the adapter and the draft correction of a checkpoint."""
+    adapter, correction, layout = checkpoint.adapter, checkpoint.correction, checkpoint.mask_layout
+    shift, group = settings.shift, settings.group
+    settings = replace(settings, shift=layout.shift if shift is None else shift, group=group or layout.group)
     if correction is not None and settings.drafts:
         if settings.correction_rank not in (0, correction.rank):
             raise OptionFault(

@@ -168,7 +168,9 @@ class Training:
         own, micro = self._share(sorted(rows, key=lambda row: -row.ids.size))
         sums = torch.zeros_like(self._sums)
         for first in range(0, len(own), micro):
-            sums += run(self.packed_model, collate(own[first : first + micro]).to(self.accelerator.device)).detach()
+            sums += run(
+                self.packed_model, self._collate(own[first : first + micro]).to(self.accelerator.device)
+            ).detach()
         return self._measured(self.accelerator.reduce(sums, "sum"), 0.0, self.seconds)
 
     def _diverged(self, what: str, value: float) -> NoReturn:
@@ -192,8 +194,11 @@ class Training:
     def _prepare(self, step: int) -> StepBatches:
         rows = self.batches.rows(step)
         own, micro = self._share(rows)
-        batches = tuple(collate(own[first : first + micro]) for first in range(0, len(own), micro))
+        batches = tuple(self._collate(own[first : first + micro]) for first in range(0, len(own), micro))
         return StepBatches(batches, _totals(rows, self._settings.slots), sum(row.ids.size for row in rows))
+
+    def _collate(self, rows: Sequence[PackedRow]) -> PackedBatch:
+        return collate(rows, group=self._settings.mask_layout.group)
 
     def _backward(self, batch: PackedBatch, totals: Tensor) -> None:
         sums = run(self.packed_model, batch.to(self.accelerator.device))

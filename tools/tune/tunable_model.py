@@ -15,6 +15,7 @@ from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE
 from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
@@ -48,6 +49,7 @@ class TunableModel:
     names: TokenNames
     encoder: ConversationEncoder
     mask_slots: int  # of the tuned model
+    mask_layout: MaskLayout  # the same
     base: BaseIdentity | None  # of the checkpoint, for a gated adapter
     adapter: Adapter | None  # of the model: it is trained further
     correction: Factors | None  # the same
@@ -72,7 +74,8 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     if base is None and settings.method == "gated-lora":
         base = identity_of(folder.stem, model)
     sar_config = read_sar_config(folder if added is None else added.path)
-    names = resolve_token_names(settings.slots, settings.distinct, settings.forks, requested, sar_config)
+    mask_rows = settings.mask_layout.rows(settings.slots)
+    names = resolve_token_names(mask_rows, settings.distinct, settings.forks, requested, sar_config)
     if len(set(names.all)) < len(names.all):
         raise OptionFault(f"special tokens {', '.join(names.all)} are not all different: expected one name for each")
     ids = add_tokens(tokenizer, model, names.all)
@@ -93,6 +96,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
         names,
         encoder,
         slots,
+        settings.mask_layout if settings.drafts else checkpoint.mask_layout,
         base,
         checkpoint.adapter,
         checkpoint.correction,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from spaceport.exporter.correction_factors import write_factors
 from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.input_rows_file import write_input_rows
 from spaceport.exporter.sar_config import read_json, write_sar_config
+from spaceport.graphs.contract.mask_layout import CAUSAL
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.tools.tune.methods import MergedModel
 from spaceport.tools.tune.tunable_model import TunableModel
@@ -92,12 +94,14 @@ def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) 
 
 def _sar_config(tunable: TunableModel, tuned: MergedModel) -> dict[str, Any]:
     """The special tokens of the tuned model, as entries of sar_config.json."""
-    entries = {
+    entries: dict[str, Any] = {
         "mask_tokens": list(tunable.names.masks),
         "mask_slots": tunable.mask_slots or None,
         "fork_token": tunable.names.fork,
         "child_token": tunable.names.child,
     }
+    if tunable.mask_layout != CAUSAL:
+        entries |= asdict(tunable.mask_layout)
     # The base model's output must not change unless a request asks for forks.
     return entries if tuned.adapter is None or tunable.names.fork is None else {**entries, "fork_by_default": False}
 

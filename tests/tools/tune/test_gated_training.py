@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from spaceport.exporter.adapter import ADAPTER_FILE
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.input_rows import use_input_rows
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK, USAGE
@@ -196,3 +199,16 @@ def test_an_adapter_keeps_its_rank(capsys: pytest.CaptureFixture[str], data: Pat
     assert run([*gated, "--max-steps", "1", "--batch-size", "1"]) == OK
     with pytest.raises(OptionFault, match="--adapter with --method full: expected --method gated-lora"):
         tune(TuningJob(TINY, tmp_path / "u", (data,), TrainingSettings(), adapter=tmp_path / "first"))
+
+
+def test_the_layout_of_mask_slots_is_written_and_kept_by_a_further_training(data: Path, tmp_path: Path) -> None:
+    block = MaskLayout(shift=False, group="block")
+    once = replace(SETTINGS, max_steps=1)
+    first, second = tmp_path / "first", tmp_path / "second"
+    trained(data, first, replace(once, shift=False, group="block", distinct=True))
+    entries = read_sar_config(first)
+    assert (entries["shift"], entries["group"], len(entries["mask_tokens"])) == (False, "block", once.mask_slots + 1)
+    trained(data, second, replace(once, distinct=True), adapter=first)
+    for folder in (first, second):
+        opened = open_checkpoint(TINY, TokenFlags(), adapter=folder)
+        assert (opened.mask_layout, opened.max_mask_slots) == (block, once.mask_slots)

@@ -15,18 +15,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.decode import draft as drafts
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
+from spaceport.runtime.decode.plan import Plan, plan_thread, sees
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.step import StepInput, step
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.engine import Batch
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, LOSS, packed_model_of, run
 from spaceport.tools.tune.packing import (
     IGNORED,
+    LEAD,
     MaskGroup,
     anchors,
     collate,
@@ -37,6 +41,7 @@ from spaceport.tools.tune.packing import (
 )
 from spaceport.tools.tune.samples import NO_PARENT, Sample
 from support.families import FAMILIES, build
+from support.hash_engine import LAYOUTS
 
 M, FORK, CHILD = 90, 91, 92
 FAMILY = {family.name: family for family in FAMILIES}
@@ -186,6 +191,39 @@ def test_the_drop_rate_reduces_deeper_mask_slots() -> None:
         assert (depths >= slot).mean() == pytest.approx(share, abs=0.03)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_group_is_packed_as_a_step_of_the_runtime_feeds_it(layout: MaskLayout) -> None:
+    """Ids, positions, visibility and targets of x and c1 with their mask slots, k = 2, in a step and in a packed row."""
+    text, masks = [10, 11, 12, 13, 14, 15], (90, 91, 92)[: layout.rows(2)]
+    row = pack(chain(text[:2], text[2:]), [MaskGroup(1, 2), MaskGroup(2, 2)], masks, layout)
+    batch = collate([row, pack(chain([1], [2, 3]), (), (), layout)], group=layout.group)
+    thread = new_thread(text[:2], 32)
+    draft = drafts.chain([text[2]], 2, 9, mask_layout=layout)
+    part = plan_thread(thread, draft, TokenIds(mask=masks), 9)
+    fed = [1, 2]  # columns of the packed row in the order of the step: x, its group, c1, its group
+    fed[1:1] = range(len(text), len(text) + len(masks))
+    fed += range(len(text) + len(masks), row.ids.size)
+    assert row.ids[fed].tolist() == part.tokens[1:].tolist()
+    assert batch.positions[0, fed].tolist() == part.positions[1:].tolist()
+    visible = sees(Plan((part,)), np.arange(part.layout.rows), 32)[1:, 1 : part.layout.rows]
+    assert np.array_equal(batch.visible[0][fed][:, fed].numpy(), visible)
+    for node, group in zip((1, 2), part.layout.groups, strict=True):
+        slots = [fed[index - 1] for index in group]
+        # a draft behind the node's own next token: accept() takes the mask slots for these positions
+        assert row.targets[slots].tolist() == text[node + 2 : node + 4]
+        assert row.mask_slots[slots].tolist() == [1, 2]
+        assert row.before[slots].tolist() == text[node + 1 : node + 3]
+    leads = np.flatnonzero(row.mask_slots == LEAD)
+    assert leads.size == 2 * layout.lead
+    assert (row.targets[leads] == IGNORED).all()
+
+
+def test_a_group_without_shift_ends_where_the_text_ends() -> None:
+    row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3), MaskGroup(2, 3)], (M,) * 4, MaskLayout(shift=False))
+    assert row.ids.tolist() == [50, 10, 11, 12, M, M]
+    assert row.targets.tolist()[4:] == [IGNORED, 12]
+
+
 # What the runtime computes when it decodes, against the packed rows.
 
 
@@ -239,7 +277,9 @@ class Known:
         return self.text[position] if position < len(self.text) else 3
 
 
-def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots: int) -> list[Batch]:
+def decode(
+    text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots: int, layout: MaskLayout = CAUSAL
+) -> list[Batch]:
     """Decode a given text, so that every draft is accepted; return the engine calls."""
     decoder, _ = decoder_of(model, "scatter", "plain")
     engine = Recording(TorchEngine(decoder, decoder.signature, 128, 1, "cpu"))
@@ -248,7 +288,7 @@ def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots:
         selector=Known(text),
         max_length=len(text),
         max_total=len(text),
-        draft_config=DraftConfig(mask_slots, "chain"),
+        draft_config=DraftConfig(mask_slots, "chain", mask_layout=layout),
     )
     request = Request(text[:prompt], config, 128, "scatter")
     while request.live:
@@ -257,27 +297,34 @@ def decode(text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots:
     return engine.batches
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
-def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", CAUSAL), ("gemma2", CAUSAL), ("gpt_neox", CAUSAL), ("gemma2", MaskLayout(False, "block"))],
+    ids=str,
+)
+def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str, layout: MaskLayout) -> None:
     mask_slots, prompt = 3, 9
     text = np.random.default_rng(5).integers(3, M, 40).tolist()
     model = build(FAMILY[name])
     with torch.no_grad():
         with hidden_states(model) as states:
-            batches = decode(text, prompt, model, mask_slots)
+            batches = decode(text, prompt, model, mask_slots, layout)
             stepped = states[-len(batches) :]
         sample = chain(text[:prompt], text[prompt:])
-        groups = [MaskGroup(anchor, mask_slots) for anchor in anchors(successors(sample)).tolist()]
-        row = pack(sample, groups, (M,) * mask_slots)
-        batch = collate([row])
+        whole = (
+            len(text) - mask_slots - 2
+        )  # groups from here on are shorter in a step: nothing is drafted beyond the end
+        groups = [MaskGroup(anchor, mask_slots) for anchor in range(prompt - 1, whole)]
+        row = pack(sample, groups, (M,) * layout.rows(mask_slots), layout)
+        batch = collate([row], group=layout.group)
         packed_model = packed_model_of(build(FAMILY[name]), mask_slots)
         with hidden_states(packed_model.model) as states:
             run(packed_model, batch)
             packed = states[-1][0]
     of_group = {
-        (int(row.parents[position - slot + 1]), slot): position
+        (int(row.parents[position - slot + 1 - layout.lead]), slot + layout.lead): position
         for position, slot in enumerate(row.mask_slots.tolist())
-        if slot
+        if slot > 0
     }
     compared = 0
     for call, hidden in zip(batches, stepped, strict=True):

@@ -49,7 +49,8 @@ def _add(runtime: Runtime, segment: Segment, tally: Tally, forks: ForkTally | No
         return
     manifest = runtime.bundle.manifest
     tokens = manifest.tokens
-    predicted = predict_segment(runtime.engine, tokens, segment, tally.mask_slots, manifest.mask_layout)
+    layout, most = manifest.mask_layout, runtime.max_seq_len
+    predicted = predict_segment(runtime.engine, tokens, segment, tally.mask_slots, layout, most)
     tally.add(predicted, segment.tokens, segment.tokens[-1] in tokens.end)
     if forks is not None and tokens.fork is not None and not segment.child:
         forks.add(predicted[:, 0], segment.tokens, tokens.fork)

@@ -26,12 +26,18 @@ NO_PREDICTION = -1
 
 
 def predict_segment(
-    engine: Engine, tokens: TokenIds, segment: Segment, mask_slots: int, mask_layout: MaskLayout = CAUSAL
+    engine: Engine,
+    tokens: TokenIds,
+    segment: Segment,
+    mask_slots: int,
+    mask_layout: MaskLayout = CAUSAL,
+    max_seq_len: int = 0,
 ) -> NDArray[np.int64]:
     """The greedy predictions along an answer: its tokens x (1 + mask slots).
 
     Entry (n, i) is what slot i predicts for token n + i of the answer, given only the tokens before token n. Slot 0 is the row
     of the token before; mask slot i has the position of token n + i - 1, or without shift of token n + i. Entries past the answer's end are NO_PREDICTION.
+    A block is complete there too, up to position `max_seq_len`.
     """
     sequence = [*segment.prefix, *segment.tokens]
     start, path = len(segment.prefix), (0,) if segment.child else ()
@@ -46,7 +52,7 @@ def predict_segment(
     prefill(engine, request, ROWS)
     if not mask_slots:
         return predicted
-    masks = _MaskGroups(engine, request, tokens, mask_layout, selector, sequence, start, path)
+    masks = _MaskGroups(engine, request, tokens, mask_layout, selector, sequence, start, path, max_seq_len)
     groups = max(1, masks.free_rows // mask_layout.rows(mask_slots))  # groups per call
     last = len(segment.tokens) - 1  # mask slots predict from the token after the next one: none is left at the last
     for first in range(0, last, groups):
@@ -66,6 +72,7 @@ class _MaskGroups:
     sequence: Sequence[int]
     start: int  # position of the first predicted token
     path: tuple[int, ...]  # path of the thread that generates the sequence
+    max_seq_len: int  # first position that no row may have
 
     @property
     def free_rows(self) -> int:
@@ -81,16 +88,22 @@ class _MaskGroups:
         self.request.slots.release(slots)
         for index, part, own in zip(indices, plan.parts, split(plan, logits), strict=True):
             candidates = self.selector.candidates(own, part.thread, self.start + index + 1, 1)
-            predicted[index, 1 : 1 + len(candidates)] = [candidate.tokens[0] for candidate in candidates]
+            found = [candidate.tokens[0] for candidate in candidates[: self._known(self.start + index)]]
+            predicted[index, 1 : 1 + len(found)] = found
 
     def _group(self, position: int, depth: int) -> Part:
-        """The mask rows from a position on, which see the sequence before it; no slots past the sequence's end."""
-        depth = min(depth, len(self.sequence) - 1 - position)
+        """The mask rows from a position on, which see the sequence before it; of a block, also those past its end."""
+        within = self.max_seq_len - position - self.mask_layout.lead if self.mask_layout.group == "block" else 0
+        depth = min(depth, max(self._known(position), within))
         shape = lay_out(0, PLAIN.parents, (depth,), self.mask_layout)
         layout = replace(shape, wanted=np.array(shape.groups[0], np.int64))
         masks = self.tokens.mask
         ids = np.array(masks[: shape.rows] if len(masks) > 1 else masks * shape.rows, np.int64)
         return Part(self._before(position), PLAIN, layout, ids, layout.offsets + position, complete=True)
+
+    def _known(self, position: int) -> int:
+        """The number of mask slots from a position on whose tokens the sequence has."""
+        return len(self.sequence) - 1 - position
 
     def _before(self, position: int) -> Thread:
         """The thread as it is before the token at a position is generated."""

@@ -1,4 +1,4 @@
-"""Adapter folder: what `--method gated-lora` trained, without the weights of its base model."""
+"""Adapter folder: an adapter for mask rows or draft heads, without the weights of their base model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from spaceport.exporter.base_identity import BaseIdentity, identity_from
 from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
 from spaceport.exporter.checkpoint_files import require_adapter_folder
 from spaceport.exporter.embedding_rows import embedding_tables
+from spaceport.exporter.heads_file import HeadsConfig, write_heads
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, is_id, read_json, read_sar_config, write_sar_config
 from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.json_fields import JsonField, Rules
@@ -46,12 +47,13 @@ class TrainedAdapter:
     """Contents of an adapter folder."""
 
     base: BaseIdentity
-    adapter: Adapter
-    tensors: Mapping[str, Tensor]  # A and B of each adapted module
+    adapter: Adapter | None
+    tensors: Mapping[str, Tensor]  # A and B of each adapted module, or those of the heads
     tokens: Mapping[str, int]
     tables: Mapping[str, Tensor]  # tensors with one row per vocabulary token, by name
     sar_config: Mapping[str, Any]
     dtype: torch.dtype | None = None  # of the stored tensors; None: float16 where its range allows it, else float32
+    heads: HeadsConfig | None = None  # instead of an adapter
 
 
 def read_adapter_folder(path: Path) -> AdapterFolder:
@@ -62,8 +64,10 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
     content.entry("schema").one_of((_SCHEMA,))
     tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}
     config = read_sar_config(path)
-    if config.get("mask_adapter") is None:
-        raise CheckpointError(f"{path}: {SAR_FILE} has no mask_adapter: expected one in an adapter folder; {_ADVICE}")
+    if config.get("mask_adapter") is None and config.get("heads") is None:
+        raise CheckpointError(
+            f"{path}: {SAR_FILE} has no mask_adapter and no heads: expected one of them in an adapter folder; {_ADVICE}"
+        )
     unknown = sorted(set(_named(config)) - tokens.keys())
     if unknown:
         raise CheckpointError(
@@ -108,12 +112,17 @@ def write_adapter_folder(folder: Path, trained: TrainedAdapter) -> None:
     """Write an adapter folder: adapters in float16 where their values allow it, embedding rows in float32."""
     folder.mkdir(exist_ok=True)
     vocab_size = len(next(iter(trained.tables.values())))
-    ids = torch.tensor(sorted({*trained.tokens.values(), *range(trained.base.sizes["vocab_size"], vocab_size)}))
+    added = sorted({*trained.tokens.values(), *range(trained.base.sizes["vocab_size"], vocab_size)})
+    ids = torch.tensor(added, dtype=torch.int64)
     rows = {name: tensor.cpu().float()[ids] for name, tensor in trained.tables.items()}
     save_tensors(folder / EMBEDDINGS_FILE, {_IDS: ids, **rows})
     dtype = trained.dtype or (torch.float16 if _fits(trained.tensors.values(), torch.float16) else torch.float32)
     write_sar_config(folder, dict(trained.sar_config))
-    write_tensors(folder, {name: tensor.to(dtype) for name, tensor in trained.tensors.items()}, trained.adapter)
+    tensors = {name: tensor.to(dtype) for name, tensor in trained.tensors.items()}
+    if trained.adapter is not None:
+        write_tensors(folder, tensors, trained.adapter)
+    if trained.heads is not None:
+        write_heads(folder, trained.heads, tensors)
     content = {
         "schema": _SCHEMA,
         "base": trained.base.as_dict(),

@@ -41,6 +41,7 @@ from spaceport.exporter.draft_layout import read_draft_layout
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
+from spaceport.exporter.heads_file import HeadsConfig, apply_heads, read_heads
 from spaceport.exporter.input_rows_file import check_input_rows, read_input_rows
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
@@ -73,6 +74,7 @@ class Checkpoint:
     adapter: Adapter | None  # for mask rows
     adapter_folder: AdapterFolder | None  # with this adapter; None: it is in the checkpoint
     correction: Factors | None  # of the drafts of mask slots
+    heads: HeadsConfig | None  # that draft instead of mask slots
     input_rows: InputRows | None  # of tokens whose rows in the embedding table are for their logits only
     gguf: GgufFile | None  # None: a folder
     converted: ConvertedCheckpoint | None  # None: a family that transformers ships, or a GGUF file
@@ -126,6 +128,7 @@ def open_checkpoint(
         adapter=read_adapter(adapter or folder, tokens),
         adapter_folder=added,
         correction=read_factors(adapter or folder),
+        heads=_heads(adapter or folder, tokens),
         input_rows=read_input_rows(adapter or folder),
         gguf=source.gguf,
         converted=source.converted,
@@ -184,6 +187,8 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
         use_input_rows(model, checkpoint.input_rows)
     if checkpoint.adapter is not None:
         apply_adapter(model, owner, checkpoint.tokens.mask, checkpoint.adapter)
+    if checkpoint.heads is not None:
+        apply_heads(model, owner, checkpoint.heads)
     return cast(PreTrainedModel, model.eval())
 
 
@@ -217,9 +222,22 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
-    if base.is_dir() and read_sar_config(base).get("mask_adapter") is not None:
-        raise CheckpointError(f"{base}: has a mask adapter already: expected its base model, to add that in {adapter}")
+    entries = read_sar_config(base) if base.is_dir() else {}
+    for name, what in (("mask_adapter", "a mask adapter"), ("heads", "heads")):
+        if entries.get(name) is not None:
+            raise CheckpointError(f"{base}: has {what} already: expected its base model, to add what is in {adapter}")
     return read_adapter_folder(adapter)
+
+
+def _heads(folder: Path, tokens: TokenIds) -> HeadsConfig | None:
+    """The draft heads in a folder; raises if there are mask tokens too."""
+    heads = read_heads(folder)
+    if heads is not None and tokens.mask:
+        raise CheckpointError(
+            f"{folder}: has {heads.count} heads, and mask tokens {', '.join(map(str, tokens.mask))}: expected one of them, "
+            f"which drafts; leave --mask-token out, or remove mask_tokens or heads from {SAR_FILE}"
+        )
+    return heads
 
 
 def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:

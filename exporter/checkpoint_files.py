@@ -21,6 +21,8 @@ _ATTENTION = ("sdpa", "eager")
 ADAPTER_FILE = "mask_adapter.safetensors"
 FACTORS_FILE = "draft_correction.safetensors"
 INPUT_ROWS_FILE = "input_rows.safetensors"
+HEADS_FILE = "draft_heads.safetensors"
+OWN_FILES = (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE, HEADS_FILE)
 BASE_FILE = "base.json"  # of an adapter folder
 
 _TOKENIZERS = (
@@ -108,13 +110,12 @@ def load_with_own_attention(load: Callable[..., Any], *arguments: Any, **options
 
 def converted_weights(folder: Path) -> tuple[Path, ...]:
     """The weight files of a checkpoint that is converted: its safetensors files, otherwise the pickles of its model."""
-    own = (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE)
-    found = tuple(file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
+    found = tuple(file for file in sorted(folder.glob("*.safetensors")) if file.name not in OWN_FILES)
     return found or tuple(sorted(folder.glob("pytorch_model*.bin")))
 
 
 def _require_weights(folder: Path) -> None:
-    if any(file.name not in (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE) for file in folder.glob("*.safetensors")):
+    if any(file.name not in OWN_FILES for file in folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(

@@ -12,9 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.checkpoint import model_config
 from spaceport.exporter.checkpoint_files import (
-    ADAPTER_FILE,
-    FACTORS_FILE,
-    INPUT_ROWS_FILE,
+    OWN_FILES,
     is_gguf,
     load_with_own_attention,
     refuse_sizes,
@@ -121,7 +119,7 @@ def _configuration(folder: Path, remote_code: bool) -> PreTrainedConfig:
 
 def _refuse_additions(folder: Path) -> None:
     """Raise for a checkpoint with tensors beside its model."""
-    for name in (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE):
+    for name in OWN_FILES:
         if (folder / name).exists():
             raise CheckpointError(
                 f"{folder / name}: has tensors beside the model, which --dry-run does not count: expected the base model; "

@@ -15,16 +15,19 @@ from spaceport.exporter.constants import constant
 FusionKey = tuple[ir.Value, bool, tuple[tuple[str, object], ...]]
 
 
-def fuse_projections(model: ir.Model) -> int:
+def fuse_projections(model: ir.Model, vocab_size: int) -> int:
     """Replace matmuls of the same input with constant weights by one matmul and a Split.
 
-    Returns the number of fused matmuls.
+    Returns the number of fused matmuls. Those with as many outputs as the vocabulary stay: a Split would copy the logits.
 
     Steps of one row take 0.95 of the time on ONNX Runtime's CPU backend."""
     products: dict[FusionKey, list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         states = node.inputs[0] if node.op_type == "MatMul" else None
-        if states is not None and all(map(_has_one_use, constants := _constants(node))) and constants:
+        constants = [] if states is None else _constants(node)
+        if states is None or not constants or not all(map(_has_one_use, constants)):
+            continue
+        if _outputs(constants) != vocab_size:
             products[states, _is_gated(node), _blocks(_dequantize_node(node))].append(node)
     groups = [nodes for nodes in products.values() if len(nodes) > 1]
     for nodes in groups:

@@ -73,7 +73,7 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
             "(--weights same)"
         ) from error
     if signature.lowering == "scatter":  # TensorRT fuses matmuls by itself
-        fuse_projections(model)
+        fuse_projections(model, signature.vocab_size)
         fix_reshapes(model)
         hoist_above_splits(model)
         if decoder.quantization.integers is not None and signature.kv_heads >= MIN_KV_HEADS:  # runs on CPUs only

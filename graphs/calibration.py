@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spaceport.graphs.draft_heads import head_logits
 from spaceport.graphs.int8 import InputScale, LinearScales, best_scales, quantize_rows
 
 # The clipping range of a static scale is the largest calibrated value times this headroom. Elsewhere than behind norms,
@@ -166,7 +167,7 @@ def _shared_inputs(
     """The groups of modules that receive the same activations on these texts, with statistics."""
     statistics: dict[tuple[str, ...], _InputStatistics] = {}
     for text in texts:
-        with _recorded(model, modules) as (inputs, norm_outputs), torch.no_grad():
+        with _recorded(model, modules) as (inputs, norm_outputs), head_logits(model), torch.no_grad():
             model(input_ids=text, use_cache=False)
         groups: dict[int, list[str]] = {}
         for name, states in inputs.items():

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention, kv
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
+from spaceport.graphs.draft_heads import head_logits, heads_of
 from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.traits import (
@@ -65,7 +66,11 @@ class Decoder(nn.Module):
         def select_rows(hidden: Tensor) -> Tensor:  # B x T x hidden becomes B x R x hidden
             return torch.gather(hidden, 1, logit_rows[:, :, None].expand(-1, -1, hidden.shape[-1]))
 
-        with replaced_sdpa(self._attention_hook, attention.scaled_dot_product), rows_selected(self.model, select_rows):
+        with (
+            replaced_sdpa(self._attention_hook, attention.scaled_dot_product),
+            rows_selected(self.model, select_rows),
+            head_logits(self.model) as heads,
+        ):
             output = self.model(
                 input_ids=named["input_ids"],
                 position_ids=named["position_ids"],
@@ -73,7 +78,10 @@ class Decoder(nn.Module):
                 past_key_values=cache,
                 use_cache=True,
             )
-        return (output.logits.float(), *cast(list[Tensor], cache.present))
+        logits = output.logits
+        if heads:  # B x R x (1 + heads) x V becomes B x L x V
+            logits = torch.stack((logits, *heads), dim=2).flatten(1, 2)
+        return (logits.float(), *cast(list[Tensor], cache.present))
 
     def _writer(self, slot_ids: Tensor) -> kv.Write:
         if self.signature.lowering == "scatter":
@@ -101,16 +109,20 @@ def decoder_of(
         freeze_rotary(model)
         if model._can_set_experts_implementation():
             model.set_experts_implementation(_EXPERTS)
-        signature = expected_signature(traits, cast(Precision, dtype_name(model)), lowering)
+        heads = heads_of(model)
+        signature = expected_signature(
+            traits, cast(Precision, dtype_name(model)), lowering, 0 if heads is None else heads.count
+        )
         decoder = Decoder(model, signature, attention_implementation, traits, quantization)
         with model_errors(model):
             _compare(decoder, ids, expected)
     return decoder, traits
 
 
-def expected_signature(traits: Traits, dtype: Precision, lowering: Lowering) -> Signature:
-    """The signature of the graph of a model with these traits."""
-    return Signature(traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size, dtype, lowering, traits.window)
+def expected_signature(traits: Traits, dtype: Precision, lowering: Lowering, heads: int = 0) -> Signature:
+    """The signature of the graph of a model with these traits and draft heads."""
+    sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
+    return Signature(*sizes, dtype, lowering, traits.window, heads)
 
 
 def freeze_rotary(model: PreTrainedModel) -> None:
@@ -161,7 +173,7 @@ def _compare(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
             "logit_rows": torch.arange(end - start)[None],
         }
         result = decoder(*(inputs[tensor.name].to(ids.device) for tensor in signature.rows), *past)
-        logits[:, order[start:end].to(ids.device)] = result[0]
+        logits[:, order[start:end].to(ids.device)] = result[0][:, :: signature.lines]
         past = list(result[1:])
     require_equal_logits(decoder.model, "as a graph", logits, expected)
 

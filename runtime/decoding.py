@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import ExactDrafts
+from spaceport.graphs.contract.manifest import ExactDrafts, Manifest
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
@@ -75,7 +75,8 @@ class Decoding:
 
     How fast it is generated; the tokens are the same:
 
-    - `mask_slots`: Maximum draft tokens from mask slots for each thread in a step, 0 = none; default None: the bundle's.
+    - `mask_slots`: Maximum draft tokens from mask slots, or from the heads of a bundle with heads, for each thread in a
+      step, 0 = none; default None: the bundle's.
     - `draft`: "tree", or "chain" as published by SPACE; default "tree".
     - `draft_rows`: Maximum rows of a thread in a step of a draft tree; default None: 24, or as many as all mask slots
       behind the last token need.
@@ -185,12 +186,21 @@ class Decoding:
         """Maximum threads that decode at the same time, with a bundle whose threads are `parallel` by default."""
         return self.max_threads or (MAX_THREADS if parallel else 1)
 
-    def draft_config(self, most: int, exact: ExactDrafts = "tree", mask_layout: MaskLayout = CAUSAL) -> DraftConfig:
-        """Draft limits with a bundle that has `most` mask slots of this layout and drafts that are exact in this shape."""
-        slots = most if self.mask_slots is None else self.mask_slots
+    def drafts_with(self, manifest: Manifest) -> DraftConfig:
+        """Draft limits with a bundle."""
+        slots, layout, heads = manifest.max_mask_slots, manifest.mask_layout, manifest.signature.heads
+        return self.draft_config(slots, manifest.exact_drafts, layout, heads)
+
+    def draft_config(
+        self, most: int, exact: ExactDrafts = "tree", mask_layout: MaskLayout = CAUSAL, heads: int = 0
+    ) -> DraftConfig:
+        """Draft limits with a bundle that has `most` mask slots of this layout, or heads; its drafts are exact in this shape."""
+        slots = (heads or most) if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
         rows = self.draft_rows or max(DraftConfig.rows, 1 + mask_layout.rows(slots))
         siblings = self.draft_siblings or (DraftConfig.siblings if exact == "tree" else 1)
+        if heads:
+            return DraftConfig(0, self.draft, rows, siblings, lookup, heads=slots)
         return DraftConfig(slots, self.draft, rows, siblings, lookup, mask_layout)

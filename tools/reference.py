@@ -55,7 +55,7 @@ def open_reference(
     decoder, _ = build_decoder(opened, options, arithmetic=dtype, scales=scales_of(bundle))
     if decoder.quantization.integers is not None:
         QuantizedInputs(decoder.model, decoder.quantization.integers)
-    for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window"):
+    for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "heads"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:
             raise InputFault(

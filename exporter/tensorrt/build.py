@@ -50,7 +50,7 @@ def build_engine(
     verified: the builder reads them by their names.
     """
     graph, signature = manifest.graph, manifest.signature
-    name = engine_name(graph, signature.vocab_size, library, options)
+    name = engine_name(graph, signature.row_logits, library, options)
     model = append_graph(folder, signature, options.shapes.capacity)
     record = find_engine(folder, manifest, name)
     if record is not None and reusable(record):

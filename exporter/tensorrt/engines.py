@@ -33,7 +33,7 @@ class ChangedBundle(InputFault):
     """A bundle was exported again while an engine was built from it."""
 
 
-def engine_name(graph: tuple[str, ...], vocab_size: int, library: Library, options: BuildOptions) -> str:
+def engine_name(graph: tuple[str, ...], row_logits: int, library: Library, options: BuildOptions) -> str:
     """The file name of an engine: its target and a digest of everything that it depends on."""
     depends = {
         "recipe": _BUILD_VERSION,
@@ -42,7 +42,7 @@ def engine_name(graph: tuple[str, ...], vocab_size: int, library: Library, optio
         "version": library.version,
         "target": options.target,
         "shapes": asdict(options.shapes),
-        "profiles": profiles(options.shapes, vocab_size, options.mask_slots),
+        "profiles": profiles(options.shapes, row_logits, options.mask_slots, options.heads),
         "workspace": options.workspace,
         "refittable": options.refittable,
     }

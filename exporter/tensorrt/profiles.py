@@ -38,7 +38,7 @@ class Shapes:
             )
 
 
-def profiles(shapes: Shapes, vocab_size: int, mask_slots: int) -> tuple[Profile, Profile]:
+def profiles(shapes: Shapes, row_logits: int, mask_slots: int, heads: int = 0) -> tuple[Profile, Profile]:
     """The decode profile and the prefill profile of an engine.
 
     They are tuned for one request, where latency matters most: for its largest draft, and for a full prefill chunk. Kernels
@@ -46,8 +46,9 @@ def profiles(shapes: Shapes, vocab_size: int, mask_slots: int) -> tuple[Profile,
     """
     requests = (1, 1, shapes.requests)
     visible = (VISIBLE_STEP, visible_length(shapes.capacity // 2), shapes.capacity)
-    drafted = min((mask_slots + 1) ** 2, shapes.step_rows)  # the root and each candidate, with its mask slots
-    most = logit_rows(shapes.prompt_rows, vocab_size)
+    drafted = (mask_slots + 1) ** 2 + heads  # the root and each candidate, with its mask slots if it has no heads
+    drafted = min(drafted, shapes.step_rows)
+    most = logit_rows(shapes.prompt_rows, row_logits)
     rows = (1, drafted, shapes.step_rows)
     return (
         {"B": requests, "T": rows, "R": rows, "A": visible},

@@ -18,7 +18,7 @@ from spaceport.graphs.contract.mask_layout import GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
 # 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below;
-# 4: without fork_by_default; 5: without provenance and a digest of its own; 6: without mask_layout
+# 4: without fork_by_default; 5: without provenance and a digest of its own; 6: without mask_layout and draft heads
 SCHEMA = 7
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
@@ -111,6 +111,11 @@ class Manifest:
         return sum(record.size for record in self._graph_files)
 
     @property
+    def max_draft_tokens(self) -> int:
+        """Maximum draft tokens from mask slots or heads in a step; a bundle has one of the two or none."""
+        return self.max_mask_slots or self.signature.heads
+
+    @property
     def exact_drafts(self) -> ExactDrafts:
         """Draft shapes that do not change the output; 8-bit activations amplify the noise of another slot order."""
         return "tree" if self.activations == "float" else "chain"
@@ -185,6 +190,8 @@ def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
         **defaults,
         **_renamed(data, {"family": "model_type", "generation": "generation_config"}),
     }
+    if isinstance(signature := upgraded.get("signature"), dict):
+        upgraded["signature"] = {"heads": 0, **signature}
     engines = upgraded.get("engines")
     if isinstance(engines, dict):
         names = {"flavour": "backend", "prompt_rows": "prefill_rows"}
@@ -204,6 +211,10 @@ def _check_consistency(manifest: Manifest) -> None:
     tokens, slots, vocab = manifest.tokens, manifest.max_mask_slots, manifest.signature.vocab_size
     if slots > MAX_MASK_SLOTS:
         raise ManifestError(f"max_mask_slots is {slots}: expected at most {MAX_MASK_SLOTS}")
+    if slots and manifest.signature.heads:
+        raise ManifestError(
+            f"max_mask_slots is {slots}, signature.heads is {manifest.signature.heads}: expected one of them to be 0"
+        )
     rows = manifest.mask_layout.rows(slots)
     if slots and len(tokens.mask) != 1 and len(tokens.mask) < rows:
         raise ManifestError(

@@ -30,7 +30,7 @@ VISIBLE_STEP = 64
 
 
 # Upper limits, far above every known model: sizes beyond them are damage or an attack.
-_MOST = {"layers": 4096, "kv_heads": 4096, "head_dim": 2**16, "vocab_size": 2**24, "window": 2**31 - 1}
+_MOST = {"layers": 4096, "kv_heads": 4096, "head_dim": 2**16, "vocab_size": 2**24, "window": 2**31 - 1, "heads": 64}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Tensor:
 class Signature:
     """The sizes and types that determine every input and output of a graph.
 
-    Dimensions: B requests, T rows, R rows with logits, A visible length, S KV slots per request.
+    Dimensions: B requests, T rows, R rows with logits, L lines of logits, A visible length, S KV slots per request.
     """
 
     layers: int
@@ -56,6 +56,9 @@ class Signature:
     dtype: Precision
     lowering: Lowering
     window: int | None = None  # sliding attention window in positions, including the row's own
+    heads: int = (
+        0  # draft heads over the last hidden state; each row with logits has a line of its own and one per head
+    )
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "vocab_size"):
@@ -68,6 +71,8 @@ class Signature:
             raise ValueError(f"lowering is {self.lowering!r}: expected one of {', '.join(LOWERINGS)}")
         if self.window is not None and not is_whole(self.window, 1):
             raise ValueError(f"window is {self.window!r}: expected null or a whole number of at least 1")
+        if not is_whole(self.heads, 0):
+            raise ValueError(f"heads is {self.heads!r}: expected a whole number of at least 0")
         for name, most in _MOST.items():
             value = getattr(self, name)
             if value is not None and value > most:
@@ -101,7 +106,18 @@ class Signature:
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        return (Tensor("logits", "float32", ("B", "R", self.vocab_size)), *self.present)
+        rows = "L" if self.heads else "R"
+        return (Tensor("logits", "float32", ("B", rows, self.vocab_size)), *self.present)
+
+    @property
+    def lines(self) -> int:
+        """Lines of logits per row: the row's own, then that of each head."""
+        return 1 + self.heads
+
+    @property
+    def row_logits(self) -> int:
+        """Number of logits per row."""
+        return self.lines * self.vocab_size
 
     def kv_bytes(self, requests: int, slots: int) -> int:
         """Total bytes of the KV buffers."""
@@ -129,6 +145,9 @@ def selection_width(vocab_size: int) -> int:
     return 2 * min(BEST_TOKENS, vocab_size) + 1
 
 
-def logit_rows(prompt_rows: int, vocab_size: int) -> int:
-    """The maximum number of rows with logits per request in a call with up to `prompt_rows` prompt rows."""
-    return min(prompt_rows, max(STEP_ROWS, LOGIT_BYTES // (4 * vocab_size)))
+def logit_rows(prompt_rows: int, row_logits: int) -> int:
+    """The maximum number of rows with logits per request in a call with up to `prompt_rows` prompt rows.
+
+    `row_logits` is the number of logits of a row.
+    """
+    return min(prompt_rows, max(STEP_ROWS, LOGIT_BYTES // (4 * row_logits)))

@@ -15,7 +15,16 @@ from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Signature, logit_rows, selection_width
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
-from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
+from spaceport.runtime.backends.staging import (
+    Block,
+    CallShape,
+    Limits,
+    end_of,
+    filled_up,
+    logits_shape,
+    ranges_of,
+    wanted_lines,
+)
 from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
 from spaceport.runtime.selection import SelectedRows, selected_rows
 
@@ -94,7 +103,7 @@ class DeviceEngine:
         self.notes = notes
         self._session: ort.InferenceSession | None = session
         self._kind = kind
-        self._limits = Limits(self.capacity, self.rows, logit_rows(self.rows, signature.vocab_size))
+        self._limits = Limits(self.capacity, self.rows, logit_rows(self.rows, signature.row_logits))
         # one block of 2 * layers x requests x Hkv x S x D; zeroed, since 0 * NaN is NaN
         kv = np.zeros(signature.kv_bytes(options.requests, options.capacity), np.uint8)
         self._kv = ort.OrtValue.ortvalue_from_numpy(kv, kind, 0)
@@ -112,13 +121,13 @@ class DeviceEngine:
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self._compute(batch)
-        return self._copied()[:, : batch.logit_rows.shape[1]]
+        return self._copied()[:, : wanted_lines(self.signature, batch)]
 
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The best tokens of the needed rows of each request; only these are copied to the host."""
         assert self._selection is not None
         shape = self._compute(batch)
-        logits = (shape.requests, shape.wanted, self.signature.vocab_size)
+        logits = logits_shape(self.signature, shape)
         packed = (*logits[:2], selection_width(self.signature.vocab_size))
         kind, binding = DTYPES["float32"].onnx, self._selection.io_binding()
         try:
@@ -129,7 +138,7 @@ class DeviceEngine:
             found: NDArray[np.float32] = binding.get_outputs()[0].numpy()
         except FAULTS as error:
             raise self._fault(error) from error
-        return selected_rows(found, self._copied, batch.logit_rows.shape[1])
+        return selected_rows(found, self._copied, wanted_lines(self.signature, batch))
 
     def _compute(self, batch: Batch) -> CallShape:
         """Run a call, which leaves its logits in device memory; returns its padded shape."""
@@ -238,7 +247,7 @@ class DeviceEngine:
             types = {tensor.name: DTYPES[tensor.dtype].onnx for tensor in self.signature.rows}
             for name, part in ranges_of(self.signature, shape).items():
                 self._binding.bind_input(name, self._kind, 0, types[name], part.shape, rows + part.offset)
-            logits = (shape.requests, shape.wanted, self.signature.vocab_size)
+            logits = logits_shape(self.signature, shape)
             memory = self._logits_memory(logits)
             self._binding.bind_output("logits", self._kind, 0, DTYPES["float32"].onnx, logits, memory.data_ptr())
             self._shape = shape

@@ -79,7 +79,7 @@ class OnnxRuntimeEngine:
         self._fit(batch)
         self._pages.use_huge_pages(self._kv, batch.first, batch.requests, batch.attention_mask.shape[-1])
         self._bind_buffers(batch.first, batch.requests)
-        self._bind_logits(batch.requests, batch.logit_rows.shape[1])
+        self._bind_logits(batch.requests, batch.logit_rows.shape[1] * self.signature.lines)
         for name, array in batch.arrays(self.signature):
             self._binding.bind_cpu_input(name, array)
         try:
@@ -145,10 +145,10 @@ class OnnxRuntimeEngine:
             self._binding.bind_output(present.name, "cpu", 0, dtype, view.shape, address)
         self._bound = (first, count)
 
-    def _bind_logits(self, requests: int, rows: int) -> None:
-        if self._logits.shape[:2] == (requests, rows):
+    def _bind_logits(self, requests: int, lines: int) -> None:
+        if self._logits.shape[:2] == (requests, lines):
             return
-        self._logits = np.empty((requests, rows, self.signature.vocab_size), np.float32)
+        self._logits = np.empty((requests, lines, self.signature.vocab_size), np.float32)
         self._binding.bind_output("logits", "cpu", 0, np.float32, self._logits.shape, self._logits.ctypes.data)
 
 

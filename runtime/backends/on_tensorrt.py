@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,16 @@ from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.kernels import Kernels
-from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
+from spaceport.runtime.backends.staging import (
+    Block,
+    CallShape,
+    Limits,
+    end_of,
+    filled_up,
+    logits_shape,
+    ranges_of,
+    wanted_lines,
+)
 from spaceport.runtime.backends.tensorrt_contract import check_contract
 from spaceport.runtime.backends.torch_device import Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
@@ -80,7 +90,7 @@ class TensorRtEngine:
         self.notes: tuple[str, ...] = ()
         self._record, self._device, self._words = record, device, words
         self._engine: Any = engine
-        wanted = logit_rows(record.prefill_rows, signature.vocab_size)
+        wanted = logit_rows(record.prefill_rows, signature.row_logits)
         self._limits = Limits(record.capacity, record.prefill_rows, wanted)
         widest = CallShape(options.requests, record.prefill_rows, record.capacity, wanted)
         # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
@@ -89,7 +99,7 @@ class TensorRtEngine:
         block = device.host(end_of(signature, widest))
         self._block, self._rows_in = Block(block.numpy(), signature), block
         self._rows = device.zeros((block.numel(),), torch.uint8)
-        self._logits = device.zeros((options.requests * wanted * signature.vocab_size,), torch.float32)
+        self._logits = device.zeros((options.requests * wanted * signature.row_logits,), torch.float32)
         self._logits_out = device.host(4 * self._logits.numel()).view(torch.float32)
         scratch = max(engine.get_device_memory_size_for_profile_v2(profile) for profile in (STEPS, PROMPTS))
         self._scratch = device.zeros(
@@ -103,21 +113,21 @@ class TensorRtEngine:
         with self._device.working():
             shape = self._compute(batch)
             logits = self._take(shape)
-        return logits[:, : batch.logit_rows.shape[1]]
+        return logits[:, : wanted_lines(self.signature, batch)]
 
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The best tokens of the needed rows of each request; only these are copied to the host."""
         with self._device.working():
             shape = self._compute(batch)
-            size = shape.requests * shape.wanted * self.signature.vocab_size
-            packed = selection(self._logits[:size].view(shape.requests, shape.wanted, self.signature.vocab_size))
+            dims = logits_shape(self.signature, shape)
+            packed = selection(self._logits[: math.prod(dims)].view(dims))
             found: NDArray[np.float32] = packed.cpu().numpy()  # waits for the stream
 
         def logits() -> NDArray[np.float32]:
             with self._device.working():
                 return self._take(shape)
 
-        return selected_rows(found, logits, batch.logit_rows.shape[1])
+        return selected_rows(found, logits, wanted_lines(self.signature, batch))
 
     def _compute(self, batch: Batch) -> CallShape:
         """Copy the inputs of a call and enqueue it; returns its padded shape."""
@@ -181,11 +191,12 @@ class TensorRtEngine:
 
     def _take(self, shape: CallShape) -> NDArray[np.float32]:
         """The logits of a call, copied to the host."""
-        size = shape.requests * shape.wanted * self.signature.vocab_size
+        dims = logits_shape(self.signature, shape)
+        size = math.prod(dims)
         self._logits_out[:size].copy_(self._logits[:size], non_blocking=True)
         self._device.wait()
         taken: NDArray[np.float32] = self._logits_out[:size].numpy()
-        return taken.reshape(shape.requests, shape.wanted, self.signature.vocab_size)
+        return taken.reshape(dims)
 
     def _context(self, profile: int, graphs: bool) -> _Context:
         """A context for a profile, with everything bound that never changes."""

@@ -153,6 +153,16 @@ def ranges_of(signature: Signature, shape: CallShape) -> Mapping[str, BlockRange
     return found
 
 
+def logits_shape(signature: Signature, shape: CallShape) -> tuple[int, int, int]:
+    """The shape of the logits of a call: requests x lines x vocabulary."""
+    return shape.requests, shape.wanted * signature.lines, signature.vocab_size
+
+
+def wanted_lines(signature: Signature, batch: Batch) -> int:
+    """Number of lines of logits per request of a call without padding."""
+    return shape_of(batch).wanted * signature.lines
+
+
 def end_of(signature: Signature, shape: CallShape) -> int:
     """Number of bytes that a call uses in a block."""
     last = [*ranges_of(signature, shape).values()][-1]

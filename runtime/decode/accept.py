@@ -18,7 +18,7 @@ class Verdict(NamedTuple):
 
     retained: tuple[int, ...]  # rows of the part whose KV slots are retained
     tokens: tuple[int, ...]  # the accepted candidates, then the model's own next token
-    candidates: tuple[Candidates, ...]  # what the mask slots predict after those, by position
+    candidates: tuple[Candidates, ...]  # what the mask slots or heads predict after those, by position
 
     @property
     def accepted(self) -> int:
@@ -26,12 +26,15 @@ class Verdict(NamedTuple):
         return max(0, len(self.tokens) - 1)
 
 
-def accept(part: Part, logits: NDArray[np.float32], selector: TokenSelector, most: int = 1) -> Verdict:
+def accept(
+    part: Part, logits: NDArray[np.float32], selector: TokenSelector, most: int = 1, lines: int = 1, heads: int = 0
+) -> Verdict:
     """The verdict on a thread's rows: walks the draft along the tokens that the model itself selects.
 
     The generated tokens are therefore those of plain decoding.
 
-    `logits` has one line for each wanted row of the part; `most` is the number of candidates to take from each mask slot.
+    `logits` has `lines` lines for each wanted row of the part: its own, then those of the heads, of which the first
+    `heads` are used. `most` is the number of candidates to take from each mask slot or head.
     """
     layout, thread = part.layout, part.thread
     known = layout.known
@@ -39,20 +42,19 @@ def accept(part: Part, logits: NDArray[np.float32], selector: TokenSelector, mos
         return Verdict(tuple(range(known)), (), ())
     first = part.first_wanted
     node, retained = 0, list(range(known))
-    tokens = [selector.token(logits[known - 1 - first], thread, ())]
+    tokens = [selector.token(logits[(known - 1 - first) * lines], thread, ())]
     while (follower := _child(part, node, tokens[-1])) is not None:
         row = layout.nodes[follower]
         try:
-            following = selector.token(logits[row - first], thread, tokens)
+            following = selector.token(logits[(row - first) * lines], thread, tokens)
         except (NotANumber, OptionFault):
             break  # the completion may end before this position; if it does not, the next step raises the error
         node = follower
         retained.append(row)
         tokens.append(following)
     candidates: tuple[Candidates, ...] = ()
-    if group := layout.groups[node]:
-        lines = logits[group[0] - first : group[-1] + 1 - first]
-        candidates = selector.candidates(lines, thread, len(thread.tokens) + len(tokens), most)
+    if (proposed := _proposed(part, node, lines, heads)) is not None:
+        candidates = selector.candidates(logits[proposed], thread, len(thread.tokens) + len(tokens), most)
     return Verdict(tuple(retained), tuple(tokens), candidates)
 
 
@@ -62,6 +64,16 @@ def source_of(part: Part, verdict: Verdict, index: int) -> Source | None:
     if not sources or index >= verdict.accepted:
         return None
     return sources[layout.nodes.index(verdict.retained[layout.known + index]) - 1]
+
+
+def _proposed(part: Part, node: int, lines: int, heads: int) -> slice | None:
+    """The lines with predictions for the tokens after that of a node's own line; None if there are none."""
+    layout, first = part.layout, part.first_wanted
+    if heads:  # head 1 predicts the token after that of the own line
+        own = (layout.nodes[node] - first) * lines
+        return slice(own + 1, own + 1 + heads)
+    group = layout.groups[node]
+    return slice((group[0] - first) * lines, (group[-1] + 1 - first) * lines, lines) if group else None
 
 
 def _child(part: Part, node: int, token: int) -> int | None:

@@ -1,7 +1,7 @@
 """Acceptance: learned probabilities that draft tokens are accepted, by source and depth.
 
 Every generated token shows whether each source had predicted it, also if it was not drafted. Only mask slots have to be
-fed to be measured.
+fed to be measured. The heads of a bundle are measured as mask slots are, which it does not have then.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Acceptance:
         )
 
     def reach(self, mask_slots: int, copying: bool) -> list[float]:
-        """The probability that mask slots add one token, two tokens, ... to those of prompt lookup."""
+        """The probability that mask slots or heads add one token, two tokens, ... to those of prompt lookup."""
         masks = self.masks[copying]
         while len(masks) < mask_slots:
             masks.append(_first(len(masks)))
-        return list(accumulate(masks, min))
+        return list(accumulate(masks[:mask_slots], min))
 
     def trust(self, depth: int) -> float:
         """Factor that corrects the probabilities that mask slots give at a depth."""

@@ -10,12 +10,12 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 
 Shape = Literal["chain", "tree"]
-Source = Literal["mask", "lookup", "both"]  # what proposed a candidate
+Source = Literal["mask", "head", "lookup", "both"]  # what proposed a candidate; both: prompt lookup and another
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates for one position from a mask slot: its most probable tokens, best first, with their probabilities."""
+    """Candidates for one position from a mask slot or head: its most probable tokens, best first, with their probabilities."""
 
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
@@ -35,9 +35,10 @@ class DraftConfig:
     siblings: int = 3  # maximum candidates for one position, of all sources; 1: the draft is a chain
     lookup: int = 0  # maximum tokens from prompt lookup; 0: no prompt lookup
     mask_layout: MaskLayout = CAUSAL
+    heads: int = 0  # maximum draft tokens from heads; 0: none
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0)):
+        for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0), ("heads", 0)):
             if (given := getattr(self, name)) < least:
                 raise OptionFault(f"draft {name} is {given}: expected at least {least}")
         if self.shape not in ("chain", "tree"):
@@ -45,8 +46,13 @@ class DraftConfig:
 
     @property
     def candidates(self) -> int:
-        """Number of candidates to take from each mask slot."""
+        """Number of candidates to take from each mask slot or head."""
         return 1 if self.shape == "chain" else self.siblings
+
+    @property
+    def predictor(self) -> Source:
+        """What predicts candidates besides prompt lookup."""
+        return "head" if self.heads else "mask"
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,6 @@ def best_chain(candidates: Sequence[Candidates], last: int) -> list[Candidates]:
 
 
 PLAIN = Draft()
-_MASK: Source = "mask"
 
 
 def chain(
@@ -107,6 +112,7 @@ def chain(
     remaining: int,
     rows: int | None = None,
     mask_layout: MaskLayout = CAUSAL,
+    source: Source = "mask",
 ) -> Draft:
     """SPACE's draft: a chain of candidates, and the same number of mask slots behind every node.
 
@@ -119,4 +125,4 @@ def chain(
         mask_slots = min(mask_slots, rows // (len(tokens) + 1) - 1 - mask_layout.lead)
     parents = tuple(range(len(tokens)))
     masks = tuple(max(0, min(mask_slots, remaining - 2 - depth)) for depth in range(len(tokens) + 1))
-    return Draft(tokens, parents, masks, (_MASK,) * len(tokens), mask_layout=mask_layout)
+    return Draft(tokens, parents, masks, (source,) * len(tokens), mask_layout=mask_layout)

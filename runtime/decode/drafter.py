@@ -11,7 +11,7 @@ from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import is_copying
 from spaceport.runtime.decode.budget import DraftBudget, PlanningPause
 from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, best_chain, chain
-from spaceport.runtime.decode.long_run import LongRun
+from spaceport.runtime.decode.long_run import LongRun, best_rate
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, Wish
 from spaceport.runtime.decode.threads import Thread
@@ -42,17 +42,18 @@ class Drafter(Protocol):
 
 
 class ChainDrafter:
-    """SPACE's draft: one chain of candidates, and the same number of mask slots behind each."""
+    """SPACE's draft: one chain of candidates, and the same number of mask slots behind each; heads need none."""
 
     def __init__(self, draft_config: DraftConfig) -> None:
         self._mask_slots, self._mask_layout = draft_config.mask_slots, draft_config.mask_layout
+        self._source, self._heads = draft_config.predictor, draft_config.heads
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         slots, layout = self._mask_slots, self._mask_layout
-        rows = min(rows, (slots + 1) * (1 + layout.rows(slots)))
-        # A mask slot without a probable token ends the chain.
+        rows = min(rows, (slots + 1) * (1 + layout.rows(slots)) + self._heads)
+        # A mask slot or head without a probable token ends the chain.
         found = takewhile(lambda each: each.tokens, best_chain(thread.candidates, thread.tokens[-1]))
-        return chain([candidate.tokens[0] for candidate in found], slots, remaining, rows, layout)
+        return chain([candidate.tokens[0] for candidate in found], slots, remaining, rows, layout, self._source)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
         """A chain always has the same shape."""
@@ -74,7 +75,7 @@ class PlainDrafter:
 
 
 class TreeDrafter:
-    """The draft tree of mask slots and prompt lookup that is expected to generate the most tokens per time."""
+    """The draft tree of mask slots or heads, and prompt lookup, that is expected to generate the most tokens per time."""
 
     def __init__(self, draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable) -> None:
         self._draft_config, self._planner, self._kind = draft_config, planner, kind
@@ -117,7 +118,7 @@ class TreeDrafter:
         long_run = self._long_run(curve, sharing, is_copying(copied))
         outlook = Outlook(
             curve,
-            max(long_run.rate, self._tokens / self._time),
+            max(long_run.rate, self._heads_rate(curve, is_copying(copied)), self._tokens / self._time),
             long_run.gains,
             [acceptance.trust(depth) for depth in range(len(thread.candidates))],
             acceptance.lookup_probabilities(equal, copied, len(lookup_tokens)),
@@ -166,6 +167,10 @@ class TreeDrafter:
                 return False
         self._pause.skip()
         return True
+
+    def _heads_rate(self, curve: Curve, copying: bool) -> float:
+        """Tokens per plain step with the best number of candidates from heads, which every step leaves."""
+        return best_rate(curve.times, self._acceptance.reach(self._draft_config.heads, copying))
 
     def _wish(self, curve: Curve, sharing: Sharing, draft: Draft, rate: float) -> None:
         if sharing.call is not None and sharing.fills_up:
@@ -216,6 +221,6 @@ class _Planned(NamedTuple):
 
 def drafter_for(draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable = None) -> Drafter:
     """The drafter of one request; requests of one kind share what they learn."""
-    if not draft_config.mask_slots and not draft_config.lookup:
+    if not (draft_config.mask_slots or draft_config.heads or draft_config.lookup):
         return PlainDrafter(draft_config, planner)
     return ChainDrafter(draft_config) if draft_config.shape == "chain" else TreeDrafter(draft_config, planner, kind)

@@ -137,6 +137,12 @@ def opening_gains(gains: Sequence[float], lead: int) -> list[float]:
     return list(accumulate((total / (count + lead) for count, total in enumerate(sums, 1)), max))
 
 
+def best_rate(curve: Sequence[float], reach: Sequence[float]) -> float:
+    """Tokens per unit of time with the best number of verified draft tokens, if every step leaves all of them."""
+    tokens = accumulate(reach, initial=1.0)
+    return max(count / time for count, time in zip(tokens, curve, strict=False))
+
+
 def _last(reach: Sequence[float], verified: int) -> list[float]:
     """The probability that each node is the last accepted one, from the last known token on."""
     reached = [1.0, *reach[:verified]]

@@ -68,14 +68,15 @@ def pack_one(signature: Signature, step: ScheduledStep) -> Batch:
     )
 
 
-def split(plan: Plan, logits: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-    """The logits of one request, R x V, part by part."""
+def split(plan: Plan, logits: NDArray[np.float32], lines: int = 1) -> list[NDArray[np.float32]]:
+    """The logits of one request, L x V, part by part; each row has `lines` lines: its own, then those of the heads."""
     if len(plan.parts) == 1:
-        return [logits[: plan.parts[0].wanted]]
+        return [logits[: plan.parts[0].wanted * lines]]
     parts, first = [], 0
     for part in plan.parts:
-        parts.append(logits[first : first + part.wanted])
-        first += part.wanted
+        last = first + part.wanted * lines
+        parts.append(logits[first:last])
+        first = last
     return parts
 
 

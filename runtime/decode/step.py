@@ -45,9 +45,10 @@ class Ran(NamedTuple):
 
     first: int  # index of the first request of the call
     requests: int  # number of requests from the first to the last one, idle ones between them included
-    logits: NDArray[np.float32] | list[SelectedRows]  # requests x needed rows x vocabulary, or the best tokens instead
+    logits: NDArray[np.float32] | list[SelectedRows]  # requests x lines x vocabulary, or the best tokens instead
     seconds: float
     shape: tuple[int, int, int]  # rows of each request, requests, visible KV slots
+    lines: int = 1  # of logits for each needed row: its own, then those of the heads
 
 
 def one_call(steps: Sequence[ScheduledStep]) -> Sequence[Call]:
@@ -124,7 +125,7 @@ def run(engine: Engine, call: Call) -> Ran:
         statistics.padding_rows += rows - each.plan.rows
     call[0].request.statistics.padding_rows += rows * (batch.requests - len(call))  # idle requests between them
     shape = batch.input_ids.shape[1], batch.requests, batch.attention_mask.shape[-1]
-    return Ran(batch.first, batch.requests, logits, seconds, shape)
+    return Ran(batch.first, batch.requests, logits, seconds, shape, engine.signature.lines)
 
 
 def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:
@@ -160,13 +161,14 @@ def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
     request, index, planned, slots = each
     config = request.config
     # selected rows are only made for selectors that take them, and are split like logits
-    logits = split(planned, cast(NDArray[np.float32], ran.logits[index - ran.first]))
+    logits = split(planned, cast(NDArray[np.float32], ran.logits[index - ran.first]), ran.lines)
+    drafts = config.draft_config
     verdicts = [
-        accept(part, own, config.selector, config.draft_config.candidates)
-        for part, own in zip(planned.parts, logits, strict=True)
+        accept(part, lines, config.selector, drafts.candidates, ran.lines, drafts.heads)
+        for part, lines in zip(planned.parts, logits, strict=True)
     ]
     held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds
-    seen = logits if isinstance(ran.logits, np.ndarray) else []
+    seen = [lines[:: ran.lines] for lines in logits] if isinstance(ran.logits, np.ndarray) else []
     return VerifiedStep(request, index, planned, slots, verdicts, seen, held, queued, ran.seconds, outside)
 
 

@@ -84,6 +84,7 @@ class _Growth:
         self._mask_slots, self._siblings, self._remaining = draft_config.mask_slots, draft_config.siblings, remaining
         self._mask_layout = draft_config.mask_layout
         self._openings = opening_gains(outlook.gains, self._mask_layout.lead)
+        self._predictor = draft_config.predictor
         self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
         self._of_masks: dict[int, Candidates] = {}  # candidates of mask slots behind each node
         self._followers = [0]  # candidates behind each node
@@ -135,7 +136,7 @@ class _Growth:
             self._masks[node] += 1
             self._offer_mask(node, depth, probability)
             return (*(0.0,) * (rows - 1), value)
-        if source == "mask":
+        if source != "lookup":
             self._offer(source, node, depth, rank + 1, probability)
         return (promise,) if self._add(source, node, depth, rank, promise) else ()
 
@@ -145,7 +146,7 @@ class _Growth:
 
     def _add(self, source: Source, parent: int, depth: int, rank: int, probability: float) -> bool:
         """Add a candidate behind a node, unless the other source has proposed it or the node has enough siblings."""
-        token = self._of_masks[parent].tokens[rank] if source == "mask" else self._lookup_tokens[depth]
+        token = self._lookup_tokens[depth] if source == "lookup" else self._of_masks[parent].tokens[rank]
         node = self._nodes.get((parent, token))
         fresh = node is None
         if node is None:
@@ -177,7 +178,7 @@ class _Growth:
             before = self._tokens[node - 1] if node else self._outlook.last
             found = self._of_masks[node] = self._candidates[depth].behind(before)
             if found.tokens:
-                self._offer("mask", node, depth, 0, probability)
+                self._offer(self._predictor, node, depth, 0, probability)
                 last *= 1 - self._mask_probability(node, depth, 0)
         if node == 0 and self._lookup_tokens:
             last *= 1 - self._lookup_probability(0)

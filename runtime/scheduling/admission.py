@@ -129,8 +129,8 @@ class Admission:
         manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
-        draft_config = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts, manifest.mask_layout)
-        self._check_mask_slots(draft_config.mask_slots)
+        self._check_mask_slots(decoding.mask_slots)
+        draft_config = decoding.drafts_with(manifest)
         decoding.sampling.check(manifest.signature.vocab_size)
         check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
         return RequestConfig(
@@ -276,10 +276,13 @@ class Admission:
             )
         return max_total_tokens
 
-    def _check_mask_slots(self, mask_slots: int) -> None:
-        most = self.bundle.manifest.max_mask_slots
-        if not 0 <= mask_slots <= most:
+    def _check_mask_slots(self, mask_slots: int | None) -> None:
+        manifest = self.bundle.manifest
+        most = manifest.max_draft_tokens
+        if mask_slots is not None and not 0 <= mask_slots <= most:
             expected = f"0 to {most}, the number that the bundle was exported with"
-            if not most:
+            if manifest.signature.heads:
+                expected = f"0 to {most}, the number of heads of the bundle"
+            elif not most:
                 expected = "0, since the bundle has no mask token; its drafts come from prompt lookup"
             raise OptionFault(f"mask_slots is {mask_slots}: expected {expected}")

@@ -188,7 +188,7 @@ class Scheduler:
         rows = self._prompt_rows
         if beside:
             rows = min(rows, BESIDE_ROWS, max(_LEAST_BESIDE, self._fair.rows))
-        lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.vocab_size))  # rows of logits
+        lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.row_logits))  # rows of logits
         chosen: list[StepInput] = []
         for index, task in list(self._running.items()):
             request = task.request

@@ -41,7 +41,7 @@ def outputs(model: onnx.ModelProto) -> list[np.ndarray[tuple[int, ...], np.dtype
 def test_matmuls_of_one_input_are_fused_with_the_same_results() -> None:
     plain = graph(tied=False)
     model = ir.from_proto(plain)
-    assert fuse_projections(model) == 1
+    assert fuse_projections(model, vocab_size=1000) == 1
     fused = ir.to_proto(model)
     onnx.checker.check_model(fused, full_check=True)
     assert Counter(node.op_type for node in fused.graph.node) == {"MatMul": 2, "Split": 1, "Add": 1}
@@ -52,7 +52,7 @@ def test_matmuls_of_one_input_are_fused_with_the_same_results() -> None:
 
 def test_a_weight_with_another_use_is_not_fused() -> None:
     model = ir.from_proto(graph(tied=True))
-    assert fuse_projections(model) == 0
+    assert fuse_projections(model, vocab_size=1000) == 0
 
 
 def test_a_scatter_bundle_has_two_fused_matmuls_per_layer(tiny_bundle: Path, tiny_append_bundle: Path) -> None:

@@ -17,6 +17,7 @@ from spaceport.exporter.embedding_rows import embedding_rows, embedding_tables
 from spaceport.exporter.sar_config import read_sar_config
 from spaceport.tools.adopt.peft_adapter import adapter_tensors
 from spaceport.tools.adopt.plan import Plan
+from spaceport.tools.adopt.published_heads import heads_tensors
 from spaceport.tools.tune.vocabulary import add_tokens
 
 
@@ -35,6 +36,28 @@ def write_adopted(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
     write_adapter_folder(
         folder,
         TrainedAdapter(base, plan.peft.adapter, tensors, tokens, embedding_tables(model), {**entries, **forks}, dtype),
+    )
+
+
+def write_adopted_heads(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
+    """Write an adapter folder: the heads, and the identity of the base model."""
+    if plan.heads is None:
+        raise ValueError("the plan has no heads: expected one of a method that writes them")
+    tensors, dtype = heads_tensors(plan.heads)
+    model = load_model(checkpoint, "float32")
+    forks = _fork_entries(checkpoint)
+    write_adapter_folder(
+        folder,
+        TrainedAdapter(
+            identity_of(checkpoint.folder.name, model),
+            None,
+            tensors,
+            _fork_tokens(checkpoint, forks),
+            embedding_tables(model),
+            {"mask_tokens": [], **forks},
+            dtype,
+            plan.heads.config,
+        ),
     )
 
 

@@ -19,8 +19,9 @@ def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, Plan
     method, evidence = find_method(given)
     flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if given.adapter is None else None)
     checkpoint = open_checkpoint(given.checkpoint, flags, remote_code)
-    if checkpoint.adapter is not None:
-        raise CheckpointError(f"{given.checkpoint}: has a mask adapter already: expected its base model")
+    if checkpoint.adapter is not None or checkpoint.heads is not None:
+        what = "a mask adapter" if checkpoint.heads is None else "heads"
+        raise CheckpointError(f"{given.checkpoint}: has {what} already: expected its base model")
     return method, method.plan(given, evidence, checkpoint), checkpoint
 
 
@@ -38,6 +39,6 @@ def write_adoption(method: Method, plan: Plan, checkpoint: Checkpoint, target: P
 
 def next_command(plan: Plan, target: Path | None) -> str:
     """The command that exports what was adopted."""
-    if plan.peft is None:
+    if plan.peft is None and plan.heads is None:
         return f"spaceport export {plan.checkpoint} BUNDLE --max-mask-slots {plan.mask_slots}"
     return f"spaceport export {plan.checkpoint} BUNDLE --adapter {target or 'TARGET'}"

@@ -13,6 +13,7 @@ from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.faults import OptionFault
 
 PEFT_FILE = "adapter_config.json"
+HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _SUBFOLDER = "adapter"  # of a checkpoint folder with its adapter, as UNO is published
 _USAGE = "expected CHECKPOINT [ADAPTER] TARGET"
 
@@ -68,7 +69,7 @@ def arrange(paths: Sequence[Path]) -> Paths:
     if not 1 <= len(paths) <= 3:
         raise OptionFault(f"{len(paths)} paths: {_USAGE}")
     checkpoint, *rest = paths
-    adapter = rest.pop(0) if len(rest) == 2 or (rest and (rest[0] / PEFT_FILE).exists()) else None
+    adapter = rest.pop(0) if len(rest) == 2 or (rest and _is_adapter(rest[0])) else None
     if adapter is None and (checkpoint / _SUBFOLDER / PEFT_FILE).exists():
         adapter = checkpoint / _SUBFOLDER
     _require_order(checkpoint)
@@ -101,11 +102,18 @@ def _training_config(adapter: Path | None) -> Mapping[str, Any]:
     return next((read_json(file) for file in files if file.exists()), {})
 
 
+def _is_adapter(path: Path) -> bool:
+    """Whether a folder has an adapter of peft, or heads of Medusa."""
+    return any((path / name).exists() for name in (PEFT_FILE, *HEADS_FILES))
+
+
 def _require_order(checkpoint: Path) -> None:
     """Raise if the first path is an adapter without a base model."""
-    file = checkpoint / PEFT_FILE
-    if file.exists() and not (checkpoint / "config.json").exists():
-        base = read_json(file).get("base_model_name_or_path")
+    heads = any((checkpoint / name).exists() for name in HEADS_FILES)
+    file = checkpoint / ("config.json" if heads else PEFT_FILE)
+    entries = read_json(file) if file.exists() else {}
+    if entries and ((heads and "model_type" not in entries) or not (checkpoint / "config.json").exists()):
+        base = entries.get("base_model_name_or_path")
         raise CheckpointError(
             f"{checkpoint}: is an adapter without its base model: {_USAGE}, with the folder of {base or 'its base model'} "
             "as CHECKPOINT"

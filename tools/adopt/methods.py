@@ -6,12 +6,13 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.gated_lora import GATED_LORA
 from spaceport.tools.adopt.given import Given
+from spaceport.tools.adopt.medusa import MEDUSA
 from spaceport.tools.adopt.other_layouts import refuse_other_layouts
 from spaceport.tools.adopt.pard import PARD
 from spaceport.tools.adopt.plan import Method
 from spaceport.tools.adopt.uno import UNO
 
-METHODS = (PARD, UNO, GATED_LORA)
+METHODS = (MEDUSA, PARD, UNO, GATED_LORA)
 
 
 def find_method(given: Given) -> tuple[Method, str]:

@@ -58,12 +58,6 @@ def _own_code(given: Given) -> str | None:
     return f"model_type {kind}" if kind in _OWN_CODE else None
 
 
-def _medusa(given: Given) -> str | None:
-    names = ("medusa_lm_head.pt", "medusa_lm_head.safetensors")
-    file = next((name for folder in _folders(given) for name in names if (folder / name).exists()), None)
-    return file or _entries("medusa_num_heads")(given)
-
-
 def _eagle(given: Given) -> str | None:
     for config in (given.config, given.training):
         name = next((name for name in config.get("architectures") or () if "eagle" in str(name).lower()), None)
@@ -119,7 +113,6 @@ _LAYOUTS = (
         "a recurrent state cannot drop the tokens of a rejected draft",
         "expected a model whose layers all have attention",
     ),
-    OtherLayout("Medusa", _medusa, "its heads are networks of their own over the last hidden state"),
     OtherLayout("EAGLE", _eagle, "its drafts come from a second network over hidden states"),
     OtherLayout("DFlash or another speculator", _dflash, "its drafts come from a second network over hidden states"),
     OtherLayout(

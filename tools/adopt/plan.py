@@ -9,6 +9,7 @@ from typing import Any
 
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.draft_layout import DraftLayout
+from spaceport.exporter.heads_file import HeadsConfig
 from spaceport.graphs.gated import Adapter
 from spaceport.tools.adopt.given import Given
 
@@ -32,6 +33,17 @@ class PeftAdapter:
 
 
 @dataclass(frozen=True)
+class PublishedHeads:
+    """Published draft heads, checked against a base model's configuration."""
+
+    files: Mapping[Path, Mapping[str, str]]  # names of the tensors to take over by their names in each file
+    named_base: str | None  # base_model_name_or_path
+    config: HeadsConfig  # that are taken over
+    present: int  # heads in the files
+    configured: int | None  # heads that config.json names
+
+
+@dataclass(frozen=True)
 class Plan:
     """What was found, and what the written folder will say."""
 
@@ -41,7 +53,8 @@ class Plan:
     mask_tokens: Mapping[str, int]  # ids by text, or by id for tokens without a text
     mask_slots: int
     layout: DraftLayout
-    peft: PeftAdapter | None = None  # None: the checkpoint has all that is needed, and nothing is written
+    peft: PeftAdapter | None = None
+    heads: PublishedHeads | None = None  # None like `peft`: the checkpoint has all that is needed, nothing is written
 
     def as_dict(self) -> dict[str, Any]:
         adapter = None
@@ -64,6 +77,7 @@ class Plan:
             "mask_slots": self.mask_slots,
             **{name: value for name, value in asdict(self.layout).items() if name != "prefix"},
             "adapter": adapter,
+            "heads": None if self.heads is None else _heads(self.heads),
         }
 
 
@@ -76,3 +90,14 @@ class Method:
     recognize: Callable[[Given], str | None]  # what shows it; None: the files are of another method
     plan: Callable[[Given, str, Checkpoint], Plan]
     write: Callable[[Plan, Checkpoint, Path], None] | None  # None: there is nothing to write
+
+
+def _heads(heads: PublishedHeads) -> dict[str, Any]:
+    return {
+        "files": [str(file) for file in heads.files],
+        "named_base": heads.named_base,
+        "count": heads.config.count,
+        "blocks": heads.config.blocks,
+        "present": heads.present,
+        "configured": heads.configured,
+    }

@@ -122,7 +122,7 @@ def check_options(limit: int | None, max_tokens: int, plot: Path | None) -> None
 
 def slots_of(runtime: Runtime, asked: int | None) -> int:
     """The number of mask slots to measure."""
-    most = runtime.bundle.manifest.max_mask_slots
+    most = runtime.bundle.manifest.max_draft_tokens
     if asked is not None and not 1 <= asked <= most:
         raise OptionFault(f"--max-mask-slots is {asked}: expected 1 to {most}, the mask slots of the model")
     return asked or most

@@ -18,14 +18,19 @@ from spaceport.tools.terminal.screen import show_json
 @click.command("adopt")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="CHECKPOINT [ADAPTER] [TARGET]")
 @click.option("--dry-run", is_flag=True, help="Only report what was found; no weights are loaded, nothing is written.")
-@click.option("--method", metavar="NAME", help="Method, if the files do not show it: pard, uno or gated-lora.")
+@click.option("--method", metavar="NAME", help="Method, if the files do not show it: medusa, pard, uno or gated-lora.")
 @click.option(
     "--mask-token",
     multiple=True,
     metavar="ID|TOKEN",
     help="Mask token of the adapter, if no config.json names it: once for all mask slots, or once per mask slot.",
 )
-@click.option("--max-mask-slots", type=click.IntRange(1), metavar="K", help="Maximum number of mask slots; default: 5.")
+@click.option(
+    "--max-mask-slots",
+    type=click.IntRange(1),
+    metavar="K",
+    help="Maximum number of mask slots, default: 5; or number of heads.",
+)
 @click.option(
     "--noise-seed",
     type=click.IntRange(0),
@@ -48,8 +53,8 @@ def command(
 ) -> None:
     """Detect the method of published weights and write an adapter folder for `spaceport export`.
 
-    CHECKPOINT is the base model, or a PARD checkpoint, which needs no TARGET. ADAPTER is a folder of peft; without it,
-    the folder `adapter` in CHECKPOINT. TARGET is the new adapter folder.
+    CHECKPOINT is the base model, or a PARD checkpoint, which needs no TARGET. ADAPTER is a folder of peft or of
+    Medusa heads; without it, the folder `adapter` in CHECKPOINT. TARGET is the new adapter folder.
     """
     given_paths = arrange(paths)
     target = given_paths.target
@@ -81,6 +86,9 @@ def command(
 
 def _show(report: dict[str, Any]) -> None:
     """Print a report as lines."""
+    if report["heads"] is not None:
+        _show_lines(_lines_of_heads(report))
+        return
     masks = ", ".join(
         text if text == str(token) else f"{text} ({token})" for text, token in report["mask_tokens"].items()
     )
@@ -98,7 +106,27 @@ def _show(report: dict[str, Any]) -> None:
         lines["base"] += f"; the adapter calls it {adapter['named_base'] or 'nothing'}"
         scales = ", ".join(f"{scale:g}" for scale in adapter["scales"])
         lines["adapter"] = f"rank {adapter['rank']}, scale {scales}, {adapter['modules']} modules"
-    lines["written"] = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
-    lines["next"] = report["next"]
+    _show_lines({**lines, **_outcome(report)})
+
+
+def _lines_of_heads(report: dict[str, Any]) -> dict[str, object]:
+    heads = report["heads"]
+    count, present, configured = heads["count"], heads["present"], heads["configured"]
+    named = "" if configured in (None, present) else f"; config.json names {configured}"
+    return {
+        "method": f"{report['title']}; shown by {report['evidence']}",
+        "base": f"{report['checkpoint']}; the heads call it {heads['named_base'] or 'nothing'}",
+        "heads": f"{count} of {present} in {', '.join(heads['files'])}, with {heads['blocks']} residual blocks each{named}",
+        "drafts": "each head predicts one token further ahead, the first one the token after the next",
+        **_outcome(report),
+    }
+
+
+def _outcome(report: dict[str, Any]) -> dict[str, object]:
+    written = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
+    return {"written": written, "next": report["next"]}
+
+
+def _show_lines(lines: dict[str, object]) -> None:
     for name, value in lines.items():
         click.echo(f"{name:<12} {value}")

@@ -145,7 +145,8 @@ def _shapes(manifest: Manifest, given: Mapping[str, Any]) -> Shapes:
 def _options(name: str, shapes: Shapes, manifest: Manifest, given: Mapping[str, Any]) -> BuildOptions:
     """How the engine of a target is built."""
     scratch = None if given["workspace"] is None else given["workspace"] << 20
-    return BuildOptions(name, shapes, scratch, given["refittable"], manifest.max_mask_slots, given["timing_cache"])
+    slots, heads = manifest.max_mask_slots, manifest.signature.heads
+    return BuildOptions(name, shapes, scratch, given["refittable"], slots, heads, given["timing_cache"])
 
 
 def _build(opened: Bundle, library: Library, build_options: BuildOptions, rebuild: bool) -> BuildResult:
@@ -243,8 +244,8 @@ def _memory(manifest: Manifest, shapes: Shapes) -> str:
     """The memory that running and building the engine take, as far as it is known before the build."""
     signature = manifest.signature
     kv = signature.kv_bytes(shapes.requests, shapes.capacity)
-    rows = logit_rows(shapes.prompt_rows, signature.vocab_size)
-    logits = shapes.requests * rows * signature.vocab_size * 4  # float32
+    rows = logit_rows(shapes.prompt_rows, signature.row_logits)
+    logits = shapes.requests * rows * signature.row_logits * 4  # float32
     requests = f"{shapes.requests} request{'s' if shapes.requests > 1 else ''}"
     return (
         f"{size(manifest.graph_bytes)} of weights, {size(kv)} of KV cache for {requests} of "

@@ -118,6 +118,7 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "precision": precision(manifest),
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
         "mask slots": _mask_slots(manifest),
+        "draft heads": signature.heads or "none",
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
         "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
         "end tokens": ", ".join(map(str, tokens.end)) or "none",

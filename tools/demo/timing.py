@@ -59,7 +59,7 @@ def timed(
     runtime: Runtime, prompt: Prompt, max_tokens: int, rounds: int = ROUNDS
 ) -> dict[DecodingMode, TimedCompletion]:
     """Completions of a prompt in each mode that changes anything, with the runs of all modes interleaved."""
-    masks, fork = runtime.bundle.manifest.max_mask_slots, runtime.bundle.manifest.tokens.fork
+    masks, fork = runtime.bundle.manifest.max_draft_tokens, runtime.bundle.manifest.tokens.fork
     modes = [mode for mode in MODES if (masks or not mode.drafts) and (fork is not None or not mode.forks)]
     found: dict[DecodingMode, TimedCompletion] = {}
     for _ in range(rounds):

@@ -94,8 +94,9 @@ class Audit:
     def offer(self, decoding: Decoding, completion: Completion) -> None:
         """Repeat this completion, if it is one of the share, as soon as there is capacity."""
         manifest = self._runtime.bundle.manifest
-        drafts = decoding.draft_config(manifest.max_mask_slots, manifest.exact_drafts, manifest.mask_layout)
-        if not (drafts.mask_slots or drafts.lookup) or completion.ending in _UNFINISHED or self._chance() >= self._rate:
+        drafts = decoding.drafts_with(manifest)
+        drafted = drafts.mask_slots or drafts.heads or drafts.lookup
+        if not drafted or completion.ending in _UNFINISHED or self._chance() >= self._rate:
             return
         if len(self._waiting) >= _MOST_WAITING:
             self._on_result("skipped")

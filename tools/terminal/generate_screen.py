@@ -101,7 +101,7 @@ def _drafts(s: Statistics) -> str:
     rates = f"acceptance rate {100 * s.acceptance_rate:.1f}%"
     if s.mean_acceptance_length is not None:
         rates += f", mean acceptance length {s.mean_acceptance_length:.2f}"
-    names = {"mask": "mask slots", "lookup": "prompt lookup", "both": "both"}
+    names = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup", "both": "both"}
     sources = ", ".join(
         f"{names[source]} {s.accepted_by_source.get(source, 0)}/{count}"
         for source, count in s.drafted_by_source.items()

@@ -12,7 +12,13 @@ import click
 from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.text.piece import Path, Piece
 
-COLOURS: Mapping[Source | None, str] = {None: "green", "mask": "green", "lookup": "cyan", "both": "magenta"}
+COLOURS: Mapping[Source | None, str] = {
+    None: "green",
+    "mask": "green",
+    "head": "green",
+    "lookup": "cyan",
+    "both": "magenta",
+}
 
 
 class Span(NamedTuple):

@@ -207,11 +207,11 @@ def test_an_attention_node_with_an_unexpected_attribute_is_not_decomposed() -> N
 
 
 def test_profiles_cover_decode_and_prefill_up_to_the_requested_sizes() -> None:
-    steps, prompts = profiles(Shapes(1024, 4, 64, 512), vocab_size=128_256, mask_slots=3)
+    steps, prompts = profiles(Shapes(1024, 4, 64, 512), row_logits=128_256, mask_slots=3)
     assert steps == {"B": (1, 1, 4), "T": (1, 16, 64), "R": (1, 16, 64), "A": (64, 512, 1024)}
     # the logits of 512 rows exceed the limit per call, those of the largest decode step do not
     assert prompts == {"B": (1, 1, 4), "T": (1, 512, 512), "R": (1, 1, 128), "A": (64, 512, 1024)}
-    _, small = profiles(Shapes(1024, 4, 64, 512), vocab_size=640, mask_slots=0)
+    _, small = profiles(Shapes(1024, 4, 64, 512), row_logits=640, mask_slots=0)
     assert small["R"] == (1, 1, 512)
 
 

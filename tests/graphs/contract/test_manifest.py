@@ -117,6 +117,9 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("signature", "kv_heads"), [0, None], f"signature: kv_heads is .*: {NUMBER}"),
     (("signature", "head_dim"), [0, None], f"signature: head_dim is .*: {NUMBER}"),
     (("signature", "vocab_size"), [0, None], f"signature: vocab_size is .*: {NUMBER}"),
+    (("signature", "heads"), [-1, None, "3", True, 1.0], f"signature: heads is .*: {NUMBER}"),
+    (("signature", "heads"), [65], "signature: heads is 65: expected at most 64"),
+    (("signature", "heads"), [3], "max_mask_slots is 2, signature.heads is 3: expected one of them to be 0"),
     (("signature", "layers"), [4097, 10**300], "signature: layers is .*: expected at most 4096"),
     (("signature", "kv_heads"), [2**20], "signature: kv_heads is .*: expected at most 4096"),
     (("signature", "head_dim"), [2**17], "signature: head_dim is .*: expected at most 65536"),
@@ -229,6 +232,13 @@ def test_the_mask_slots_of_a_bundle_of_the_sixth_schema_are_causal_and_with_shif
 
     edit(bundle, older)
     assert open_bundle(bundle).manifest.mask_layout == MaskLayout(shift=True, group="causal")
+
+
+def test_a_bundle_of_the_sixth_schema_has_no_heads(bundle: Path) -> None:
+    newest = replace(open_bundle(bundle).manifest, schema=6)
+    edit(bundle, lambda manifest_data: [manifest_data["signature"].pop("heads"), manifest_data.update(schema=6)])
+    assert open_bundle(bundle).manifest == newest
+    assert newest.signature.heads == 0
 
 
 def test_a_bundle_of_the_fifth_schema_has_no_digest_and_no_provenance(bundle: Path) -> None:

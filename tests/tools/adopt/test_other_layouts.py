@@ -28,10 +28,6 @@ def refuse(checkpoint: Path, adapter: Path | None = None) -> None:
     ("config", "message"),
     [
         (
-            {"medusa_num_heads": 4},
-            r"is Medusa \(medusa_num_heads in config.json\), which is not supported: its heads are",
-        ),
-        (
             {"architectures": ["LlamaForCausalLMEagle3"]},
             r"is EAGLE \(architecture LlamaForCausalLMEagle3 in config.json\)",
         ),
@@ -62,10 +58,6 @@ def test_an_adapter_is_judged_by_its_own_configuration_too(tmp_path: Path) -> No
 
 def test_files_show_a_method(tmp_path: Path) -> None:
     base = folder_of(tmp_path / "base", model_type="llama")
-    heads = folder_of(tmp_path / "heads")
-    (heads / "medusa_lm_head.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"is Medusa \(medusa_lm_head.pt\)"):
-        refuse(base, heads)
     adapter = folder_of(tmp_path / "nemotron" / "linear_spec_lora")
     (adapter / PEFT_FILE).write_text("{}", "utf-8")
     for checkpoint, given in ((base, adapter), (folder_of(tmp_path / "nemotron"), None)):

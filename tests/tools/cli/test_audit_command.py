@@ -44,9 +44,9 @@ def arguments(bundle: Path, prompts: Path, *more: object) -> list[str]:
     return [str(one) for one in words]
 
 
-def first_candidate(part: Part, logits: np.ndarray, choose: TokenSelector, most: int = 1) -> Verdict:
+def first_candidate(part: Part, logits: np.ndarray, choose: TokenSelector, *limits: int) -> Verdict:
     """Accept the first draft token, whatever it is."""
-    verdict = accept(part, logits, choose, most)
+    verdict = accept(part, logits, choose, *limits)
     if not part.draft.tokens or verdict.accepted:
         return verdict
     row = part.layout.nodes[1]

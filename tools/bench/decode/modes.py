@@ -52,14 +52,14 @@ def modes_for(
 def _all_of(manifest: Manifest) -> list[str]:
     """All modes that the bundle supports; without mask slots "default" is prompt lookup, so "lookup" is left out."""
     left_out = {
-        *(() if manifest.max_mask_slots else (*_MASKED, "lookup")),
+        *(() if manifest.max_draft_tokens else (*_MASKED, "lookup")),
         *(() if manifest.tokens.fork is not None else FORKING),
     }
     return [name for name in MODES if name not in left_out]
 
 
 def _check(name: str, manifest: Manifest) -> None:
-    if name in _MASKED and not manifest.max_mask_slots:
+    if name in _MASKED and not manifest.max_draft_tokens:
         raise OptionFault(f"--modes names {name!r}: expected a bundle with mask slots, this one has none: leave it out")
     if name in FORKING and manifest.tokens.fork is None:
         raise OptionFault(
@@ -80,8 +80,8 @@ def _mode(name: str, max_tokens: int) -> DecodeMode:
 
 
 def _chain(slots: int, max_tokens: int, manifest: Manifest) -> DecodeMode:
-    if not 1 <= slots <= manifest.max_mask_slots:
-        has = f"this one has {manifest.max_mask_slots}"
+    if not 1 <= slots <= manifest.max_draft_tokens:
+        has = f"this one has {manifest.max_draft_tokens}"
         raise OptionFault(f"--fixed names {slots}: expected 1 to the number of mask slots of the bundle, {has}")
     decoding = Decoding(max_tokens=max_tokens, mask_slots=slots, draft="chain", fork=False)
     return DecodeMode(f"fixed {slots}", decoding, PLAIN)

@@ -47,13 +47,19 @@ export function hueOf(lane) {
 /** The CSS class with the colour of a token's origin. @param {import('./trace.js').Origin} origin */
 export function originClass(origin) {
   if (origin.source === 'model') return 'own';
-  return origin.source === 'mask' ? `mask m${Math.min(origin.depth, 4)}` : origin.source;
+  const places = origin.source === 'mask' || origin.source === 'head';
+  return places ? `mask m${Math.min(origin.depth, 4)}` : origin.source;
 }
 
 /** A token's origin in words. @param {import('./trace.js').Origin} origin */
 export function originName(origin) {
   if (origin.source === 'model') return 'own token of the model';
-  const names = { mask: `mask slot ${origin.depth}`, lookup: 'prompt lookup', both: 'mask slot and prompt lookup' };
+  const names = {
+    mask: `mask slot ${origin.depth}`,
+    head: `head ${origin.depth}`,
+    lookup: 'prompt lookup',
+    both: 'both mask slot or head and prompt lookup',
+  };
   return `accepted draft token: ${names[origin.source]}`;
 }
 

@@ -23,7 +23,7 @@ const MARKS = [
 /** @type {[string, string][]} */
 const ORIGINS = [
   ['own', 'the model'],
-  ['mask m1', 'mask slot 1'],
+  ['mask m1', 'mask slot or head 1'],
   ['mask m2', '2'],
   ['mask m3', '3'],
   ['mask m4', '4 and deeper'],
@@ -31,7 +31,7 @@ const ORIGINS = [
   ['both', 'both'],
 ];
 const LINES = ['wait', 'mean', 'line', 'held'];
-const SOURCES = { mask: 'mask slots', lookup: 'prompt lookup', both: 'both' };
+const SOURCES = { mask: 'mask slots', head: 'heads', lookup: 'prompt lookup', both: 'both' };
 const COLUMNS = [
   ...['thread', 'tokens', 'accepted draft tokens', 'steps', 'tokens per step'],
   ...['first step', 'last step', 'steps queued', 'ending'],

@@ -2,7 +2,7 @@
 
 /**
  * @typedef {'known' | 'candidate' | 'mask'} RowKind
- * @typedef {'mask' | 'lookup' | 'both'} Source
+ * @typedef {'mask' | 'head' | 'lookup' | 'both'} Source
  * @typedef {{
  *   thread: number, anchor: number | null, tokens: number[], parents: (number | null)[], positions: number[],
  *   kinds: RowKind[], sources: (Source | null)[], retained: boolean[], chosen: number[], generated: number,

@@ -36,7 +36,7 @@ def open_source(
                 f"--adapter {adapter} with the bundle {folder}: expected a checkpoint with it; leave it out, or export its "
                 "base model with `spaceport export --adapter`"
             )
-        _require_masks(folder, read_manifest(folder, require_signature=require_signature).max_mask_slots)
+        _require_masks(folder, read_manifest(folder, require_signature=require_signature).max_draft_tokens)
         with Runtime.open(
             folder, backend=backend, max_seq_len=max_seq_len, threads=threads, require_signature=require_signature
         ) as runtime:

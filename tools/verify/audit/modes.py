@@ -42,7 +42,7 @@ def groups_for(manifest: Manifest, max_tokens: int) -> list[ModeGroup]:
 
     Draft trees are left out if the bundle's drafts are exact as chains only, concurrent threads if they are not the default.
     """
-    mask_slots, exact = manifest.max_mask_slots, manifest.exact_drafts
+    mask_slots, exact = manifest.max_draft_tokens, manifest.exact_drafts
     plain = Decoding(max_tokens=max_tokens, mask_slots=0, lookup=0, fork=False)
     sampled = replace(plain, sampling=Sampling(temperature=1.0, seed=SEED))
     groups = [

@@ -148,7 +148,7 @@ def _comparison(
 
 def _profiles(signature: Signature, engine: EngineSizes) -> list[str]:
     """The flags of two optimization profiles, for decode steps and for prefill: minimum, optimum and maximum shapes."""
-    wanted = logit_rows(engine.prompt_rows, signature.vocab_size)
+    wanted = logit_rows(engine.prompt_rows, signature.row_logits)
     flags: list[str] = []
     for rows, logits in ((engine.step_rows, engine.step_rows), (engine.prompt_rows, wanted)):
         for which, share in (("min", 0), ("opt", 1), ("max", 1)):

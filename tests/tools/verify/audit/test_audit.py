@@ -127,8 +127,8 @@ def test_threads_cut_because_kv_slots_ran_out_are_no_fault(seed: int) -> None:
 def lenient(least: float, most: float) -> Any:
     """An acceptance rule that accepts a wrong first candidate if its margin to the right token is in this range."""
 
-    def accept_wrong(part: Part, logits: Logits, choose: TokenSelector, most_candidates: int = 1) -> Verdict:
-        verdict = accept(part, logits, choose, most_candidates)
+    def accept_wrong(part: Part, logits: Logits, choose: TokenSelector, *limits: int) -> Verdict:
+        verdict = accept(part, logits, choose, *limits)
         if not part.draft.tokens or verdict.accepted:
             return verdict
         row, wrong = part.layout.nodes[1], part.draft.tokens[0]
@@ -141,9 +141,9 @@ def lenient(least: float, most: float) -> Any:
     return accept_wrong
 
 
-def off_by_one(part: Part, logits: Logits, choose: TokenSelector, most: int = 1) -> Verdict:
+def off_by_one(part: Part, logits: Logits, choose: TokenSelector, *limits: int) -> Verdict:
     """An acceptance rule that reads the logits of the neighbouring row."""
-    return accept(part, np.roll(logits, 1, axis=0) if part.draft.tokens else logits, choose, most)
+    return accept(part, np.roll(logits, 1, axis=0) if part.draft.tokens else logits, choose, *limits)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""Draft heads: small networks over the last hidden state, each of which predicts a token further ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+NAME = "draft_heads"  # of the submodule of a model
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + nn.functional.silu(self.linear(hidden))
+
+
+class DraftHeads(nn.Module):
+    """Heads of residual blocks and an output matrix; head i predicts the token i + 1 after that of the output embedding.
+
+    The names of the parameters are those of published files: `{head}.{block}.linear.weight`, `{head}.{blocks}.weight`.
+    """
+
+    def __init__(self, count: int, blocks: int, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        for head in range(count):
+            layers = [*(ResidualBlock(hidden_size) for _ in range(blocks))]
+            self.add_module(str(head), nn.Sequential(*layers, nn.Linear(hidden_size, vocab_size, bias=False)))
+
+    @property
+    def count(self) -> int:
+        return len(self._modules)
+
+    def forward(self, hidden: Tensor) -> list[Tensor]:
+        """The logits of each head, in the shape of those of the output embedding."""
+        return [head(hidden) for head in self.children()]
+
+
+def expected_shapes(count: int, blocks: int, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of heads by name."""
+    with torch.device("meta"):
+        heads = DraftHeads(count, blocks, hidden_size, vocab_size)
+    return {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
+
+
+def add_heads(model: PreTrainedModel, count: int, blocks: int, tensors: Mapping[str, Tensor]) -> None:
+    """Add heads with these tensors, in the model's type; they have to fit its output embedding."""
+    output = model.get_output_embeddings()
+    vocab_size, hidden_size = cast(Tensor, output.weight).shape
+    with torch.device("meta"):
+        heads = DraftHeads(count, blocks, hidden_size, vocab_size)
+    heads.load_state_dict({name: tensor.to(model.device, model.dtype) for name, tensor in tensors.items()}, assign=True)
+    model.add_module(NAME, heads.requires_grad_(False).eval())
+
+
+def heads_of(model: PreTrainedModel) -> DraftHeads | None:
+    """The heads of a model; None if it has none."""
+    return cast("DraftHeads | None", getattr(model, NAME, None))
+
+
+@contextmanager
+def head_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """The logits of each head for the rows that the output embedding gets, filled while the model runs."""
+    found: list[Tensor] = []
+    heads = heads_of(model)
+    if heads is None:
+        yield found
+        return
+
+    def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        found[:] = heads(arguments[0].clone())  # not the same tensor, or int8 layers would share its scale
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(before)
+    try:
+        yield found
+    finally:
+        handle.remove()

@@ -1,0 +1,160 @@
+"""Published heads: the tensors of Medusa's heads in the files in which they are published, checked against a base model."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spaceport.exporter.checkpoint import Checkpoint
+from spaceport.exporter.heads_file import HeadsConfig, check_shapes, not_finite
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.tensor_file import read_tensors
+from spaceport.graphs.contract.json_fields import is_whole
+from spaceport.graphs.draft_heads import expected_shapes
+from spaceport.tools.adopt.given import HEADS_FILES, Given
+from spaceport.tools.adopt.plan import PublishedHeads
+
+_EMBEDDED = "medusa_head."  # prefix of the heads' tensors among those of a whole checkpoint
+_NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+_ADVICE = "copy the file again"
+_WRONG_BASE = "give the base model that the heads were trained on"
+
+
+def heads_files(given: Given) -> list[Path]:
+    """The files with heads: one beside its config.json, or the weight files of a checkpoint; empty: there are none."""
+    folder = given.adapter or given.checkpoint
+    own = next((folder / name for name in HEADS_FILES if (folder / name).exists()), None)
+    if own is not None:
+        return [own]
+    named = given.config if given.adapter is None else {}
+    return sorted(folder.glob("model*.safetensors")) if named.get("medusa_num_heads") else []
+
+
+def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedHeads:
+    """The heads in the given files, checked against the configuration of their base model."""
+    folder = given.adapter or given.checkpoint
+    files: dict[Path, dict[str, str]] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    for file in heads_files(given):
+        names = {}
+        for name, shape in _shapes(file):
+            embedded = name.startswith(_EMBEDDED)
+            if embedded or file.name in HEADS_FILES:
+                names[name] = name.removeprefix(_EMBEDDED)
+                found[names[name]] = shape
+        if names:
+            files[file] = names
+    where = ", ".join(map(str, files)) or f"{folder}"
+    present, blocks = _sizes(where, found)
+    config = given.training if given.adapter is not None else given.config
+    _check_config(folder / "config.json", config, present, blocks)
+    text = checkpoint.config.get_text_config()
+    expected = expected_shapes(present, blocks, text.hidden_size, text.vocab_size)
+    base = config.get("base_model_name_or_path")
+    named = f", which config.json calls {base}" if isinstance(base, str) else ""
+    check_shapes(where, found, expected, f"{_ADVICE}, or {_WRONG_BASE}{named}")
+    count = _count(given.request.max_mask_slots, present)
+    taken = {
+        file: {name: own for name, own in names.items() if int(own.split(".")[0]) < count}
+        for file, names in files.items()
+    }
+    configured = config.get("medusa_num_heads")
+    return PublishedHeads(
+        {file: names for file, names in taken.items() if names},
+        base if isinstance(base, str) else None,
+        HeadsConfig(count, blocks),
+        present,
+        configured if isinstance(configured, int) else None,
+    )
+
+
+def heads_tensors(heads: PublishedHeads) -> tuple[dict[str, Tensor], torch.dtype]:
+    """The tensors of the heads by name, and their type."""
+    found: dict[str, Tensor] = {}
+    for file, names in heads.files.items():
+        stored = _torch_file(file) if file.suffix == ".pt" else read_tensors(file, _ADVICE)
+        found |= {own: stored[name] for name, own in names.items()}
+        if wrong := not_finite(found):
+            raise CheckpointError(f"{file}: {wrong} has numbers that are not finite; {_ADVICE}")
+    dtype = torch.float32
+    for tensor in found.values():
+        dtype = tensor.dtype if dtype in (torch.float32, tensor.dtype) else torch.float32
+    return found, dtype
+
+
+def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of a file's tensors."""
+    if file.suffix == ".pt":
+        for name, tensor in _torch_file(file).items():
+            yield name, tuple(tensor.shape)
+        return
+    try:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, tuple(opened.get_slice(name).get_shape())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
+
+
+def _torch_file(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file of torch.save, read without running code."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{file}: cannot be read as tensors: {reason}: expected what torch.save writes for a dictionary of tensors; {_ADVICE}"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected a dictionary of tensors; {_ADVICE}")
+    return cast(dict[str, Tensor], content)
+
+
+def _sizes(where: str, found: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """The number of heads, and of residual blocks in each, by the names of the tensors."""
+    heads, outputs = set(), set()
+    for name in found:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise CheckpointError(
+                f"{where}: has the tensor {name}: expected names such as 0.0.linear.weight and 0.1.weight; {_ADVICE}"
+            )
+        heads.add(int(match[1]))
+        if match[3] == "weight":
+            outputs.add(int(match[2]))
+    if not heads or heads != set(range(len(heads))) or len(outputs) != 1:
+        raise CheckpointError(
+            f"{where}: has the heads {sorted(heads)} with output matrices at {sorted(outputs)}: expected the heads 0, 1, ... "
+            f"with one output matrix each, such as 0.1.weight behind 0.0.linear.weight; {_ADVICE}"
+        )
+    return len(heads), outputs.pop()
+
+
+def _check_config(file: Path, config: Mapping[str, Any], present: int, blocks: int) -> None:
+    """Raise if config.json names more heads than there are, or another number of blocks.
+
+    It may name fewer: those of the published heads for Vicuna name 2, and the files have 5.
+    """
+    count, layers = config.get("medusa_num_heads"), config.get("medusa_num_layers")
+    if count is not None and (not is_whole(count, 1) or count > present):
+        raise CheckpointError(
+            f"{file}: medusa_num_heads is {count!r}: expected 1 to {present}, the heads in the file; {_ADVICE}"
+        )
+    if layers is not None and layers != blocks:
+        raise CheckpointError(
+            f"{file}: medusa_num_layers is {layers!r}: expected {blocks}, the residual blocks of each head in the file; {_ADVICE}"
+        )
+
+
+def _count(requested: int | None, present: int) -> int:
+    if requested is not None and requested > present:
+        raise CheckpointError(f"--max-mask-slots is {requested}: expected 1 to {present}, the heads in the file")
+    return requested or present

@@ -128,7 +128,7 @@ def open_checkpoint(
         adapter=read_adapter(adapter or folder, tokens),
         adapter_folder=added,
         correction=read_factors(adapter or folder),
-        heads=_heads(adapter or folder, tokens),
+        heads=read_heads(adapter or folder, tokens),
         input_rows=read_input_rows(adapter or folder),
         gguf=source.gguf,
         converted=source.converted,
@@ -225,19 +225,8 @@ def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
     entries = read_sar_config(base) if base.is_dir() else {}
     for name, what in (("mask_adapter", "a mask adapter"), ("heads", "heads")):
         if entries.get(name) is not None:
-            raise CheckpointError(f"{base}: has {what} already: expected its base model, to add what is in {adapter}")
+            raise CheckpointError(f"{base}: has {what} already: expected its base model, to add that in {adapter}")
     return read_adapter_folder(adapter)
-
-
-def _heads(folder: Path, tokens: TokenIds) -> HeadsConfig | None:
-    """The draft heads in a folder; raises if there are mask tokens too."""
-    heads = read_heads(folder)
-    if heads is not None and tokens.mask:
-        raise CheckpointError(
-            f"{folder}: has {heads.count} heads, and mask tokens {', '.join(map(str, tokens.mask))}: expected one of them, "
-            f"which drafts; leave --mask-token out, or remove mask_tokens or heads from {SAR_FILE}"
-        )
-    return heads
 
 
 def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:

@@ -15,6 +15,7 @@ from spaceport.exporter.checkpoint_files import HEADS_FILE as HEADS_FILE
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_sar_config, write_sar_config
 from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.json_fields import is_whole
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.draft_heads import add_heads, expected_shapes
 
 MAX_HEADS = 64
@@ -29,8 +30,8 @@ class HeadsConfig:
     blocks: int
 
 
-def read_heads(folder: Path) -> HeadsConfig | None:
-    """The draft heads that a folder's sar_config.json names, or None."""
+def read_heads(folder: Path, tokens: TokenIds) -> HeadsConfig | None:
+    """The draft heads that a folder's sar_config.json names, or None; raises if there are mask tokens too."""
     entry, file = read_sar_config(folder).get("heads"), folder / HEADS_FILE
     if entry is None:
         if file.exists():
@@ -50,6 +51,11 @@ def read_heads(folder: Path) -> HeadsConfig | None:
         raise CheckpointError(
             f"{folder}: {SAR_FILE} names heads, but there is no {HEADS_FILE}: copy it there, or set the entry to null to "
             "export without them"
+        )
+    if tokens.mask:
+        raise CheckpointError(
+            f"{folder}: has {count} heads, and mask tokens {', '.join(map(str, tokens.mask))}: expected one of them, "
+            f"which drafts; leave --mask-token out, or remove mask_tokens or heads from {SAR_FILE}"
         )
     return HeadsConfig(count, blocks)
 

@@ -51,6 +51,10 @@ class Batch:
     def requests(self) -> int:
         return len(self.input_ids)
 
+    def lines(self, signature: Signature) -> int:
+        """Number of lines of logits per request."""
+        return int(self.logit_rows.shape[1]) * signature.lines
+
     def arrays(self, signature: Signature) -> list[tuple[str, NDArray[np.int64] | NDArray[np.bool_]]]:
         """The arrays by their names in the graph."""
         return [(tensor.name, getattr(self, tensor.name)) for tensor in signature.rows]

@@ -42,7 +42,7 @@ def engine_name(graph: tuple[str, ...], row_logits: int, library: Library, optio
         "version": library.version,
         "target": options.target,
         "shapes": asdict(options.shapes),
-        "profiles": profiles(options.shapes, row_logits, options.mask_slots, options.heads),
+        "profiles": profiles(options.shapes, row_logits, options.mask_slots),
         "workspace": options.workspace,
         "refittable": options.refittable,
     }

@@ -62,7 +62,6 @@ class BuildOptions:
     workspace: int | None = None  # maximum workspace memory of the engine in bytes; None: all GPU memory
     refittable: bool = False
     mask_slots: int = 0  # maximum mask slots; the decode profile is tuned for them
-    heads: int = 0  # draft heads; the same
     timing_cache: Path | None = None  # read before the build, written after it
 
 
@@ -169,7 +168,7 @@ def _built(
     if attention.decomposed and not attention.in_graph:
         _decompose(library, network)
     config = _config(library, builder, options)
-    shapes = profiles(options.shapes, signature.row_logits, options.mask_slots, options.heads)
+    shapes = profiles(options.shapes, signature.row_logits, options.mask_slots, signature.heads)
     _add_profiles(library, builder, config, network, shapes)
     cache = read_cache(config, messages, options.timing_cache) if options.timing_cache else None
     with interrupts_recorded() as interrupts:

@@ -15,16 +15,7 @@ from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Signature, logit_rows, selection_width
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_onnxruntime import FAULTS
-from spaceport.runtime.backends.staging import (
-    Block,
-    CallShape,
-    Limits,
-    end_of,
-    filled_up,
-    logits_shape,
-    ranges_of,
-    wanted_lines,
-)
+from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
 from spaceport.runtime.selection import SelectedRows, selected_rows
 
@@ -121,13 +112,13 @@ class DeviceEngine:
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self._compute(batch)
-        return self._copied()[:, : wanted_lines(self.signature, batch)]
+        return self._copied()[:, : batch.lines(self.signature)]
 
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The best tokens of the needed rows of each request; only these are copied to the host."""
         assert self._selection is not None
         shape = self._compute(batch)
-        logits = logits_shape(self.signature, shape)
+        logits = shape.logits(self.signature)
         packed = (*logits[:2], selection_width(self.signature.vocab_size))
         kind, binding = DTYPES["float32"].onnx, self._selection.io_binding()
         try:
@@ -138,7 +129,7 @@ class DeviceEngine:
             found: NDArray[np.float32] = binding.get_outputs()[0].numpy()
         except FAULTS as error:
             raise self._fault(error) from error
-        return selected_rows(found, self._copied, wanted_lines(self.signature, batch))
+        return selected_rows(found, self._copied, batch.lines(self.signature))
 
     def _compute(self, batch: Batch) -> CallShape:
         """Run a call, which leaves its logits in device memory; returns its padded shape."""
@@ -247,7 +238,7 @@ class DeviceEngine:
             types = {tensor.name: DTYPES[tensor.dtype].onnx for tensor in self.signature.rows}
             for name, part in ranges_of(self.signature, shape).items():
                 self._binding.bind_input(name, self._kind, 0, types[name], part.shape, rows + part.offset)
-            logits = logits_shape(self.signature, shape)
+            logits = shape.logits(self.signature)
             memory = self._logits_memory(logits)
             self._binding.bind_output("logits", self._kind, 0, DTYPES["float32"].onnx, logits, memory.data_ptr())
             self._shape = shape

@@ -79,7 +79,7 @@ class OnnxRuntimeEngine:
         self._fit(batch)
         self._pages.use_huge_pages(self._kv, batch.first, batch.requests, batch.attention_mask.shape[-1])
         self._bind_buffers(batch.first, batch.requests)
-        self._bind_logits(batch.requests, batch.logit_rows.shape[1] * self.signature.lines)
+        self._bind_logits(batch.requests, batch.lines(self.signature))
         for name, array in batch.arrays(self.signature):
             self._binding.bind_cpu_input(name, array)
         try:

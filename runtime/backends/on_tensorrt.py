@@ -22,16 +22,7 @@ from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.kernels import Kernels
-from spaceport.runtime.backends.staging import (
-    Block,
-    CallShape,
-    Limits,
-    end_of,
-    filled_up,
-    logits_shape,
-    ranges_of,
-    wanted_lines,
-)
+from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
 from spaceport.runtime.backends.tensorrt_contract import check_contract
 from spaceport.runtime.backends.torch_device import Cuda, Device
 from spaceport.runtime.bundle import Bundle, BundleError
@@ -113,13 +104,13 @@ class TensorRtEngine:
         with self._device.working():
             shape = self._compute(batch)
             logits = self._take(shape)
-        return logits[:, : wanted_lines(self.signature, batch)]
+        return logits[:, : batch.lines(self.signature)]
 
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The best tokens of the needed rows of each request; only these are copied to the host."""
         with self._device.working():
             shape = self._compute(batch)
-            dims = logits_shape(self.signature, shape)
+            dims = shape.logits(self.signature)
             packed = selection(self._logits[: math.prod(dims)].view(dims))
             found: NDArray[np.float32] = packed.cpu().numpy()  # waits for the stream
 
@@ -127,7 +118,7 @@ class TensorRtEngine:
             with self._device.working():
                 return self._take(shape)
 
-        return selected_rows(found, logits, wanted_lines(self.signature, batch))
+        return selected_rows(found, logits, batch.lines(self.signature))
 
     def _compute(self, batch: Batch) -> CallShape:
         """Copy the inputs of a call and enqueue it; returns its padded shape."""
@@ -191,7 +182,7 @@ class TensorRtEngine:
 
     def _take(self, shape: CallShape) -> NDArray[np.float32]:
         """The logits of a call, copied to the host."""
-        dims = logits_shape(self.signature, shape)
+        dims = shape.logits(self.signature)
         size = math.prod(dims)
         self._logits_out[:size].copy_(self._logits[:size], non_blocking=True)
         self._device.wait()

@@ -31,6 +31,10 @@ class CallShape(NamedTuple):
     visible: int  # A
     wanted: int  # R
 
+    def logits(self, signature: Signature) -> tuple[int, int, int]:
+        """The shape of the logits: requests x lines x vocabulary."""
+        return self.requests, self.wanted * signature.lines, signature.vocab_size
+
     def __str__(self) -> str:
         """The shape with the names of the graph's dimensions, for messages."""
         return f"(B {self.requests}, T {self.rows}, A {self.visible}, R {self.wanted})"
@@ -151,16 +155,6 @@ def ranges_of(signature: Signature, shape: CallShape) -> Mapping[str, BlockRange
         found[tensor.name] = BlockRange(offset, size, dims, dtype)
         offset += -(-size // _ALIGNED) * _ALIGNED
     return found
-
-
-def logits_shape(signature: Signature, shape: CallShape) -> tuple[int, int, int]:
-    """The shape of the logits of a call: requests x lines x vocabulary."""
-    return shape.requests, shape.wanted * signature.lines, signature.vocab_size
-
-
-def wanted_lines(signature: Signature, batch: Batch) -> int:
-    """Number of lines of logits per request of a call without padding."""
-    return shape_of(batch).wanted * signature.lines
 
 
 def end_of(signature: Signature, shape: CallShape) -> int:

@@ -240,7 +240,10 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a later schema": (lambda a: edit_json(a / BASE_FILE, schema=2), r"base\.json: schema is 2: expected 1; copy"),
     "no token ids": (lambda a: edit_json(a / BASE_FILE, tokens=[]), r"base\.json: tokens is list: expected an object"),
     "invalid JSON": (lambda a: (a / BASE_FILE).write_text("{"), r"base\.json: not valid JSON"),
-    "no adapter entry": (lambda a: edit_json(a / SAR_FILE, mask_adapter=None), "has no mask_adapter: expected one in"),
+    "no adapter entry": (
+        lambda a: edit_json(a / SAR_FILE, mask_adapter=None),
+        "has no mask_adapter and no heads: expected one of them in",
+    ),
     "an unknown token": (
         lambda a: edit_json(a / SAR_FILE, fork_token="[F]", child_token="[C]"),
         r"names the token '\[C\]': expected one of \[D\], as in base\.json",

@@ -12,13 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GlmForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
+from transformers import (
+    GlmForCausalLM,
+    LlamaForCausalLM,
+    Ministral3ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+)
 
 from spaceport.exporter.checkpoint_files import CONVERTED_TYPES, load_with_own_attention
 from spaceport.exporter.converted_chatglm import chatglm_config, chatglm_layout
 from spaceport.exporter.converted_fields import Fields
 from spaceport.exporter.converted_internlm import internlm_config, internlm_layout
 from spaceport.exporter.converted_layout import Source, check_tensors
+from spaceport.exporter.converted_nemotron import nemotron_config, nemotron_layout
 from spaceport.exporter.converted_qwen import qwen_config, qwen_layout
 from spaceport.exporter.converted_tensor_files import TensorFiles, open_tensors
 from spaceport.exporter.sar_config import CheckpointError, read_json
@@ -37,6 +45,9 @@ class Family:
 FAMILIES = {
     "chatglm": Family("ChatGLM3", chatglm_config, chatglm_layout, GlmForCausalLM),
     "internlm": Family("InternLM v1", internlm_config, internlm_layout, LlamaForCausalLM),
+    "nemotron_labs_diffusion": Family(
+        "Nemotron-Labs-Diffusion", nemotron_config, nemotron_layout, Ministral3ForCausalLM
+    ),
     "qwen": Family("Qwen v1", qwen_config, qwen_layout, Qwen2ForCausalLM),
 }
 assert set(FAMILIES) == set(CONVERTED_TYPES)

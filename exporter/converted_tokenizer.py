@@ -50,6 +50,8 @@ def published_tokenizer(folder: Path, published_type: str, generation: Mapping[s
     """The tokenizer of a published checkpoint folder of this model_type; raise if it cannot be converted exactly."""
     if published_type == "qwen":
         return _qwen(folder, generation)
+    if published_type == "nemotron_labs_diffusion":
+        return _nemotron(folder)
     return _chatglm(folder) if published_type == "chatglm" else _internlm(folder)
 
 
@@ -66,6 +68,19 @@ def _chatglm(folder: Path) -> PublishedTokenizer:
     # The published template has the published name of <sop>.
     tokenizer.chat_template = own_template(folder, tokenizer, CHATGLM3, {"[gMASK]sop": "[gMASK]<sop>"})
     return PublishedTokenizer(tokenizer, _ids(folder, backend, "</s>", "<|user|>", "<|observation|>"))
+
+
+def _nemotron(folder: Path) -> PublishedTokenizer:
+    """The tokenizer of a folder whose tokenizer.json needs no conversion, with the end token of its config.json."""
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # tokenizers raises Exception itself
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be read: {reason}: expected tokenizer.json; copy or download it again"
+        ) from error
+    end = read_json(folder / "config.json").get("eos_token_id")
+    return PublishedTokenizer(tokenizer, tuple(end) if isinstance(end, list) else () if end is None else (int(end),))
 
 
 def _check_generation(folder: Path) -> None:

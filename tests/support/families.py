@@ -118,6 +118,12 @@ FAMILIES = (
     Family("qwen2", "qwen2", "windowed", {**GROUPED, **SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
     Family("qwen3", "qwen3", "plain", WIDE),
     Family("mistral", "mistral", "windowed", WIDE | SLIDING, each_run=("scatter",)),
+    Family(
+        "ministral3",
+        "ministral3",
+        "plain",
+        WIDE | rope("yarn", factor=4.0, original_max_position_embeddings=48, llama_4_scaling_beta=0.1),
+    ),
     Family("phi3", "phi3", "fused", GROUPED | SLIDING),
     Family(
         "phi3, longrope",

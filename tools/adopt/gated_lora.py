@@ -26,7 +26,7 @@ def _recognize(given: Given) -> str | None:
 
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     refuse_noise_seed(given.request)
-    masks = _mask_tokens(given, checkpoint)
+    masks = mask_tokens(given, checkpoint)
     distinct = len(masks) > 1
     slots = given.request.max_mask_slots or (len(masks) if distinct else DEFAULT_MASK_SLOTS)
     check_slots(slots, len(masks) if distinct else MAX_MASK_SLOTS)
@@ -34,7 +34,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     return Plan(GATED_LORA.name, evidence, given.checkpoint, masks, slots, DraftLayout(), peft)
 
 
-def _mask_tokens(given: Given, checkpoint: Checkpoint) -> dict[str, int]:
+def mask_tokens(given: Given, checkpoint: Checkpoint) -> dict[str, int]:
     """The mask tokens, all of them rows of the base model's embedding table."""
     tokenizer = load_tokenizer(checkpoint)
     entry = given.named_mask

@@ -14,7 +14,8 @@ from spaceport.graphs.contract.faults import OptionFault
 
 PEFT_FILE = "adapter_config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-_SUBFOLDER = "adapter"  # of a checkpoint folder with its adapter, as UNO is published
+NEMOTRON_ADAPTER = "linear_spec_lora"
+_SUBFOLDERS = ("adapter", NEMOTRON_ADAPTER)  # of a checkpoint folder with its adapter: UNO, Nemotron
 _USAGE = "expected CHECKPOINT [ADAPTER] TARGET"
 
 
@@ -70,8 +71,9 @@ def arrange(paths: Sequence[Path]) -> Paths:
         raise OptionFault(f"{len(paths)} paths: {_USAGE}")
     checkpoint, *rest = paths
     adapter = rest.pop(0) if len(rest) == 2 or (rest and _is_adapter(rest[0])) else None
-    if adapter is None and (checkpoint / _SUBFOLDER / PEFT_FILE).exists():
-        adapter = checkpoint / _SUBFOLDER
+    if adapter is None:
+        inside = (checkpoint / name for name in _SUBFOLDERS)
+        adapter = next((folder for folder in inside if (folder / PEFT_FILE).exists()), None)
     _require_order(checkpoint)
     return Paths(checkpoint, adapter, rest[0] if rest else None)
 

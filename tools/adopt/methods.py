@@ -7,12 +7,13 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.gated_lora import GATED_LORA
 from spaceport.tools.adopt.given import Given
 from spaceport.tools.adopt.medusa import MEDUSA
+from spaceport.tools.adopt.nemotron import NEMOTRON
 from spaceport.tools.adopt.other_layouts import refuse_other_layouts
 from spaceport.tools.adopt.pard import PARD
 from spaceport.tools.adopt.plan import Method
 from spaceport.tools.adopt.uno import UNO
 
-METHODS = (MEDUSA, PARD, UNO, GATED_LORA)
+METHODS = (MEDUSA, PARD, UNO, NEMOTRON, GATED_LORA)
 
 
 def find_method(given: Given) -> tuple[Method, str]:

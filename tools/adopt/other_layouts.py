@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.tools.adopt.given import PEFT_FILE, Given
+from spaceport.tools.adopt.given import Given
 
 _RECURRENT = ("qwen3_next", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "rwkv", "recurrent_gemma")
 _OWN_CODE = ("sdar", "sdar_moe")
@@ -71,11 +71,7 @@ def _dflash(given: Given) -> str | None:
 
 
 def _nemotron(given: Given) -> str | None:
-    if given.adapter is not None and given.adapter.name == "linear_spec_lora":
-        return "folder linear_spec_lora"
-    if (given.checkpoint / "linear_spec_lora" / PEFT_FILE).exists():
-        return "folder linear_spec_lora"
-    return _entries("dlm_type", "dlm_paradigm")(given)
+    return _entries("dlm_type", "dlm_paradigm")(given) if given.adapter is None else None
 
 
 def _block_diffusion(given: Given) -> str | None:
@@ -119,9 +115,11 @@ _LAYOUTS = (
         "PARD-2", _entries("pard2", "pard2_target_dim", "spd_type"), "its drafts need hidden states of another model"
     ),
     OtherLayout(
-        "Nemotron-Labs-Diffusion",
+        "Nemotron-Labs-Diffusion without its adapter linear_spec_lora",
         _nemotron,
-        "its mask rows see the whole block, and predict the token at their own position",
+        "no adapter drafts, and the base model's own drafts need no adapter folder",
+        "copy linear_spec_lora into the folder; or write sar_config.json there, with mask_tokens, mask_slots, shift false "
+        "and group block, and export it",
     ),
     OtherLayout(
         "a forecast prefix (Qualcomm SSD, BiTA)",
@@ -135,5 +133,11 @@ _LAYOUTS = (
         "give the base model as CHECKPOINT, such as Qwen3-8B in the format of transformers, and the adapter's folder as "
         "ADAPTER",
     ),
-    OtherLayout("block diffusion", _block_diffusion, "the mask rows of a block see each other"),
+    OtherLayout(
+        "block diffusion",
+        _block_diffusion,
+        "config.json does not say what a mask row predicts, and which rows of its block it sees",
+        "if the checkpoint also generates with causal attention, write sar_config.json, with mask_tokens, mask_slots, shift "
+        "and group, and export it",
+    ),
 )

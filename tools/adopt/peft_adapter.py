@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from spaceport.tools.adopt.plan import LoraModule, PeftAdapter
 
 _PREFIX = "base_model.model."  # peft's wrapper around a model
 _NAME = "default"
+_RENAMED = ("model.", "encoder.")  # a part of the converted model, and its name in Nemotron-Labs-Diffusion
 _HALVES = {"A": "lora_A", "B": "lora_B"}
 _ADVICE = "copy the adapter folder again"
 
@@ -51,11 +52,12 @@ def read_peft_adapter(folder: Path, checkpoint: Checkpoint, mask_ids: tuple[int,
 def adapter_tensors(peft: PeftAdapter) -> tuple[dict[str, Tensor], torch.dtype]:
     """A and B of each module with one rank and one scale, in float32, and the narrowest type that holds them exactly."""
     stored = read_tensors(peft.folder / WEIGHTS_FILE, _ADVICE)
+    published = _published_names(peft.modules, stored)
     rank, scale = peft.adapter.rank, peft.adapter.alpha / peft.adapter.rank
     found: dict[str, Tensor] = {}
     types = set()
     for name, module in peft.modules.items():
-        a, b = (stored[f"{_PREFIX}{name}.{half}.weight"] for half in _HALVES.values())
+        a, b = (stored[_tensor(published[name], half)] for half in _HALVES)
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise CheckpointError(f"{peft.folder / WEIGHTS_FILE}: {name} has numbers that are not finite; {_ADVICE}")
         types |= {a.dtype, b.dtype}
@@ -108,8 +110,9 @@ def _check_shapes(
             found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
+    published = _published_names(modules, found)
     expected = {
-        f"{_PREFIX}{name}.{_HALVES[half]}.weight": _with_rank(padded[f"{name}.{half}"], half, module.rank)
+        _tensor(published[name], half): _with_rank(padded[f"{name}.{half}"], half, module.rank)
         for name, module in modules.items()
         for half in _HALVES
     }
@@ -131,6 +134,19 @@ def _check_shapes(
             else:
                 advice = f"the sizes are those of {checkpoint.folder}: give the adapter's base model{_called(base)}"
             raise CheckpointError(f"{file}: {name} has shape {shape}: expected {expected[name]}; {advice}")
+
+
+def _tensor(module: str, half: str) -> str:
+    """The name of a tensor in the file of an adapter."""
+    return f"{_PREFIX}{module}.{_HALVES[half]}.weight"
+
+
+def _published_names(modules: Iterable[str], tensors: Iterable[str]) -> dict[str, str]:
+    """The name of each module in the file of an adapter, which may be that of Nemotron-Labs-Diffusion."""
+    own, published = _RENAMED
+    if not any(name.startswith(_PREFIX + published) for name in tensors):
+        return {name: name for name in modules}
+    return {name: published + name.removeprefix(own) for name in modules}
 
 
 def _with_rank(shape: tuple[int, ...], half: str, rank: int) -> tuple[int, ...]:

@@ -18,7 +18,9 @@ from spaceport.tools.terminal.screen import show_json
 @click.command("adopt")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="CHECKPOINT [ADAPTER] [TARGET]")
 @click.option("--dry-run", is_flag=True, help="Only report what was found; no weights are loaded, nothing is written.")
-@click.option("--method", metavar="NAME", help="Method, if the files do not show it: medusa, pard, uno or gated-lora.")
+@click.option(
+    "--method", metavar="NAME", help="Method, if the files do not show it: medusa, pard, uno, nemotron or gated-lora."
+)
 @click.option(
     "--mask-token",
     multiple=True,

@@ -29,6 +29,9 @@ def test_the_files_in_a_path_show_what_it_is(tmp_path: Path) -> None:
     inside = written(base / "adapter", PEFT_FILE)
     assert arrange([base, target]) == Paths(base, inside, target)
     assert arrange([base, adapter, target]) == Paths(base, adapter, target)
+    nemotron = written(tmp_path / "nemotron", "config.json")
+    inside = written(nemotron / "linear_spec_lora", PEFT_FILE)
+    assert arrange([nemotron, target]) == Paths(nemotron, inside, target)
     with pytest.raises(OptionFault, match=r"4 paths: expected CHECKPOINT \[ADAPTER\] TARGET"):
         arrange([base, adapter, target, target])
 

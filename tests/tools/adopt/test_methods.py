@@ -28,6 +28,15 @@ def found(adapter: Path | None, config: dict[str, Any], training: dict[str, Any]
         (ADAPTER, {"mask_token_id": 7}, {}, Request(), ("gated-lora", "mask_token_id 7 in config.json")),
         (ADAPTER, {}, {}, Request(mask_tokens=("9",)), ("gated-lora", "--mask-token 9")),
         (ADAPTER, {}, {}, Request(method="uno"), ("uno", "--method uno")),
+        (BASE / "linear_spec_lora", {}, {"mask_token_id": 7}, Request(), ("nemotron", "folder linear_spec_lora")),
+        (
+            ADAPTER,
+            {"model_type": "nemotron_labs_diffusion", "dlm_paradigm": "bidirectional", "mask_token_id": 7},
+            {},
+            Request(),
+            ("nemotron", "model_type nemotron_labs_diffusion"),
+        ),
+        (ADAPTER, {"mask_token_id": 7}, {}, Request(method="nemotron"), ("nemotron", "--method nemotron")),
         (
             ADAPTER,
             {},

@@ -1,0 +1,69 @@
+"""Nemotron: the adapter `linear_spec_lora` of Nemotron-Labs-Diffusion, whose mask rows see each other and have no shift."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spaceport.exporter.checkpoint import Checkpoint
+from spaceport.exporter.draft_layout import DraftLayout
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.json_fields import is_whole
+from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
+from spaceport.tools.adopt.adapter_writer import write_adopted
+from spaceport.tools.adopt.gated_lora import mask_tokens
+from spaceport.tools.adopt.given import NEMOTRON_ADAPTER, Given, check_slots, refuse_noise_seed
+from spaceport.tools.adopt.peft_adapter import read_peft_adapter
+from spaceport.tools.adopt.plan import Method, Plan
+
+NEMOTRON_TYPE = "nemotron_labs_diffusion"
+_LAYOUT = DraftLayout(shift=False, group="block")
+_TYPES = (NEMOTRON_TYPE, "ministral3")  # model_type of base models
+_TEXT_ROWS = 1  # of a block: its first row is the last token of the text
+
+
+def _recognize(given: Given) -> str | None:
+    if given.adapter is None:
+        return None
+    if given.request.method == NEMOTRON.name:
+        return f"--method {NEMOTRON.name}"
+    if given.adapter.name == NEMOTRON_ADAPTER:
+        return f"folder {NEMOTRON_ADAPTER}"
+    types = (config.get("model_type") for config in (given.training, given.config))
+    return f"model_type {NEMOTRON_TYPE}" if NEMOTRON_TYPE in types else None
+
+
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+    refuse_noise_seed(given.request)
+    kind = given.config.get("model_type")
+    if kind not in _TYPES:
+        raise CheckpointError(
+            f"{given.checkpoint}: model_type is {kind!r}: expected {' or '.join(_TYPES)} as base model of "
+            f"{NEMOTRON_ADAPTER}; give the checkpoint that the adapter was published with"
+        )
+    masks = mask_tokens(given, checkpoint)
+    if not masks:
+        raise CheckpointError(
+            f"{given.checkpoint}: no mask token is known: expected mask_token_id in config.json, as published; give "
+            "--mask-token"
+        )
+    slots = given.request.max_mask_slots or _default_slots(given)
+    check_slots(slots, MAX_MASK_SLOTS)
+    peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
+    return Plan(NEMOTRON.name, evidence, given.checkpoint, masks, slots, _LAYOUT, peft)
+
+
+def _default_slots(given: Given) -> int:
+    """The mask slots of a block of `block_size` rows."""
+    size: Any = given.training.get("block_size") or given.config.get("block_size")
+    least = 1 + _TEXT_ROWS + _LAYOUT.mask_layout.lead
+    if not is_whole(size, least):
+        raise CheckpointError(
+            f"{given.checkpoint}: block_size is {size!r}: expected a whole number of at least {least} in config.json, as "
+            "published; give --max-mask-slots"
+        )
+    return min(MAX_MASK_SLOTS, int(size) - _TEXT_ROWS - _LAYOUT.mask_layout.lead)
+
+
+NEMOTRON = Method(
+    "nemotron", "Nemotron-Labs-Diffusion: LoRA on a block of mask tokens", _recognize, _plan, write_adopted
+)

@@ -47,6 +47,7 @@ class VerifiedStep(NamedTuple):
     queued: tuple[Thread, ...]  # threads that waited during the step
     engine_seconds: float  # of the call that the step was part of
     outside_seconds: float  # spent on earlier steps of the request outside the engine
+    head_logits: Sequence[NDArray[np.float32]] = ()  # of the same rows: rows x heads x vocabulary
 
 
 class Observer(Protocol):

@@ -168,8 +168,9 @@ def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
         for part, lines in zip(planned.parts, logits, strict=True)
     ]
     held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds
-    seen = [lines[:: ran.lines] for lines in logits] if isinstance(ran.logits, np.ndarray) else []
-    return VerifiedStep(request, index, planned, slots, verdicts, seen, held, queued, ran.seconds, outside)
+    by_row = [lines.reshape(-1, ran.lines, lines.shape[-1]) for lines in logits if isinstance(lines, np.ndarray)]
+    own, heads = [rows[:, 0] for rows in by_row], [rows[:, 1:] for rows in by_row]
+    return VerifiedStep(request, index, planned, slots, verdicts, own, held, queued, ran.seconds, outside, heads)
 
 
 class _Isolated:

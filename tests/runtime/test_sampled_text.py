@@ -67,8 +67,9 @@ LANGUAGES = st.one_of(
         quality=st.sampled_from((0, 60, 100)),
         end_every=st.sampled_from((4, 30)),
         fork_every=st.sampled_from((3, 9)),
+        heads=st.sampled_from((0, 3)),
     ),
-    st.builds(Table, seed=st.integers(0, 10**6), doubt=st.sampled_from((0, 1))),
+    st.builds(Table, seed=st.integers(0, 10**6), doubt=st.sampled_from((0, 1)), heads=st.sampled_from((0, 3))),
 )
 
 

@@ -54,6 +54,7 @@ class Language:
     fork_every: int = 10**9  # one token in this many is [Fork]
     window: int | None = None
     mask_layout: MaskLayout = CAUSAL
+    heads: int = 0  # that draft instead of mask slots
 
     def state(self, cells: Sequence[Cell], near: Sequence[Cell], token: int, position: int) -> int:
         return hash((self.seed, token, position, *((c.position, c.state) for c in cells), -7, *(c.state for c in near)))
@@ -132,20 +133,21 @@ class HashEngine:
     copied: list[tuple[int, int, int]] = field(default_factory=list)  # source, target and slots of each copy
 
     def __post_init__(self) -> None:
-        self.signature = Signature(1, 1, 1, VOCAB, "float32", self.lowering, self.language.window)
+        heads = self.language.heads
+        self.signature = Signature(1, 1, 1, VOCAB, "float32", self.lowering, self.language.window, heads)
         self.rows = self.capacity
         self._cells: list[list[Cell | None]] = [[None] * self.capacity for _ in range(self.requests)]
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self.calls += 1
         self.widths.append(batch.input_ids.shape[1])
-        logits = np.full((*batch.logit_rows.shape, VOCAB), np.nan, np.float32)
+        logits = np.full((*batch.logit_rows.shape, self.signature.lines, VOCAB), np.nan, np.float32)
         for line in range(batch.requests):
             given = self._rows(batch, line)
             for out, row in enumerate(batch.logit_rows[line]):
                 if row in given:
                     logits[line, out] = given[int(row)]
-        return logits
+        return logits.reshape(batch.requests, -1, VOCAB)
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         for request, (sources, targets) in enumerate(moves, first):
@@ -189,13 +191,15 @@ class HashEngine:
             assert all(cell is None or cell.owner == owner for cell in seen), "a row sees a slot of another request"
             before = sorted((cell for cell in seen if cell is not None), key=lambda cell: cell.position)
             if token in MASKS:
-                given[row] = self._draft(before, position)
+                given[row] = self._draft(before, position)[None]
                 continue
             assert [cell.position for cell in before] == list(range(position)), "a row sees not just one line of text"
             near = self._near(batch, line, row, slot)
             state = self.language.state(before, near, token, position)
-            cells[slot] = Cell(token, position, state, owner)
-            given[row] = self.language.logits(state)
+            cells[slot] = cell = Cell(token, position, state, owner)
+            heads = range(self.language.heads if row in batch.logit_rows[line] else 0)
+            lines = [self.language.logits(state), *(self.language.draft([*before, cell], head) for head in heads)]
+            given[row] = np.stack(lines) if heads else lines[0][None]
         return given
 
     def _store_masks(self, batch: Batch, line: int, owner: object) -> None:
@@ -247,8 +251,14 @@ def request_for(
     listener: Listener | None = None,
     observers: Sequence[Observer] = (),
 ) -> Request:
-    """A request as the session creates it; a number of mask slots means chains of that length."""
+    """A request as the session creates it; a number of mask slots means chains of that length.
+
+    An engine with heads drafts with as many of them instead.
+    """
     draft_config = draft_config if isinstance(draft_config, DraftConfig) else DraftConfig(draft_config, "chain")
+    if engine.language.heads:
+        heads = min(draft_config.mask_slots, engine.language.heads)
+        draft_config = replace(draft_config, mask_slots=0, heads=heads)
     tokens = TokenIds(mask=masks, fork=FORK, child=CHILD, end=(END,))
     bans = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, max_depth)
     config = RequestConfig(

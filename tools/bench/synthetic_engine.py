@@ -42,7 +42,7 @@ class SyntheticEngine:
         inner: Engine | None = None,
         costs: Costs = CPU_COSTS,
     ) -> None:
-        self.signature, self.requests = signature, requests
+        self.signature, self.requests = replace(signature, heads=0), requests  # it has no lines of heads
         self.capacity = capacity
         self.rows = capacity if inner is None else inner.rows
         self.costs = costs

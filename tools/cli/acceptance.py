@@ -46,7 +46,10 @@ class AcceptanceCommand(Sectioned):
     "--max-tokens", default=256, show_default=True, metavar="N", help="Maximum number of tokens of a generated answer."
 )
 @click.option(
-    "--max-mask-slots", type=int, metavar="K", help="Maximum number of mask slots to measure; default: the model's."
+    "--max-mask-slots",
+    type=int,
+    metavar="K",
+    help="Maximum number of mask slots or heads to measure; default: the model's.",
 )
 @click.option(
     "--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens; longer answers are truncated."
@@ -124,7 +127,7 @@ def slots_of(runtime: Runtime, asked: int | None) -> int:
     """The number of mask slots to measure."""
     most = runtime.bundle.manifest.max_draft_tokens
     if asked is not None and not 1 <= asked <= most:
-        raise OptionFault(f"--max-mask-slots is {asked}: expected 1 to {most}, the mask slots of the model")
+        raise OptionFault(f"--max-mask-slots is {asked}: expected 1 to {most}, the mask slots or heads of the model")
     return asked or most
 
 
@@ -166,7 +169,7 @@ def show(found: Acceptance, samples: Sequence[ReferenceAnswer], counts: dict[str
     generated, reference = found.generated, found.reference
     rows: list[Sequence[object]] = [
         (
-            f"mask slot {slot}" if slot else "next token",
+            f"{found.predictor} {slot}" if slot else "next token",
             share(generated.accuracy[slot]),
             share(reference.accuracy[slot]),
             generated.tokens_per_step[slot],

@@ -30,6 +30,7 @@ LANGUAGES = st.builds(
     fork_every=st.sampled_from((3, 6, 12)),
     window=st.none() | st.integers(1, 30),
     mask_layout=st.sampled_from(LAYOUTS),
+    heads=st.sampled_from((0, 0, 3)),
 )
 PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=20)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
-from spaceport.runtime.decode.draft import DraftConfig
+from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.decode.pack import pack_many, pack_one
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
@@ -169,6 +169,43 @@ def test_a_network_that_drafts_right_needs_one_step_for_each_k_plus_1_tokens(
     assert run(engine, request) == language.write([4, 5, 6], 60)
     assert request.statistics.steps == steps + (mask_slots > 0)
     assert request.statistics.accepted_by_depth == request.statistics.drafted_by_depth
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize(("heads", "steps"), [(1, 30), (2, 20), (3, 15), (5, 10)])
+def test_heads_that_predict_right_need_one_step_for_each_k_plus_1_tokens(
+    heads: int, steps: int, shape: Shape, lowering: Lowering
+) -> None:
+    language = Language(3, 100, end_every=10**9, heads=5)
+    engine = engine_for(language, 70, 5, lowering)
+    request = request_for(engine, [4, 5, 6], 60, DraftConfig(heads, shape, siblings=1))
+    assert run(engine, request) == language.write([4, 5, 6], 60)
+    assert request.statistics.steps == steps + 1
+    assert request.statistics.accepted_by_source == request.statistics.drafted_by_source == {"head": 59 - steps}
+    assert request.statistics.mask_rows == 0
+    assert max(engine.widths) == max(3, heads + 1)
+
+
+@settings(max_examples=100)
+@given(
+    prompts=st.lists(PROMPTS, min_size=2, max_size=4),
+    drafts=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    chunk=st.integers(1, 20),
+    seed=st.integers(0, 10**6),
+    lowering=st.sampled_from(LOWERINGS),
+)
+def test_requests_that_share_steps_draft_with_the_heads_of_their_own_rows(
+    prompts: list[list[int]], drafts: list[int], chunk: int, seed: int, lowering: Lowering
+) -> None:
+    language = Language(seed, 100, end_every=10**9, heads=4)
+    engine = engine_for(language, 40 + 30, 4, lowering, requests=4)
+    requests = [request_for(engine, prompt, 20, heads) for prompt, heads in zip(prompts, drafts, strict=False)]
+    while any(request.live for request in requests):
+        step(engine, [StepInput(request, i, chunk) for i, request in enumerate(requests) if request.live])
+    for request, prompt, heads in zip(requests, prompts, drafts, strict=False):
+        assert request.threads[0].generated == language.write(prompt, 20)
+        assert request.statistics.steps == 1 + -(-19 // (heads + 1))
 
 
 @pytest.mark.parametrize("shift", [True, False])

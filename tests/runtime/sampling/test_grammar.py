@@ -336,13 +336,14 @@ def run(
         siblings=st.integers(1, 4),
         lookup=st.integers(0, 4),
     ),
+    heads=st.sampled_from((0, 3)),
     most=st.integers(1, 50),
     chunk=st.integers(1, 9),
 )
 def test_drafted_constrained_text_is_plain_constrained_text(
-    regex: str, seed: int, quality: int, draft_config: DraftConfig, most: int, chunk: int
+    regex: str, seed: int, quality: int, draft_config: DraftConfig, heads: int, most: int, chunk: int
 ) -> None:
-    language = Language(seed, quality, end_every=6)
+    language = Language(seed, quality, end_every=6, heads=heads)
     plain = run(language, regex, DraftConfig(), most, 512)
     drafted = run(language, regex, draft_config, most, chunk)
     assert drafted[:2] == plain[:2]

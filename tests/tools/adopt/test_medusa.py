@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,11 +18,20 @@ from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.heads_file import HEADS_FILE
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends.on_device import DeviceEngine
+from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
+from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import Batch
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from spaceport.tools.verify.acceptance.measure import measure
+from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
 from support.published import PADDED, exact_model, text, write_checkpoint
 from support.published_heads import BASE, exact_heads, write_published_heads
 
@@ -285,3 +295,82 @@ def test_the_heads_of_an_adapter_folder_have_to_fit_the_base_model(
     (tmp_path / SAR_FILE).write_text(json.dumps({"mask_tokens": [], "heads": {"count": 0, "blocks": 1}}), "utf-8")
     with pytest.raises(ValueError, match="expected a count of 1 to 64"):
         open_checkpoint(base, TokenFlags(), adapter=tmp_path)
+
+
+@pytest.mark.slow
+def test_every_command_that_reads_drafts_takes_heads(
+    base: Path, adopted: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = ["--adapter", str(adopted)]
+    assert run(["check", str(bundle), str(base), "--long-context", "40", "--threads", "1", *adapter]) == OK
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
+    limits = ["--max-tokens", "9", "--max-seq-len", "64", "--threads", "1"]
+    capsys.readouterr()
+    found = []
+    for model in ([str(bundle), str(data)], [str(base), str(data), *adapter]):
+        assert run(["acceptance", *model, *limits, "--json"]) == OK
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert (found[0]["mask_slots"], found[0]["predictor"]) == (HEADS, "head")
+    assert run(["acceptance", str(bundle), str(data), *limits]) == OK
+    assert "head 3" in capsys.readouterr().out
+    assert run(["inspect", str(bundle)]) == OK
+    assert "draft heads           3" in capsys.readouterr().out
+
+
+def test_accuracy_of_exact_heads_is_complete(bundle: Path) -> None:
+    with Runtime.open(bundle, max_seq_len=256) as runtime:
+        found = measure(
+            runtime, [ReferenceAnswer(1, tuple(text(0, 5)), (Segment(tuple(text(0, 5)), tuple(text(5, 30))),))], 20, 3
+        )
+    assert found.reference.accuracy == found.generated.accuracy == [1.0] * (1 + HEADS)
+    assert found.generated.tokens_per_step[HEADS] == pytest.approx(20 / 6)
+
+
+def test_a_device_engine_selects_the_tokens_of_heads_as_the_plain_engine(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    options = EngineOptions(128, 2)
+    session = open_session(opened, session_options(1, "same"), ["CPUExecutionProvider"])
+    selection = open_selection(opened, ["CPUExecutionProvider"])
+    assert selection is not None
+    device = DeviceEngine(session, opened.manifest.signature, options, "cpu", "cpu", selection=selection)
+    plain = open_engine(opened, "onnxruntime", options)
+    rows = np.arange(5)[None].repeat(2, axis=0)
+    mask = np.zeros((2, 1, 5, 64), np.bool_)
+    mask[..., :5] = np.tri(5, dtype=np.bool_)
+    batch = Batch(0, np.array([text(0, 5), text(2, 5)]), rows, rows, mask, np.array([[4, 1, 0], [4, 4, 2]]))
+    expected = plain.run(batch)
+    assert device.run(batch).tobytes() == expected.tobytes()
+    assert expected.shape == (2, 3 * (1 + HEADS), PADDED)
+    for request, found in enumerate(device.select(batch)):
+        assert found.best(()) == expected[request].argmax(-1).tolist()
+        assert found.best(())[1 : 1 + HEADS] == text(6 + 2 * request, HEADS)
+    with Runtime(opened, device, 128) as runtime:
+        found = runtime.generate(text(0, 5), Decoding(max_tokens=33, draft="chain"))
+    assert (list(found.tokens), found.statistics.steps) == (text(5, 33), 9)
+
+
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"sampling": Sampling(temperature=1.5, seed=3)},
+    "penalties": {"sampling": Sampling(repetition_penalty=1.3, frequency_penalty=0.4)},
+    "grammar": {"grammar": Grammar(regex="[a-z ]{5,60}")},
+    "logprobs": {"logprobs": 2},
+}
+
+
+def test_requests_of_every_kind_write_the_same_with_heads_and_without(bundle: Path) -> None:
+    found = []
+    with Runtime.open(bundle, max_seq_len=256, max_requests=3, step_costs="free") as runtime:
+        for drafts in ({"mask_slots": 0}, {"draft": "chain"}, {}):
+            running = [
+                runtime.stream(text(start, 6), Decoding(max_tokens=24, **options, **drafts))  # type: ignore[arg-type]
+                for start, options in enumerate(OPTIONS.values())
+            ]
+            done = [one.completion() for one in running]
+            found.append([(one.tokens, one.ending) for one in done])
+            heads = [one.statistics.accepted_by_source.get("head", 0) for one in done]
+            assert all(heads) == bool(drafts.get("mask_slots", 1))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0][0] == tuple(text(6, 24))

@@ -129,7 +129,7 @@ def test_a_model_without_mask_slots_is_an_error_that_says_what_to_do(tmp_path: P
     shutil.copytree(TINY, plain, ignore=shutil.ignore_patterns("__pycache__", "sar_config.json"))
     result = call(plain, data_file(tmp_path, *LINES))
     assert isinstance(result.exception, InputFault)
-    assert "has no mask token, so there are no draft tokens" in str(result.exception)
+    assert "has no mask token and no heads, so there are no draft tokens" in str(result.exception)
     assert "spaceport tune" in str(result.exception)
 
 

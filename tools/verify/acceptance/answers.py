@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decode.threads import Ending, Thread
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.session import Runtime
 
@@ -98,7 +98,7 @@ def generate_answer(
         selector=greedy_selector(tokens, max_depth),
         max_length=limit,
         max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
-        draft_config=DraftConfig(mask_slots, "chain", mask_layout=runtime.bundle.manifest.mask_layout),
+        draft_config=Decoding(mask_slots=mask_slots, draft="chain").drafts_with(runtime.bundle.manifest),
         max_rows=engine.rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),

@@ -20,11 +20,13 @@ class Acceptance:
     generated: Tally  # on the greedy answers that the model generates
     reference: Tally  # on the answers of the data file
     forks: ForkTally | None  # None for a model that does not fork
+    predictor: str = "mask slot"  # what predicts beyond the next token: mask slot or head
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as JSON data."""
         return {
             "mask_slots": self.reference.mask_slots,
+            "predictor": self.predictor,
             "generated": self.generated.as_dict(),
             "reference": self.reference.as_dict(),
             "forks": self.forks and self.forks.as_dict(),
@@ -34,7 +36,9 @@ class Acceptance:
 def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: int, mask_slots: int) -> Acceptance:
     """Acceptance on each reference answer, and on the answer that the model generates for the same prompt."""
     tokens = runtime.bundle.manifest.tokens
-    found = Acceptance(Tally(mask_slots), Tally(mask_slots), None if tokens.fork is None else ForkTally())
+    forks = None if tokens.fork is None else ForkTally()
+    predictor = "head" if runtime.engine.signature.heads else "mask slot"
+    found = Acceptance(Tally(mask_slots), Tally(mask_slots), forks, predictor)
     for sample in samples:
         for segment in sample.segments:
             _add(runtime, segment, found.reference, found.forks)

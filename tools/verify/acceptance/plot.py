@@ -26,10 +26,10 @@ def draw(found: Acceptance, file: Path, title: str) -> None:
     for tally, style in ((found.generated, _GENERATED), (found.reference, _REFERENCE)):
         _line(accuracy, slots, tally.accuracy, "{:.0%}", style)
         _line(speed, slots, tally.tokens_per_step, "{:.2f}", style)
-    _frame(accuracy, "Prediction accuracy", "mask slot (0: next token)", slots)
+    _frame(accuracy, "Prediction accuracy", f"{found.predictor} (0: next token)", slots)
     accuracy.set_ylim(0, 1.08)
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _frame(speed, "Tokens per step", "mask slots in use (0: plain decoding)", slots)
+    _frame(speed, "Tokens per step", f"{found.predictor}s in use (0: plain decoding)", slots)
     speed.set_ylim(0, 1.15 * max(1.0, _highest(found.generated), _highest(found.reference)))
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)

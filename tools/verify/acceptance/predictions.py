@@ -1,4 +1,4 @@
-"""Predictions: the greedy next-token and mask-slot predictions at every token of an answer."""
+"""Predictions: the greedy predictions of the next token and of mask slots or heads at every token of an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.decode.draft import PLAIN
 from spaceport.runtime.decode.pack import pack, split
 from spaceport.runtime.decode.plan import Part, Plan, lay_out
-from spaceport.runtime.decode.request import Request, ScheduledStep
+from spaceport.runtime.decode.request import Observer, Request, ScheduledStep, VerifiedStep
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine
@@ -33,7 +33,7 @@ def predict_segment(
     mask_layout: MaskLayout = CAUSAL,
     max_seq_len: int = 0,
 ) -> NDArray[np.int64]:
-    """The greedy predictions along an answer: its tokens x (1 + mask slots).
+    """The greedy predictions along an answer: its tokens x (1 + mask slots); those of heads, if the engine has any.
 
     Entry (n, i) is what slot i predicts for token n + i of the answer, given only the tokens before token n. Slot 0 is the row
     of the token before; mask slot i has the position of token n + i - 1, or without shift of token n + i. Entries past the answer's end are NO_PREDICTION.
@@ -48,9 +48,12 @@ def predict_segment(
         before = Thread(path, sequence[:position], start, np.zeros(engine.capacity, np.bool_), fed=position)
         predicted[position - start, 0] = selector.token(logits, before, ())
 
-    request = known_request(engine, sequence[:-1], start, EchoObserver(0, start, on_logits), stays=True)
+    observer: Observer = EchoObserver(0, start, on_logits)
+    if engine.signature.heads:
+        observer = _HeadsObserver(observer, selector, sequence, start, path, predicted)
+    request = known_request(engine, sequence[:-1], start, observer, stays=True)
     prefill(engine, request, ROWS)
-    if not mask_slots:
+    if not mask_slots or engine.signature.heads:
         return predicted
     masks = _MaskGroups(engine, request, tokens, mask_layout, selector, sequence, start, path, max_seq_len)
     groups = max(1, masks.free_rows // mask_layout.rows(mask_slots))  # groups per call
@@ -58,6 +61,30 @@ def predict_segment(
     for first in range(0, last, groups):
         masks.predict(range(first, min(first + groups, last)), predicted)
     return predicted
+
+
+@dataclass(frozen=True)
+class _HeadsObserver:
+    """Stores what the heads predict at each token of a sequence, and passes the steps on to another observer."""
+
+    inner: Observer
+    selector: TokenSelector
+    sequence: Sequence[int]
+    start: int  # position of the first predicted token
+    path: tuple[int, ...]  # path of the thread that generates the sequence
+    predicted: NDArray[np.int64]
+
+    def on_step(self, verified: VerifiedStep) -> None:
+        self.inner.on_step(verified)
+        (part,), (lines,) = verified.plan.parts, verified.head_logits
+        for row, heads in zip(part.rows_wanted.tolist(), lines, strict=True):
+            position = int(part.positions[row]) + 1
+            count = min(self.predicted.shape[1] - 1, len(self.sequence) - 1 - position)
+            if position < self.start or count < 1:
+                continue
+            thread = Thread(self.path, list(self.sequence[:position]), self.start, np.zeros(1, np.bool_), fed=position)
+            found = self.selector.candidates(heads[:count], thread, position + 1, 1)
+            self.predicted[position - self.start, 1 : 1 + count] = [candidate.tokens[0] for candidate in found]
 
 
 @dataclass(frozen=True)

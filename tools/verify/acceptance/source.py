@@ -56,7 +56,7 @@ def open_source(
 
     quiet_libraries()
     checkpoint = open_checkpoint(folder, TokenFlags(), remote_code, adapter)
-    _require_masks(folder, checkpoint.max_mask_slots)
+    _require_masks(folder, checkpoint.max_mask_slots or (0 if checkpoint.heads is None else checkpoint.heads.count))
     with checkpoint_runtime(checkpoint, max_seq_len, threads) as runtime:
         yield runtime
 
@@ -82,6 +82,6 @@ def conversation_encoder_for(runtime: Runtime) -> ConversationEncoder:
 def _require_masks(folder: Path, mask_slots: int) -> None:
     if not mask_slots:
         raise InputFault(
-            f"{folder}: has no mask token, so there are no draft tokens to measure: expected a checkpoint tuned with mask "
+            f"{folder}: has no mask token and no heads, so there are no draft tokens to measure: expected a checkpoint tuned with mask "
             "slots (`spaceport tune`), a base model with --adapter, or a bundle exported from one"
         )

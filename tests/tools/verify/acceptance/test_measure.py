@@ -71,11 +71,12 @@ def test_counted_steps_of_a_generated_answer_are_those_that_the_runtime_takes(ru
     child=st.booleans(),
     window=st.none() | st.integers(1, 30),
     layout=st.sampled_from(LAYOUTS),
+    heads=st.sampled_from((0, 6)),
     rows=st.sampled_from((7, 40, 500)),
     seed=st.integers(0, 10**6),
     lowering=st.sampled_from(LOWERINGS),
 )
-def test_every_mask_slot_predicts_after_every_token(
+def test_every_mask_slot_or_head_predicts_after_every_token(
     prompt: list[int],
     answer: list[int],
     mask_slots: int,
@@ -84,11 +85,12 @@ def test_every_mask_slot_predicts_after_every_token(
     child: bool,
     window: int | None,
     layout: MaskLayout,
+    heads: int,
     rows: int,
     seed: int,
     lowering: Lowering,
 ) -> None:
-    language = Language(seed, 60, window=window, mask_layout=layout)
+    language = Language(seed, 60, window=window, mask_layout=layout, heads=heads)
     engine = HashEngine(language, visible_length(len(prompt) + len(answer) + 8), 1, lowering)
     engine.rows = rows
     tokens = TokenIds(masks, fork, None if fork is None else HASH_CHILD, (END,))

@@ -78,8 +78,8 @@ class Decoding:
     - `mask_slots`: Maximum draft tokens from mask slots, or from the heads of a bundle with heads, for each thread in a
       step, 0 = none; default None: the bundle's.
     - `draft`: "tree", or "chain" as published by SPACE; default "tree".
-    - `draft_rows`: Maximum rows of a thread in a step of a draft tree; default None: 24, or as many as all mask slots
-      behind the last token need.
+    - `draft_rows`: Maximum rows of a thread in a step of a draft tree; default None: 24, or as many as the candidates of
+      all mask slots and all mask slots behind one of them need.
     - `draft_siblings`: Maximum candidates for one position of a draft tree; default None: 3, or 1 where the bundle's
       drafts are exact in one line only.
     - `lookup`: Maximum draft tokens from prompt lookup in a step, 0 = none; default None: 16 in trees, 0 in chains and
@@ -199,7 +199,7 @@ class Decoding:
         lookup = self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
-        rows = self.draft_rows or max(DraftConfig.rows, 1 + mask_layout.rows(slots))
+        rows = self.draft_rows or max(DraftConfig.rows, 1 + slots + mask_layout.rows(slots))
         siblings = self.draft_siblings or (DraftConfig.siblings if exact == "tree" else 1)
         if heads:
             return DraftConfig(0, self.draft, rows, siblings, lookup, heads=slots)

@@ -113,11 +113,15 @@ class LongRun:
 
     def _steps(self, curve: Sequence[float], reach: Sequence[float]) -> list[_Best]:
         """The best step by number of verified draft tokens, with mask slots where their value is highest."""
-        steps, tokens, offers = [], 1.0, self._offers()
+        steps, tokens, offers, most = [], 1.0, self._offers(), len(curve)
+        reached = [1.0, *reach]
+        before: list[tuple[float, int]] = []  # the best offers behind the nodes before the last one
         for verified in range(min(self.mask_slots, len(curve) - 1) + 1):
-            tokens += reach[verified - 1] if verified else 0.0
-            worth = [(last * gain, rows) for last in _last(reach, verified) for gain, rows in offers]
-            worth.sort(reverse=True)
+            if verified:
+                tokens += reached[verified]
+                last = reached[verified - 1] - reached[verified]
+                before = _best_first(before + [(last * gain, rows) for gain, rows in offers], most)
+            worth = _best_first(before + [(reached[verified] * gain, rows) for gain, rows in offers], most)
             value, time, count = tokens, curve[verified], 0
             best = _Best(value - self.rate * time, 0, time)
             for gain, rows in worth:
@@ -129,6 +133,12 @@ class LongRun:
                     best = _Best(value - self.rate * time, count, time)
             steps.append(best)
         return steps + [steps[-1]] * (self.mask_slots + 1 - len(steps))
+
+
+def _best_first(offers: list[tuple[float, int]], most: int) -> list[tuple[float, int]]:
+    """The best offers, of which no step can have more; sorting lists that are sorted in parts is fast."""
+    offers.sort(reverse=True)
+    return offers[:most]
 
 
 def opening_gains(gains: Sequence[float], lead: int) -> list[float]:

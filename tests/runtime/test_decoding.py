@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import Weights
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -187,6 +188,14 @@ def test_what_says_how_to_decode_is_a_decoding(tiny_bundle: Path) -> None:
     reported = r"decoding is \{'max_tokens': 3\}: expected a Decoding"
     with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime, pytest.raises(OptionFault, match=reported):
         runtime.stream(PROMPT, how)
+
+
+def test_a_draft_may_verify_all_mask_slots_and_have_them_behind_one_token() -> None:
+    block = MaskLayout(shift=False, group="block")
+    assert Decoding().draft_config(5).rows == Decoding().draft_config(11, mask_layout=block).rows == 24
+    assert Decoding().draft_config(30).rows == 61
+    assert Decoding().draft_config(30, mask_layout=block).rows == 62
+    assert Decoding(draft_rows=9).draft_config(30, mask_layout=block).rows == 9
 
 
 def test_a_stream_that_two_read_ends_for_both(tiny_bundle: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime.costs import CostTable, StepCosts
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import Acceptance
@@ -91,6 +94,18 @@ def test_drafts_that_are_never_right_stop(table: CostTable) -> None:
 def test_drafts_that_are_right_pay(table: CostTable, accepted: float, least: float) -> None:
     reported = decode(planner(table), DraftConfig(5, siblings=1), coin(accepted), 3000)
     assert reported.speedup >= least
+
+
+def test_wide_groups_alternate_with_steps_that_verify_them() -> None:
+    """32 mask slots in a block: 34 rows are enough for them behind one token, or to verify their candidates, not for both."""
+    limits = DraftConfig(32, rows=34, siblings=1, mask_layout=MaskLayout(shift=False, group="block"))
+    widths: list[int] = []
+    reported = decode(planner(FLAT), limits, coin(0.9), 1000, on_step=widths.append)
+    assert reported.speedup > 4
+    pairs = [(one, two) for one, two in pairwise(widths) if one == 34 and two <= 16]
+    assert len(pairs) > len(widths) / 8
+    wider = replace(limits, rows=66)
+    assert decode(planner(FLAT), wider, coin(0.9), 1000).speedup > reported.speedup
 
 
 def test_what_one_request_learned_the_next_one_knows() -> None:

@@ -55,6 +55,11 @@ def test_a_weight_with_another_use_is_not_fused() -> None:
     assert fuse_projections(model, vocab_size=1000) == 0
 
 
+def test_a_matmul_with_as_many_outputs_as_the_vocabulary_is_not_fused() -> None:
+    model = ir.from_proto(graph(tied=False))
+    assert fuse_projections(model, vocab_size=6) == 0
+
+
 def test_a_scatter_bundle_has_two_fused_matmuls_per_layer(tiny_bundle: Path, tiny_append_bundle: Path) -> None:
     for bundle, splits in ((tiny_bundle, 6), (tiny_append_bundle, 0)):
         nodes = onnx.load(str(bundle / "model.onnx"), load_external_data=False).graph.node

@@ -78,7 +78,8 @@ def command(
     title = f"Steps of {requests} request{'s' * (requests > 1)} with {context} tokens of context"
     show_table(title, ("rows", "ms", "relative cost"), [(each.rows, each.milliseconds, each.ratio) for each in rows])
     if not most:
-        click.echo("\nThe bundle has no mask slots: it drafts with prompt lookup only.")
+        sources = "heads and prompt lookup" if manifest.signature.heads else "prompt lookup only"
+        click.echo(f"\nThe bundle has no mask slots: it drafts with {sources}.")
     for each in drafts if most else ():
         click.echo()
         _show(each)

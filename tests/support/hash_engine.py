@@ -129,6 +129,7 @@ class HashEngine:
     device: str = "none"
     costs: Costs = FREE_ROWS
     notes: tuple[str, ...] = ()
+    masks: tuple[int, ...] = MASKS  # mask tokens; empty: every token is an ordinary one
     owner: Callable[[int], object] = int  # request that uses an index of the engine now
     copied: list[tuple[int, int, int]] = field(default_factory=list)  # source, target and slots of each copy
 
@@ -190,7 +191,7 @@ class HashEngine:
             assert None not in seen, "a row sees a slot that holds nothing"
             assert all(cell is None or cell.owner == owner for cell in seen), "a row sees a slot of another request"
             before = sorted((cell for cell in seen if cell is not None), key=lambda cell: cell.position)
-            if token in MASKS:
+            if token in self.masks:
                 given[row] = self._draft(before, position)[None]
                 continue
             assert [cell.position for cell in before] == list(range(position)), "a row sees not just one line of text"
@@ -204,7 +205,7 @@ class HashEngine:
 
     def _store_masks(self, batch: Batch, line: int, owner: object) -> None:
         """Fill the slots of mask rows, which other rows may see before their own turn comes."""
-        masked = np.flatnonzero(np.isin(batch.input_ids[line], MASKS)).tolist()
+        masked = np.flatnonzero(np.isin(batch.input_ids[line], self.masks)).tolist()
         first, sees = int(batch.slot_ids[line, 0]), batch.attention_mask[line, 0]
         slots = [first + row if self.lowering == "append" else int(batch.slot_ids[line, row]) for row in masked]
         for row, slot in zip(masked, slots, strict=True):
@@ -218,8 +219,8 @@ class HashEngine:
 
     def _draft(self, seen: list[Cell], position: int) -> NDArray[np.float32]:
         """The prediction of a mask row that sees these cells, its own position left out."""
-        known = [cell for cell in seen if cell.token not in MASKS]
-        masks = [cell.position for cell in seen if cell.token in MASKS]
+        known = [cell for cell in seen if cell.token not in self.masks]
+        masks = [cell.position for cell in seen if cell.token in self.masks]
         start = len(known)
         end = position + 1 if self.language.mask_layout.group == "causal" else start + len(masks) + 1
         assert [cell.position for cell in known] == list(range(start)), "a mask row sees not just one line of text"

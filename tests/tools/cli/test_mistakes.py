@@ -16,7 +16,14 @@ from typing import Any
 
 import pytest
 
-from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from spaceport.graphs.contract.manifest import (
+    ACCURACY_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    SCHEMA,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+)
 from spaceport.runtime import EngineFault
 from spaceport.runtime.bundle import read_manifest
 from spaceport.tools.cli import Commands, cli, run
@@ -203,7 +210,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "no such folder: expected a bundle, the folder that `spaceport export` wrote"),
     "no manifest": (lambda b: (b / MANIFEST_FILE).unlink(), r"no manifest\.json in it: expected a bundle"),
     "no JSON": (lambda b: (b / MANIFEST_FILE).write_text("{"), r"manifest\.json: .*copy the bundle again or export"),
-    "newer": (lambda b: edit(b, lambda m: m.update(schema=7)), "schema is 7, this version reads up to 6: update"),
+    "newer": (
+        lambda b: edit(b, lambda m: m.update(schema=SCHEMA + 1)),
+        f"schema is {SCHEMA + 1}, this version reads up to {SCHEMA}: update",
+    ),
     "other weights": (lambda b: (b / "model.onnx.data").write_bytes(b""), "0 bytes, the manifest says .*: copy the"),
     "linked weights": (lambda b: (b.parent / "x").hardlink_to(b / MODEL_FILE), r"2 hard links.*copy the bundle \(cp"),
 }

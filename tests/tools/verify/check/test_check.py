@@ -23,7 +23,7 @@ from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, 
 from spaceport.tools.cli import run
 from spaceport.tools.verify.accuracy import compare_logits, merged
 from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, record
-from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language
+from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from support.paths import ROOT
 from support.planted import (
     ignore_the_mask,
@@ -116,21 +116,12 @@ def test_a_read_only_bundle_passes_and_the_report_is_printed(tiny_bundle: Path, 
     assert not (bundle / ACCURACY_FILE).exists()
 
 
-class PlainEngine(HashEngine):
-    """A fake engine without mask tokens."""
-
-    def _answer(self, before: list[Cell], token: int, cell: Cell | None) -> NDArray[np.float32]:
-        assert cell is not None
-        return self.language.logits(cell.state)
-
-
 @pytest.mark.parametrize("tokens", [TokenIds(MASKS, FORK, CHILD, (END,)), TokenIds(MASKS), TokenIds()])
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_every_kind_of_call_is_among_the_cases(tokens: TokenIds, lowering: Lowering, tmp_path: Path) -> None:
     """On an engine that refuses wrong attention masks; [Fork] and its [Child] are fed in the same step."""
-    engine_class = HashEngine if tokens.mask else PlainEngine
     limits = EngineLimits(64, visible_length(64 + STEP_ROWS + 1), REQUESTS, 512)
-    engine = engine_class(Language(1, 70), limits.capacity, limits.requests, lowering)
+    engine = HashEngine(Language(1, 70), limits.capacity, limits.requests, lowering, masks=tokens.mask)
     manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(tokens.mask))
     calls, skipped = record(engine, manifest, limits)
     assert len(calls) == engine.calls

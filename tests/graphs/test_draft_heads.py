@@ -45,7 +45,7 @@ def logits_of(model: PreTrainedModel, folder: Path) -> tuple[Signature, NDArray[
     return decoder.signature, engine.run(Batch(0, IDS, positions, positions, visible, WANTED)).copy()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_lines_of_a_graph_are_the_rows_own_and_those_of_each_head(tmp_path: Path) -> None:
     model = random_model("llama", tied=False)
     vocab = model.config.vocab_size

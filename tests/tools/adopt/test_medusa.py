@@ -86,8 +86,8 @@ def test_exact_heads_draft_all_tokens_of_a_step_and_the_text_is_the_base_models(
     assert (tokens, steps) == (text(5, 33), HEADS + 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("offset", [-1, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("offset", [-1, 1])
 def test_heads_with_another_offset_draft_nothing(offset: int, folder: Path, base: Path) -> None:
     heads = write_published_heads(folder / f"offset {offset}", exact_heads(exact_model(), HEADS, offset))
     assert run(["adopt", str(base), str(heads), str(folder / f"adapter {offset}")]) == OK

@@ -74,7 +74,7 @@ def test_a_block_has_the_logits_of_its_own_architecture(random: Path, tmp_path: 
     assert (found - logits(adopted, ids, torch.ones_like(block(ids)).tril())).abs().max() > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adopted_bundle_drafts_as_its_adapter_was_made_to(tmp_path: Path) -> None:
     checkpoint = write_nemotron(tmp_path / "constant", *constant_weights())
     adapter, bundle = adopt(checkpoint, tmp_path / "adapter"), tmp_path / "bundle"

@@ -48,12 +48,14 @@ from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.exporter.sar_config import read_json, read_sar_config
 from spaceport.exporter.special_tokens import TokenFlags as TokenFlags
 from spaceport.exporter.special_tokens import special_tokens
+from spaceport.exporter.streamed_checkpoint import load_streamed
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
 from spaceport.graphs.input_rows import InputRows, use_input_rows
+from spaceport.graphs.streamed_weights import keep_values
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,12 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     return tokenizer
 
 
-def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
-    """The model with the weights of the checkpoint, and with its adapter if it has one."""
+def load_model(checkpoint: Checkpoint, dtype: Precision, scratch: Path | None = None) -> PreTrainedModel:
+    """The model with the weights of the checkpoint, and with its adapter if it has one.
+
+    With a `scratch` folder, its weights are read when they are needed, if its checkpoint allows it."""
     try:
-        model, report = _load_weights(checkpoint, getattr(torch, dtype))
+        model, report = _load_weights(checkpoint, getattr(torch, dtype), scratch)
     except CheckpointError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
@@ -176,6 +180,9 @@ def load_model(checkpoint: Checkpoint, dtype: Precision) -> PreTrainedModel:
             f"{type(model).__name__}; save the checkpoint again with save_pretrained"
         )
     added = checkpoint.adapter_folder
+    if added is not None or checkpoint.input_rows is not None:  # rows of these tables are replaced
+        for parameter in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            keep_values(parameter)
     owner = checkpoint.folder if added is None else added.path
     if checkpoint.correction is not None:
         check_factors(owner, checkpoint.correction, model.get_input_embeddings())
@@ -229,12 +236,16 @@ def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
     return read_adapter_folder(adapter)
 
 
-def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, scratch: Path | None) -> tuple[Any, dict[str, Any]]:
     """The model, and the loading report of transformers."""
     if checkpoint.gguf is not None:
         return load_gguf_weights(checkpoint.gguf, checkpoint.config, dtype)
     if checkpoint.converted is not None:
         return load_converted(checkpoint.converted, dtype)
+    if scratch is not None and not checkpoint.remote_code:
+        streamed = load_streamed(checkpoint.folder, checkpoint.config, dtype, scratch)
+        if streamed is not None:
+            return streamed
     return load_with_own_attention(
         AutoModelForCausalLM.from_pretrained,
         checkpoint.folder,

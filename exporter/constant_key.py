@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 
+import numpy as np
 import onnx_ir as ir
 
 Key = tuple[tuple[int, ...], bytes]  # shape and SHA-256 of the content
@@ -15,4 +16,5 @@ class WeightNotFound(ValueError):
 
 def key_of(tensor: ir.TensorProtocol) -> Key:
     """The key of a constant: its shape and the digest of its content."""
-    return tuple(tensor.shape.numpy()), sha256(tensor.tobytes()).digest()
+    content = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
+    return tuple(tensor.shape.numpy()), sha256(content.data).digest()

@@ -12,6 +12,7 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, write_tables
 from spaceport.graphs.correction import Factors
+from spaceport.graphs.streamed_weights import values_of
 
 _ADVICE = "copy the file that belongs to this folder, or remove it to go on without a draft correction"
 
@@ -52,7 +53,7 @@ def write_correction(bundle: Path, factors: Factors, embeddings: nn.Embedding, v
     missing = max(0, vocab_size - embeddings.weight.shape[0])
     before, after = (
         nn.functional.pad(table[:vocab_size], (0, 0, 0, missing)).half().numpy()
-        for table in factors.tables(embeddings.weight)
+        for table in factors.tables(values_of(embeddings.weight))
     )
     with (bundle / CORRECTION_FILE).open("wb") as file:
         write_tables(file, CorrectionTables(before, after))

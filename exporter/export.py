@@ -89,8 +89,8 @@ def export(
     on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
     options = with_supported_activations(checkpoint, options)
-    decoder, traits = build_decoder(checkpoint, options, on_stage)
     with writing(target, overwrite) as partial:
+        decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=partial)
         parameters = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.quantization.untied_weights
         quantized = decoder.quantization.quantized_weights  # at most one byte each
         require_space(partial.parent, (parameters - quantized) * DTYPES[options.dtype].bytes + quantized)
@@ -165,14 +165,16 @@ def build_decoder(
     on_stage: OnStage = lambda name: None,
     arithmetic: Precision | None = None,
     scales: ModelScales | None = None,
+    scratch: Path | None = None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as an exportable module.
 
     Its weights are rounded to `options.dtype` and quantized; it computes in `arithmetic`, by default in the same type.
-    Without `scales`, the scales of int8 layers are calibrated."""
+    Without `scales`, the scales of int8 layers are calibrated. With a `scratch` folder for files without a name, the
+    weights of one layer at a time are in memory."""
     on_stage("loading the weights")
     with torch.no_grad():
-        model = load_model(checkpoint, options.dtype)
+        model = load_model(checkpoint, options.dtype, scratch)
         calibrates = scales is None and options.weights == "int8" and options.activations != "float"
         if options.weights != "same":
             on_stage(f"{'calibrating and ' if calibrates else ''}quantizing weights to {options.weights}")

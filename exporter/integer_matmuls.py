@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import torch
 
 from spaceport.exporter.constant_key import Key, WeightNotFound, key_of
+from spaceport.exporter.lazy_constants import lazy
 from spaceport.exporter.quantized_weights import weight_of
 from spaceport.graphs.int8 import EPSILON, INT8_MAX, LIMB_BASE, ZERO_POINT, InputScale, IntegerLinear, IntegerModel
 
@@ -181,8 +182,7 @@ class _Writer:
         if self._integers.tied and self._integers.embedding is not None and self._is_embedding(group):
             codes = self._op("Transpose", self._codes_of_embedding(), perm=[1, 0])
         else:
-            codes_of_all = torch.cat([matmul.layer.codes for matmul in group], dim=1)
-            codes = self._constant(f"{name}.codes", codes_of_all.numpy())
+            codes = self._lazy_constant(f"{name}.codes", partial(_codes_of_all, group))
         return codes, self._constant(f"{name}.scale", scales)
 
     def _is_embedding(self, group: Sequence[_Matmul]) -> bool:
@@ -252,12 +252,20 @@ class _Writer:
 
         Matmuls never share codes: on CPUs that need unsigned weights, ONNX Runtime cannot convert the same codes twice.
         """
+        return self._unique(name, array, ir.tensor(array))
+
+    def _lazy_constant(self, name: str, compute: Callable[[], np.ndarray[Any, Any]]) -> ir.Value:
+        """A constant whose content is computed again when it is written."""
+        array = compute()
+        content = lazy(lambda: ir.tensor(compute()), ir.DataType.from_numpy(array.dtype), array.shape)
+        return self._unique(name, array, content)
+
+    def _unique(self, name: str, array: np.ndarray[Any, Any], tensor: ir.TensorProtocol) -> ir.Value:
         key = f"{name} {array.dtype} {array.shape} {sha256(np.ascontiguousarray(array).data).hexdigest()}"
         if key not in self._constants:
-            named = f"{name}.{len(self._constants)}" if name in self._graph.initializers else name
-            tensor = ir.tensor(array, name=named)
+            tensor.name = f"{name}.{len(self._constants)}" if name in self._graph.initializers else name
             value = ir.Value(
-                name=named, const_value=tensor, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype)
+                name=tensor.name, const_value=tensor, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype)
             )
             self._graph.register_initializer(value)
             self._constants[key] = value
@@ -267,6 +275,11 @@ class _Writer:
         node = ir.node(kind, list(inputs), attributes, domain=domain)
         self._graph.append(node)
         return node.outputs[0]
+
+
+def _codes_of_all(group: Sequence[_Matmul]) -> np.ndarray[Any, Any]:
+    """The codes of fused matmuls beside each other."""
+    return np.concatenate([matmul.layer.codes.numpy() for matmul in group], axis=1)
 
 
 def _remove_unused(model: ir.Model) -> None:

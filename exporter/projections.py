@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from spaceport.exporter.constants import constant
+from spaceport.exporter.lazy_constants import lazy
 
 # Properties that fused matmuls share: their input, whether they belong to an adapter, and the block layout of quantized
 # weights.
@@ -91,11 +92,17 @@ def _fuse(graph: ir.Graph, nodes: list[ir.Node]) -> None:
 
 def _outputs(constants: Sequence[ir.Value]) -> int:
     assert constants[0].const_value is not None
-    return int(constants[0].const_value.numpy().shape[-1])
+    return int(constants[0].const_value.shape.numpy()[-1])
 
 
 def _concatenated(graph: ir.Graph, parts: Sequence[ir.Value]) -> ir.Value:
     """Constants concatenated along the output axis."""
     tensors = [part.const_value for part in parts if part.const_value is not None]
-    concatenated = ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=-1), tensors[0].dtype)
+    dtype, first = tensors[0].dtype, tensors[0].shape.numpy()
+    outputs = sum(tensor.shape.numpy()[-1] for tensor in tensors)
+
+    def concatenate() -> ir.TensorProtocol:
+        return ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=-1), dtype)
+
+    concatenated = lazy(concatenate, dtype, (*first[:-1], outputs))
     return constant(graph, f"{parts[0].name}_joined", concatenated)

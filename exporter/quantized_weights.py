@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import cast
 
 import onnx_ir as ir
+from torch import Tensor
 
 from spaceport.exporter.constant_key import WeightNotFound, key_of
+from spaceport.exporter.lazy_constants import lazy
 from spaceport.exporter.quantized_embedding import store_quantized_embedding
 from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.weight_quantization import Quantization, QuantizedWeight
@@ -48,7 +50,7 @@ def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None
 def _constants(graph: ir.Graph, name: str, layer: QuantizedWeight, weights: Weights) -> list[ir.Value]:
     """The codes and the scales as constants of a graph; int4 codes are packed in pairs."""
     codes = layer.codes
-    packed = ir.tensor(codes.numpy(), ir.DataType.INT4) if weights == "int4" else ir.tensor(codes)
+    packed = _packed(codes) if weights == "int4" else ir.tensor(codes)
     values = []
     for part, tensor, shape in (("codes", packed, codes.shape), ("scale", ir.tensor(layer.scale), layer.scale.shape)):
         tensor.name = f"{name}.{part}"
@@ -56,6 +58,10 @@ def _constants(graph: ir.Graph, name: str, layer: QuantizedWeight, weights: Weig
         values.append(ir.Value(name=tensor.name, const_value=tensor, shape=ir.Shape(shape), type=kind))
         graph.register_initializer(values[-1])
     return values
+
+
+def _packed(codes: Tensor) -> ir.TensorProtocol:
+    return lazy(lambda: ir.tensor(codes.numpy(), ir.DataType.INT4), ir.DataType.INT4, codes.shape)
 
 
 def _dequantize(node: ir.Node, constants: list[ir.Value], layer: QuantizedWeight) -> None:

@@ -8,6 +8,8 @@ from onnxscript import optimizer, rewriter
 from onnxscript.rewriter import onnx_fusions
 from onnxscript.rewriter.rules import common as rules
 
+from spaceport.exporter.lazy_constants import fold_transpose
+
 # The default rules of onnxscript that apply to decoders. Others match convolutions and the like; the rule for pairs of
 # slices takes time quadratic in the number of nodes: a third of the tracing time of a model with 30 layers.
 RULES = (
@@ -36,7 +38,7 @@ def simplify(model: ir.Model) -> None:
     """Fold constants, remove operators without effect, fuse norms and rotary embeddings, and merge equal operators."""
     passes.InlinePass()(model)
     for _ in range(_ROUNDS):
-        optimizer.fold_constants(model, onnx_shape_inference=True)
+        optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=fold_transpose)
         rewriter.rewrite(model, RULES)
     _merge_equal(model)
     onnx_fusions.fuse(model)

@@ -18,6 +18,7 @@ from torch._dynamo import config as dynamo
 from spaceport.exporter.attention_operator import MIN_KV_HEADS, fuse_attention
 from spaceport.exporter.constant_key import WeightNotFound
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
+from spaceport.exporter.lazy_constants import read_lazily
 from spaceport.exporter.projections import fuse_projections
 from spaceport.exporter.quantized_weights import store_quantized_weights
 from spaceport.exporter.reshapes import fix_reshapes
@@ -121,6 +122,7 @@ def trace(decoder: Decoder) -> ir.Model:
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, NotImplementedError) as error:
         raise UntraceableModel(f"{_family(decoder)} could not be traced into a graph: {_reason(error)}") from error
     assert program is not None
+    read_lazily(program.model, decoder.parameters())
     simplify(program.model)
     _name_layer_outputs(program.model, len(signature.outputs), layer_outputs)
     _name_dimensions(program.model, signature)

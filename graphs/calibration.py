@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.draft_heads import head_logits
 from spaceport.graphs.int8 import InputScale, LinearScales, best_scales, quantize_rows
+from spaceport.graphs.streamed_weights import values_of
 
 # The clipping range of a static scale is the largest calibrated value times this headroom. Elsewhere than behind norms,
 # a few tokens reach hundreds of times the usual values: one down projection of a 135M model has inputs of up to 3,065
@@ -113,7 +114,7 @@ def _smoothing(weights: Sequence[Tensor], channel_rms: Tensor) -> Tensor | None:
     """Smoothing factors of an input's channels with the least error from quantized weights; None: no smoothing."""
     channel_rms = channel_rms.clamp(min=1e-8)
     relative = channel_rms / channel_rms.log().mean().exp()
-    sample = [weight.detach()[:: max(1, len(weight) // _SAMPLED_ROWS)].float() for weight in weights]
+    sample = [values_of(weight)[:: max(1, len(weight) // _SAMPLED_ROWS)].float() for weight in weights]
     best, least = None, math.inf
     for exponent in _SMOOTHING_EXPONENTS:
         factors = relative**exponent
@@ -127,8 +128,8 @@ def _smoothing(weights: Sequence[Tensor], channel_rms: Tensor) -> Tensor | None:
 def _weight_scales(weight: Tensor, channel_rms: Tensor, smoothing: Tensor | None) -> Tensor:
     """The scale of each output channel of a weight after smoothing."""
     if smoothing is None:
-        return best_scales(weight.detach(), channel_rms)
-    return best_scales(weight.detach().float() * smoothing, channel_rms / smoothing)
+        return best_scales(values_of(weight), channel_rms)
+    return best_scales(values_of(weight).float() * smoothing, channel_rms / smoothing)
 
 
 def _quantization_error(weight: Tensor) -> Tensor:

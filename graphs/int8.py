@@ -62,8 +62,8 @@ class IntegerLinear:
     @property
     def dequantized(self) -> Tensor:
         """The weight that the layer computes with: inputs x outputs, float32."""
-        weight = self.codes.float() * self.scale
-        return weight if self.input.smoothing is None else weight / self.input.smoothing[:, None]
+        weight = self.codes.float().mul_(self.scale)
+        return weight if self.input.smoothing is None else weight.div_(self.input.smoothing[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class QuantizedEmbedding:
     @property
     def dequantized(self) -> Tensor:
         """The table that the model computes with: tokens x width, float32."""
-        return self.codes.float() * self.scale[:, None]
+        return self.codes.float().mul_(self.scale[:, None])
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def row_scales(weight: Tensor) -> Tensor:
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Int8 codes of a matrix, and one scale per row that clips nothing."""
-    scale = row_scales(weight)
-    return codes_of(weight, scale), scale
+    parts = [(codes_of(rows, scale := row_scales(rows)), scale) for rows in torch.split(weight, _rows_of(weight))]
+    codes, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
+    return codes, scales
 
 
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ def best_scales(weight: Tensor, channel_rms: Tensor) -> Tensor:
     plain error.
     """
     found = []
-    for rows in torch.split(weight.float(), max(1, _SEARCH_CHUNK // weight.shape[1])):
+    for rows in map(Tensor.float, torch.split(weight, _rows_of(weight))):
         unclipped = row_scales(rows)
         best, least = unclipped, torch.full_like(unclipped, torch.inf)
         for factor in _SCALE_FACTORS:
@@ -128,6 +129,11 @@ def best_scales(weight: Tensor, channel_rms: Tensor) -> Tensor:
             best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
         found.append(best)
     return torch.cat(found)
+
+
+def _rows_of(weight: Tensor) -> int:
+    """Rows of a matrix that are quantized together."""
+    return max(1, _SEARCH_CHUNK // max(1, weight.shape[1]))
 
 
 def quantize_linear(weight: Tensor, scales: LinearScales) -> IntegerLinear:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,11 +25,13 @@ from spaceport.graphs.int8 import (
     quantize_linear,
     quantize_rows,
 )
+from spaceport.graphs.streamed_weights import copy_of, stored_beside, values_of
 from spaceport.graphs.traits import UnsupportedModel, class_name
 from spaceport.graphs.weight_quantization import (
     BLOCKS,
     Quantization,
     linear_modules,
+    linear_weight,
     quantize_weight,
     quantize_weights,
     replace_weight,
@@ -60,7 +63,7 @@ def quantize_model(
     limbs = LIMBS[activations]
     modules = integer_modules(model)
     for name, module in modules.items():
-        if not bool(torch.isfinite(module.weight).all()):
+        if not bool(torch.isfinite(values_of(module.weight)).all()):
             raise UnsupportedModel(
                 f"{class_name(model)}, {name}: its weight holds infinities or NaN: save the checkpoint again"
             )
@@ -81,12 +84,12 @@ def _with_embeddings(model: PreTrainedModel, quantization: Quantization, blocks:
     if quantized_head is None:
         return quantization
     (name,) = [name for name, module in model.named_modules() if module is head]
-    table = QuantizedEmbedding(*quantize_rows(embedding.weight.detach()))
+    table = _quantized_table(embedding)
     untied_weights = table.codes.numel() if head.weight is embedding.weight else 0
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)  # untied
+    head.weight = copy_of(head.weight)  # untied
     errors = {
-        name: replace_weight(head.weight, quantized_head.dequantized.T),
-        "input embedding": replace_weight(embedding.weight, table.dequantized),
+        name: replace_weight(head.weight, partial(linear_weight, quantized_head)),
+        "input embedding": replace_weight(embedding.weight, lambda: table.dequantized),
     }
     return replace(
         quantization,
@@ -112,20 +115,26 @@ def _integer_model(
     """Quantize these modules and the input embedding to int8, in place; also return the error of each weight."""
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     tied = any(module.weight is embedding.weight for module in modules.values())
-    table = QuantizedEmbedding(*quantize_rows(embedding.weight.detach()))
+    table = _quantized_table(embedding)
     layers = {}
     for name, module in modules.items():
         if module.weight is embedding.weight:
             layers[name] = IntegerLinear(table.codes.T, table.scale, scales[name].input)
         else:
-            layers[name] = quantize_linear(module.weight.detach(), scales[name])
+            layer = quantize_linear(values_of(module.weight), scales[name])
+            layers[name] = replace(layer, codes=stored_beside(module.weight, layer.codes))
     errors = {
-        name: replace_weight(module.weight, layers[name].dequantized.T)
+        name: replace_weight(module.weight, partial(linear_weight, layers[name]))
         for name, module in modules.items()
         if module.weight is not embedding.weight
     }
-    errors["input embedding"] = replace_weight(embedding.weight, table.dequantized)
+    errors["input embedding"] = replace_weight(embedding.weight, lambda: table.dequantized)
     return IntegerModel(limbs, layers, table, tied), errors
+
+
+def _quantized_table(embedding: nn.Embedding) -> QuantizedEmbedding:
+    codes, scale = quantize_rows(values_of(embedding.weight))
+    return QuantizedEmbedding(stored_beside(embedding.weight, codes), scale)
 
 
 class QuantizedInputs:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Embeddings
 from spaceport.graphs.contract.signature import Lowering, Weights
-from spaceport.graphs.int8 import IntegerModel, QuantizedEmbedding, quantize_rows
+from spaceport.graphs.int8 import IntegerLinear, IntegerModel, QuantizedEmbedding, quantize_rows
+from spaceport.graphs.streamed_weights import replace_values, stored_beside, values_of
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
 # Block sizes of int4 weights: the first that divides a layer's number of inputs is used. TensorRT supports each of
@@ -43,7 +45,7 @@ class QuantizedWeight:
         scale = self.scale.float()
         if self.block is not None:
             scale = scale.repeat_interleave(self.block, dim=0)
-        return (self.codes.float() * scale).to(self.scale.dtype)
+        return self.codes.float().mul_(scale).to(self.scale.dtype)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def quantize_weights(model: PreTrainedModel, weights: Weights, lowering: Lowerin
             raise UnsupportedModel(f"{class_name(model)}, {name}: {error}") from error
         if quantized is not None:
             layers[name] = quantized
-            errors[name] = replace_weight(module.weight, quantized.dequantized.T)
+            errors[name] = replace_weight(module.weight, partial(linear_weight, quantized))
     if not layers:
         raise OptionFault(
             f"weights is {weights}: {class_name(model)} has no linear layer that can be quantized (expected a number of "
@@ -102,22 +104,35 @@ def quantize_weights(model: PreTrainedModel, weights: Weights, lowering: Lowerin
 
 def quantize_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> QuantizedWeight | None:
     """A quantized weight (given as outputs x inputs); None if no block size divides its number of inputs."""
+    found = _quantized(values_of(weight), weights, blocks)
+    if found is None:
+        return None
+    return replace(found, codes=stored_beside(weight, found.codes), scale=stored_beside(weight, found.scale))
+
+
+def _quantized(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> QuantizedWeight | None:
     if not bool(torch.isfinite(weight).all()):
         raise InputFault("its weight holds infinities or NaN: save the checkpoint again, or export it in float32")
     if weights == "float8":
-        return _float8(weight.detach())
+        return _float8(weight)
     if weights == "int8":
-        codes, scale = quantize_rows(weight.detach())
+        codes, scale = quantize_rows(weight)
         return QuantizedWeight(codes.T.contiguous(), _stored_scale(scale, weight.dtype), None)
     block = next((block for block in blocks if weight.shape[1] % block == 0), None)
-    return None if block is None else _int4(weight.detach(), block)
+    return None if block is None else _int4(weight, block)
 
 
-def replace_weight(weight: Tensor, dequantized: Tensor) -> float:
-    """Overwrite a weight with its dequantized values; return the relative RMS error."""
-    norm = float(torch.linalg.vector_norm(weight.detach().float()))
-    error = float(torch.linalg.vector_norm(weight.detach().float() - dequantized.float()))
-    weight.data.copy_(dequantized)
+def linear_weight(layer: QuantizedWeight | IntegerLinear) -> Tensor:
+    """The dequantized weight of a linear module, outputs x inputs."""
+    return layer.dequantized.T
+
+
+def replace_weight(weight: Tensor, dequantize: Callable[[], Tensor]) -> float:
+    """Replace the values of a weight by its dequantized values; return the relative RMS error."""
+    values, difference = values_of(weight), dequantize().float()
+    norm = float(torch.linalg.vector_norm(values, dtype=torch.float32))
+    error = float(torch.linalg.vector_norm(difference.sub_(values)))
+    replace_values(weight, dequantize)
     return error / norm if norm else 0.0
 
 

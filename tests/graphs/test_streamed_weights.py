@@ -1,0 +1,125 @@
+"""Streamed weights hold values only while their layer runs, and a use without values is visible in the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spaceport.graphs.decoder import decoder_of
+from spaceport.graphs.layer_outputs import decoder_layers
+from spaceport.graphs.streamed_weights import (
+    Streamed,
+    copy_of,
+    keep_values,
+    on_disk,
+    placeholder,
+    read_when_called,
+    replace_values,
+    stream,
+    values_of,
+)
+from spaceport.graphs.traits import UnsupportedModel
+
+
+def parameter(values: Tensor, folder: Path) -> nn.Parameter:
+    """A streamed parameter with these values."""
+    found = nn.Parameter(values.clone(), requires_grad=False)
+    stream(found, Streamed(values.clone, folder))
+    return found
+
+
+def small_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def streamed_model(folder: Path) -> LlamaForCausalLM:
+    model = small_model()
+    for tensor in [tensor for tensor in model.parameters() if tensor.dim() > 1]:
+        stream(tensor, Streamed(tensor.detach().clone().clone, folder))
+    return model
+
+
+def test_a_streamed_model_computes_the_logits_of_the_model_in_memory(tmp_path: Path) -> None:
+    model = streamed_model(tmp_path)
+    read_when_called(model, decoder_layers(model, 3))
+    ids = torch.arange(10)[None]
+    assert torch.equal(model(ids).logits, small_model()(ids).logits)
+
+
+def test_only_the_layer_that_runs_has_values(tmp_path: Path) -> None:
+    model = streamed_model(tmp_path)
+    read_when_called(model, layers := decoder_layers(model, 3))
+    loaded: list[list[int]] = []
+
+    def record(module: nn.Module, arguments: object) -> None:
+        present = [i for i, layer in enumerate(layers) if not any(p.isnan().any() for p in layer.parameters())]
+        loaded.append([*present, *([9] if not model.lm_head.weight.isnan().any() else [])])
+
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(record)
+    model.lm_head.register_forward_pre_hook(record)
+    model(torch.arange(10)[None])
+    assert loaded == [[0], [1], [2], [9]]
+    assert all(tensor.isnan().all() for tensor in model.parameters() if tensor.dim() > 1)
+
+
+def test_a_model_that_uses_a_weight_outside_of_its_layer_is_refused(tmp_path: Path) -> None:
+    model = streamed_model(tmp_path)
+    read_when_called(model, decoder_layers(model, 3)[:2])
+    for layer in decoder_layers(model, 3)[2:]:
+        for module in layer.modules():
+            module._forward_pre_hooks.clear()
+    with pytest.raises(UnsupportedModel, match="logits of LlamaForCausalLM as a graph differ"):
+        decoder_of(model, "scatter", "plain")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_a_tensor_on_disk_equals_the_original_and_leaves_no_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    original = torch.arange(-60, 60).reshape(8, 15).to(dtype)
+    stored = on_disk(original.T, tmp_path)
+    assert stored.dtype == dtype
+    assert torch.equal(stored.float(), original.T.float())
+    assert not list(tmp_path.iterdir())
+
+
+def test_replaced_values_are_computed_when_they_are_read(tmp_path: Path) -> None:
+    weight, plain = parameter(torch.ones(2, 3), tmp_path), nn.Parameter(torch.ones(2, 3))
+    for tensor in (weight, plain):
+        replace_values(tensor, lambda: torch.full((3, 2), 0.5, dtype=torch.float64).T)
+        assert torch.equal(values_of(tensor), torch.full((2, 3), 0.5))
+    assert weight.isnan().all()
+    assert values_of(weight).is_contiguous()
+
+
+def test_a_copy_does_not_change_with_the_original(tmp_path: Path) -> None:
+    for tensor in (parameter(torch.ones(2, 3), tmp_path), nn.Parameter(torch.ones(2, 3))):
+        copied = copy_of(tensor)
+        replace_values(tensor, lambda: torch.zeros(2, 3))
+        assert torch.equal(values_of(copied), torch.ones(2, 3))
+
+
+def test_values_that_were_moved_into_memory_can_be_changed(tmp_path: Path) -> None:
+    weight = parameter(torch.ones(2, 3), tmp_path)
+    keep_values(weight)
+    weight.data[0] = 2
+    assert values_of(weight).sum() == 9
+
+
+def test_a_placeholder_needs_the_memory_of_one_number() -> None:
+    found = placeholder(torch.Size((1 << 20, 1 << 20)), torch.float32)
+    assert found.shape == (1 << 20, 1 << 20)
+    assert found.untyped_storage().nbytes() == 4

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.json_fields import JsonField
 from spaceport.graphs.contract.signature import PRECISIONS, Precision
+from spaceport.graphs.streamed_weights import values_of
 
 _SIZES = (
     "vocab_size",
@@ -80,7 +81,7 @@ def weights_digest(model: PreTrainedModel, dtype: Precision) -> str:
     """SHA-256 of values of every weight tensor, rounded to a data type: equal for every file format of the same weights."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().flatten()
+        flat = values_of(parameter).flatten()
         values = flat[:: max(1, flat.numel() // _VALUES)].to("cpu", getattr(torch, dtype))
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())

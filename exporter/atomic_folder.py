@@ -98,6 +98,19 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterato
             shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside a path, with a temporary name; it is removed when the block ends."""
+    sweep(target.absolute())
+    folder = partial_of(target.absolute())
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        with interrupts_deferred():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:
     """Raise if the disk has less than `size` free bytes."""
     free = shutil.disk_usage(folder).free

@@ -38,6 +38,7 @@ from spaceport.exporter.converted_checkpoint import (
 from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.correction_factors import check_factors, read_factors
 from spaceport.exporter.draft_layout import read_draft_layout
+from spaceport.exporter.draft_origin import draft_origin
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
@@ -80,6 +81,7 @@ class Checkpoint:
     input_rows: InputRows | None  # of tokens whose rows in the embedding table are for their logits only
     gguf: GgufFile | None  # None: a folder
     converted: ConvertedCheckpoint | None  # None: a family that transformers ships, or a GGUF file
+    draft_origin: dict[str, str]  # by which method it drafts, and with which published weights, as far as known
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def open_checkpoint(
         input_rows=read_input_rows(adapter or folder),
         gguf=source.gguf,
         converted=source.converted,
+        draft_origin=draft_origin(adapter or folder, vocab_size, bool(flags.mask)),
     )
 
 

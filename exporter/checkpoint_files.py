@@ -72,7 +72,8 @@ def require_adapter_folder(path: Path) -> None:
     """Raise if a path is no adapter folder."""
     if not (path / BASE_FILE).exists():
         raise CheckpointError(
-            f"{path}: no {BASE_FILE} in it: expected an adapter folder, as `spaceport tune --adapter-only` writes it"
+            f"{path}: no {BASE_FILE} in it: expected an adapter folder, as `spaceport adopt` and `spaceport tune --adapter-only` "
+            "write it"
         )
 
 

@@ -17,6 +17,7 @@ from spaceport.exporter.checkpoint_files import (
     load_with_own_attention,
     refuse_sizes,
 )
+from spaceport.exporter.draft_additions import DraftAdditions, add_without_values
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.exporter.stored_bytes import stored_bytes
@@ -54,7 +55,7 @@ class DryRun:
         return sum(self.files.values())
 
 
-def dry_run(folder: Path, options: ExportOptions) -> DryRun:
+def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | None = None) -> DryRun:
     """What an export of the checkpoint in a folder would write; the folder may have its config.json only."""
     check_opset(options.opset, options.lowering)
     check_activations(options)
@@ -64,6 +65,10 @@ def dry_run(folder: Path, options: ExportOptions) -> DryRun:
     with torch.device("meta"), torch.no_grad():
         model, _ = load_with_own_attention(_without_values, config, dtype=getattr(torch, options.dtype))
     refuse_by_config(model.eval())
+    checked = not is_gguf(folder) and _check_headers(folder, model)
+    if additions is not None:
+        with torch.device("meta"), torch.no_grad():
+            add_without_values(model, additions)
     freeze_rotary(model)
     with torch.no_grad():
         traits = probe(model)
@@ -72,7 +77,6 @@ def dry_run(folder: Path, options: ExportOptions) -> DryRun:
             f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    checked = not is_gguf(folder) and _check_headers(folder, model)
     stored = stored_bytes(model, options.dtype, options.weights, options.activations, options.lowering)
     files = {"model.onnx.data": stored.data, "model.onnx": _GRAPH + _GRAPH_LAYER * traits.layers}
     if stored.scales:
@@ -80,11 +84,12 @@ def dry_run(folder: Path, options: ExportOptions) -> DryRun:
     if (tokenizer := folder / "tokenizer.json").is_file():
         files["tokenizer.json"] = tokenizer.stat().st_size
     text = config.get_text_config()
+    heads = 0 if additions is None or additions.heads is None else additions.heads.count
     return DryRun(
         str(config.model_type),
         class_name(model),
         options,
-        expected_signature(traits, options.dtype, options.lowering),
+        expected_signature(traits, options.dtype, options.lowering, heads),
         traits.max_positions,
         int(getattr(text, "num_attention_heads", None) or traits.kv_heads),
         parameters,

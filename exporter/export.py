@@ -215,7 +215,10 @@ def manifest_for(
         fork_by_default=checkpoint.fork_by_default,
         special_tokens=checkpoint.special_tokens,
         generation_config=checkpoint.generation,
-        provenance=provenance_of(checkpoint.folder, None if checkpoint.gguf is None else checkpoint.gguf.metadata),
+        provenance={
+            **provenance_of(checkpoint.folder, None if checkpoint.gguf is None else checkpoint.gguf.metadata),
+            **checkpoint.draft_origin,
+        },
         versions={
             "spaceport": __version__,
             "python": platform.python_version(),

@@ -13,7 +13,7 @@ SAR_FILE = "sar_config.json"
 _ENTRIES = (
     *("mask_tokens", "mask_slots", "fork_token", "child_token", "fork_by_default", "mask_adapter"),
     *("shift", "group", "prefix", "noise"),  # how mask slots draft
-    "heads",
+    *("heads", "method", "adapter"),
 )
 
 

@@ -33,7 +33,8 @@ MAX_MASK_SLOTS = 64
 MAX_POSITIONS = 2**31 - 1
 MAX_PARAMETERS = 10**15
 MAX_OPSET = 1000
-PROVENANCE = ("name", "source", "revision", "licence")  # what a manifest may say about the checkpoint's origin
+# What a manifest may say about the checkpoint's origin, and about the method and the weights by which it drafts
+PROVENANCE = ("name", "source", "revision", "licence", "method", "adapter")
 
 Embeddings = Literal["same", "int8", "int4"]
 EMBEDDINGS: tuple[Embeddings, ...] = get_args(Embeddings)
@@ -114,6 +115,11 @@ class Manifest:
     def max_draft_tokens(self) -> int:
         """Maximum draft tokens from mask slots or heads in a step; a bundle has one of the two or none."""
         return self.max_mask_slots or self.signature.heads
+
+    @property
+    def draft_method(self) -> str:
+        """The method by which the model drafts, as its provenance names it; "lookup": with prompt lookup only."""
+        return self.provenance.get("method", "unknown") if self.max_draft_tokens else "lookup"
 
     @property
     def exact_drafts(self) -> ExactDrafts:

@@ -13,8 +13,11 @@ from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_fold
 from spaceport.exporter.base_identity import identity_of
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.draft_layout import layout_entries
+from spaceport.exporter.draft_origin import is_origin
 from spaceport.exporter.embedding_rows import embedding_rows, embedding_tables
+from spaceport.exporter.provenance import provenance_of
 from spaceport.exporter.sar_config import read_sar_config
+from spaceport.tools.adopt.given import SUBFOLDERS
 from spaceport.tools.adopt.peft_adapter import adapter_tensors
 from spaceport.tools.adopt.plan import Plan
 from spaceport.tools.adopt.published_heads import heads_tensors
@@ -30,7 +33,12 @@ def write_adopted(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
     base = identity_of(checkpoint.folder.name, model)
     if plan.layout.noise is not None:
         _add_copies(checkpoint, model, list(plan.mask_tokens), plan.layout.noise.ids)
-    entries = {"mask_tokens": list(plan.mask_tokens), "mask_slots": plan.mask_slots, **layout_entries(plan.layout)}
+    entries = {
+        "mask_tokens": list(plan.mask_tokens),
+        "mask_slots": plan.mask_slots,
+        **layout_entries(plan.layout),
+        **_origin(plan, plan.peft.folder),
+    }
     forks = _fork_entries(checkpoint)
     tokens = {**plan.mask_tokens, **_fork_tokens(checkpoint, forks)}
     write_adapter_folder(
@@ -54,11 +62,19 @@ def write_adopted_heads(plan: Plan, checkpoint: Checkpoint, folder: Path) -> Non
             tensors,
             _fork_tokens(checkpoint, forks),
             embedding_tables(model),
-            {"mask_tokens": [], **forks},
+            {"mask_tokens": [], **_origin(plan, next(iter(plan.heads.files)).parent), **forks},
             dtype,
             plan.heads.config,
         ),
     )
+
+
+def _origin(plan: Plan, published: Path) -> dict[str, str]:
+    """The method, and the name of the published weights: their source in a cache of a model hub, else their folder."""
+    found, path = provenance_of(published), published.absolute()
+    own = "/".join(path.parts[-1 - (path.name in SUBFOLDERS) :])
+    name = f"{found['source']}@{found['revision']}" if "source" in found else own
+    return {"method": plan.method, **({"adapter": name} if is_origin(name) else {})}
 
 
 def _fork_entries(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, writing
+from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, temporary_folder, writing
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
+from spaceport.exporter.draft_additions import DraftAdditions
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.special_tokens import TokenFlags
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import Given
 from spaceport.tools.adopt.methods import find_method
 from spaceport.tools.adopt.plan import Method, Plan
+from spaceport.tools.tune.vocabulary import grown
 
 
 def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, Plan, Checkpoint]:
@@ -35,6 +39,35 @@ def write_adoption(method: Method, plan: Plan, checkpoint: Checkpoint, target: P
     with writing(target, overwrite, ADAPTER_FOLDER) as folder:
         method.write(plan, checkpoint, folder)
         return sorted(file.name for file in folder.iterdir())
+
+
+def additions_of(plan: Plan, checkpoint: Checkpoint) -> DraftAdditions:
+    """What the export of a plan adds to the base model."""
+    rows = int(checkpoint.config.get_text_config().vocab_size)
+    masks = tuple(plan.mask_tokens.values())
+    return DraftAdditions(
+        masks,
+        grown(rows, 1 + max(masks, default=0)),
+        None if plan.peft is None else plan.peft.adapter,
+        None if plan.heads is None else plan.heads.config,
+    )
+
+
+@contextmanager
+def adopted_for_export(
+    given: Given, bundle: Path, remote_code: bool, on_stage: Callable[[str], None]
+) -> Iterator[Path | None]:
+    """An adapter folder beside a bundle, removed when the block ends; None if the checkpoint is exported as it is."""
+    on_stage("reading the published weights")
+    method, plan, checkpoint = plan_adoption(given, remote_code)
+    on_stage(f"adopting {method.title}; shown by {plan.evidence}")
+    if method.write is None:
+        yield None
+        return
+    with temporary_folder(bundle.with_name(f"{bundle.name}.adapter")) as folder:
+        write_adoption(method, plan, checkpoint, folder / "adapter", overwrite=False)
+        del plan, checkpoint
+        yield folder / "adapter"
 
 
 def next_command(plan: Plan, target: Path | None) -> str:

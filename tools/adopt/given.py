@@ -15,7 +15,7 @@ from spaceport.graphs.contract.faults import OptionFault
 PEFT_FILE = "adapter_config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NEMOTRON_ADAPTER = "linear_spec_lora"
-_SUBFOLDERS = ("adapter", NEMOTRON_ADAPTER)  # of a checkpoint folder with its adapter: UNO, Nemotron
+SUBFOLDERS = ("adapter", NEMOTRON_ADAPTER)  # of a checkpoint folder with its adapter: UNO, Nemotron
 _USAGE = "expected CHECKPOINT [ADAPTER] TARGET"
 
 
@@ -70,12 +70,28 @@ def arrange(paths: Sequence[Path]) -> Paths:
     if not 1 <= len(paths) <= 3:
         raise OptionFault(f"{len(paths)} paths: {_USAGE}")
     checkpoint, *rest = paths
-    adapter = rest.pop(0) if len(rest) == 2 or (rest and _is_adapter(rest[0])) else None
+    adapter = None
+    if len(rest) == 2 or (rest and published_folder(rest[0]) is not None):
+        named = rest.pop(0)
+        adapter = published_folder(named) or named
     if adapter is None:
-        inside = (checkpoint / name for name in _SUBFOLDERS)
-        adapter = next((folder for folder in inside if (folder / PEFT_FILE).exists()), None)
+        adapter = adapter_inside(checkpoint)
     _require_order(checkpoint)
     return Paths(checkpoint, adapter, rest[0] if rest else None)
+
+
+def published_folder(path: Path) -> Path | None:
+    """The folder of an adapter of peft or of Medusa's heads, given by its path or that of a file in it; None: neither."""
+    names = (PEFT_FILE, *HEADS_FILES)
+    if path.is_file():
+        return path.parent if path.name in names else None
+    return path if any((path / name).exists() for name in names) else None
+
+
+def adapter_inside(checkpoint: Path) -> Path | None:
+    """The adapter that was published inside the folder of a checkpoint."""
+    inside = (checkpoint / name for name in SUBFOLDERS)
+    return next((folder for folder in inside if (folder / PEFT_FILE).exists()), None)
 
 
 def refuse_noise_seed(request: Request) -> None:
@@ -102,11 +118,6 @@ def _training_config(adapter: Path | None) -> Mapping[str, Any]:
         return {}
     files = [folder / "config.json" for folder in (adapter, adapter.absolute().parent)]
     return next((read_json(file) for file in files if file.exists()), {})
-
-
-def _is_adapter(path: Path) -> bool:
-    """Whether a folder has an adapter of peft, or heads of Medusa."""
-    return any((path / name).exists() for name in (PEFT_FILE, *HEADS_FILES))
 
 
 def _require_order(checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.draft_layout import DraftLayout
+from spaceport.exporter.draft_origin import PARD as PARD_METHOD
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import Given, refuse_noise_seed
 from spaceport.tools.adopt.plan import Method, Plan
@@ -22,4 +23,4 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     return Plan(PARD.name, evidence, given.checkpoint, masks, checkpoint.max_mask_slots, DraftLayout())
 
 
-PARD = Method("pard", "PARD: one shared mask token", _recognize, _plan, None)
+PARD = Method(PARD_METHOD, "PARD: one shared mask token", _recognize, _plan, None)

@@ -11,16 +11,21 @@ from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import Request, arrange, read_given
-from spaceport.tools.cli.options import PATH, json_option, overwrite_option, remote_code_option
+from spaceport.tools.cli.options import (
+    PATH,
+    json_option,
+    method_option,
+    noise_seed_option,
+    overwrite_option,
+    remote_code_option,
+)
 from spaceport.tools.terminal.screen import show_json
 
 
 @click.command("adopt")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="CHECKPOINT [ADAPTER] [TARGET]")
 @click.option("--dry-run", is_flag=True, help="Only report what was found; no weights are loaded, nothing is written.")
-@click.option(
-    "--method", metavar="NAME", help="Method, if the files do not show it: medusa, pard, uno, nemotron or gated-lora."
-)
+@method_option
 @click.option(
     "--mask-token",
     multiple=True,
@@ -33,12 +38,7 @@ from spaceport.tools.terminal.screen import show_json
     metavar="K",
     help="Maximum number of mask slots, default: 5; or number of heads.",
 )
-@click.option(
-    "--noise-seed",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Seed of the random tokens that UNO has instead of mask tokens; default: 0.",
-)
+@noise_seed_option
 @overwrite_option("adapter folder")
 @remote_code_option
 @json_option("the report")
@@ -99,7 +99,8 @@ def _show(report: dict[str, Any]) -> None:
         "base": report["checkpoint"],
         "mask tokens": masks,
         "mask slots": report["mask_slots"],
-        "drafts": "a mask row predicts the token after its position and sees the mask rows before it",
+        "drafts": f"a mask row predicts the token {'after' if report['shift'] else 'at'} its position and sees "
+        + ("the mask rows before it" if report["group"] == "causal" else "all mask rows of its group"),
     }
     adapter, noise = report["adapter"], report["noise"]
     if noise is not None:

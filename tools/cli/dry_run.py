@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,13 +124,22 @@ def report(found: DryRun, bundle: Path, run: RunMemory, gpu_memory: int | None) 
     }
 
 
-def show_report(found: DryRun, bundle: Path, run: RunMemory, gpu_memory: int | None, as_json: bool) -> None:
-    """Print the report as tables or as JSON."""
-    content = report(found, bundle, run, gpu_memory)
+def show_report(
+    found: DryRun,
+    bundle: Path,
+    run: RunMemory,
+    gpu_memory: int | None,
+    as_json: bool,
+    published: Mapping[str, Any] | None = None,
+) -> None:
+    """Print the report as tables or as JSON, with what was found of published weights."""
+    content = {**report(found, bundle, run, gpu_memory), "published": published}
     if as_json:
         show_json(content)
         return
     chosen = found.options
+    if published is not None:
+        click.echo(f"Published weights, counted below: {published['title']}; shown by {published['evidence']}")
     click.echo(
         f"{found.model} ({found.model_type}): {found.parameters:,} parameters; {chosen.dtype}, weights {chosen.weights}, "
         f"activations {chosen.activations}, {chosen.lowering}"

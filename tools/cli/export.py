@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 import click
 
 from spaceport.exporter.atomic_folder import check_target
-from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
+from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, LOWERINGS, PRECISIONS, WEIGHTS
+from spaceport.tools.adopt.given import Request
 from spaceport.tools.cli.dry_run import DRY_RUN_ONLY, dry_run_options, run_memory, show_report
+from spaceport.tools.cli.export_drafts import ExportDrafts, export_adapter_options
 from spaceport.tools.cli.options import (
     PATH,
     Renamed,
     Sectioned,
     Unused,
-    adapter_option,
     bundle_argument,
     json_option,
     overwrite_option,
@@ -36,6 +37,7 @@ class Export(Sectioned):
     """The command with its options in groups."""
 
     headings: ClassVar = {
+        "adapter": "Adapter, or published weights (see `spaceport adopt`)",
         "lowering": "Graph",
         "weights": "Quantization",
         "mask": "Special tokens (default: those in the checkpoint's sar_config.json)",
@@ -47,7 +49,7 @@ class Export(Sectioned):
 @click.command("export", cls=Export)
 @click.argument("checkpoint", type=PATH)
 @bundle_argument
-@adapter_option
+@export_adapter_options
 @click.option(
     "--lowering",
     type=click.Choice(LOWERINGS),
@@ -120,6 +122,8 @@ def command(
     checkpoint: Path,
     bundle: Path,
     adapter: Path | None,
+    method: str | None,
+    noise_seed: int | None,
     lowering: Any,
     dtype: Any,
     weights: Any,
@@ -143,19 +147,14 @@ def command(
 
     The bundle has an ONNX graph, weights, tokenizer and manifest.
 
-    Without a mask token the bundle drafts with prompt lookup only.
+    Without a mask token the bundle drafts with prompt lookup only. Published weights that draft are used as `spaceport
+    adopt` uses them: those in --adapter, or with --method those in CHECKPOINT.
     """
-    named = ("mask", "fork", "child")
-    unread = ("adapter", "calibrate", *named, "max_mask_slots", "overwrite")
-    rules = [
-        Unused(adapter is not None and not dry_run, named, "with --adapter", "the adapter names its tokens"),
-        Unused(not dry_run, DRY_RUN_ONLY, "without --dry-run", "add --dry-run"),
-        Unused(dry_run, unread, "with --dry-run", "it reads the base model's configuration"),
-    ]
-    refuse_unused(context, rules)
+    drafts = ExportDrafts(checkpoint, adapter, Request(method, mask, max_mask_slots, noise_seed), fork, child)
+    refuse_unused(context, [*drafts.unused(dry_run), *_unused(drafts, dry_run)])
     if dry_run:
         chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations)
-        _dry_run(checkpoint, bundle, chosen, (max_seq_len, max_requests), gpu_memory, as_json)
+        _dry_run(drafts, bundle, chosen, (max_seq_len, max_requests), gpu_memory, as_json)
         return
     if calibrate is not None and (weights != "int8" or activations == "float"):
         raise OptionFault(
@@ -164,29 +163,59 @@ def command(
     prompts = () if calibrate is None else tuple(one.prompt for one in read_prompts(calibrate))
     check_target(bundle, overwrite)
     require_checkpoint(checkpoint)
-    if adapter is not None:
-        require_adapter_folder(adapter)
+    given = drafts.read()
     # torch is imported only once the paths are valid
-    from spaceport.exporter.export import ExportOptions, TokenFlags, export
+    from spaceport.exporter.export import ExportOptions, export
     from spaceport.exporter.quiet import quiet_libraries
 
     quiet_libraries()
-    tokens = TokenFlags(mask, fork, child, max_mask_slots)
-    options = ExportOptions(
-        lowering, dtype, weights, attention, opset, tokens, trust_remote_code, activations, prompts, adapter
-    )
     with interruptible() as interrupts, stages() as stage:
-        manifest = export(checkpoint, bundle, options, overwrite, lambda name: _begin(name, stage, interrupts))
+
+        def on_stage(name: str) -> None:
+            _begin(name, stage, interrupts)
+
+        if drafts.hint is not None:
+            on_stage(drafts.hint)
+        with drafts.adapter_folder(given, bundle, trust_remote_code, on_stage) as folder:
+            options = ExportOptions(
+                lowering,
+                dtype,
+                weights,
+                attention,
+                opset,
+                drafts.tokens(folder),
+                trust_remote_code,
+                activations,
+                prompts,
+                folder,
+            )
+            manifest = export(checkpoint, bundle, options, overwrite, on_stage)
     if as_json:
         show_json(manifest.as_dict())
         return
     total = sum(record.size for record in manifest.files.values())
-    drafts = f"up to {manifest.max_mask_slots} mask slots" if manifest.max_mask_slots else "no mask slots"
-    click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts}")
+    heads = f"{manifest.signature.heads} draft heads" if manifest.signature.heads else "no mask slots"
+    drafts_with = f"up to {manifest.max_mask_slots} mask slots" if manifest.max_mask_slots else heads
+    click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts_with}")
+
+
+def _unused(drafts: ExportDrafts, dry_run: bool) -> list[Unused]:
+    """The options that have no effect in a dry run, or without one."""
+    unread = (
+        "calibrate",
+        "fork",
+        "child",
+        "overwrite",
+        *(() if drafts.published else ("adapter", "mask", "max_mask_slots")),
+    )
+    return [
+        Unused(not dry_run, DRY_RUN_ONLY, "without --dry-run", "add --dry-run"),
+        Unused(dry_run, unread, "with --dry-run", "it reads the base model's configuration"),
+    ]
 
 
 def _dry_run(
-    checkpoint: Path,
+    drafts: ExportDrafts,
     bundle: Path,
     chosen: tuple[Any, ...],
     limits: tuple[int | None, int],
@@ -201,6 +230,7 @@ def _dry_run(
     from spaceport.exporter.quiet import quiet_libraries
 
     quiet_libraries()
+    given, published, additions = drafts.read(), None, None
     lowering, dtype, weights, attention, opset, remote_code, activations = chosen
     options = ExportOptions(
         lowering,
@@ -211,8 +241,13 @@ def _dry_run(
         remote_code=remote_code,
         requested_activations=activations,
     )
-    found = dry_run(checkpoint, options)
-    show_report(found, bundle, run_memory(found, *limits), gpu_memory, as_json)
+    if given is not None:
+        from spaceport.tools.adopt.adopt import additions_of, plan_adoption
+
+        method, plan, opened = plan_adoption(given, remote_code)
+        additions, published = additions_of(plan, opened), {"title": method.title, **plan.as_dict()}
+    found = dry_run(drafts.checkpoint, options, additions)
+    show_report(found, bundle, run_memory(found, *limits), gpu_memory, as_json, published)
 
 
 @contextmanager

@@ -119,6 +119,7 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
         "mask slots": _mask_slots(manifest),
         "draft heads": signature.heads or "none",
+        "drafts by": ", ".join(filter(None, (manifest.draft_method, manifest.provenance.get("adapter")))),
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
         "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
         "end tokens": ", ".join(map(str, tokens.end)) or "none",

@@ -99,6 +99,7 @@ def _sar_config(tunable: TunableModel, tuned: MergedModel) -> dict[str, Any]:
         "mask_slots": tunable.mask_slots or None,
         "fork_token": tunable.names.fork,
         "child_token": tunable.names.child,
+        "method": "tune",
     }
     if tunable.mask_layout != CAUSAL:
         entries |= asdict(tunable.mask_layout)

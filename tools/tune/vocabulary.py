@@ -64,10 +64,15 @@ def _check_ids(model: PreTrainedModel, names: Sequence[str]) -> None:
         )
 
 
+def grown(size: int, tokens: int) -> int:
+    """The embedding rows of a model with this number of rows, once it has rows for these tokens."""
+    return size if tokens <= size else -(-tokens // _MULTIPLE) * _MULTIPLE
+
+
 def _grow(model: PreTrainedModel, tokens: int) -> None:
     size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     if tokens > size:
-        model.resize_token_embeddings(tokens, pad_to_multiple_of=_MULTIPLE, mean_resizing=False)
+        model.resize_token_embeddings(grown(size, tokens), mean_resizing=False)
         with torch.no_grad():
             for rows in embedding_rows(model):
                 rows[size:] = rows[:size].float().mean(dim=0).to(rows.dtype)

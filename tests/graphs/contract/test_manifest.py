@@ -89,7 +89,11 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("versions",), [5, None, []], "versions is .*: expected an object"),
     (("versions", "spaceport"), [5, None], "spaceport is .*: expected text"),
     (("provenance",), [5, None, []], "provenance is .*: expected an object"),
-    (("provenance",), [{"owner": "x"}], "provenance has the unknown 'owner': expected name, source, revision, licence"),
+    (
+        ("provenance",),
+        [{"owner": "x"}],
+        "provenance has the unknown 'owner': expected name, source, revision, licence, method, adapter",
+    ),
     (("provenance", "name"), [5, None], "name is .*: expected text"),
     (("generation_config",), [5, None, []], "generation_config is .*: expected an object"),
     (("tokens",), [5, None, []], "tokens is .*: expected an object"),

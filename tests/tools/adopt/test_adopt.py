@@ -29,13 +29,8 @@ from support.published import (
     exact_model,
     text,
     write_checkpoint,
-    write_exact_adapter,
 )
-
-SLOTS = 3
-WRONG = (6.0, -6.0)  # what the mask token reads as without its adapter: both it and its opposite predict wrongly
-OPPOSITE = (-6.0, 6.0)
-RANK = 16
+from support.published_methods import METHODS, RANK, SLOTS, WRONG, PublishedModel, wrong_base
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +41,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pard(folder: Path) -> Path:
-    """A checkpoint as amd/PARD-Qwen3-0.6B: the whole model, and pard_token in config.json."""
-    return write_checkpoint(folder / "pard", exact_model(), pard_token=MASK)
+    return METHODS["pard"](folder).base
 
 
 @pytest.fixture(scope="module")
 def base(folder: Path) -> Path:
-    return write_checkpoint(folder / "base", exact_model(WRONG))
+    return wrong_base(folder)
 
 
 @pytest.fixture(scope="module")
-def idlm(folder: Path, base: Path) -> Path:
-    """An adapter as yifanyu/I-DLM-8B-lora-r128: LoRA on a plain base model, mask token in a config.json beside it."""
-    adapter = write_exact_adapter(folder / "idlm", exact_model(WRONG), OPPOSITE, r=RANK, lora_alpha=2 * RANK)
-    (adapter / "config.json").write_text(json.dumps({"model_type": "sdar", "block_size": 3, "mask_token_id": MASK}))
-    assert run(["adopt", str(base), str(adapter), str(folder / "idlm.adapter"), "--max-mask-slots", str(SLOTS)]) == OK
-    return folder / "idlm.adapter"
+def idlm(folder: Path) -> Path:
+    return adopted(METHODS["gated-lora"](folder), folder / "idlm.adapter")
 
 
 @pytest.fixture(scope="module")
-def uno(folder: Path, base: Path) -> Path:
-    """An adapter as s-sahoo/uno-qwen3-8B: in the folder `adapter`, below a config.json with uniform noise."""
-    adapter = folder / "uno" / "adapter"
-    write_exact_adapter(adapter, exact_model(WRONG), r=RANK, lora_alpha=24, use_rslora=True)
-    (folder / "uno" / "config.json").write_text(json.dumps({"noise": "uniform", "mask_token_id": 300}))
-    assert run(["adopt", str(base), str(adapter), str(folder / "uno.adapter"), "--max-mask-slots", str(SLOTS)]) == OK
-    return folder / "uno.adapter"
+def uno(folder: Path) -> Path:
+    return adopted(METHODS["uno"](folder), folder / "uno.adapter")
+
+
+def adopted(model: PublishedModel, target: Path) -> Path:
+    assert run(["adopt", str(model.base), str(model.weights), str(target), *model.options]) == OK
+    return target
 
 
 def drafts(bundle: Path) -> tuple[list[int], list[int], float]:
@@ -153,12 +143,15 @@ def test_an_adapter_folder_says_how_it_drafts(idlm: Path, uno: Path) -> None:
         "mask_slots": SLOTS,
         "shift": True,
         "group": "causal",
+        "method": "gated-lora",
+        "adapter": "idlm",
         "mask_adapter": {"rank": RANK, "alpha": 2.0 * RANK, "targets": ["fc2"]},
     }
     assert {file.name for file in idlm.iterdir()} == {ADAPTER_FILE, BASE_FILE, EMBEDDINGS_FILE, SAR_FILE}
     entries = json.loads((uno / SAR_FILE).read_text("utf-8"))
     assert entries["mask_tokens"] == ["<|noise_1|>", "<|noise_2|>", "<|noise_3|>"]
     assert entries["noise"]["seed"] == 0
+    assert (entries["method"], entries["adapter"]) == ("uno", "uno/adapter")
     assert all(1 <= token < 300 for token in entries["noise"]["ids"])
     assert entries["mask_adapter"]["alpha"] == pytest.approx(24 * RANK**0.5)  # rsLoRA: alpha / sqrt(rank)
 

@@ -167,6 +167,8 @@ def test_the_report_names_what_was_found(
     }
     assert json.loads((adopted / SAR_FILE).read_text("utf-8")) == {
         "mask_tokens": [],
+        "method": "medusa",
+        "adapter": published.name,
         "heads": {"count": HEADS, "blocks": 1},
     }
 

@@ -96,6 +96,8 @@ def test_an_adapter_folder_says_that_mask_rows_see_their_block(random: Path, tmp
         "mask_slots": SLOTS,
         "shift": False,
         "group": "block",
+        "method": "nemotron",
+        "adapter": f"{random.name}/linear_spec_lora",
         "mask_adapter": {"rank": 4, "alpha": 16.0, "targets": ["o_proj"]},
     }
 

@@ -309,6 +309,7 @@ def test_a_tuned_checkpoint_can_be_exported(whole: TuningOutcome, folder: Path, 
         "mask_slots": 3,
         "fork_token": "[Fork]",
         "child_token": "[Child]",
+        "method": "tune",
     }
     assert {tensor.dtype for tensor in weights(tuned).values()} == {torch.float16}
     assert json.loads((tuned / "config.json").read_text())["dtype"] == "float16"

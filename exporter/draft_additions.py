@@ -1,0 +1,38 @@
+"""Draft additions: the tensors that an adapter or heads add to a base model, by their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from spaceport.exporter.heads_file import HeadsConfig
+from spaceport.graphs.draft_heads import add_heads, expected_shapes
+from spaceport.graphs.gated import Adapter, gate_model
+
+
+@dataclass(frozen=True)
+class DraftAdditions:
+    """What drafts add to a base model."""
+
+    mask_ids: tuple[int, ...]
+    vocab_size: int  # embedding rows with those of new tokens
+    adapter: Adapter | None
+    heads: HeadsConfig | None
+
+
+def add_without_values(model: PreTrainedModel, additions: DraftAdditions) -> None:
+    """Add the tensors to a model on torch's meta device, which stores shapes only."""
+    if cast(nn.Embedding, model.get_input_embeddings()).num_embeddings < additions.vocab_size:
+        model.resize_token_embeddings(additions.vocab_size, mean_resizing=False)
+    adapter, heads = additions.adapter, additions.heads
+    if adapter is not None:
+        gate_model(model, additions.mask_ids, adapter.rank, adapter.alpha, adapter.targets)
+    if heads is not None:
+        vocab_size, hidden_size = cast(nn.Linear, model.get_output_embeddings()).weight.shape
+        shapes = expected_shapes(heads.count, heads.blocks, hidden_size, vocab_size)
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        add_heads(model, heads.count, heads.blocks, tensors)

@@ -1,0 +1,193 @@
+"""Export drafts: an export with published weights writes the bundle that adopting them first gives, and leaves nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.runtime.bundle import read_manifest
+from spaceport.tools.adopt.adopt import adopted_for_export
+from spaceport.tools.adopt.given import Paths, Request, read_given
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
+from support.killed import Commands, kill
+from support.published_methods import METHODS, SLOTS, PublishedModel
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> None:
+    quiet_libraries()
+
+
+def published(name: str, folder: Path) -> PublishedModel:
+    folder.mkdir()
+    return METHODS[name](folder)
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["uno", "medusa"])
+def test_an_export_adopts_published_weights_as_adopt_does(name: str, tmp_path: Path) -> None:
+    model = published(name, tmp_path / "models")
+    work = tmp_path / "work"
+    work.mkdir()
+    assert run(["adopt", str(model.base), str(model.weights), str(tmp_path / "adapter"), *model.options]) == OK
+    given = read_given(Paths(model.base, model.weights, None), Request(max_mask_slots=SLOTS))
+    with adopted_for_export(given, work / "bundle", False, lambda name: None) as folder:
+        assert folder is not None
+        assert contents(folder) == contents(tmp_path / "adapter")
+    assert names(work) == set()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", METHODS)
+def test_one_command_writes_the_bundle_of_two(name: str, tmp_path: Path, capsys: Capture) -> None:
+    model = published(name, tmp_path / "models")
+    base, adapter, one, two = str(model.base), str(tmp_path / "adapter"), str(tmp_path / "one"), str(tmp_path / "two")
+    if model.weights is None:
+        assert run(["export", base, two, *model.options]) == OK
+        with_weights = ["--method", name, *model.options]
+    else:
+        assert run(["adopt", base, str(model.weights), adapter, *model.options]) == OK
+        assert run(["export", base, two, "--adapter", adapter]) == OK
+        with_weights = ["--adapter", str(model.weights), *model.options]
+    assert run(["export", base, one, *with_weights]) == OK
+    assert contents(Path(one)) == contents(Path(two))
+    assert names(tmp_path) <= {"models", "adapter", "one", "two"}
+    manifest = read_manifest(Path(one))
+    assert manifest.draft_method == name
+    assert manifest.provenance.get("adapter", name) in {name, "idlm", "uno/adapter", "nemotron/linear_spec_lora"}
+    capsys.readouterr()
+    assert run(["export", base, str(tmp_path / "dry"), *with_weights, "--dry-run", "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == manifest.parameters
+    assert found["signature"] == manifest.signature.as_dict()
+    assert found["published"]["method"] == name
+
+
+@pytest.mark.nightly
+def test_an_interrupted_export_leaves_no_adopted_folder(tmp_path: Path) -> None:
+    model = published("medusa", tmp_path / "models")
+    work = tmp_path / "work"
+    work.mkdir()
+    export = ["export", str(model.base), str(work / "bundle"), "--adapter", str(model.weights), "--overwrite"]
+    commands = Commands(export)
+    try:
+        started = time.perf_counter()
+        assert commands.run(export) == OK
+        takes = time.perf_counter() - started
+        rng = random.Random(3)
+        endings = []
+        for _ in range(8):
+            child = commands.start(export)
+            time.sleep(takes * rng.uniform(0.0, 1.0))
+            kill(child, signal.SIGINT)
+            endings.append(commands.end())
+            # An interrupt during one of torch's callbacks aborts the process; the next export removes its folders.
+            assert endings[-1] in (OK, INTERRUPTED, -signal.SIGABRT)
+            assert len(names(work)) <= 1 + 2 * (endings[-1] < 0)
+        assert INTERRUPTED in endings
+        assert commands.run(export) == OK
+        assert names(work) == {"bundle"}
+    finally:
+        commands.close()
+
+
+def test_a_failed_export_leaves_no_adopted_folder(tmp_path: Path, capsys: Capture) -> None:
+    model = published("uno", tmp_path / "models")
+    export = ["export", str(model.base), str(tmp_path / "bundle"), "--adapter", str(model.weights), "--opset", "7"]
+    assert run(export) == USAGE
+    assert "opset" in capsys.readouterr().err
+    assert names(tmp_path) == {"models"}
+
+
+def test_a_dry_run_counts_the_weights_that_drafts_add(tmp_path: Path, capsys: Capture) -> None:
+    model = published("medusa", tmp_path / "models")
+    assert model.weights is not None
+    found = []
+    for options in ([], ["--adapter", str(model.weights)], ["--adapter", str(model.weights / "medusa_lm_head.pt")]):
+        assert run(["export", str(model.base), str(tmp_path / "bundle"), "--dry-run", "--json", *options]) == OK
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[1] | {"machine": 0} == found[2] | {"machine": 0}
+    hidden, vocab = 32, 640
+    assert found[1]["parameters"] - found[0]["parameters"] == SLOTS * (hidden * hidden + hidden + hidden * vocab)
+    assert (found[1]["signature"]["heads"], found[0]["published"]) == (SLOTS, None)
+    assert run(["export", str(model.base), str(tmp_path / "bundle"), "--dry-run", *options]) == OK
+    assert "Medusa: heads over the last hidden state; shown by medusa_lm_head.pt" in capsys.readouterr().out
+    assert names(tmp_path) == {"models"}
+
+
+def test_new_embedding_rows_are_counted(tmp_path: Path, capsys: Capture) -> None:
+    model = published("uno", tmp_path / "models")
+    export = [
+        "export",
+        str(model.base),
+        str(tmp_path / "bundle"),
+        "--adapter",
+        str(model.weights),
+        "--dry-run",
+        "--json",
+    ]
+    found = []
+    for slots in (12, 13):  # ids 628 to 639 are rows of the base model
+        assert run([*export, "--max-mask-slots", str(slots)]) == OK
+        found.append(json.loads(capsys.readouterr().out))
+    assert [one["signature"]["vocab_size"] for one in found] == [640, 704]
+    assert found[1]["parameters"] - found[0]["parameters"] == 2 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("adapter", "options", "code", "message"),
+    [
+        ("uno", ["--fork-token", "5"], USAGE, "--fork-token has no effect with published weights: name both tokens in"),
+        ("uno", ["--mask-token", "638"], USAGE, "--mask-token has no effect: UNO has random tokens instead"),
+        ("uno", ["--method", "eagle"], USAGE, "--method is 'eagle': expected one of medusa, pard"),
+        ("uno", ["--max-mask-slots", "400"], USAGE, "--max-mask-slots is 400: expected 1 to"),
+        ("own", ["--method", "uno"], USAGE, "--method has no effect with an adapter folder: the folder says how it"),
+        ("own", ["--noise-seed", "1"], USAGE, "--noise-seed has no effect with an adapter folder"),
+        (
+            "own",
+            ["--mask-token", "638"],
+            USAGE,
+            "--mask-token has no effect with --adapter: the adapter names its tokens",
+        ),
+        (None, ["--noise-seed", "1"], USAGE, "--noise-seed has no effect without published weights: add --adapter"),
+        (None, ["--method", "uno"], INPUT, "config.json names no mask token"),
+        ("models", [], INPUT, "no base.json in it: expected an adapter folder"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    adapter: str | None, options: list[str], code: int, message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    model = published("uno", tmp_path / "models")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "base.json").write_text("{}")
+    paths = {"uno": model.weights, "own": tmp_path / "own", "models": tmp_path / "models"}
+    given = [] if adapter is None else ["--adapter", str(paths[adapter])]
+    assert run(["export", str(model.base), str(tmp_path / "bundle"), *given, *options]) == code
+    assert message in capsys.readouterr().err
+    assert names(tmp_path) == {"models", "own"}
+
+
+def test_an_adapter_inside_the_checkpoint_is_used_if_it_is_named_or_its_method(tmp_path: Path, capsys: Capture) -> None:
+    model = published("nemotron", tmp_path / "models")
+    export = ["export", str(model.base), str(tmp_path / "bundle"), "--opset", "7"]
+    assert run([*export, "--method", "nemotron"]) == USAGE
+    assert "adopting Nemotron-Labs-Diffusion" in capsys.readouterr().err
+    assert run(export) == USAGE
+    assert f"{model.weights} is not used: add --adapter {model.weights} to draft with it" in capsys.readouterr().err
+    assert names(tmp_path) == {"models"}

@@ -1,0 +1,99 @@
+"""Export drafts: the options by which an exported bundle drafts with an adapter folder, or with published weights."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spaceport.exporter.checkpoint_files import BASE_FILE, require_adapter_folder
+from spaceport.tools.adopt.given import Given, Paths, Request, adapter_inside, published_folder, read_given
+from spaceport.tools.cli.options import PATH, Unused, method_option, noise_seed_option, options
+
+if TYPE_CHECKING:  # torch is imported only once the paths are valid
+    from collections.abc import Callable
+
+    from spaceport.exporter.export import TokenFlags
+
+export_adapter_options = options(
+    click.option(
+        "--adapter",
+        type=PATH,
+        metavar="PATH",
+        help="Draft with this adapter folder, or with published weights: a folder of peft, or heads of Medusa.",
+    ),
+    method_option,
+    noise_seed_option,
+)
+_NAMED = ("mask", "fork", "child")  # options of special tokens
+
+
+@dataclass(frozen=True)
+class ExportDrafts:
+    """What an exported bundle drafts with, by the options of the command."""
+
+    checkpoint: Path
+    adapter: Path | None  # as given
+    request: Request
+    fork: str | None = None
+    child: str | None = None
+
+    @property
+    def published(self) -> bool:
+        """Whether these are published weights, which are adopted for the export."""
+        if self.adapter is None:
+            return self.request.method is not None
+        return not (self.adapter / BASE_FILE).exists() and published_folder(self.adapter) is not None
+
+    def unused(self, dry_run: bool) -> list[Unused]:
+        """The options that have no effect with these drafts."""
+        own = self.adapter is not None and not self.published
+        return [
+            Unused(own and not dry_run, _NAMED, "with --adapter", "the adapter names its tokens"),
+            Unused(own, ("method", "noise_seed"), "with an adapter folder", "the folder says how it drafts"),
+            Unused(
+                self.published,
+                ("fork", "child"),
+                "with published weights",
+                "name both tokens in sar_config.json of CHECKPOINT",
+            ),
+            Unused(not self.published, ("noise_seed",), "without published weights", "add --adapter or --method uno"),
+        ]
+
+    def read(self) -> Given | None:
+        """The files of published weights; None: the export needs no adoption. Raises for any other path."""
+        if not self.published:
+            if self.adapter is not None:
+                require_adapter_folder(self.adapter)
+            return None
+        inside = adapter_inside(self.checkpoint) if self.adapter is None else published_folder(self.adapter)
+        return read_given(Paths(self.checkpoint, inside, None), self.request)
+
+    @property
+    def hint(self) -> str | None:
+        """What the export leaves out, and how to use it."""
+        inside = None if self.adapter or self.published else adapter_inside(self.checkpoint)
+        return None if inside is None else f"{inside} is not used: add --adapter {inside} to draft with it"
+
+    def adapter_folder(
+        self, given: Given | None, bundle: Path, remote_code: bool, on_stage: Callable[[str], None]
+    ) -> AbstractContextManager[Path | None]:
+        """The adapter folder to export with, written for the export if the weights are published ones."""
+        if given is None:
+            return nullcontext(self.adapter)
+        from spaceport.tools.adopt.adopt import adopted_for_export
+
+        return adopted_for_export(given, bundle, remote_code, on_stage)
+
+    def tokens(self, folder: Path | None) -> TokenFlags:
+        """The special tokens to export with: those of an adopted adapter are in its folder."""
+        from spaceport.exporter.special_tokens import TokenFlags
+
+        if self.published:
+            return TokenFlags(
+                fork=self.fork, child=self.child, max_mask_slots=None if folder else self.request.max_mask_slots
+            )
+        return TokenFlags(self.request.mask_tokens, self.fork, self.child, self.request.max_mask_slots)

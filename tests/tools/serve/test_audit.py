@@ -165,13 +165,15 @@ def test_a_completion_equals_plain_decoding(kind: str) -> None:
 def test_a_wrong_token_is_a_fault(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     language = Language(5, end_every=10**9)
     given = replace(KINDS[kind], ignore_eos=True)
+    if kind == "sampled":  # with some seeds, the changed logits give the same token
+        given = replace(given, sampling=replace(given.sampling, seed=2))
     runtime = runtime_over(WideEngine, language, spoil=wrong)
     assert audited(runtime, [given]) == ["fault"]
     (message,) = [one.getMessage() for one in caplog.records if "exactness fault" in one.getMessage()]
     record = json.loads(message.partition(": ")[2])
     assert record["differences"][0]["position"] == 12
     assert record["differences"][0]["shift"] > 0.01
-    assert record["seed"] == given.sampling.seed or kind == "sampled"
+    assert record["seed"] == given.sampling.seed
     assert {"bundle", "engine", "cpu", "versions", "options"} <= record.keys()
     assert not {"prompt", "found", "plain"} & record.keys()
 

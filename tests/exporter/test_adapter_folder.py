@@ -159,7 +159,6 @@ def test_fork_and_child_tokens_of_the_base_model_are_recorded(tmp_path: Path) ->
     assert torch.equal(logits(one)[..., :VOCAB], logits(own)[..., :VOCAB])
 
 
-@pytest.mark.slow
 def require_equal_bundles(one: Path, other: Path) -> None:
     """Raise if files differ in more than where the checkpoint came from."""
     for file in one.iterdir():
@@ -170,6 +169,7 @@ def require_equal_bundles(one: Path, other: Path) -> None:
             assert file.read_bytes() == (other / file.name).read_bytes(), file.name
 
 
+@pytest.mark.slow
 def test_the_bundle_is_that_of_the_tuned_checkpoint(base: Path, adapter: Path, tuned: Path, tmp_path: Path) -> None:
     export(tuned, tmp_path / "tuned", ExportOptions())
     export(base, tmp_path / "adapted", ExportOptions(adapter=adapter))

@@ -122,6 +122,7 @@ def branches_of(graph: onnx.GraphProto) -> list[onnx.AttributeProto]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.torch
 def test_an_int8_bundle_with_three_kv_heads_uses_the_attention_operator_and_is_lossless(

@@ -186,6 +186,7 @@ def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
         opened(file)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_gguf_file_is_exported_and_tuned(quantized: Path, tmp_path: Path) -> None:
     stages: list[str] = []

@@ -211,6 +211,7 @@ def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path_factory: pytest.TempPath
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_calibration_prompts_are_read_from_a_file(tmp_path: Path, capfd: Capture) -> None:
     (tmp_path / "prompts.txt").write_text("import json\nclass Reader:\n", "utf-8")

@@ -86,6 +86,7 @@ def test_engines_dequantize_to_the_weights_of_pytorch(tmp_path_factory: pytest.T
     assert difference(exported(tmp_path_factory, FLOAT8)) < 4e-3  # the graph computes in float16
 
 
+@pytest.mark.nightly
 def test_a_bfloat16_graph_run_in_float32_has_the_logits_of_pytorch(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

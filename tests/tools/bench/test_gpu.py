@@ -28,6 +28,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> gpu.GpuBenchOptions:
     )
 
 
+@pytest.mark.nightly
 def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(options: gpu.GpuBenchOptions) -> None:
     messages: list[str] = []
     model = gpu.measure_model(options, options.work / "tiny", run_command, messages.append)

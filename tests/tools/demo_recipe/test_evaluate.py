@@ -137,6 +137,7 @@ def test_an_output_changed_by_drafts_is_counted() -> None:
     assert cost_of(1, chats, sources).changed == 2
 
 
+@pytest.mark.nightly
 def test_an_untrained_model_is_incorrect_and_drafts_change_no_output(found: tuple[Evaluation, list[str]]) -> None:
     evaluation, stages = found
     assert (evaluation.lists.questions, evaluation.sentences.questions) == (1, 1)

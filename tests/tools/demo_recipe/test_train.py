@@ -29,7 +29,7 @@ def few(folder: Path) -> Corpus:
     return corpus
 
 
-@pytest.mark.parametrize("name", ["demo", "code"])
+@pytest.mark.parametrize("name", ["demo", pytest.param("code", marks=pytest.mark.nightly)])
 def test_a_preset_is_trained_and_can_be_resumed(name: str, tmp_path: Path) -> None:
     settings = replace(PRESETS[name].settings, batch_size=2, micro_batch_size=2, cutoff=64, anchors=2)
     preset = replace(PRESETS[name], write_corpus=few, settings=settings)

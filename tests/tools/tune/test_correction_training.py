@@ -77,6 +77,7 @@ def test_a_correction_goes_with_its_adapter_into_the_bundle(train: Train, tmp_pa
         np.testing.assert_allclose(table, other, rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_correction_changes_drafts_and_no_text(train: Train, tmp_path: Path) -> None:
     folder = train("adapter", replace(SETTINGS, max_steps=60, learning_rate=0.03, epochs=60))
     export(TINY, tmp_path / "with", ExportOptions(adapter=folder))
@@ -129,6 +130,7 @@ def test_a_correction_is_trained_further_with_its_adapter(train: Train) -> None:
         train("other", replace(SETTINGS, correction_rank=8), adapter=first)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["full", "embeddings"])
 def test_every_method_can_train_a_correction(train: Train, tmp_path: Path, method: str) -> None:
     folder = train("tuned", replace(SETTINGS, method=method))

@@ -51,6 +51,7 @@ def test_forks_are_trained_beside_a_gated_adapter(data: Path, tmp_path: Path) ->
         assert runtime.generate(prompt, Decoding(max_tokens=40)).tokens == expected.tokens
 
 
+@pytest.mark.nightly
 def test_an_adapter_learns_to_fork_without_changing_its_drafts(data: Path, tmp_path: Path) -> None:
     first = trained(data, tmp_path / "first", replace(SETTINGS, correction_rank=2, learning_rate=0.01))
     forks = TrainingSettings(

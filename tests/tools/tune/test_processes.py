@@ -80,6 +80,7 @@ def last_line(target: Path, rank: int) -> str:
     return target.with_name(f"{target.name}-errors-{rank}").read_text().splitlines()[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_process_that_loses_another_one_ends_and_a_resume_loses_nothing(order: list[str], tmp_path: Path) -> None:
     whole, lost, unsaved, written = (tmp_path / name for name in ("whole", "lost", "unsaved", "written"))
@@ -113,6 +114,7 @@ def test_processes_with_a_time_budget_have_the_same_learning_rates(order: list[s
     assert len({rate for _, rate in steps_of(target, 0)}) > 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_processes_with_different_inputs_are_refused(order: list[str], tmp_path: Path) -> None:
     other = tmp_path / "other"

@@ -217,6 +217,7 @@ def test_a_diverged_training_keeps_its_last_state_and_can_be_restarted(
     assert not (tmp_path / "tuned").exists()
 
 
+@pytest.mark.nightly
 def test_a_full_disk_leaves_the_last_state_for_a_resume(data: Path, tmp_path: Path) -> None:
     order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK, "--save-every", "1"]
     for steps, extra in (("2", []), ("1", ["--resume"])):  # a state of the second step; then none that is finished

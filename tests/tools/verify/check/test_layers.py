@@ -89,6 +89,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "checkpoint", folder / "bundle"
 
 
+@pytest.mark.nightly
 def test_an_ignored_attention_window_is_found_in_cases_longer_than_the_window(
     windowed: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_an_ignored_attention_window_is_found_in_cases_longer_than_the_window(
     assert str(report.layers).endswith("; layer 0 agrees")
 
 
+@pytest.mark.nightly
 def test_the_model_in_half_precision_keeps_its_rotary_frequencies(windowed: tuple[Path, Path]) -> None:
     checkpoint, bundle = windowed
     reference = open_reference(open_bundle(bundle), checkpoint, 64, 1, "float16")

@@ -105,6 +105,7 @@ def test_the_commands_for_tensorrt_parse_and_have_the_sizes_of_the_engine(
     )
 
 
+@pytest.mark.nightly
 def test_the_graph_gets_kv_buffers_of_the_engines_size_and_the_loader_fills_them(
     tiny_append_bundle: Path, tmp_path: Path
 ) -> None:

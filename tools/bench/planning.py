@@ -49,13 +49,38 @@ def drafts_of(
 
     `lead` is the number of rows of a group beside those of its mask slots.
     """
-    rates = tuple(acceptance[min(depth, len(acceptance) - 1)] for depth in range(mask_slots))
-    reach = list(accumulate(rates, mul))
-    seconds = costs.curve(MOST_ROWS, requests=requests, visible=visible)
-    times = [each / seconds[0] for each in seconds]
+    rates, reach = _by_depth(acceptance, mask_slots)
+    times = _times_of(costs, requests, visible)
     solution = LongRun(mask_slots, lead).solve(times, reach)
     steps = tuple(solution.policy(times, reach))
     return PlannedDrafts(rates, solution.rate, solution.rate * _mean_time(steps, reach), steps)
+
+
+def drafts_of_heads(
+    costs: StepCosts, acceptance: Sequence[float], heads: int, requests: int, visible: int
+) -> PlannedDrafts:
+    """The best number of draft tokens from heads, which take no rows of their own and predict all of them in every step."""
+    rates, reach = _by_depth(acceptance, heads)
+    times = _times_of(costs, requests, visible)
+    expected = enumerate(accumulate(reach, initial=1.0))
+    choices = [
+        PlannedStep(heads, (0,) * (verified + 1), tokens, times[verified], verified + 1)
+        for verified, tokens in expected
+    ]
+    best = max(choices, key=lambda step: step.tokens / step.time)
+    return PlannedDrafts(rates, best.tokens / best.time, best.tokens, (best,))
+
+
+def _by_depth(acceptance: Sequence[float], depths: int) -> tuple[tuple[float, ...], list[float]]:
+    """The acceptance rate of each depth, and the probability that all tokens up to it are accepted."""
+    rates = tuple(acceptance[min(depth, len(acceptance) - 1)] for depth in range(depths))
+    return rates, list(accumulate(rates, mul))
+
+
+def _times_of(costs: StepCosts, requests: int, visible: int) -> list[float]:
+    """The time of a step by its rows, relative to one row."""
+    seconds = costs.curve(MOST_ROWS, requests=requests, visible=visible)
+    return [each / seconds[0] for each in seconds]
 
 
 def _mean_time(steps: Sequence[PlannedStep], reach: Sequence[float], rounds: int = 200) -> float:

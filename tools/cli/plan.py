@@ -9,7 +9,7 @@ import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.planning import PlannedDrafts, drafts_of, rows_of
+from spaceport.tools.bench.planning import PlannedDrafts, drafts_of, drafts_of_heads, rows_of
 from spaceport.tools.cli.options import (
     backend_option,
     bundle_argument,
@@ -68,32 +68,41 @@ def command(
     with Runtime.open(bundle, max_requests=requests, **options) as runtime:  # type: ignore[arg-type]
         manifest = runtime.bundle.manifest
         costs, most, lead = runtime.costs, manifest.max_mask_slots, manifest.mask_layout.lead
+        heads = manifest.signature.heads
         show_notes(runtime.notes)
     rows = rows_of(costs, requests, context)
-    drafts = [drafts_of(costs, each, most, requests, context, lead) for each in rates]
+    if heads:
+        drafts = [drafts_of_heads(costs, each, heads, requests, context) for each in rates]
+    else:
+        drafts = [drafts_of(costs, each, most, requests, context, lead) for each in rates]
     if as_json:
         plans = [asdict(each) | {"steps": [step._asdict() for step in each.steps]} for each in drafts]
         show_json({"requests": requests, "context": context, "rows": [asdict(each) for each in rows], "drafts": plans})
         return
     title = f"Steps of {requests} request{'s' * (requests > 1)} with {context} tokens of context"
     show_table(title, ("rows", "ms", "relative cost"), [(each.rows, each.milliseconds, each.ratio) for each in rows])
-    if not most:
-        sources = "heads and prompt lookup" if manifest.signature.heads else "prompt lookup only"
-        click.echo(f"\nThe bundle has no mask slots: it drafts with {sources}.")
-    for each in drafts if most else ():
+    if not most and not heads:
+        click.echo("\nThe bundle has no mask slots: it drafts with prompt lookup only.")
+        return
+    for each in drafts:
         click.echo()
-        _show(each)
+        _show(each, most)
 
 
-def _show(drafts: PlannedDrafts) -> None:
+def _show(drafts: PlannedDrafts, mask_slots: int) -> None:
     rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(drafts.acceptance))
     title = f"Acceptance rate {rates}: {drafts.tokens_per_step:.2f} tokens per step, {drafts.speedup:.2f} times as fast as plain decoding"
-    columns = ("draft tokens at hand", "verified", "mask slots behind each", "rows", "tokens", "time")
+    masks = ("mask slots behind each",) if mask_slots else ()
     show_table(
         title,
-        columns,
+        ("draft tokens at hand", "verified", *masks, "rows", "tokens", "time"),
         [
-            (step.at_hand, len(step.masks) - 1, " ".join(map(str, step.masks)), step.rows, step.tokens, step.time)
+            (
+                step.at_hand,
+                len(step.masks) - 1,
+                *([" ".join(map(str, step.masks))] if mask_slots else []),
+                *(step.rows, step.tokens, step.time),
+            )
             for step in drafts.steps
         ],
     )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spaceport.runtime.decode import long_run
 from spaceport.runtime.decode.long_run import LongRun
 
 # Of the 1.2B model of docs: rows and the time of a step, in plain steps.
@@ -112,3 +113,10 @@ def test_more_draft_tokens_at_hand_are_worth_less_each() -> None:
 
 def test_without_mask_slots_there_is_the_plain_rate() -> None:
     assert LongRun(0).solve([1.0, 1.1], []).rate == pytest.approx(1.0)
+
+
+def test_draft_tokens_that_every_step_leaves_are_verified_as_far_as_they_pay() -> None:
+    # 1, 1.9, 2.35 and 2.395 tokens in 1.0, 1.13, 1.175 and 1.22
+    assert long_run.best_rate(curve(FLOAT32), [0.9, 0.45, 0.045]) == pytest.approx(2.35 / 1.175)
+    assert long_run.best_rate(curve(FLOAT32), [0.1]) == pytest.approx(1.0)
+    assert long_run.best_rate([1.0, 1.0], [0.5, 0.25, 0.125]) == pytest.approx(1.5)

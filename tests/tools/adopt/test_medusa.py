@@ -6,6 +6,7 @@ The heads of support/published_heads.py predict exactly with the right offset: k
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,10 @@ def test_every_command_that_reads_drafts_takes_heads(
     assert "head 3" in capsys.readouterr().out
     assert run(["inspect", str(bundle)]) == OK
     assert "draft heads           3" in capsys.readouterr().out
+    assert run(["plan", str(bundle), "--threads", "1", "--acceptance", "1"]) == OK
+    planned = capsys.readouterr().out
+    assert re.search(r"^Acceptance rate 1: [1-4]\.\d\d tokens per step, ", planned, re.MULTILINE)
+    assert "mask slots" not in planned
 
 
 def test_accuracy_of_exact_heads_is_complete(bundle: Path) -> None:

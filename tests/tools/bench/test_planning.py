@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spaceport.runtime.costs import CostTable, StepCosts, fixed_costs
-from spaceport.tools.bench.planning import drafts_of, rows_of
+from spaceport.tools.bench.planning import drafts_of, drafts_of_heads, rows_of
 
 # Seconds per step by rows, of a 1.2B float32 model.
 LARGE = StepCosts(
@@ -58,3 +58,18 @@ def test_speedup_is_tokens_per_step_divided_by_step_time() -> None:
     found = drafts_of(fixed_costs(0.0), (1.0,), 2, 1, 64)
     assert found.tokens_per_step == pytest.approx(3, abs=0.05)
     assert found.speedup == pytest.approx(3, abs=0.01)
+
+
+def test_heads_leave_all_their_tokens_to_every_step_and_take_no_rows() -> None:
+    found = drafts_of_heads(LARGE, (0.9, 0.5, 0.1), 5, 1, 256)
+    # 1 token in 1.0, 1.9 in 1.13, 2.35 in 1.175, 2.395 in 1.22, and less for more
+    (step,) = found.steps
+    assert (step.at_hand, len(step.masks) - 1, step.rows) == (5, 2, 3)
+    assert (step.tokens, step.time) == (pytest.approx(2.35), pytest.approx(1.175))
+    assert (found.tokens_per_step, found.speedup) == (pytest.approx(2.35), pytest.approx(2.35 / 1.175))
+    assert found.acceptance == (0.9, 0.5, 0.1, 0.1, 0.1)
+
+
+def test_heads_that_are_wrong_are_not_verified() -> None:
+    found = drafts_of_heads(fixed_costs(0.5), (0.2,), 3, 1, 64)
+    assert (found.steps[0].rows, found.speedup) == (1, 1.0)

@@ -15,7 +15,7 @@ from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 
-_LOOKUP = 16  # tokens; how many are drafted depends on their acceptance rate
+DEFAULT_LOOKUP = 16  # tokens; how many are drafted depends on their acceptance rate
 MAX_THREADS = 16
 _MOST_SALT = 256  # characters
 
@@ -198,7 +198,7 @@ class Decoding:
         slots = (heads or most) if self.mask_slots is None else self.mask_slots
         lookup = self.lookup
         if lookup is None:
-            lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else _LOOKUP
+            lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else DEFAULT_LOOKUP
         rows = self.draft_rows or max(DraftConfig.rows, 1 + slots + mask_layout.rows(slots))
         siblings = self.draft_siblings or (DraftConfig.siblings if exact == "tree" else 1)
         if heads:

@@ -72,3 +72,10 @@ METHODS: dict[str, Callable[[Path], PublishedModel]] = {
     "medusa": medusa,
     "nemotron": nemotron,
 }
+
+
+def exact_data(file: Path) -> Path:
+    """Two texts that the exact models continue: the token at each position is the one that they predict there."""
+    whole = "EFGHIJKD" * 6  # behind the first token, which the tokenizer adds
+    file.write_text("".join(json.dumps({"text": whole[:length]}) + "\n" for length in (48, 43)), "utf-8")
+    return file

@@ -11,6 +11,7 @@ import click
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
+from spaceport.tools.cli.acceptance_table import share, show_models
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
@@ -23,9 +24,10 @@ from spaceport.tools.cli.options import (
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
-from spaceport.tools.verify.acceptance.measure import Acceptance, measure
+from spaceport.tools.verify.acceptance.comparison import ModelAcceptance, count_drafted
+from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, reference_answers
-from spaceport.tools.verify.acceptance.source import conversation_encoder_for, open_source
+from spaceport.tools.verify.acceptance.source import ModelSource, SourceOptions, conversation_encoder_for, find_source
 from spaceport.tools.verify.acceptance.tally import ForkTally
 
 _PLOTS = (".svg", ".png")
@@ -38,7 +40,7 @@ class AcceptanceCommand(Sectioned):
 
 
 @click.command("acceptance", cls=AcceptanceCommand)
-@click.argument("model", metavar="CHECKPOINT|BUNDLE", type=PATH)
+@click.argument("models", metavar="CHECKPOINT|BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("data", type=PATH)
 @adapter_option
 @click.option("--limit", type=int, metavar="N", help="Use the first N conversations of DATA only.")
@@ -49,7 +51,7 @@ class AcceptanceCommand(Sectioned):
     "--max-mask-slots",
     type=int,
     metavar="K",
-    help="Maximum number of mask slots or heads to measure; default: the model's.",
+    help="Maximum number of mask slots or heads to measure; default: those of each model.",
 )
 @click.option(
     "--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens; longer answers are truncated."
@@ -67,7 +69,7 @@ class AcceptanceCommand(Sectioned):
 @click.option("--plot", type=PATH, metavar="FILE", help="Write a plot as .svg or .png.")
 @json_option("the numbers")
 def command(
-    model: Path,
+    models: tuple[Path, ...],
     data: Path,
     adapter: Path | None,
     limit: int | None,
@@ -84,37 +86,45 @@ def command(
     """Measure the accuracy of each mask slot and the tokens per step that follow from it.
 
     Measures along the answers in DATA (JSONL, in the format of `spaceport tune`) and along answers that the model
-    generates for the same prompts. A checkpoint runs in PyTorch, a bundle on its backend.
+    generates for the same prompts. A checkpoint runs in PyTorch, a bundle on its backend. Several models are compared in
+    one table, with prompt lookup.
     """
-    check_options(limit, max_tokens, plot)
+    check_options(limit, max_tokens, max_mask_slots, plot)
+    if len(models) > 1:
+        refuse_for_several(adapter, plot)
     plotting = (
         import_module("spaceport.tools.verify.acceptance.plot") if plot is not None else None
     )  # raises at once if matplotlib is missing
+    options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter, require_signature)
     with stages() as stage:
         stage("reading the conversations")
         conversations = read_conversations(data)[:limit]
-        stage("opening the model")
-        with open_source(
-            model, backend, max_seq_len, threads, trust_remote_code, adapter, require_signature
-        ) as runtime:
-            slots = slots_of(runtime, max_mask_slots)
-            check_lengths(runtime, max_tokens)
-            samples, counts = samples_of(runtime, conversations, data)
-            found = measure(runtime, announced(samples, stage), max_tokens, slots)
+        stage("reading the models' configurations")
+        sources = [find_source(model, options) for model in models]
+        if len(sources) == 1:
+            sources[0].require_drafts()
+            require_slots(sources[0], max_mask_slots)
+        measured = [
+            measured_model(source, conversations, data, max_tokens, max_mask_slots, len(sources) > 1, stage)
+            for source in sources
+        ]
+    if len(measured) > 1:
+        show_several(measured, max_tokens, as_json)
+        return
+    (one,) = measured
     if as_json:
-        show_json({"samples": len(samples), "max_tokens": max_tokens, "counts": counts, **found.as_dict()})
+        show_json({"max_tokens": max_tokens, **one.as_dict()})
     else:
-        show(found, samples, counts)
+        show(one)
     if plotting is not None:
-        plotting.draw(found, plot, f"{model.absolute().name}, {len(samples)} samples")
+        plotting.draw(one.found, plot, f"{models[0].absolute().name}, {one.samples} samples")
 
 
-def check_options(limit: int | None, max_tokens: int, plot: Path | None) -> None:
+def check_options(limit: int | None, max_tokens: int, max_mask_slots: int | None, plot: Path | None) -> None:
     """Raise for invalid options before any file is opened."""
-    if limit is not None and limit < 1:
-        raise OptionFault(f"--limit is {limit}: expected at least 1")
-    if max_tokens < 1:
-        raise OptionFault(f"--max-tokens is {max_tokens}: expected at least 1")
+    for name, given in (("--limit", limit), ("--max-tokens", max_tokens), ("--max-mask-slots", max_mask_slots)):
+        if given is not None and given < 1:
+            raise OptionFault(f"{name} is {given}: expected at least 1")
     if plot is None:
         return
     if plot.suffix.lower() not in _PLOTS:
@@ -123,12 +133,47 @@ def check_options(limit: int | None, max_tokens: int, plot: Path | None) -> None
         raise OptionFault(f"--plot is {plot}: expected a file name in an existing folder")
 
 
-def slots_of(runtime: Runtime, asked: int | None) -> int:
-    """The number of mask slots to measure."""
-    most = runtime.bundle.manifest.max_draft_tokens
-    if asked is not None and not 1 <= asked <= most:
-        raise OptionFault(f"--max-mask-slots is {asked}: expected 1 to {most}, the mask slots or heads of the model")
-    return asked or most
+def refuse_for_several(adapter: Path | None, plot: Path | None) -> None:
+    """Raise for options that are for one model only."""
+    for name, given, advice in (
+        ("--adapter", adapter, "export its base model with it, and give the bundle"),
+        ("--plot", plot, "plot one model at a time"),
+    ):
+        if given is not None:
+            raise OptionFault(f"{name} with several models: expected one CHECKPOINT with it; {advice}")
+
+
+def require_slots(source: ModelSource, requested: int | None) -> None:
+    """Raise if a model has fewer mask slots or heads than are requested."""
+    if requested is not None and requested > source.draft_tokens:
+        raise OptionFault(
+            f"--max-mask-slots is {requested}: expected 1 to {source.draft_tokens}, the mask slots or heads of the model"
+        )
+
+
+def measured_model(
+    source: ModelSource,
+    conversations: Sequence[Conversation],
+    data: Path,
+    max_tokens: int,
+    max_mask_slots: int | None,
+    lookup: bool,
+    stage: Callable[[str], None],
+) -> ModelAcceptance:
+    """The acceptance of a model, with the steps of prompt lookup if they are wanted."""
+    stage(f"opening {source.path}")
+    with source.open() as runtime:
+        check_lengths(runtime, max_tokens)
+        samples, counts = samples_of(runtime, conversations, data)
+        slots = min(max_mask_slots or source.draft_tokens, source.draft_tokens)
+        found = measure(runtime, announced(samples, stage), max_tokens, slots)
+        steps = None
+        if lookup:
+            stage("generating with prompt lookup")
+            steps = count_drafted(runtime, samples, max_tokens, slots)
+        manifest = runtime.bundle.manifest
+    origin = (manifest.draft_method, manifest.provenance.get("adapter"))
+    return ModelAcceptance(str(source.path), *origin, len(samples), counts, found, steps)
 
 
 def check_lengths(runtime: Runtime, max_tokens: int) -> None:
@@ -164,8 +209,17 @@ def announced(samples: Sequence[ReferenceAnswer], stage: Callable[[str], None]) 
         yield sample
 
 
-def show(found: Acceptance, samples: Sequence[ReferenceAnswer], counts: dict[str, int]) -> None:
+def show_several(measured: Sequence[ModelAcceptance], max_tokens: int, as_json: bool) -> None:
+    """Print one row for each model, or the same numbers as JSON."""
+    if as_json:
+        show_json({"max_tokens": max_tokens, "models": [{"model": one.model, **one.as_dict()} for one in measured]})
+    else:
+        show_models(measured)
+
+
+def show(one: ModelAcceptance) -> None:
     """Print the accuracy of each mask slot and the tokens per step with that many mask slots."""
+    found = one.found
     generated, reference = found.generated, found.reference
     rows: list[Sequence[object]] = [
         (
@@ -185,7 +239,7 @@ def show(found: Acceptance, samples: Sequence[ReferenceAnswer], counts: dict[str
         "tokens per step, reference",
     )
     title = (
-        f"{len(samples)} samples ({described(counts)}), {generated.tokens} generated tokens, "
+        f"{one.samples} samples ({described(one.counts)}), {generated.tokens} generated tokens, "
         f"{reference.tokens} reference tokens"
     )
     show_table(title, columns, rows)
@@ -204,11 +258,6 @@ def show_forks(forks: ForkTally) -> None:
         f"{forks.predicted} predicted, {forks.correct} correct (precision {share(forks.precision)}, "
         f"recall {share(forks.recall)})"
     )
-
-
-def share(value: float | None) -> str:
-    """A fraction as a percentage."""
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def described(counts: dict[str, int]) -> str:

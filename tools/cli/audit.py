@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,7 +14,6 @@ from spaceport.tools.cli.options import (
     Sectioned,
     allow_links_option,
     backend_option,
-    bundle_argument,
     json_option,
     require_signature_option,
     threads_option,
@@ -21,7 +21,7 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.audit.audit_report import AuditReport, GradedMismatch
-from spaceport.tools.verify.audit.bundle_audit import DEFAULT_REQUESTS, AuditOptions, audit_bundle
+from spaceport.tools.verify.audit.bundle_audit import DEFAULT_REQUESTS, AuditOptions, audit_bundles
 
 _SHOWN = 10  # mismatches; --json has all
 
@@ -33,7 +33,7 @@ class Audit(Sectioned):
 
 
 @click.command("audit", cls=Audit)
-@bundle_argument
+@click.argument("bundles", metavar="BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("prompts", type=PATH)
 @click.option(
     "--max-tokens",
@@ -57,7 +57,7 @@ class Audit(Sectioned):
 @require_signature_option
 @json_option("the report")
 def command(
-    bundle: Path,
+    bundles: tuple[Path, ...],
     prompts: Path,
     backend: str,
     max_tokens: int,
@@ -74,18 +74,59 @@ def command(
 
     PROMPTS has one prompt per line: plain text, or JSON with "messages", "prompt" or "text". Draft modes
     are chains, trees, prompt lookup, forks and concurrent requests. The exit code is 4 if a token is not the one that
-    plain decoding chooses; near-ties, within the rounding noise of the engine, are counted apart.
+    plain decoding chooses; near-ties, within the rounding noise of the engine, are counted apart. Several bundles are
+    audited one after the other, and compared in one table.
     """
     options = AuditOptions(
         max_tokens, limit, max_seq_len, max_requests, threads, trust_engines, allow_links, require_signature
     )
     with stages() as stage:
-        report = audit_bundle(bundle, prompts, backend, options, stage)
+        reports = audit_bundles(bundles, prompts, backend, options, stage)
+    passed = all(report.passed for report in reports.values())
+    if len(reports) > 1:
+        show_several(reports, passed, as_json)
+        return OK if passed else ACCURACY
+    (report,) = reports.values()
     if as_json:
         show_json(report.as_dict())
     else:
         show(report)
-    return OK if report.passed else ACCURACY
+    return OK if passed else ACCURACY
+
+
+def show_several(reports: Mapping[Path, AuditReport], passed: bool, as_json: bool) -> None:
+    """Print one row for each bundle and the first mismatches of each, or the whole reports as JSON."""
+    if as_json:
+        models = [{"model": str(bundle), **report.as_dict()} for bundle, report in reports.items()]
+        show_json({"passed": passed, "models": models})
+        return
+    columns = ("model", "method", "drafts", "modes", "tokens", "steps", "per step", "near-ties", "faults", "verdict")
+    rows = [_row(bundle, report) for bundle, report in reports.items()]
+    show_table("Drafted completions, each token verified by the logits of a step of one row", columns, rows)
+    click.echo(
+        "modes, tokens, steps: of all drafted modes, requests one at a time and batched. per step: tokens per step with the\n"
+        "bundle's default drafts, one greedy request at a time."
+    )
+    for bundle, report in reports.items():
+        if not report.passed:
+            click.echo(f"\n{bundle}: {report.summary}")
+            show_mismatches(report)
+
+
+def _row(bundle: Path, report: AuditReport) -> Sequence[object]:
+    drafted, default = report.drafted, report.default
+    return (
+        str(bundle),
+        report.method,
+        report.drafts,
+        len(drafted),
+        sum(counts.tokens for counts in drafted),
+        sum(counts.steps for counts in drafted),
+        default.tokens / default.steps if default.steps else None,
+        sum(counts.near_ties for counts in report.modes),
+        report.faults,
+        "lossless" if report.passed else "NOT LOSSLESS",
+    )
 
 
 def show(report: AuditReport) -> None:
@@ -115,11 +156,16 @@ def show(report: AuditReport) -> None:
     columns = ("mode", "requests", "completions", "tokens", "steps", "identical", "near-ties", "faults")
     click.echo()
     show_table("Completions, each token verified by the logits of a step of one row", columns, rows)
+    show_mismatches(report)
+    click.echo(f"\n{report.summary}")
+
+
+def show_mismatches(report: AuditReport) -> None:
+    """Print the first mismatches, faults first."""
     for graded in sorted(report.mismatches, key=lambda graded: graded.grade != "FAULT")[:_SHOWN]:
         click.echo(f"\n{described(graded)}")
     if (more := len(report.mismatches) - _SHOWN) > 0:
         click.echo(f"\n{more} more mismatches: --json lists them")
-    click.echo(f"\n{report.summary}")
 
 
 def described(graded: GradedMismatch) -> str:

@@ -21,7 +21,7 @@ from spaceport.tools.demo_recipe.signatures import Function
 from spaceport.tools.demo_recipe.sources import read_source, stdlib_paths
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.verify.acceptance.answers import Answer, generate_answer
-from spaceport.tools.verify.acceptance.source import open_source
+from spaceport.tools.verify.acceptance.source import SourceOptions, open_source
 
 NOTE = (
     "The answers are templated and the model is tiny: these figures show that the methods work. They are not comparable "
@@ -207,7 +207,7 @@ def command(model: Path, questions: int, texts: int, threads: int, shown: int, a
     quiet_libraries()
     with stages() as stage:
         stage("opening the model")
-        with open_source(model, "auto", None, threads, False) as runtime:
+        with open_source(model, SourceOptions(threads=threads)) as runtime:
             if runtime.bundle.manifest.tokens.fork is None:
                 raise InputFault(f"{model}: has no fork token: expected the demo model, which forks")
             stage("reading the standard library")

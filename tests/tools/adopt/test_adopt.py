@@ -30,7 +30,7 @@ from support.published import (
     text,
     write_checkpoint,
 )
-from support.published_methods import METHODS, RANK, SLOTS, WRONG, PublishedModel, wrong_base
+from support.published_methods import METHODS, RANK, SLOTS, WRONG, PublishedModel, exact_data, wrong_base
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,27 @@ def test_mask_rows_need_the_adapter_and_no_other_row_has_it(
     assert torch.equal(before[..., :VOCAB], after[..., :VOCAB])
     if method == "idlm":
         assert not set(without) & set(text(13, SLOTS))
+
+
+@pytest.mark.slow
+def test_one_table_compares_methods_and_an_audit_finds_no_fault(
+    pard: Path, base: Path, uno: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundles = [str(exported(pard, None)), str(exported(base, uno))]
+    data = exact_data(tmp_path / "data.jsonl")
+    capsys.readouterr()
+    assert run(["acceptance", *bundles, str(data), "--max-tokens", "17", "--max-mask-slots", "3", "--json"]) == OK
+    rows = json.loads(capsys.readouterr().out)["models"]
+    assert [row["method"] for row in rows] == ["pard", "uno"]
+    assert [row["adapter"] for row in rows] == [None, "uno/adapter"]
+    for row in rows:
+        assert row["generated"]["acceptance"] == [1.0] * SLOTS
+        assert row["generated"]["tokens_per_step"][SLOTS] == 17 / 5
+    limits = ["--max-tokens", "9", "--limit", "1", "--max-requests", "1", "--threads", "1"]
+    assert run(["audit", *bundles, str(data), *limits]) == OK
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in table[2:4]] == ["pard", "uno"]
+    assert all(line.split()[-2:] == ["0", "lossless"] for line in table[2:4])
 
 
 def test_an_adapter_folder_says_how_it_drafts(idlm: Path, uno: Path) -> None:

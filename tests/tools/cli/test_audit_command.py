@@ -101,6 +101,35 @@ def test_the_json_report_has_the_same_counts(
     assert faults[0]["margin"] > 2 * report["noise"]
 
 
+def test_several_bundles_have_one_table_and_a_fault_of_one_is_the_exit_code(
+    tiny_bundle: Path, tiny_append_bundle: Path, prompts: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*arguments(tiny_bundle, prompts, "--max-requests", 1, "--limit", 1)]
+    words.insert(2, str(tiny_append_bundle))
+    assert run([*words, "--json"]) == OK
+    found = json.loads(capfd.readouterr().out)
+    assert found["passed"]
+    assert [one["model"] for one in found["models"]] == [str(tiny_bundle), str(tiny_append_bundle)]
+    monkeypatch.setattr(loop, "accept", first_candidate)
+    assert run(words) == ACCURACY
+    lines = capfd.readouterr().out.splitlines()
+    counts = found["models"][0]["modes"]
+    tokens = sum(mode["tokens"] for mode in counts if not mode["reference"])
+    row = re.compile(rf"(\S+) +unknown  5 mask slots +4 +{tokens} +\d+ +\d\.\d\d +0 +\d+  NOT LOSSLESS")
+    assert [row.match(line)[1] for line in lines[2:4]] == [str(tiny_bundle), str(tiny_append_bundle)]  # type: ignore[index]
+    assert f"{tiny_bundle}: NOT LOSSLESS: 4 completions" in "\n".join(lines)
+    assert sum(line.startswith("FAULT: prompt 1 (line 1)") for line in lines) >= len(found["models"])
+
+
+def test_a_missing_bundle_among_several_is_reported_before_an_audit(
+    tiny_bundle: Path, prompts: Path, capfd: Capture
+) -> None:
+    assert run(["audit", str(tiny_bundle), str(prompts.parent / "none"), str(prompts)]) == INPUT
+    errors = capfd.readouterr().err
+    assert "none: no such folder: expected a bundle" in errors
+    assert "auditing" not in errors
+
+
 def test_concurrent_requests_are_limited_to_those_of_the_engines(tmp_path: Path) -> None:
     """Otherwise the bundle would be opened on a backend without that limit, and that backend would be audited."""
     manifest = fill(tmp_path)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
+from spaceport.runtime.costs import fixed_costs
+from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.statistics import Statistics
@@ -83,11 +85,25 @@ def generate_answer(
     max_threads: int = MAX_THREADS,
     max_depth: int = MAX_DEPTH,
 ) -> Answer:
-    """The model's greedy answer.
+    """The model's greedy answer, drafted by chains of mask slots or heads.
 
     `max_tokens` counts along the path from the prompt to a thread's last token, so no thread's text depends on the length of
     another. `max_threads` changes the number of steps, never the text. With `max_depth=0` the answer does not fork.
     """
+    return generate_drafted(
+        runtime, prompt, max_tokens, Decoding(mask_slots=mask_slots, draft="chain"), max_threads, max_depth
+    )
+
+
+def generate_drafted(
+    runtime: Runtime,
+    prompt: Sequence[int],
+    max_tokens: int,
+    decoding: Decoding,
+    max_threads: int = MAX_THREADS,
+    max_depth: int = MAX_DEPTH,
+) -> Answer:
+    """The model's greedy answer with the drafts of a Decoding, as wide as it allows; its other options are not used."""
     engine, tokens = runtime.engine, runtime.bundle.manifest.tokens
     limit = min(len(prompt) + max_tokens, runtime.max_seq_len)
     if len(prompt) >= limit:
@@ -98,7 +114,8 @@ def generate_answer(
         selector=greedy_selector(tokens, max_depth),
         max_length=limit,
         max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
-        draft_config=Decoding(mask_slots=mask_slots, draft="chain").drafts_with(runtime.bundle.manifest),
+        draft_config=decoding.drafts_with(runtime.bundle.manifest),
+        planner=DraftPlanner(fixed_costs(0.0)),
         max_rows=engine.rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),

@@ -11,6 +11,7 @@ from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.predictions import predict_segment
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
 from spaceport.tools.verify.acceptance.tally import ForkTally, Tally
+from spaceport.tools.verify.draft_names import predictor_of
 
 
 @dataclass
@@ -37,8 +38,7 @@ def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: in
     """Acceptance on each reference answer, and on the answer that the model generates for the same prompt."""
     tokens = runtime.bundle.manifest.tokens
     forks = None if tokens.fork is None else ForkTally()
-    predictor = "head" if runtime.engine.signature.heads else "mask slot"
-    found = Acceptance(Tally(mask_slots), Tally(mask_slots), forks, predictor)
+    found = Acceptance(Tally(mask_slots), Tally(mask_slots), forks, predictor_of(runtime.engine.signature))
     for sample in samples:
         for segment in sample.segments:
             _add(runtime, segment, found.reference, found.forks)

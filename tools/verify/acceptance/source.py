@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
@@ -15,38 +16,79 @@ from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conve
 from spaceport.tools.tune.conversations import Turn
 
 
-@contextmanager
-def open_source(
-    folder: Path,
-    backend: str,
-    max_seq_len: int | None,
-    threads: int,
-    remote_code: bool,
-    adapter: Path | None = None,
-    require_signature: Path | None = None,
-) -> Iterator[Runtime]:
-    """A runtime over a bundle on a backend, or over a checkpoint in PyTorch; either must have mask slots."""
-    if not is_checkpoint(folder):
-        if not (folder / MANIFEST_FILE).exists():
+@dataclass(frozen=True)
+class SourceOptions:
+    """How models are opened."""
+
+    backend: str = "auto"  # of bundles
+    max_seq_len: int | None = None
+    threads: int = 0
+    remote_code: bool = False
+    adapter: Path | None = None
+    require_signature: Path | None = None
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A checkpoint or bundle, checked as far as possible without its weights."""
+
+    path: Path
+    draft_tokens: int  # maximum draft tokens from mask slots or heads; 0: neither
+    open: Callable[[], AbstractContextManager[Runtime]]
+
+    def require_drafts(self) -> None:
+        """Raise for a model without mask slots and heads."""
+        if not self.draft_tokens:
             raise InputFault(
-                f"{folder}: expected a checkpoint (a folder with config.json) or a bundle (a folder with {MANIFEST_FILE})"
+                f"{self.path}: has no mask token and no heads, so there are no draft tokens to measure: expected a checkpoint "
+                "tuned with mask slots (`spaceport tune`), a base model with --adapter, or a bundle exported from one"
             )
-        if adapter is not None:
-            raise OptionFault(
-                f"--adapter {adapter} with the bundle {folder}: expected a checkpoint with it; leave it out, or export its "
-                "base model with `spaceport export --adapter`"
-            )
-        _require_masks(folder, read_manifest(folder, require_signature=require_signature).max_draft_tokens)
-        with Runtime.open(
-            folder, backend=backend, max_seq_len=max_seq_len, threads=threads, require_signature=require_signature
-        ) as runtime:
-            yield runtime
-        return
-    if require_signature is not None:
-        raise OptionFault(f"--require-signature: {folder} is a checkpoint, expected a bundle with it: leave it out")
-    if backend != "auto":
+
+
+def find_source(folder: Path, options: SourceOptions) -> ModelSource:
+    """The bundle or checkpoint in a folder: a bundle runs on a backend, a checkpoint in PyTorch."""
+    return _checkpoint(folder, options) if is_checkpoint(folder) else _bundle(folder, options)
+
+
+@contextmanager
+def open_source(folder: Path, options: SourceOptions) -> Iterator[Runtime]:
+    """A runtime over the bundle or checkpoint in a folder, which must have mask slots or heads."""
+    source = find_source(folder, options)
+    source.require_drafts()
+    with source.open() as runtime:
+        yield runtime
+
+
+def _bundle(folder: Path, options: SourceOptions) -> ModelSource:
+    if not (folder / MANIFEST_FILE).exists():
+        raise InputFault(
+            f"{folder}: expected a checkpoint (a folder with config.json) or a bundle (a folder with {MANIFEST_FILE})"
+        )
+    if options.adapter is not None:
         raise OptionFault(
-            f"--backend {backend} runs bundles, {folder} is a checkpoint and runs in PyTorch: leave --backend out, "
+            f"--adapter {options.adapter} with the bundle {folder}: expected a checkpoint with it; leave it out, or export its "
+            "base model with `spaceport export --adapter`"
+        )
+    manifest = read_manifest(folder, require_signature=options.require_signature)
+
+    def opened() -> Runtime:
+        return Runtime.open(
+            folder,
+            backend=options.backend,
+            max_seq_len=options.max_seq_len,
+            threads=options.threads,
+            require_signature=options.require_signature,
+        )
+
+    return ModelSource(folder, manifest.max_draft_tokens, opened)
+
+
+def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
+    if options.require_signature is not None:
+        raise OptionFault(f"--require-signature: {folder} is a checkpoint, expected a bundle with it: leave it out")
+    if options.backend != "auto":
+        raise OptionFault(
+            f"--backend {options.backend} runs bundles, {folder} is a checkpoint and runs in PyTorch: leave --backend out, "
             "or export the checkpoint first"
         )
     # Imported for checkpoints only: bundles are measured where PyTorch is not installed.
@@ -55,10 +97,13 @@ def open_source(
     from spaceport.tools.reference import checkpoint_runtime
 
     quiet_libraries()
-    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code, adapter)
-    _require_masks(folder, checkpoint.max_mask_slots or (0 if checkpoint.heads is None else checkpoint.heads.count))
-    with checkpoint_runtime(checkpoint, max_seq_len, threads) as runtime:
-        yield runtime
+    checkpoint = open_checkpoint(folder, TokenFlags(), options.remote_code, options.adapter)
+    heads = 0 if checkpoint.heads is None else checkpoint.heads.count
+
+    def opened() -> AbstractContextManager[Runtime]:
+        return checkpoint_runtime(checkpoint, options.max_seq_len, options.threads)
+
+    return ModelSource(folder, checkpoint.max_mask_slots or heads, opened)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -77,11 +122,3 @@ def conversation_encoder_for(runtime: Runtime) -> ConversationEncoder:
 
     has_template = TEMPLATE_FILE in bundle.manifest.files
     return conversation_encoder_with(runtime.tokenizer, rendered if has_template else None, bundle.manifest.tokens)
-
-
-def _require_masks(folder: Path, mask_slots: int) -> None:
-    if not mask_slots:
-        raise InputFault(
-            f"{folder}: has no mask token and no heads, so there are no draft tokens to measure: expected a checkpoint tuned with mask "
-            "slots (`spaceport tune`), a base model with --adapter, or a bundle exported from one"
-        )

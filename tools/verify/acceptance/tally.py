@@ -19,19 +19,28 @@ def correct_predictions(predicted: NDArray[np.int64], answer: Sequence[int]) -> 
     return correct
 
 
-def count_steps(correct: NDArray[np.bool_], mask_slots: int) -> int:
-    """Steps that the runtime takes to generate an answer with this number of mask slots.
+def chain_starts(correct: NDArray[np.bool_], mask_slots: int) -> list[int]:
+    """Index of the last known token in each step that generates an answer with this number of mask slots, after the first.
 
     The first step yields one token. Each later step verifies the draft tokens that the mask slots predicted one step
     earlier; it yields the leading correct ones and one more token.
     """
-    drafts = correct[:, 1 : 1 + mask_slots]
-    accepted = np.cumprod(drafts, axis=1, dtype=np.int64).sum(axis=1)
-    steps, last = 1, 0  # last: index of the last generated token
+    accepted = _accepted(correct, mask_slots).sum(axis=1)
+    starts, last = [], 0  # last: index of the last generated token
     while last < len(correct) - 1:
+        starts.append(last)
         last += int(accepted[last]) + 1
-        steps += 1
-    return steps
+    return starts
+
+
+def count_steps(correct: NDArray[np.bool_], mask_slots: int) -> int:
+    """Steps that the runtime takes to generate an answer with this number of mask slots."""
+    return 1 + len(chain_starts(correct, mask_slots))
+
+
+def _accepted(correct: NDArray[np.bool_], mask_slots: int) -> NDArray[np.int64]:
+    """Whether the draft tokens behind each token are accepted: indices of the answer x slots, 1 = accepted."""
+    return np.cumprod(correct[:, 1 : 1 + mask_slots], axis=1, dtype=np.int64)
 
 
 @dataclass
@@ -44,10 +53,16 @@ class Tally:
     predictions: list[int] = field(default_factory=list)  # by slot; slot 0 predicts the next token
     correct: list[int] = field(default_factory=list)  # by slot
     steps: list[int] = field(default_factory=list)  # with 0, 1, ... mask slots
+    drafted: list[int] = field(
+        default_factory=list
+    )  # with all mask slots: draft tokens by depth that the answer reaches
+    accepted: list[int] = field(default_factory=list)  # of these, by depth
 
     def __post_init__(self) -> None:
         for counts in (self.predictions, self.correct, self.steps):
             counts.extend([0] * (1 + self.mask_slots))
+        for by_depth in (self.drafted, self.accepted):
+            by_depth.extend([0] * self.mask_slots)
 
     def add(self, predicted: NDArray[np.int64], answer: Sequence[int], ended: bool) -> None:
         """Count one segment; `ended` if its last token is an end token."""
@@ -60,6 +75,16 @@ class Tally:
             self.predictions[slot] += max(0, len(answer) - slot)
             self.correct[slot] += int(correct[:, slot].sum())
             self.steps[slot] += count_steps(correct, slot)
+        accepted = _accepted(correct, self.mask_slots)
+        for last in chain_starts(correct, self.mask_slots):
+            for depth in range(min(self.mask_slots, len(answer) - 1 - last)):
+                self.drafted[depth] += 1
+                self.accepted[depth] += int(accepted[last, depth])
+
+    @property
+    def acceptance(self) -> list[float | None]:
+        """Share of accepted draft tokens by depth in chains of all mask slots."""
+        return [good / count if count else None for good, count in zip(self.accepted, self.drafted, strict=True)]
 
     @property
     def accuracy(self) -> list[float | None]:
@@ -68,7 +93,12 @@ class Tally:
 
     def as_dict(self) -> dict[str, Any]:
         """The counts, accuracy and tokens per step as JSON data."""
-        return {**asdict(self), "accuracy": self.accuracy, "tokens_per_step": self.tokens_per_step}
+        return {
+            **asdict(self),
+            "accuracy": self.accuracy,
+            "tokens_per_step": self.tokens_per_step,
+            "acceptance": self.acceptance,
+        }
 
     @property
     def tokens_per_step(self) -> list[float | None]:

@@ -20,6 +20,7 @@ from spaceport.tools.verify.audit.mismatches import (
 from spaceport.tools.verify.audit.modes import AuditMode, ModeGroup, groups_for
 from spaceport.tools.verify.audit.noise import measure, noise_of
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.draft_names import named_drafts, predictor_of
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 _CHAINS_ONLY = "drafts as chains"  # of bundles whose drafts are exact in no other shape
@@ -41,7 +42,9 @@ def audit(
         on_progress(f"generating {len(prompts)} completions: {group.plain.name}")
         plain.append(generate(runtime, [group.plain], prompts, _jobs(1, prompts), batched=False))
     on_progress("measuring the noise of other step widths")
-    report = AuditReport(_engine_name(runtime))
+    manifest = runtime.bundle.manifest
+    drafts = named_drafts(manifest.max_draft_tokens, predictor_of(manifest.signature))
+    report = AuditReport(_engine_name(runtime), manifest.draft_method, drafts)
     threads = [completion.threads[()] for completion in plain[0] if not completion.error]
     trees = runtime.bundle.manifest.parallel_threads  # their slots have gaps, as those of trees
     report.noise = measure(runtime.engine, threads, trees, runtime.bundle.manifest.activations)

@@ -93,6 +93,8 @@ class AuditReport:
     """The result of an audit on one engine."""
 
     engine: str
+    method: str  # by which the bundle drafts
+    drafts: str  # such as "3 mask slots"
     noise: list[Noise] = field(default_factory=list)  # by step width
     modes: list[ModeCounts] = field(default_factory=list)
     mismatches: list[GradedMismatch] = field(default_factory=list)
@@ -112,6 +114,11 @@ class AuditReport:
         return [counts for counts in self.modes if not counts.reference]
 
     @property
+    def default(self) -> ModeCounts:
+        """The counts of the default drafts, greedy and one request at a time."""
+        return next(counts for counts in self.drafted if counts.mode.endswith("lookup"))
+
+    @property
     def summary(self) -> str:
         """The verdict and the totals in one line."""
         completions = sum(counts.completions for counts in self.drafted)
@@ -129,6 +136,8 @@ class AuditReport:
             "passed": self.passed,
             "summary": self.summary,
             "engine": self.engine,
+            "method": self.method,
+            "drafts": self.drafts,
             "noise": noise_of(self.noise),
             "noise_by_width": [one.as_dict() for one in self.noise],
             "modes": [counts.as_dict() for counts in self.modes],

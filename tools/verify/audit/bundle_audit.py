@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,20 @@ def audit_bundle(
             on_progress(note)
         tokenized = tokenize_prompts(runtime, prompts, options.max_tokens, prompt_file)
         return audit(runtime, tokenized, options.max_tokens, on_progress)
+
+
+def audit_bundles(
+    bundles: Sequence[Path], prompt_file: Path, backend: str, options: AuditOptions, on_progress: Callable[[str], None]
+) -> dict[Path, AuditReport]:
+    """The audits of several bundles over the same prompts, by bundle; all manifests are read before the first audit."""
+    read_prompts(prompt_file)
+    for bundle in bundles:
+        read_manifest(bundle, options.allow_links, options.require_signature)
+    found = {}
+    for bundle in bundles:
+        on_progress(f"auditing {bundle}")
+        found[bundle] = audit_bundle(bundle, prompt_file, backend, options, on_progress)
+    return found
 
 
 def requests_for(manifest: Manifest) -> int:

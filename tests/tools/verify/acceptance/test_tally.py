@@ -35,6 +35,8 @@ def test_the_counts_of_a_table_are_those_worked_out_by_hand() -> None:
     assert tally.steps == [5, 3, 3]
     assert tally.accuracy == [4 / 5, 3 / 4, 2 / 3]
     assert tally.tokens_per_step == [4 / 5, 4 / 3, 4 / 3]
+    # k = 2: 6 7 are drafted and accepted, then one draft token for 9, which is wrong
+    assert (tally.drafted, tally.accepted, tally.acceptance) == ([2, 1], [1, 1], [1 / 2, 1.0])
 
 
 def test_a_mask_slot_after_a_wrong_one_saves_no_step() -> None:

@@ -18,10 +18,10 @@ from spaceport.runtime.selection import SelectedRows, selected_rows, selecting
 
 
 class Predicted(NamedTuple):
-    """The n most probable tokens of each row with logits; all other tokens have logit 0."""
+    """The n most probable tokens of each line of logits; all other tokens have logit 0."""
 
-    tokens: NDArray[np.int64]  # B x R x n
-    logits: NDArray[np.float32]  # B x R x n
+    tokens: NDArray[np.int64]  # B x L x n
+    logits: NDArray[np.float32]  # B x L x n
 
 
 Predict = Callable[[Batch], Predicted]
@@ -41,8 +41,9 @@ class SyntheticEngine:
         predict: Predict,
         inner: Engine | None = None,
         costs: Costs = CPU_COSTS,
+        heads: int = 0,  # whose lines the function predicts too
     ) -> None:
-        self.signature, self.requests = replace(signature, heads=0), requests  # it has no lines of heads
+        self.signature, self.requests = replace(signature, heads=heads), requests
         self.capacity = capacity
         self.rows = capacity if inner is None else inner.rows
         self.costs = costs
@@ -77,7 +78,7 @@ class SyntheticEngine:
         others = (tokens[..., :1] + 1) % size
         sums = np.log(np.exp(logits).sum(axis=2, keepdims=True) + size - tokens.shape[2])
         packed = np.concatenate([logits, np.zeros_like(sums), tokens, others, sums], axis=2).astype(np.float32)
-        found = selected_rows(packed, lambda: self._synthetic_logits(batch), batch.logit_rows.shape[1])
+        found = selected_rows(packed, lambda: self._synthetic_logits(batch), batch.lines(self.signature))
         self.rows_fed += batch.input_ids.size
         self.seconds += perf_counter() - started
         return found
@@ -99,10 +100,10 @@ class SyntheticEngine:
             self._inner.close()
 
     def _synthetic_logits(self, batch: Batch) -> NDArray[np.float32]:
-        requests, rows = batch.logit_rows.shape
-        if len(self._logits) < requests * rows:
-            self._logits = np.zeros((requests * rows, self.signature.vocab_size), np.float32)
-        logits = self._logits[: requests * rows].reshape(requests, rows, -1)
+        requests, lines = batch.requests, batch.lines(self.signature)
+        if len(self._logits) < requests * lines:
+            self._logits = np.zeros((requests * lines, self.signature.vocab_size), np.float32)
+        logits = self._logits[: requests * lines].reshape(requests, lines, -1)
         logits.fill(0)  # all of them, so that they are in the CPU caches as after a real engine
         np.put_along_axis(logits, *self._predict(batch), axis=2)
         return logits

@@ -29,6 +29,9 @@ from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.decode.benchmark import benchmark
+from spaceport.tools.bench.decode.options import DecodeOptions
+from spaceport.tools.bench.decode.replay import implied_tokens_per_step
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from spaceport.tools.verify.acceptance.measure import measure
@@ -324,6 +327,20 @@ def test_every_command_that_reads_drafts_takes_heads(
     planned = capsys.readouterr().out
     assert re.search(r"^Acceptance rate 1: [1-4]\.\d\d tokens per step, ", planned, re.MULTILINE)
     assert "mask slots" not in planned
+
+
+def test_a_replay_gives_heads_the_rates_of_its_table(bundle: Path) -> None:
+    acceptance = (0.9, 0.5, 0.7)
+    options = DecodeOptions(replay=acceptance, fixed=(2, 3), max_tokens=96, limit=6, rounds=1, context=16, threads=1)
+    report = benchmark(bundle, None, options, lambda _: None)
+    found = {mode.mode: mode for mode in report.modes}
+    assert found["plain"].tokens_per_step == 1.0
+    for heads in (2, 3):
+        chain = found[f"fixed {heads}"]
+        assert chain.tokens_per_step == pytest.approx(implied_tokens_per_step(acceptance[:heads]), rel=0.09)
+        assert [rate.rate for rate in chain.by_depth] == pytest.approx([0.9, 0.45, 0.315][:heads], abs=0.07)
+        assert set(chain.by_source) == {"head"}
+    assert report.identical
 
 
 def test_accuracy_of_exact_heads_is_complete(bundle: Path) -> None:

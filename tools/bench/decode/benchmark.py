@@ -69,10 +69,10 @@ def benchmark(
 def _modes(manifest: Manifest, options: DecodeOptions) -> tuple[DecodeMode, ...]:
     names = options.modes
     if options.replay is not None:
-        most = manifest.max_mask_slots
+        most = manifest.max_draft_tokens
         if len(options.replay) > most:
             raise OptionFault(
-                f"--replay has {len(options.replay)} depths: expected at most {most}, the mask slots of the bundle"
+                f"--replay has {len(options.replay)} depths: expected at most {most}, the mask slots or heads of the bundle"
             )
         names = names or _REPLAY_MODES
         if unknown := [name for name in names if name not in _REPLAY_MODES]:

@@ -1,7 +1,8 @@
 """Replay: real engine steps, with acceptance rates from a table.
 
 The engine runs every call, and its logits are replaced. The text is synthetic and contains no pair of tokens twice, so prompt
-lookup finds nothing. A mask slot is right with the probability of its depth, if the slots before it in its group are right.
+lookup finds nothing. A mask slot is right with the probability of its depth, if the slots before it in its group are right;
+so is a head, if the heads before it are right.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LEAST = 1e-4  # lowest probability that a mask slot predicts
 
 
 class SyntheticTexts:
-    """Numbered texts: the token at each position, and how many mask slots after it are right."""
+    """Numbered texts: the token at each position, and how many mask slots or heads after it are right."""
 
     def __init__(self, vocabulary: NDArray[np.int64], acceptance: Sequence[float], count: int, length: int, seed: int):
         self.vocabulary = vocabulary
@@ -53,7 +54,9 @@ class Replay:
         requests: int,
         size: int,
         mask_layout: MaskLayout = CAUSAL,
+        heads: int = 0,
     ):
+        self._heads = heads
         self._texts, self._masks, self._mask_layout = texts, np.unique(masks), mask_layout
         self._number = {int(token): number for number, token in enumerate(texts.tokens[:, 0])}
         self._current = np.zeros(requests, np.int64)  # number of each request's text
@@ -79,7 +82,22 @@ class Replay:
         predicted = np.where(masked & wrong, self._other(following), following)
         known = len(self._logits) - 2
         logits = self._logits[np.where(slots < 0, known + 1, np.minimum(slots, known))]
+        if self._heads:
+            guessed, certainty = self._of_heads(text, positions)
+            predicted = np.concatenate([predicted[..., None], guessed], axis=2).reshape(batch.requests, -1)
+            logits = np.concatenate([logits[..., None], certainty], axis=2).reshape(batch.requests, -1)
         return Predicted(predicted[..., None], logits[..., None])
+
+    def _of_heads(
+        self, text: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The token of each head at these positions, and its logit: head 1 predicts the second token from there."""
+        depths = np.arange(self._heads)
+        tokens, right = self._texts.tokens, self._texts.right
+        following = tokens[text[..., None], np.minimum(positions[..., None] + 2 + depths, tokens.shape[1] - 1)]
+        wrong = depths >= right[text, np.minimum(positions, right.shape[1] - 1)][..., None]
+        logits = np.broadcast_to(self._logits[np.minimum(depths, len(self._logits) - 2)], wrong.shape)
+        return np.where(wrong, self._other(following), following), logits
 
     def _other(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """A wrong token for each of these tokens."""
@@ -102,8 +120,9 @@ def replay_runtime(
     """A runtime that generates the synthetic texts on the engine of another runtime."""
     engine, manifest = base.engine, base.bundle.manifest
     size = engine.signature.vocab_size
-    replay = Replay(texts, manifest.tokens.mask, acceptance, engine.requests, size, manifest.mask_layout)
-    synthetic = SyntheticEngine(engine.signature, engine.requests, engine.capacity, replay, engine, engine.costs)
+    heads = manifest.signature.heads
+    replay = Replay(texts, manifest.tokens.mask, acceptance, engine.requests, size, manifest.mask_layout, heads)
+    synthetic = SyntheticEngine(engine.signature, engine.requests, engine.capacity, replay, engine, engine.costs, heads)
     return Runtime(without_end_tokens(base.bundle), synthetic, base.max_seq_len, queue_limit=queue_limit, costs=costs)
 
 
@@ -131,7 +150,7 @@ def synthetic_texts(
 
 
 def implied_tokens_per_step(acceptance: Sequence[float]) -> float:
-    """Mean tokens per step of a chain with one mask slot per depth of the table."""
+    """Mean tokens per step of a chain with one mask slot or head per depth of the table."""
     return 1.0 + float(np.cumprod(acceptance).sum())
 
 

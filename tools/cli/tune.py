@@ -12,16 +12,9 @@ import click
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, check_target
 from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
 from spaceport.tools.cli.options import PATH
-from spaceport.tools.cli.tune_options import (
-    Tune,
-    adapter_options,
-    check_use,
-    data_options,
-    objective_options,
-    optimization_options,
-    output_options,
-    token_options,
-)
+from spaceport.tools.cli.tune_options.command import Tune, check_use
+from spaceport.tools.cli.tune_options.objective import adapter_options, objective_options, token_options
+from spaceport.tools.cli.tune_options.training import data_options, optimization_options, output_options
 from spaceport.tools.terminal.screen import show_json
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_names import TokenNames

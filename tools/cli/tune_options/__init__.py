@@ -1,0 +1,1 @@
+"""Tune options: the options of `spaceport tune`, by what they are about."""

@@ -160,7 +160,9 @@ def _own_backend(folder: Path) -> Tokenizer | None:
         return None
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises Exception itself
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises Exception itself for a file that it cannot read
+            raise
         raise CheckpointError(f"{file}: cannot be read: {error}: expected a tokenizer; copy it again") from error
 
 

@@ -17,6 +17,7 @@ from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.draft_heads import add_heads, expected_shapes
+from spaceport.graphs.tensor_names import different_names
 
 MAX_HEADS = 64
 _ADVICE = "copy the file that belongs to this folder, or write it again with `spaceport adopt`"
@@ -77,15 +78,8 @@ def check_shapes(
     where: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], advice: str
 ) -> None:
     """Raise unless the tensors are exactly those of heads for a base model."""
-    for wrong, names in (
-        ("has no", expected.keys() - found.keys()),
-        ("has the unknown", found.keys() - expected.keys()),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise CheckpointError(
-                f"{where}: {wrong} tensor {min(names)}{more}: expected {len(expected)} of heads; {advice}"
-            )
+    if wrong := different_names(found.keys(), expected.keys()):
+        raise CheckpointError(f"{where}: {wrong}: expected {len(expected)} of heads; {advice}")
     for name, shape in found.items():
         if shape != expected[name]:
             raise CheckpointError(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.low_rank import low_rank_linear
+from spaceport.graphs.tensor_names import different_names
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
 ALL_LINEAR = "all-linear"  # target: every linear module inside the decoder layers
@@ -186,13 +187,11 @@ def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
 def load_adapter(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Load the adapters of a gated model; the state must have exactly the tensors of its adapters."""
     expected = adapter_state(model)
-    for wrong, names in (("lacks", expected.keys() - state.keys()), ("has unknown", state.keys() - expected.keys())):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise AdapterFault(
-                f"adapter {wrong} {min(names)}{more}: expected {len(expected)} tensors such as {min(expected)}, "
-                f"one A and one B for each gated module of {class_name(model)}"
-            )
+    if wrong := different_names(state.keys(), expected.keys()):
+        raise AdapterFault(
+            f"adapter {wrong}: expected {len(expected)} tensors such as {min(expected)}, one A and one B for each gated "
+            f"module of {class_name(model)}"
+        )
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             shapes = f"{tuple(tensor.shape)}: expected {tuple(expected[name].shape)}"

@@ -268,7 +268,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor missing": (
         lambda a: edit_tensors(a / ADAPTER_FILE, lambda found: found.pop(HALF)),
-        rf"adapter lacks {HALF}: expected 28 tensors such as",
+        rf"adapter has no tensor {HALF}: expected 28 tensors such as",
     ),
     "no embeddings": (lambda a: (a / EMBEDDINGS_FILE).unlink(), r"token_embeddings\.safetensors: cannot be read: "),
     "embeddings cut off": (lambda a: cut(a / EMBEDDINGS_FILE), r"token_embeddings\.safetensors: cannot be read: "),

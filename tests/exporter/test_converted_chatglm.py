@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spaceport.exporter.converted_chatglm import chatglm_config
-from spaceport.exporter.converted_fields import Fields
-from spaceport.exporter.sar_config import CheckpointError
-from support.published_checkpoints import WITHOUT, configuration
-
-
-def converted(changes: dict[str, Any]) -> Any:
-    return chatglm_config(Fields(Path("config.json"), configuration("chatglm", changes), "ChatGLM3"))
+from support.converted_configurations import assert_refused
+from support.published_checkpoints import WITHOUT
 
 
 @pytest.mark.parametrize(
@@ -63,5 +55,4 @@ def converted(changes: dict[str, Any]) -> Any:
     ],
 )
 def test_a_chatglm_configuration_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(message)):
-        converted(changes)
+    assert_refused("chatglm", changes, message)

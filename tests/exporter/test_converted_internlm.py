@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spaceport.exporter.converted_fields import Fields
-from spaceport.exporter.converted_internlm import internlm_config
-from spaceport.exporter.sar_config import CheckpointError
-from support.published_checkpoints import configuration
-
-
-def converted(changes: dict[str, Any]) -> Any:
-    return internlm_config(Fields(Path("config.json"), configuration("internlm", changes), "InternLM v1"))
+from support.converted_configurations import assert_refused
 
 
 @pytest.mark.parametrize(
@@ -44,5 +35,4 @@ def converted(changes: dict[str, Any]) -> Any:
     ],
 )
 def test_an_internlm_configuration_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(message)):
-        converted(changes)
+    assert_refused("internlm", changes, message)

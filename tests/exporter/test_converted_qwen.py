@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spaceport.exporter.converted_fields import Fields
-from spaceport.exporter.converted_qwen import qwen_config
-from spaceport.exporter.sar_config import CheckpointError
-from support.published_checkpoints import WITHOUT, configuration
-
-
-def converted(changes: dict[str, Any]) -> Any:
-    return qwen_config(Fields(Path("config.json"), configuration("qwen", changes), "Qwen v1"))
+from support.converted_configurations import assert_refused, converted
+from support.published_checkpoints import WITHOUT
 
 
 @pytest.mark.parametrize(
@@ -45,8 +37,7 @@ def converted(changes: dict[str, Any]) -> Any:
     ],
 )
 def test_a_qwen_configuration_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(message)):
-        converted(changes)
+    assert_refused("qwen", changes, message)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +51,4 @@ def test_a_qwen_configuration_is_refused(changes: dict[str, Any], message: str) 
     ],
 )
 def test_qwen_ends_where_its_attention_changes(changes: dict[str, Any], positions: int) -> None:
-    assert converted(changes).max_position_embeddings == positions
+    assert converted("qwen", changes).max_position_embeddings == positions

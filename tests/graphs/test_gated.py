@@ -431,11 +431,11 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "fewer targets": (
         lambda c: edit_config(c, targets=["q_proj"]),
-        r"adapter has unknown model\.layers\.0\.mlp\.down_proj\.A and 35 more: expected 6 tensors such as .*; copy the file",
+        r"adapter has the unknown tensor model\.layers\.0\.mlp\.down_proj\.A and 35 more: expected 6 tensors such as .*; copy the file",
     ),
     "a tensor missing": (
         lambda c: tensors(c, lambda found: found.pop(HALF)),
-        rf"adapter lacks {HALF}: expected 42 tensors such as model\.layers\.0\.mlp\.down_proj\.A, one A and one B",
+        rf"adapter has no tensor {HALF}: expected 42 tensors such as model\.layers\.0\.mlp\.down_proj\.A, one A and one B",
     ),
     "of another model": (
         lambda c: tensors(c, lambda found: found.update({HALF: torch.zeros(4, 95)})),

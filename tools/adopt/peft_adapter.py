@@ -21,6 +21,7 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.tensor_file import read_tensors
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.gated import adapter_state, gate_model
+from spaceport.graphs.tensor_names import different_names
 from spaceport.tools.adopt.peft_config import WEIGHTS_FILE, read_peft_config
 from spaceport.tools.adopt.plan import LoraModule, PeftAdapter
 
@@ -116,16 +117,11 @@ def _check_shapes(
         for name, module in modules.items()
         for half in _HALVES
     }
-    for wrong, names in (
-        ("has no", expected.keys() - found.keys()),
-        ("has the unknown", found.keys() - expected.keys()),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise CheckpointError(
-                f"{file}: {wrong} tensor {min(names)}{more}: expected exactly A and B of the {len(modules)} modules that "
-                f"adapter_config.json selects in {checkpoint.folder}; {_ADVICE}, or give its base model{_called(base)}"
-            )
+    if wrong := different_names(found.keys(), expected.keys()):
+        raise CheckpointError(
+            f"{file}: {wrong}: expected exactly A and B of the {len(modules)} modules that adapter_config.json selects in "
+            f"{checkpoint.folder}; {_ADVICE}, or give its base model{_called(base)}"
+        )
     for name, shape in found.items():
         if shape != expected[name]:
             rank = 0 if ".lora_A." in name else 1

@@ -132,6 +132,17 @@ def test_a_gguf_file_can_be_the_base_model(tmp_path: Path) -> None:
     torch.testing.assert_close(opened_logits(base, tmp_path / "adapter", ids), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture
+def refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Asserts that the adapter in tmp_path is refused with this message."""
+
+    def check(expected: str) -> None:
+        assert run(["adopt", str(base), str(tmp_path), "--dry-run"]) == INPUT
+        assert expected in capsys.readouterr().err
+
+    return check
+
+
 def drop(name: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.__delitem__(f"base_model.model.{UP}.{name}.weight")
 
@@ -159,17 +170,15 @@ def add_embeddings(tensors: dict[str, Tensor]) -> None:
 def test_a_file_with_other_tensors_is_refused(
     change: Callable[[dict[str, Tensor]], None],
     expected: str,
-    base: Path,
     published: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[[str], None],
 ) -> None:
     tensors = load_file(published / WEIGHTS_FILE)
     change(tensors)
     save_file(tensors, tmp_path / WEIGHTS_FILE)
     (tmp_path / PEFT_FILE).write_bytes((published / PEFT_FILE).read_bytes())
-    assert run(["adopt", str(base), str(tmp_path), "--dry-run"]) == INPUT
-    assert expected in capsys.readouterr().err
+    refused(expected)
 
 
 @pytest.mark.parametrize(
@@ -203,18 +212,12 @@ def test_a_file_with_other_tensors_is_refused(
     ],
 )
 def test_an_adapter_that_cannot_be_gated_is_refused_by_the_entry(
-    entries: dict[str, Any],
-    expected: str,
-    base: Path,
-    published: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    entries: dict[str, Any], expected: str, published: Path, tmp_path: Path, refused: Callable[[str], None]
 ) -> None:
     (tmp_path / WEIGHTS_FILE).symlink_to(published / WEIGHTS_FILE)
     content = {**json.loads((published / PEFT_FILE).read_text("utf-8")), **entries}
     (tmp_path / PEFT_FILE).write_text(json.dumps(content), "utf-8")
-    assert run(["adopt", str(base), str(tmp_path), "--dry-run"]) == INPUT
-    assert expected in capsys.readouterr().err
+    refused(expected)
 
 
 def test_another_base_model_is_refused_by_its_sizes(

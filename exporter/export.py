@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import check_target, require_space, writing
@@ -23,13 +23,14 @@ from spaceport.exporter.prompt_tokens import Prompt, added_tokens, prompt_tokens
 from spaceport.exporter.provenance import provenance_of
 from spaceport.exporter.quantization_scales import write_scales
 from spaceport.exporter.selection_graph import write_selection
+from spaceport.exporter.stored_bytes import stored_bytes
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
-from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
 from spaceport.graphs.quantize import ModelScales, quantize_model
+from spaceport.graphs.streamed_weights import source_of
 from spaceport.graphs.traits import Traits
 from spaceport.graphs.weight_quantization import Quantization
 
@@ -92,9 +93,7 @@ def export(
     with writing(target, overwrite) as partial:
         decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=partial)
         parameters = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.quantization.untied_weights
-        quantized = decoder.quantization.quantized_weights  # at most one byte each
-        require_space(partial.parent, (parameters - quantized) * DTYPES[options.dtype].bytes + quantized)
-        if quantized:
+        if quantized := decoder.quantization.quantized_weights:
             on_stage(f"{quantized:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
             on_stage(quantization_error(decoder.quantization))
         on_stage("tracing and writing the graph")
@@ -175,6 +174,8 @@ def build_decoder(
     on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype, scratch)
+        if scratch is not None:
+            require_space(scratch.parent, needed_space(model, options))
         calibrates = scales is None and options.weights == "int8" and options.activations != "float"
         if options.weights != "same":
             on_stage(f"{'calibrating and ' if calibrates else ''}quantizing weights to {options.weights}")
@@ -192,6 +193,13 @@ def build_decoder(
             model.to(getattr(torch, arithmetic))
         on_stage("comparing the wrapped model with the unmodified model")
         return decoder_of(model, options.lowering, options.attention_implementation, quantization)
+
+
+def needed_space(model: PreTrainedModel, options: ExportOptions) -> int:
+    """Bytes on the disk that the bundle of a model needs while it is written."""
+    stored = stored_bytes(model, options.dtype, options.weights, options.activations, options.lowering)
+    streamed = any(source_of(parameter) is not None for parameter in model.parameters())
+    return stored.data + stored.scales + (stored.unnamed if streamed else 0)
 
 
 def manifest_for(

@@ -27,6 +27,7 @@ class StoredBytes:
     data: int  # model.onnx.data
     scales: int  # quantization_scales.safetensors without its header; 0: no such file
     quantized: int  # number of quantized weights
+    unnamed: int  # bytes of the codes and scales that a streamed export holds in files without a name
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def stored_bytes(
     count = sum(module.weight.numel() for module in quantized)
     if table is not None and not any(module.weight is table.weight for module in quantized if not separate):
         count += table.weight.numel()
-    scales = sum(_FLOAT32 * module.out_features for module in quantized) if integers else 0
-    return StoredBytes(sum(size for size in sizes if size > INLINE), scales, count)
+    scales = sum(_scale_bytes(module, storage) for module in quantized)
+    data = sum(size for size in sizes if size > INLINE)
+    return StoredBytes(data, scales if integers else 0, count, count if integers else count + scales)
 
 
 def _quantizable(module: nn.Linear, storage: _Storage) -> bool:
@@ -80,20 +82,22 @@ def _block(module: nn.Linear, storage: _Storage) -> int | None:
     return next((block for block in storage.blocks if module.in_features % block == 0), None)
 
 
+def _scale_bytes(module: nn.Linear, storage: _Storage) -> int:
+    block = _block(module, storage) if storage.weights == "int4" else None
+    scales = module.out_features * (1 if block is None else module.in_features // block)
+    return scales * (_FLOAT32 if storage.integers else storage.dtype)
+
+
 def _quantized_sizes(
     modules: list[nn.Linear], table: nn.Embedding | None, storage: _Storage, separate: bool
 ) -> Iterator[int]:
     """Bytes of the codes and of the scales of each quantized weight."""
     for module in modules:
-        inputs, outputs, weights = module.in_features, module.out_features, module.weight.numel()
         if storage.weights == "int4":
-            block = _block(module, storage)
-            assert block is not None
-            yield from (-(-weights // 2), inputs // block * outputs * storage.dtype)
-            continue
-        if table is None or module.weight is not table.weight:  # otherwise the codes are those of the table
-            yield weights
-        yield outputs * (_FLOAT32 if storage.integers else storage.dtype)
+            yield -(-module.weight.numel() // 2)
+        elif table is None or module.weight is not table.weight:  # otherwise the codes are those of the table
+            yield module.weight.numel()
+        yield _scale_bytes(module, storage)
     if table is not None and (separate or storage.integers):
         yield from (table.weight.numel(), _FLOAT32 * table.num_embeddings)
 

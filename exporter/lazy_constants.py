@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from torch import Tensor
 
-from spaceport.graphs.streamed_weights import source_of
+from spaceport.graphs.streamed_weights import source_of, transposed_values_of, values_of
 
 
 def lazy(
@@ -16,6 +16,16 @@ def lazy(
 ) -> ir.LazyTensor:
     """A tensor that is computed for each use and never held in memory."""
     return ir.LazyTensor(compute, dtype, ir.Shape(list(shape)), name=name)
+
+
+class _Weight(ir.LazyTensor):
+    """The values of a streamed parameter."""
+
+    def __init__(self, parameter: Tensor, traced: ir.TensorProtocol) -> None:
+        super().__init__(
+            lambda: ir.tensor(values_of(parameter)), traced.dtype, ir.Shape(parameter.shape), name=traced.name
+        )
+        self.parameter = parameter
 
 
 def read_lazily(model: ir.Model, parameters: Iterable[Tensor]) -> None:
@@ -26,7 +36,7 @@ def read_lazily(model: ir.Model, parameters: Iterable[Tensor]) -> None:
         raw = getattr(tensor, "raw", None)
         parameter = streamed.get(raw.data_ptr()) if isinstance(raw, Tensor) else None
         if tensor is not None and parameter is not None:
-            value.const_value = lazy(_reader(parameter), tensor.dtype, tensor.shape.numpy(), tensor.name)
+            value.const_value = _Weight(parameter, tensor)
 
 
 def fold_transpose(node: ir.Node) -> bool | None:
@@ -50,11 +60,7 @@ def fold_transpose(node: ir.Node) -> bool | None:
     return False
 
 
-def _reader(parameter: Tensor) -> Callable[[], ir.TensorProtocol]:
-    source = source_of(parameter)
-    assert source is not None
-    return lambda: ir.tensor(source.read())
-
-
 def _transposed(tensor: ir.TensorProtocol, order: tuple[int, ...]) -> Callable[[], ir.TensorProtocol]:
+    if isinstance(tensor, _Weight) and order == (1, 0):
+        return lambda: ir.tensor(transposed_values_of(tensor.parameter))
     return lambda: ir.tensor(np.ascontiguousarray(np.transpose(tensor.numpy(), order)), tensor.dtype)

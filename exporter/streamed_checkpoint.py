@@ -27,11 +27,10 @@ class _Stored:
 
     file: Path
     name: str
-    dtype: torch.dtype  # that it is read in
 
-    def read(self) -> Tensor:
+    def rows(self, rows: slice) -> Tensor:
         with safe_open(self.file, "pt") as opened:
-            return cast(Tensor, opened.get_tensor(self.name)).to(self.dtype)
+            return cast(Tensor, opened.get_slice(self.name)[rows])
 
 
 def load_streamed(
@@ -59,7 +58,7 @@ def load_streamed(
     if any(parameter.dtype != dtype or parameter.data_ptr() not in sources for parameter in parameters):
         return None
     for parameter in parameters:
-        stream(parameter, Streamed(sources[parameter.data_ptr()].read, scratch))
+        stream(parameter, Streamed(sources[parameter.data_ptr()].rows, scratch))
     model.generation_config = _generation_config(folder)
     layers = int(config.get_text_config().num_hidden_layers)
     read_when_called(model, decoder_layers(model, layers))
@@ -84,7 +83,7 @@ def _state(files: list[Path], dtype: torch.dtype) -> tuple[dict[str, Tensor], Ma
                 part = opened.get_slice(name)
                 if len(part.get_shape()) > 1 and part.get_dtype() in ("F64", "F32", "F16", "BF16"):
                     state[name] = placeholder(torch.Size(part.get_shape()), dtype)
-                    stored[name] = _Stored(file, name, dtype)
+                    stored[name] = _Stored(file, name)
                 else:
                     state[name] = opened.get_tensor(name).clone()
     return state, stored

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.draft_heads import head_logits
 from spaceport.graphs.int8 import InputScale, LinearScales, best_scales, quantize_rows
-from spaceport.graphs.streamed_weights import values_of
+from spaceport.graphs.streamed_weights import rows_of
 
 # The clipping range of a static scale is the largest calibrated value times this headroom. Elsewhere than behind norms,
 # a few tokens reach hundreds of times the usual values: one down projection of a 135M model has inputs of up to 3,065
@@ -59,7 +59,7 @@ def calibrate(
         scale = InputScale(_static_clip(shared, smoothing, limbs), smoothing)
         for name, weight in zip(shared.names, weights, strict=True):
             found[name] = LinearScales(
-                scale, None if name in tied else _weight_scales(weight, shared.channel_rms, smoothing)
+                scale, None if name in tied else best_scales(weight, shared.channel_rms, smoothing)
             )
     # experts that no calibration text was routed to
     return found | {name: LinearScales(InputScale(None)) for name in modules.keys() - found.keys()}
@@ -114,7 +114,7 @@ def _smoothing(weights: Sequence[Tensor], channel_rms: Tensor) -> Tensor | None:
     """Smoothing factors of an input's channels with the least error from quantized weights; None: no smoothing."""
     channel_rms = channel_rms.clamp(min=1e-8)
     relative = channel_rms / channel_rms.log().mean().exp()
-    sample = [values_of(weight)[:: max(1, len(weight) // _SAMPLED_ROWS)].float() for weight in weights]
+    sample = [_sampled_rows(weight) for weight in weights]
     best, least = None, math.inf
     for exponent in _SMOOTHING_EXPONENTS:
         factors = relative**exponent
@@ -125,11 +125,10 @@ def _smoothing(weights: Sequence[Tensor], channel_rms: Tensor) -> Tensor | None:
     return best
 
 
-def _weight_scales(weight: Tensor, channel_rms: Tensor, smoothing: Tensor | None) -> Tensor:
-    """The scale of each output channel of a weight after smoothing."""
-    if smoothing is None:
-        return best_scales(values_of(weight), channel_rms)
-    return best_scales(values_of(weight).float() * smoothing, channel_rms / smoothing)
+def _sampled_rows(weight: Tensor) -> Tensor:
+    """Evenly spaced rows of a weight, in float32."""
+    step = max(1, len(weight) // _SAMPLED_ROWS)
+    return torch.cat([values[-rows.start % step :: step].float() for rows, values in rows_of(weight)])
 
 
 def _quantization_error(weight: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from spaceport.graphs.streamed_weights import rows_of
 
 INT8_MAX = 127  # largest magnitude of a quantized weight, and of the high limb of an activation that is not clipped
 LIMB_BASE = 256  # steps of the low limb per step of the high limb; a power of two, so that adding the limbs rounds once
@@ -65,6 +67,10 @@ class IntegerLinear:
         weight = self.codes.float().mul_(self.scale)
         return weight if self.input.smoothing is None else weight.div_(self.input.smoothing[:, None])
 
+    def of_outputs(self, outputs: slice) -> IntegerLinear:
+        """The part of the layer that computes these outputs."""
+        return replace(self, codes=self.codes[:, outputs], scale=self.scale[outputs])
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedEmbedding:
@@ -76,7 +82,11 @@ class QuantizedEmbedding:
     @property
     def dequantized(self) -> Tensor:
         """The table that the model computes with: tokens x width, float32."""
-        return self.codes.float().mul_(self.scale[:, None])
+        return self.of_tokens(slice(None))
+
+    def of_tokens(self, tokens: slice) -> Tensor:
+        """The rows of these tokens in the table that the model computes with, float32."""
+        return self.codes[tokens].float().mul_(self.scale[tokens, None])
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ def row_scales(weight: Tensor) -> Tensor:
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Int8 codes of a matrix, and one scale per row that clips nothing."""
-    parts = [(codes_of(rows, scale := row_scales(rows)), scale) for rows in torch.split(weight, _rows_of(weight))]
+    parts = [(codes_of(rows, scale := row_scales(rows)), scale) for _, rows in rows_of(weight, _SEARCH_CHUNK)]
     codes, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
     return codes, scales
 
@@ -112,35 +122,40 @@ def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight.float() / scale[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
-def best_scales(weight: Tensor, channel_rms: Tensor) -> Tensor:
-    """The scale of each row that minimizes the output error for inputs whose channels have these sizes.
+def best_scales(weight: Tensor, channel_rms: Tensor, smoothing: Tensor | None = None) -> Tensor:
+    """The scale of each row that minimizes the output error for inputs whose channels have these sizes before smoothing.
 
     With this weighting, a smaller scale may clip weights that matter little. The plain squared error would clip weights
     that matter: mean KL divergence of a 135M model 0.0040 without clipping, 0.0034 with these scales, 0.0043 with the
     plain error.
     """
     found = []
-    for rows in map(Tensor.float, torch.split(weight, _rows_of(weight))):
+    sizes = channel_rms if smoothing is None else channel_rms / smoothing
+    for _, values in rows_of(weight, _SEARCH_CHUNK):
+        rows = _smoothed(values, smoothing)
         unclipped = row_scales(rows)
         best, least = unclipped, torch.full_like(unclipped, torch.inf)
         for factor in _SCALE_FACTORS:
             scale = unclipped * factor
-            error = ((codes_of(rows, scale).float() * scale[:, None] - rows) * channel_rms).square().sum(dim=1)
+            error = ((codes_of(rows, scale).float() * scale[:, None] - rows) * sizes).square().sum(dim=1)
             best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
         found.append(best)
     return torch.cat(found)
 
 
-def _rows_of(weight: Tensor) -> int:
-    """Rows of a matrix that are quantized together."""
-    return max(1, _SEARCH_CHUNK // max(1, weight.shape[1]))
+def _smoothed(weight: Tensor, smoothing: Tensor | None) -> Tensor:
+    return weight.float() if smoothing is None else weight.float() * smoothing
 
 
 def quantize_linear(weight: Tensor, scales: LinearScales) -> IntegerLinear:
     """The int8 form of a linear layer's weight (outputs x inputs)."""
-    smoothed = weight.float() if scales.input.smoothing is None else weight.float() * scales.input.smoothing
-    scale = row_scales(smoothed) if scales.weight is None else scales.weight
-    return IntegerLinear(codes_of(smoothed, scale).T.contiguous(), scale, scales.input)
+    parts = []
+    for rows, values in rows_of(weight, _SEARCH_CHUNK):
+        smoothed = _smoothed(values, scales.input.smoothing)
+        scale = row_scales(smoothed) if scales.weight is None else scales.weight[rows]
+        parts.append((codes_of(smoothed, scale), scale))
+    codes, scale = (torch.cat(kind) for kind in zip(*parts, strict=True))
+    return IntegerLinear(codes.T.contiguous(), scale, scales.input)
 
 
 def fake_quantize(states: Tensor, scale: InputScale, limbs: int) -> tuple[Tensor, int]:

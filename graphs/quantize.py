@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,13 +24,13 @@ from spaceport.graphs.int8 import (
     quantize_linear,
     quantize_rows,
 )
-from spaceport.graphs.streamed_weights import copy_of, stored_beside, values_of
+from spaceport.graphs.streamed_weights import copy_of, rows_of, stored_beside
 from spaceport.graphs.traits import UnsupportedModel, class_name
 from spaceport.graphs.weight_quantization import (
     BLOCKS,
     Quantization,
     linear_modules,
-    linear_weight,
+    linear_rows,
     quantize_weight,
     quantize_weights,
     replace_weight,
@@ -63,7 +62,7 @@ def quantize_model(
     limbs = LIMBS[activations]
     modules = integer_modules(model)
     for name, module in modules.items():
-        if not bool(torch.isfinite(values_of(module.weight)).all()):
+        if not all(bool(torch.isfinite(rows).all()) for _, rows in rows_of(module.weight)):
             raise UnsupportedModel(
                 f"{class_name(model)}, {name}: its weight holds infinities or NaN: save the checkpoint again"
             )
@@ -88,8 +87,8 @@ def _with_embeddings(model: PreTrainedModel, quantization: Quantization, blocks:
     untied_weights = table.codes.numel() if head.weight is embedding.weight else 0
     head.weight = copy_of(head.weight)  # untied
     errors = {
-        name: replace_weight(head.weight, partial(linear_weight, quantized_head)),
-        "input embedding": replace_weight(embedding.weight, lambda: table.dequantized),
+        name: replace_weight(head.weight, linear_rows(quantized_head)),
+        "input embedding": replace_weight(embedding.weight, table.of_tokens),
     }
     return replace(
         quantization,
@@ -121,19 +120,19 @@ def _integer_model(
         if module.weight is embedding.weight:
             layers[name] = IntegerLinear(table.codes.T, table.scale, scales[name].input)
         else:
-            layer = quantize_linear(values_of(module.weight), scales[name])
+            layer = quantize_linear(module.weight, scales[name])
             layers[name] = replace(layer, codes=stored_beside(module.weight, layer.codes))
     errors = {
-        name: replace_weight(module.weight, partial(linear_weight, layers[name]))
+        name: replace_weight(module.weight, linear_rows(layers[name]))
         for name, module in modules.items()
         if module.weight is not embedding.weight
     }
-    errors["input embedding"] = replace_weight(embedding.weight, lambda: table.dequantized)
+    errors["input embedding"] = replace_weight(embedding.weight, table.of_tokens)
     return IntegerModel(limbs, layers, table, tied), errors
 
 
 def _quantized_table(embedding: nn.Embedding) -> QuantizedEmbedding:
-    codes, scale = quantize_rows(values_of(embedding.weight))
+    codes, scale = quantize_rows(embedding.weight)
     return QuantizedEmbedding(stored_beside(embedding.weight, codes), scale)
 
 

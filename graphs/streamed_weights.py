@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _ATTRIBUTE = "streamed"  # of a parameter
+_CHUNK = 1 << 22  # values that are read together: 16 MB in float32
+_ALIGNMENT = 64  # bytes, as of a tensor that PyTorch allocates
+
+# Some values of a parameter: those with these indices of its first axis, in any type.
+ReadRows = Callable[[slice], Tensor]
 
 
 @dataclass(frozen=True)
 class Streamed:
     """Where the values of a parameter come from."""
 
-    read: Callable[[], Tensor]  # the values, in the type of the parameter
+    rows: ReadRows
     folder: Path  # for what is computed from them
 
 
@@ -43,26 +48,44 @@ def source_of(parameter: Tensor) -> Streamed | None:
 
 def values_of(parameter: Tensor) -> Tensor:
     """The values of a parameter, read if it is streamed."""
+    if source_of(parameter) is None:
+        return parameter.detach()
+    return _read_into(parameter, torch.empty(parameter.shape, dtype=parameter.dtype))
+
+
+def transposed_values_of(parameter: Tensor) -> Tensor:
+    """The transposed values of a matrix, without another copy of it in memory."""
+    values = torch.empty(parameter.shape[::-1], dtype=parameter.dtype)
+    for rows, part in rows_of(parameter):
+        values[:, rows] = part.T
+    return values
+
+
+def rows_of(parameter: Tensor, chunk: int = _CHUNK) -> Iterator[tuple[slice, Tensor]]:
+    """The values of a parameter in parts of about `chunk` values, read if it is streamed."""
     source = source_of(parameter)
-    return parameter.detach() if source is None else source.read()
+    for outer in _chunks(parameter, _CHUNK):
+        values = parameter.detach()[outer] if source is None else source.rows(outer).to(parameter.dtype)
+        for inner in _chunks(values, chunk):
+            yield slice(outer.start + inner.start, outer.start + inner.stop), values[inner]
 
 
 def keep_values(parameter: Tensor) -> None:
     """Hold the values of a parameter in memory from now on."""
     source = source_of(parameter)
     if source is not None:
-        parameter.data = source.read().clone()
+        parameter.data = values_of(parameter)
         delattr(parameter, _ATTRIBUTE)
 
 
-def replace_values(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+def replace_values(parameter: Tensor, compute: ReadRows) -> None:
     """Replace the values of a parameter; those of a streamed parameter are computed whenever they are needed."""
     source = source_of(parameter)
-    if source is None:
-        parameter.data.copy_(compute())
-    else:
-        dtype = parameter.dtype
-        stream(parameter, Streamed(lambda: compute().to(dtype).contiguous(), source.folder))
+    if source is not None:
+        stream(parameter, Streamed(compute, source.folder))
+        return
+    for rows in _chunks(parameter, _CHUNK):
+        parameter.data[rows] = compute(rows)
 
 
 def copy_of(parameter: Tensor) -> nn.Parameter:
@@ -94,28 +117,75 @@ def read_when_called(model: PreTrainedModel, layers: tuple[nn.Module, ...]) -> N
     """Read the streamed parameters of each decoder layer, and of each module outside of them, while it runs."""
     inner = {id(module) for layer in layers for module in layer.modules()}
     owners = [module for module in model.modules() if id(module) not in inner and _own(module, recurse=False)]
-    for module, recurse in [(layer, True) for layer in layers] + [(module, False) for module in owners]:
-        module.register_forward_pre_hook(_load(recurse))
-        module.register_forward_hook(_drop(recurse))
+    buffer = _Buffer([(layer, True) for layer in layers] + [(module, False) for module in owners])
+    model.register_forward_pre_hook(buffer.allocate)
+    model.register_forward_hook(buffer.release)
+
+
+class _Buffer:
+    """Memory for the streamed parameters of the module that runs, used again by the next one.
+
+    New memory for each module would take most of the time of reading: the system clears each page of it first."""
+
+    def __init__(self, modules: list[tuple[nn.Module, bool]]) -> None:
+        self._modules = modules  # and whether the parameters of their parts belong to them
+        self._memory = torch.empty(0, dtype=torch.uint8)  # empty while the model does not run
+        self._used = 0  # bytes; modules that run inside of others have the following part
+        for module, recurse in modules:
+            module.register_forward_pre_hook(self._load(recurse))
+            module.register_forward_hook(self._drop(recurse))
+
+    def allocate(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_exporting():  # a traced module has no values
+            sizes = [sum(map(_size, _own(module, recurse))) for module, recurse in self._modules]
+            self._memory, self._used = torch.empty(max(sizes, default=0), dtype=torch.uint8), 0
+
+    def release(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _load(self, recurse: bool) -> Any:
+        def load(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if not torch.compiler.is_exporting():
+                for parameter in _own(module, recurse):
+                    parameter.data = _read_into(parameter, self._take(parameter))
+
+        return load
+
+    def _drop(self, recurse: bool) -> Any:
+        def drop(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            if not torch.compiler.is_exporting():
+                for parameter in _own(module, recurse):
+                    parameter.data = placeholder(parameter.shape, parameter.dtype)
+                    self._used = max(0, self._used - _size(parameter))
+
+        return drop
+
+    def _take(self, parameter: Tensor) -> Tensor:
+        """Memory for a parameter: new memory if the module was called without its model."""
+        start, self._used = self._used, self._used + _size(parameter)
+        if self._used > len(self._memory):
+            return torch.empty(parameter.shape, dtype=parameter.dtype)
+        return self._memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
 
 
 def _own(module: nn.Module, recurse: bool) -> list[Tensor]:
     return [parameter for parameter in module.parameters(recurse) if source_of(parameter) is not None]
 
 
-def _load(recurse: bool) -> Any:
-    def load(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_exporting():  # a traced module has no values
-            for parameter in _own(module, recurse):
-                parameter.data = values_of(parameter)
-
-    return load
+def _size(parameter: Tensor) -> int:
+    """Bytes of a parameter in the memory of its layer."""
+    return -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _drop(recurse: bool) -> Any:
-    def drop(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if not torch.compiler.is_exporting():
-            for parameter in _own(module, recurse):
-                parameter.data = placeholder(parameter.shape, parameter.dtype)
+def _read_into(parameter: Tensor, memory: Tensor) -> Tensor:
+    source = source_of(parameter)
+    assert source is not None
+    for rows in _chunks(parameter, _CHUNK):
+        memory[rows] = source.rows(rows)
+    return memory
 
-    return drop
+
+def _chunks(parameter: Tensor, chunk: int) -> Iterator[slice]:
+    """The indices of the first axis in parts of about `chunk` values."""
+    step = max(1, chunk // max(1, parameter[:1].numel()))
+    return (slice(start, min(start + step, len(parameter))) for start in range(0, len(parameter), step))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Embeddings
 from spaceport.graphs.contract.signature import Lowering, Weights
 from spaceport.graphs.int8 import IntegerLinear, IntegerModel, QuantizedEmbedding, quantize_rows
-from spaceport.graphs.streamed_weights import replace_values, stored_beside, values_of
+from spaceport.graphs.streamed_weights import ReadRows, replace_values, rows_of, stored_beside
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
 # Block sizes of int4 weights: the first that divides a layer's number of inputs is used. TensorRT supports each of
@@ -42,10 +42,16 @@ class QuantizedWeight:
     @property
     def dequantized(self) -> Tensor:
         """The weight that an engine computes with: inputs x outputs, in the model's dtype."""
-        scale = self.scale.float()
-        if self.block is not None:
-            scale = scale.repeat_interleave(self.block, dim=0)
-        return self.codes.float().mul_(scale).to(self.scale.dtype)
+        weight, scale = self.codes.to(torch.float32, memory_format=torch.contiguous_format), self.scale.float()
+        if self.block is None:
+            weight.mul_(scale)
+        else:
+            weight.view(len(scale), self.block, -1).mul_(scale[:, None])
+        return weight.to(self.scale.dtype)
+
+    def of_outputs(self, outputs: slice) -> QuantizedWeight:
+        """The part of the weight that computes these outputs."""
+        return replace(self, codes=self.codes[:, outputs], scale=self.scale[..., outputs])
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def quantize_weights(model: PreTrainedModel, weights: Weights, lowering: Lowerin
             raise UnsupportedModel(f"{class_name(model)}, {name}: {error}") from error
         if quantized is not None:
             layers[name] = quantized
-            errors[name] = replace_weight(module.weight, partial(linear_weight, quantized))
+            errors[name] = replace_weight(module.weight, linear_rows(quantized))
     if not layers:
         raise OptionFault(
             f"weights is {weights}: {class_name(model)} has no linear layer that can be quantized (expected a number of "
@@ -104,36 +110,41 @@ def quantize_weights(model: PreTrainedModel, weights: Weights, lowering: Lowerin
 
 def quantize_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> QuantizedWeight | None:
     """A quantized weight (given as outputs x inputs); None if no block size divides its number of inputs."""
-    found = _quantized(values_of(weight), weights, blocks)
-    if found is None:
+    block = next((block for block in blocks if weight.shape[1] % block == 0), None) if weights == "int4" else None
+    if weights == "int4" and block is None:
         return None
-    return replace(found, codes=stored_beside(weight, found.codes), scale=stored_beside(weight, found.scale))
+    parts = [_quantized_rows(rows, weights, block) for _, rows in rows_of(weight, _SEARCH_CHUNK)]
+    codes, scale = map(torch.cat, zip(*parts, strict=True))
+    stored_scale = scale if block is None else scale.T.contiguous()
+    return QuantizedWeight(stored_beside(weight, codes.T.contiguous()), stored_beside(weight, stored_scale), block)
 
 
-def _quantized(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> QuantizedWeight | None:
-    if not bool(torch.isfinite(weight).all()):
+def _quantized_rows(rows: Tensor, weights: Weights, block: int | None) -> tuple[Tensor, Tensor]:
+    """Codes (outputs x inputs) and scales (outputs, or outputs x inputs / block) for the weights of some outputs."""
+    if not bool(torch.isfinite(rows).all()):
         raise InputFault("its weight holds infinities or NaN: save the checkpoint again, or export it in float32")
+    if block is not None:
+        codes, scale = _int4_rows(rows.float().reshape(len(rows), -1, block), rows.dtype)
+        return codes.flatten(1), scale
     if weights == "float8":
-        return _float8(weight)
-    if weights == "int8":
-        codes, scale = quantize_rows(weight)
-        return QuantizedWeight(codes.T.contiguous(), _stored_scale(scale, weight.dtype), None)
-    block = next((block for block in blocks if weight.shape[1] % block == 0), None)
-    return None if block is None else _int4(weight, block)
+        return _float8_rows(rows)
+    codes, scale = quantize_rows(rows)
+    return codes, _stored_scale(scale, rows.dtype)
 
 
-def linear_weight(layer: QuantizedWeight | IntegerLinear) -> Tensor:
-    """The dequantized weight of a linear module, outputs x inputs."""
-    return layer.dequantized.T
+def linear_rows(layer: QuantizedWeight | IntegerLinear) -> ReadRows:
+    """The dequantized weight of a linear module, outputs x inputs, for some outputs."""
+    return lambda outputs: layer.of_outputs(outputs).dequantized.T
 
 
-def replace_weight(weight: Tensor, dequantize: Callable[[], Tensor]) -> float:
+def replace_weight(weight: Tensor, dequantize: ReadRows) -> float:
     """Replace the values of a weight by its dequantized values; return the relative RMS error."""
-    values, difference = values_of(weight), dequantize().float()
-    norm = float(torch.linalg.vector_norm(values, dtype=torch.float32))
-    error = float(torch.linalg.vector_norm(difference.sub_(values)))
+    norm = error = 0.0  # squared
+    for rows, values in rows_of(weight):
+        norm += float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
+        error += float(torch.linalg.vector_norm(dequantize(rows).float().sub_(values))) ** 2
     replace_values(weight, dequantize)
-    return error / norm if norm else 0.0
+    return math.sqrt(error / norm) if norm else 0.0
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -150,20 +161,9 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def _float8(weight: Tensor) -> QuantizedWeight:
-    columns = weight.T.float()  # inputs x outputs
-    scale = _stored_scale(columns.abs().amax(dim=0) / _FLOAT8_LARGEST, weight.dtype)
-    codes = (columns / scale.float()).clamp(-_FLOAT8_LARGEST, _FLOAT8_LARGEST).to(_FLOAT8)
-    return QuantizedWeight(codes.contiguous(), scale, None)
-
-
-def _int4(weight: Tensor, block: int) -> QuantizedWeight:
-    chunk = max(1, _SEARCH_CHUNK // weight.shape[1])  # outputs
-    parts = [
-        _int4_rows(rows.float().reshape(len(rows), -1, block), weight.dtype) for rows in torch.split(weight, chunk)
-    ]
-    codes, scale = (torch.cat(kind).flatten(1).T.contiguous() for kind in zip(*parts, strict=True))
-    return QuantizedWeight(codes, scale, block)
+def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _stored_scale(rows.float().abs().amax(dim=1) / _FLOAT8_LARGEST, rows.dtype)
+    return (rows.float() / scale.float()[:, None]).clamp(-_FLOAT8_LARGEST, _FLOAT8_LARGEST).to(_FLOAT8), scale
 
 
 def _int4_rows(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

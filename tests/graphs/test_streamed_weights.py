@@ -19,7 +19,9 @@ from spaceport.graphs.streamed_weights import (
     placeholder,
     read_when_called,
     replace_values,
+    rows_of,
     stream,
+    transposed_values_of,
     values_of,
 )
 from spaceport.graphs.traits import UnsupportedModel
@@ -28,7 +30,7 @@ from spaceport.graphs.traits import UnsupportedModel
 def parameter(values: Tensor, folder: Path) -> nn.Parameter:
     """A streamed parameter with these values."""
     found = nn.Parameter(values.clone(), requires_grad=False)
-    stream(found, Streamed(values.clone, folder))
+    stream(found, Streamed(values.clone().__getitem__, folder))
     return found
 
 
@@ -49,7 +51,7 @@ def small_model() -> LlamaForCausalLM:
 def streamed_model(folder: Path) -> LlamaForCausalLM:
     model = small_model()
     for tensor in [tensor for tensor in model.parameters() if tensor.dim() > 1]:
-        stream(tensor, Streamed(tensor.detach().clone().clone, folder))
+        stream(tensor, Streamed(tensor.detach().clone().__getitem__, folder))
     return model
 
 
@@ -77,6 +79,54 @@ def test_only_the_layer_that_runs_has_values(tmp_path: Path) -> None:
     assert all(tensor.isnan().all() for tensor in model.parameters() if tensor.dim() > 1)
 
 
+def test_layers_use_the_memory_of_each_other_and_a_model_that_does_not_run_has_none(tmp_path: Path) -> None:
+    model = streamed_model(tmp_path)
+    read_when_called(model, layers := decoder_layers(model, 3))
+    used: list[int] = []
+
+    def record(module: nn.Module, arguments: object) -> None:
+        used.append(next(layers[len(used)].parameters()).untyped_storage().data_ptr())
+
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(record)
+    model(torch.arange(10)[None])
+    assert len(used) == 3
+    assert len(set(used)) == 1
+    assert all(tensor.untyped_storage().nbytes() == 4 for tensor in model.parameters() if tensor.dim() > 1)
+
+
+def test_a_layer_computes_the_same_inside_another_module_and_without_its_model(tmp_path: Path) -> None:
+    """The parameters of the outer module stay unchanged while the inner one has values."""
+    plain, model = small_model(), streamed_model(tmp_path)
+    for one in (plain, model):
+        one.model.register_parameter("gain", nn.Parameter(torch.full((3, 5), 2.0), requires_grad=False))
+        one.model.norm.register_forward_hook(
+            lambda module, arguments, output, owner=one.model: output * owner.gain[2, 4]
+        )
+    stream(model.model.gain, Streamed(torch.full((3, 5), 2.0).__getitem__, tmp_path))
+    read_when_called(model, decoder_layers(model, 3))
+    ids = torch.arange(10)[None]
+    for _ in range(2):
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    hidden = torch.ones(1, 4, 32)
+    assert torch.equal(model.lm_head(hidden), plain.lm_head(hidden))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
+def test_the_parts_of_a_parameter_are_its_rows_in_order(chunk: int, tmp_path: Path) -> None:
+    values = torch.arange(110.0).reshape(11, 5, 2)
+    for tensor in (parameter(values, tmp_path), values):
+        parts = list(rows_of(tensor, chunk))
+        assert torch.equal(torch.cat([part for _, part in parts]), values)
+        assert all(torch.equal(values[rows], part) for rows, part in parts)
+        assert max(part.numel() for _, part in parts) <= max(chunk, 10)
+
+
+def test_transposed_values_are_those_of_the_parameter(tmp_path: Path) -> None:
+    values = torch.arange(15.0).reshape(5, 3)
+    assert torch.equal(transposed_values_of(parameter(values, tmp_path)), values.T)
+
+
 def test_a_model_that_uses_a_weight_outside_of_its_layer_is_refused(tmp_path: Path) -> None:
     model = streamed_model(tmp_path)
     read_when_called(model, decoder_layers(model, 3)[:2])
@@ -99,7 +149,7 @@ def test_a_tensor_on_disk_equals_the_original_and_leaves_no_file(dtype: torch.dt
 def test_replaced_values_are_computed_when_they_are_read(tmp_path: Path) -> None:
     weight, plain = parameter(torch.ones(2, 3), tmp_path), nn.Parameter(torch.ones(2, 3))
     for tensor in (weight, plain):
-        replace_values(tensor, lambda: torch.full((3, 2), 0.5, dtype=torch.float64).T)
+        replace_values(tensor, lambda rows: torch.full((3, 2), 0.5, dtype=torch.float64).T[rows])
         assert torch.equal(values_of(tensor), torch.full((2, 3), 0.5))
     assert weight.isnan().all()
     assert values_of(weight).is_contiguous()
@@ -108,7 +158,7 @@ def test_replaced_values_are_computed_when_they_are_read(tmp_path: Path) -> None
 def test_a_copy_does_not_change_with_the_original(tmp_path: Path) -> None:
     for tensor in (parameter(torch.ones(2, 3), tmp_path), nn.Parameter(torch.ones(2, 3))):
         copied = copy_of(tensor)
-        replace_values(tensor, lambda: torch.zeros(2, 3))
+        replace_values(tensor, lambda rows: torch.zeros(2, 3)[rows])
         assert torch.equal(values_of(copied), torch.ones(2, 3))
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from spaceport.exporter.checkpoint import Checkpoint
+from spaceport.exporter.checkpoint_files import FACTORS_FILE, INPUT_ROWS_FILE
 from spaceport.exporter.heads_file import HeadsConfig
+from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.draft_heads import add_heads, expected_shapes
 from spaceport.graphs.gated import Adapter, gate_model
 
@@ -22,6 +25,20 @@ class DraftAdditions:
     vocab_size: int  # embedding rows with those of new tokens
     adapter: Adapter | None
     heads: HeadsConfig | None
+
+
+def added_by(checkpoint: Checkpoint) -> DraftAdditions:
+    """What the adapter folder of a checkpoint adds to its base model; raises for tensors that are not counted."""
+    folder = checkpoint.adapter_folder
+    if folder is None:
+        raise ValueError("the checkpoint has no adapter folder: expected one, whose additions are counted")
+    for found, file in ((checkpoint.correction, FACTORS_FILE), (checkpoint.input_rows, INPUT_ROWS_FILE)):
+        if found is not None:
+            raise CheckpointError(
+                f"{folder.path / file}: has tensors that --dry-run does not count: expected an adapter or heads only; run it "
+                "without --adapter"
+            )
+    return DraftAdditions(checkpoint.tokens.mask, folder.vocab_size, checkpoint.adapter, checkpoint.heads)
 
 
 def add_without_values(model: PreTrainedModel, additions: DraftAdditions) -> None:

@@ -94,6 +94,12 @@ def adapter_inside(checkpoint: Path) -> Path | None:
     return next((folder for folder in inside if (folder / PEFT_FILE).exists()), None)
 
 
+def names_heads(checkpoint: Path) -> bool:
+    """Whether the config.json of a checkpoint names heads of Medusa among its weights."""
+    file = checkpoint / "config.json"
+    return file.is_file() and bool(read_json(file).get("medusa_num_heads"))
+
+
 def refuse_noise_seed(request: Request) -> None:
     """Raise if a seed was given for a method without noise."""
     if request.noise_seed is not None:

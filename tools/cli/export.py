@@ -151,7 +151,7 @@ def command(
     adopt` uses them: those in --adapter, or with --method those in CHECKPOINT.
     """
     drafts = ExportDrafts(checkpoint, adapter, Request(method, mask, max_mask_slots, noise_seed), fork, child)
-    refuse_unused(context, [*drafts.unused(dry_run), *_unused(drafts, dry_run)])
+    refuse_unused(context, [*drafts.unused, *_unused(drafts, dry_run)])
     if dry_run:
         chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations)
         _dry_run(drafts, bundle, chosen, (max_seq_len, max_requests), gpu_memory, as_json)
@@ -201,13 +201,7 @@ def command(
 
 def _unused(drafts: ExportDrafts, dry_run: bool) -> list[Unused]:
     """The options that have no effect in a dry run, or without one."""
-    unread = (
-        "calibrate",
-        "fork",
-        "child",
-        "overwrite",
-        *(() if drafts.published else ("adapter", "mask", "max_mask_slots")),
-    )
+    unread = ("calibrate", "fork", "child", "overwrite", *(() if drafts.published else ("mask", "max_mask_slots")))
     return [
         Unused(not dry_run, DRY_RUN_ONLY, "without --dry-run", "add --dry-run"),
         Unused(dry_run, unread, "with --dry-run", "it reads the base model's configuration"),
@@ -230,7 +224,6 @@ def _dry_run(
     from spaceport.exporter.quiet import quiet_libraries
 
     quiet_libraries()
-    given, published, additions = drafts.read(), None, None
     lowering, dtype, weights, attention, opset, remote_code, activations = chosen
     options = ExportOptions(
         lowering,
@@ -241,11 +234,7 @@ def _dry_run(
         remote_code=remote_code,
         requested_activations=activations,
     )
-    if given is not None:
-        from spaceport.tools.adopt.adopt import additions_of, plan_adoption
-
-        method, plan, opened = plan_adoption(given, remote_code)
-        additions, published = additions_of(plan, opened), {"title": method.title, **plan.as_dict()}
+    additions, published = drafts.counted(remote_code)
     found = dry_run(drafts.checkpoint, options, additions)
     show_report(found, bundle, run_memory(found, *limits), gpu_memory, as_json, published)
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from spaceport.exporter.checkpoint_files import BASE_FILE, require_adapter_folder
-from spaceport.tools.adopt.given import Given, Paths, Request, adapter_inside, published_folder, read_given
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.adopt.given import (
+    Given,
+    Paths,
+    Request,
+    adapter_inside,
+    names_heads,
+    published_folder,
+    read_given,
+)
 from spaceport.tools.cli.options import PATH, Unused, method_option, noise_seed_option, options
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from collections.abc import Callable
 
+    from spaceport.exporter.draft_additions import DraftAdditions
     from spaceport.exporter.export import TokenFlags
 
 export_adapter_options = options(
@@ -48,11 +58,12 @@ class ExportDrafts:
             return self.request.method is not None
         return not (self.adapter / BASE_FILE).exists() and published_folder(self.adapter) is not None
 
-    def unused(self, dry_run: bool) -> list[Unused]:
+    @property
+    def unused(self) -> list[Unused]:
         """The options that have no effect with these drafts."""
         own = self.adapter is not None and not self.published
         return [
-            Unused(own and not dry_run, _NAMED, "with --adapter", "the adapter names its tokens"),
+            Unused(own, _NAMED, "with --adapter", "the adapter names its tokens"),
             Unused(own, ("method", "noise_seed"), "with an adapter folder", "the folder says how it drafts"),
             Unused(
                 self.published,
@@ -69,14 +80,21 @@ class ExportDrafts:
             if self.adapter is not None:
                 require_adapter_folder(self.adapter)
             return None
+        slots = self.request.max_mask_slots
+        if slots is not None and slots < 1:
+            raise OptionFault(f"--max-mask-slots is {slots}: expected at least 1")
         inside = adapter_inside(self.checkpoint) if self.adapter is None else published_folder(self.adapter)
         return read_given(Paths(self.checkpoint, inside, None), self.request)
 
     @property
     def hint(self) -> str | None:
-        """What the export leaves out, and how to use it."""
-        inside = None if self.adapter or self.published else adapter_inside(self.checkpoint)
-        return None if inside is None else f"{inside} is not used: add --adapter {inside} to draft with it"
+        """What the export leaves out of CHECKPOINT, and how to use it."""
+        if self.adapter is not None or self.published:
+            return None
+        inside = adapter_inside(self.checkpoint)
+        if inside is not None:
+            return f"{inside} is not used: add --adapter {inside} to draft with it"
+        return "the checkpoint's heads are not used: add --method medusa" if names_heads(self.checkpoint) else None
 
     def adapter_folder(
         self, given: Given | None, bundle: Path, remote_code: bool, on_stage: Callable[[str], None]
@@ -87,6 +105,21 @@ class ExportDrafts:
         from spaceport.tools.adopt.adopt import adopted_for_export
 
         return adopted_for_export(given, bundle, remote_code, on_stage)
+
+    def counted(self, remote_code: bool) -> tuple[DraftAdditions | None, dict[str, Any] | None]:
+        """What the drafts add to the base model, and what was found of published weights; no weights are loaded."""
+        given = self.read()
+        if given is not None:
+            from spaceport.tools.adopt.adopt import additions_of, plan_adoption
+
+            method, plan, checkpoint = plan_adoption(given, remote_code)
+            return additions_of(plan, checkpoint), {"title": method.title, **plan.as_dict()}
+        if self.adapter is None:
+            return None, None
+        from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+        from spaceport.exporter.draft_additions import added_by
+
+        return added_by(open_checkpoint(self.checkpoint, TokenFlags(), remote_code, self.adapter)), None
 
     def tokens(self, folder: Path | None) -> TokenFlags:
         """The special tokens to export with: those of an adopted adapter are in its folder."""

@@ -17,6 +17,7 @@ from spaceport.tools.adopt.given import Paths, Request, read_given
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
 from support.killed import Commands, kill
+from support.published import exact_model, write_checkpoint
 from support.published_methods import METHODS, SLOTS, PublishedModel
 
 Capture = pytest.CaptureFixture[str]
@@ -119,13 +120,19 @@ def test_a_dry_run_counts_the_weights_that_drafts_add(tmp_path: Path, capsys: Ca
     model = published("medusa", tmp_path / "models")
     assert model.weights is not None
     found = []
-    for options in ([], ["--adapter", str(model.weights)], ["--adapter", str(model.weights / "medusa_lm_head.pt")]):
+    own = str(tmp_path / "models" / "own")
+    assert run(["adopt", str(model.base), str(model.weights), own]) == OK
+    capsys.readouterr()
+    for path in (None, model.weights, model.weights / "medusa_lm_head.pt", own):
+        options = [] if path is None else ["--adapter", str(path)]
         assert run(["export", str(model.base), str(tmp_path / "bundle"), "--dry-run", "--json", *options]) == OK
         found.append(json.loads(capsys.readouterr().out))
     assert found[1] | {"machine": 0} == found[2] | {"machine": 0}
+    assert found[1] | {"machine": 0, "published": None} == found[3] | {"machine": 0}
     hidden, vocab = 32, 640
     assert found[1]["parameters"] - found[0]["parameters"] == SLOTS * (hidden * hidden + hidden + hidden * vocab)
     assert (found[1]["signature"]["heads"], found[0]["published"]) == (SLOTS, None)
+    options = ["--adapter", str(model.weights)]
     assert run(["export", str(model.base), str(tmp_path / "bundle"), "--dry-run", *options]) == OK
     assert "Medusa: heads over the last hidden state; shown by medusa_lm_head.pt" in capsys.readouterr().out
     assert names(tmp_path) == {"models"}
@@ -157,6 +164,8 @@ def test_new_embedding_rows_are_counted(tmp_path: Path, capsys: Capture) -> None
         ("uno", ["--mask-token", "638"], USAGE, "--mask-token has no effect: UNO has random tokens instead"),
         ("uno", ["--method", "eagle"], USAGE, "--method is 'eagle': expected one of medusa, pard"),
         ("uno", ["--max-mask-slots", "400"], USAGE, "--max-mask-slots is 400: expected 1 to"),
+        ("uno", ["--max-mask-slots", "0"], USAGE, "--max-mask-slots is 0: expected at least 1"),
+        ("own", ["--mask-token", "5", "--dry-run"], USAGE, "--mask-token has no effect with --adapter"),
         ("own", ["--method", "uno"], USAGE, "--method has no effect with an adapter folder: the folder says how it"),
         ("own", ["--noise-seed", "1"], USAGE, "--noise-seed has no effect with an adapter folder"),
         (
@@ -181,6 +190,12 @@ def test_options_that_do_not_fit_are_refused(
     assert run(["export", str(model.base), str(tmp_path / "bundle"), *given, *options]) == code
     assert message in capsys.readouterr().err
     assert names(tmp_path) == {"models", "own"}
+
+
+def test_heads_inside_the_checkpoint_are_not_left_out_in_silence(tmp_path: Path, capsys: Capture) -> None:
+    whole = write_checkpoint(tmp_path / "whole", exact_model(), medusa_num_heads=SLOTS)
+    assert run(["export", str(whole), str(tmp_path / "bundle"), "--opset", "7"]) == USAGE
+    assert "the checkpoint's heads are not used: add --method medusa" in capsys.readouterr().err
 
 
 def test_an_adapter_inside_the_checkpoint_is_used_if_it_is_named_or_its_method(tmp_path: Path, capsys: Capture) -> None:

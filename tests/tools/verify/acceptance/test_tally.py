@@ -45,6 +45,13 @@ def test_a_mask_slot_after_a_wrong_one_saves_no_step() -> None:
     assert count_steps(correct_predictions(found, answer), 2) == 4
 
 
+def test_acceptance_is_counted_by_depth() -> None:
+    tally = Tally(2)
+    found = np.array([[5, 6, 0], [6, 7, 8], [7, 8, NO_PREDICTION], [8, NO_PREDICTION, NO_PREDICTION]])
+    tally.add(found, (5, 6, 7, 8), ended=False)  # 5 | 6 7 | 8: the second draft token of the second step is wrong
+    assert (tally.drafted, tally.accepted, tally.acceptance) == ([2, 1], [2, 0], [1.0, 0.0])
+
+
 def test_an_answer_of_one_token_takes_one_step_and_no_mask_slot_predicts() -> None:
     tally = Tally(3)
     tally.add(np.array([[5, NO_PREDICTION, NO_PREDICTION, NO_PREDICTION]]), (5,), ended=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class BaseIdentity:
 
     def check_weights(self, model: PreTrainedModel, dtype: Precision) -> None:
         """Raise if a model that was loaded in a data type has other weights."""
-        found, expected = weights_digest(model, dtype), self.weights[dtype]
+        found, expected = weights_digests(model, (dtype,))[dtype], self.weights[dtype]
         if found != expected:
             raise CheckpointError(
                 f"its weights in {dtype} have the digest {found[:12]}, the adapter was trained on {self.name} with "
@@ -59,8 +59,7 @@ class BaseIdentity:
 
 def identity_of(name: str, model: PreTrainedModel) -> BaseIdentity:
     """The identity of a model in float32, before anything is changed in it."""
-    weights: dict[str, str] = {dtype: weights_digest(model, dtype) for dtype in PRECISIONS}
-    return BaseIdentity(name, sizes_of(model.config), weights)
+    return BaseIdentity(name, sizes_of(model.config), weights_digests(model, PRECISIONS))
 
 
 def identity_from(field: JsonField) -> BaseIdentity:
@@ -77,12 +76,15 @@ def sizes_of(config: PreTrainedConfig) -> dict[str, int]:
     return {name: size for name, size in found.items() if isinstance(size, int)}
 
 
-def weights_digest(model: PreTrainedModel, dtype: Precision) -> str:
-    """SHA-256 of values of every weight tensor, rounded to a data type: equal for every file format of the same weights."""
-    digest = hashlib.sha256()
+def weights_digests(model: PreTrainedModel, dtypes: Sequence[Precision]) -> dict[str, str]:
+    """SHA-256 of values of every weight tensor, rounded to each of these data types.
+
+    They are equal for every file format of the same weights. Each tensor is read once."""
+    digests = {dtype: hashlib.sha256() for dtype in dtypes}
     for name, parameter in sorted(model.named_parameters()):
         flat = values_of(parameter).flatten()
-        values = flat[:: max(1, flat.numel() // _VALUES)].to("cpu", getattr(torch, dtype))
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        values = flat[:: max(1, flat.numel() // _VALUES)].to("cpu")
+        for dtype, digest in digests.items():
+            digest.update(f"{name} {tuple(parameter.shape)}".encode())
+            digest.update(values.to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy().tobytes())
+    return {dtype: digest.hexdigest() for dtype, digest in digests.items()}

@@ -17,6 +17,7 @@ from spaceport.exporter.draft_origin import is_origin
 from spaceport.exporter.embedding_rows import embedding_rows, embedding_tables
 from spaceport.exporter.provenance import provenance_of
 from spaceport.exporter.sar_config import read_sar_config
+from spaceport.graphs.streamed_weights import keep_values
 from spaceport.tools.adopt.given import SUBFOLDERS
 from spaceport.tools.adopt.peft_adapter import adapter_tensors
 from spaceport.tools.adopt.plan import Plan
@@ -29,7 +30,7 @@ def write_adopted(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
     if plan.peft is None:
         raise ValueError("the plan has no adapter: expected one of a method that writes")
     tensors, dtype = adapter_tensors(plan.peft)
-    model = load_model(checkpoint, "float32")
+    model = _base_model(checkpoint, folder)
     base = identity_of(checkpoint.folder.name, model)
     if plan.layout.noise is not None:
         _add_copies(checkpoint, model, list(plan.mask_tokens), plan.layout.noise.ids)
@@ -52,7 +53,7 @@ def write_adopted_heads(plan: Plan, checkpoint: Checkpoint, folder: Path) -> Non
     if plan.heads is None:
         raise ValueError("the plan has no heads: expected one of a method that writes them")
     tensors, dtype = heads_tensors(plan.heads)
-    model = load_model(checkpoint, "float32")
+    model = _base_model(checkpoint, folder)
     forks = _fork_entries(checkpoint)
     write_adapter_folder(
         folder,
@@ -67,6 +68,14 @@ def write_adopted_heads(plan: Plan, checkpoint: Checkpoint, folder: Path) -> Non
             plan.heads.config,
         ),
     )
+
+
+def _base_model(checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
+    """The base model in float32; its matrices except the embeddings stay in their files, if its checkpoint allows it."""
+    model = load_model(checkpoint, "float32", scratch=folder)
+    for table in embedding_rows(model):
+        keep_values(table)
+    return model
 
 
 def _origin(plan: Plan, published: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE
+from spaceport.exporter.base_identity import identity_of
 from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
@@ -175,6 +176,12 @@ def test_an_adapter_folder_says_how_it_drafts(idlm: Path, uno: Path) -> None:
     assert (entries["method"], entries["adapter"]) == ("uno", "uno/adapter")
     assert all(1 <= token < 300 for token in entries["noise"]["ids"])
     assert entries["mask_adapter"]["alpha"] == pytest.approx(24 * RANK**0.5)  # rsLoRA: alpha / sqrt(rank)
+
+
+def test_the_identity_of_a_base_model_does_not_depend_on_how_it_is_read(base: Path, uno: Path) -> None:
+    """Adopting reads its matrices one by one."""
+    whole = identity_of(base.name, load_model(open_checkpoint(base, TokenFlags()), "float32"))
+    assert json.loads((uno / BASE_FILE).read_text("utf-8"))["base"] == whole.as_dict()
 
 
 def test_noise_rows_are_copies_of_the_selected_rows(base: Path, uno: Path) -> None:

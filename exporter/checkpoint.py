@@ -9,44 +9,26 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from safetensors import SafetensorError
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.adapter import apply_adapter, read_adapter
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
-from spaceport.exporter.checkpoint_files import (
-    is_converted,
-    is_gguf,
-    load_with_own_attention,
-    require_checkpoint,
-)
-from spaceport.exporter.converted_checkpoint import (
-    ConvertedCheckpoint,
-    converted_config,
-    load_converted,
-    open_converted,
-)
+from spaceport.exporter.checkpoint_files import load_with_own_attention
+from spaceport.exporter.checkpoint_source import read_source, reason_of, template_of
+from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, load_converted
 from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.correction_factors import check_factors, read_factors
 from spaceport.exporter.draft_layout import read_draft_layout
 from spaceport.exporter.draft_origin import draft_origin
-from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
-from spaceport.exporter.gguf_file import GgufFile, read_gguf
-from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
+from spaceport.exporter.gguf_checkpoint import load_gguf_weights
+from spaceport.exporter.gguf_file import GgufFile
+from spaceport.exporter.gguf_tokenizer import gguf_tokenizer
 from spaceport.exporter.heads_file import HeadsConfig, apply_heads, read_heads
 from spaceport.exporter.input_rows_file import check_input_rows, read_input_rows
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
-from spaceport.exporter.sar_config import read_json, read_sar_config
+from spaceport.exporter.sar_config import read_sar_config
 from spaceport.exporter.special_tokens import TokenFlags as TokenFlags
 from spaceport.exporter.special_tokens import special_tokens
 from spaceport.exporter.streamed_checkpoint import load_streamed
@@ -84,24 +66,13 @@ class Checkpoint:
     draft_origin: dict[str, str]  # by which method it drafts, and with which published weights, as far as known
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What a folder or file holds besides weights and adapters."""
-
-    config: PreTrainedConfig
-    tokenizer: Any
-    generation: dict[str, Any]
-    gguf: GgufFile | None = None
-    converted: ConvertedCheckpoint | None = None
-
-
 def open_checkpoint(
     folder: Path, flags: TokenFlags, remote_code: bool = False, adapter: Path | None = None
 ) -> Checkpoint:
     """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
     mask_layout = read_draft_layout(adapter or folder).mask_layout  # raises for a layout that cannot be run
-    source = _open(folder, remote_code)
+    source = read_source(folder, remote_code)
     config, tokenizer, generation = source.config, source.tokenizer, source.generation
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
@@ -123,7 +94,7 @@ def open_checkpoint(
         mask_layout=mask_layout,
         fork_by_default=read_sar_config(adapter or folder).get("fork_by_default", True),
         tokenizer=backend.to_str(),
-        template=_template(tokenizer),
+        template=template_of(tokenizer),
         special_tokens={
             name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
         },
@@ -138,13 +109,6 @@ def open_checkpoint(
         converted=source.converted,
         draft_origin=draft_origin(adapter or folder, vocab_size, bool(flags.mask)),
     )
-
-
-def model_config(path: Path, remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a GGUF file's or a checkpoint folder's model; the folder may lack weights and tokenizer."""
-    if is_gguf(path):
-        return gguf_config(read_gguf(path))
-    return converted_config(path) if is_converted(path) and not remote_code else _config(path, remote_code)
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
@@ -173,7 +137,7 @@ def load_model(checkpoint: Checkpoint, dtype: Precision, scratch: Path | None = 
         raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
         raise CheckpointError(
-            f"{checkpoint.folder}: its weights cannot be loaded: {_reason(error)}: copy or download it again"
+            f"{checkpoint.folder}: its weights cannot be loaded: {reason_of(error)}: copy or download it again"
         ) from error
     lost = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if lost:
@@ -200,26 +164,6 @@ def load_model(checkpoint: Checkpoint, dtype: Precision, scratch: Path | None = 
     if checkpoint.heads is not None:
         apply_heads(model, owner, checkpoint.heads)
     return cast(PreTrainedModel, model.eval())
-
-
-def _open(folder: Path, remote_code: bool) -> _Source:
-    """Configuration, tokenizer and generation config of a GGUF file or of a checkpoint folder."""
-    if is_gguf(folder):
-        gguf = read_gguf(folder)
-        return _Source(gguf_config(gguf), gguf_tokenizer(gguf), {"eos_token_id": end_tokens(gguf)}, gguf=gguf)
-    require_checkpoint(folder)
-    if remote_code or not is_converted(folder):
-        return _Source(_config(folder, remote_code), _tokenizer(folder, remote_code), _generation(folder))
-    generation, converted = _generation(folder), open_converted(folder)
-    published = published_tokenizer(folder, converted.published_type, generation)
-    generation = {**generation, "eos_token_id": _with_published_ends(generation.get("eos_token_id"), published.end)}
-    return _Source(converted.config, published.tokenizer, generation, converted=converted)
-
-
-def _with_published_ends(named: Any, published: tuple[int, ...]) -> list[Any]:
-    """The end-of-text ids of a generation config, and those with which the original code ends an answer."""
-    own = named if isinstance(named, list) else [] if named is None else [named]
-    return list(dict.fromkeys([*own, *published]))
 
 
 @contextmanager
@@ -260,62 +204,3 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, scratch: Path | No
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported by name
     )
-
-
-def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
-    file = folder / "config.json"
-    content = read_json(file)
-    kind = content.get("model_type")
-    if not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not remote_code:
-        own_code = "it has its own code: use --trust-remote-code if you trust it"
-        raise CheckpointError(
-            f"{file}: architecture {kind!r} is not one that transformers {transformers.__version__} knows: "
-            + (
-                own_code
-                if "auto_map" in content
-                else "expected one such as llama, qwen3 or mistral, or a newer transformers"
-            )
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
-    except Exception as error:  # each model family raises its own exception types
-        raise CheckpointError(f"{file}: {_reason(error)}: expected a configuration of {kind!r}") from error
-    remote = remote_code and "AutoModelForCausalLM" in (content.get("auto_map") or {})
-    if config.is_encoder_decoder or (kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote):
-        raise CheckpointError(
-            f"{file}: {kind!r} is not a decoder-only causal language model: expected one such as llama, qwen3 or mistral"
-        )
-    return cast(PreTrainedConfig, config)
-
-
-def _generation(folder: Path) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    return read_json(file) if file.exists() else {}
-
-
-def _tokenizer(folder: Path, remote_code: bool) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise CheckpointError(
-            f"{folder}: its tokenizer cannot be read: {_reason(error)}: expected one as save_pretrained writes it"
-        ) from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise CheckpointError(
-            f"{folder}: {type(tokenizer).__name__} has no fast version: expected a tokenizer that can be saved as tokenizer.json"
-        )
-    return tokenizer
-
-
-def _template(tokenizer: Any) -> str | None:
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of a library's error message, or the first two if the first ends with a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
-    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not text else text

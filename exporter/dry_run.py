@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from spaceport.exporter.checkpoint import model_config
 from spaceport.exporter.checkpoint_files import (
     OWN_FILES,
     is_gguf,
     load_with_own_attention,
     refuse_sizes,
 )
+from spaceport.exporter.checkpoint_source import model_config
 from spaceport.exporter.draft_additions import DraftAdditions, add_without_values
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations
 from spaceport.exporter.sar_config import CheckpointError, read_json

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
@@ -20,21 +19,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from support.copied_checkpoint import copy_of_tiny
 from support.paths import TINY
-
-
-def copy_of_tiny(folder: Path, **changes: Any) -> Path:
-    """A copy of the tiny checkpoint with changes of its JSON files: name -> entries, or None to delete the file."""
-    quiet_libraries()
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("make.py", "README.md", "__pycache__"))
-    for name, entries in changes.items():
-        file = folder / f"{name}.json"
-        if entries is None:
-            file.unlink()
-        else:
-            content = json.loads(file.read_text("utf-8")) if file.exists() else {}
-            file.write_text(json.dumps({**content, **entries}), "utf-8")
-    return folder
 
 
 def test_a_bundle_has_the_data_of_its_checkpoint(tiny_bundle: Path) -> None:
@@ -167,25 +153,6 @@ def test_padding_and_truncation_of_the_tokenizer_are_not_exported(tmp_path: Path
     assert 0 not in found.encode("x").ids[1:]
 
 
-def test_a_slow_tokenizer_is_converted(tmp_path: Path) -> None:
-    import sentencepiece
-
-    folder = copy_of_tiny(tmp_path / "c", tokenizer=None, tokenizer_config=None, sar_config={"mask_tokens": [630]})
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"line {i} of a text with words such as scan and decode" for i in range(300)), "utf-8")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=120, model_type="bpe", byte_fallback=False,
-        bos_id=0, eos_id=1, unk_id=2, minloglevel=2,
-    )  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}), "utf-8")
-    found = open_checkpoint(folder, TokenFlags())
-    tokenizer = Tokenizer.from_str(found.tokenizer)
-    slow = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    sample = "decode a line of text"
-    assert tokenizer.encode(sample, add_special_tokens=False).ids == slow.encode(sample)
-    assert tokenizer.decode(slow.encode(sample)) == sample
-
-
 def test_token_ids_beyond_the_tokenizers_vocabulary_can_be_decoded(tiny_bundle: Path) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=64) as runtime:
         assert len(runtime.generate([639, 628, 5], Decoding(max_tokens=4)).tokens) == 4
@@ -242,12 +209,3 @@ def test_the_target_is_checked_before_the_checkpoint_is_loaded(tmp_path: Path) -
         export(TINY, tmp_path / "notes", ExportOptions(), overwrite=True, on_stage=stages.append)
     assert stages == []
     assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
-
-
-def test_a_word_level_tokenizer_is_exported(tmp_path: Path) -> None:
-    folder = copy_of_tiny(tmp_path / "c", sar_config={"mask_tokens": [630]})
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"unk_token": "[UNK]"}), "utf-8")
-    assert Tokenizer.from_str(open_checkpoint(folder, TokenFlags()).tokenizer).encode("a b c").ids == [0, 1, 2]

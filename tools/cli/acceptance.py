@@ -101,6 +101,8 @@ def command(
         conversations = read_conversations(data)[:limit]
         stage("reading the models' configurations")
         sources = [find_source(model, options) for model in models]
+        for source in sources:
+            check_lengths(source.max_seq_len, max_tokens)
         if len(sources) == 1:
             sources[0].require_drafts()
             require_slots(sources[0], max_mask_slots)
@@ -163,7 +165,7 @@ def measured_model(
     """The acceptance of a model, with the steps of prompt lookup if they are wanted."""
     stage(f"opening {source.path}")
     with source.open() as runtime:
-        check_lengths(runtime, max_tokens)
+        check_lengths(runtime.max_seq_len, max_tokens)
         samples, counts = samples_of(runtime, conversations, data)
         slots = min(max_mask_slots or source.draft_tokens, source.draft_tokens)
         found = measure(runtime, announced(samples, stage), max_tokens, slots)
@@ -176,12 +178,12 @@ def measured_model(
     return ModelAcceptance(str(source.path), *origin, len(samples), counts, found, steps)
 
 
-def check_lengths(runtime: Runtime, max_tokens: int) -> None:
-    """Raise if an answer of --max-tokens fills the whole context."""
-    if max_tokens >= runtime.max_seq_len:
+def check_lengths(max_seq_len: int | None, max_tokens: int) -> None:
+    """Raise if an answer of --max-tokens fills the whole context, as far as its length is known."""
+    if max_seq_len is not None and max_tokens >= max_seq_len:
         raise OptionFault(
-            f"--max-tokens is {max_tokens}, which leaves no tokens for the prompt in a context of {runtime.max_seq_len}: lower "
-            f"it, or raise --max-seq-len (at most {runtime.bundle.manifest.max_positions})"
+            f"--max-tokens is {max_tokens}, which leaves no tokens for the prompt in a context of {max_seq_len}: lower it, or "
+            "raise --max-seq-len if the model allows it"
         )
 
 

@@ -88,6 +88,8 @@ def test_errors_of_any_model_are_reported_before_the_first_is_measured(
             "--plot with several models: expected",
         ),
         ([tiny_bundle, TINY], ["--adapter", str(tmp_path)], USAGE, "--adapter with several models: expected one"),
+        ([tiny_bundle, tiny_bundle], ["--max-tokens", "1024"], USAGE, "leaves no tokens for the prompt in a context"),
+        ([tiny_bundle, tiny_bundle], ["--max-seq-len", "5000"], USAGE, "is 5000: expected 2 to 1024"),
         ([tiny_bundle, tiny_bundle], ["--max-mask-slots", "0"], USAGE, "--max-mask-slots is 0: expected at least 1"),
     ):
         assert run(["acceptance", *map(str, models), str(data), *options]) == code

@@ -10,6 +10,7 @@ from pathlib import Path
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.scheduling.capacity import seq_len
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat import render
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder_with
@@ -34,6 +35,7 @@ class ModelSource:
 
     path: Path
     draft_tokens: int  # maximum draft tokens from mask slots or heads; 0: neither
+    max_seq_len: int | None  # of its runtime; None: known once it is open
     open: Callable[[], AbstractContextManager[Runtime]]
 
     def require_drafts(self) -> None:
@@ -80,7 +82,7 @@ def _bundle(folder: Path, options: SourceOptions) -> ModelSource:
             require_signature=options.require_signature,
         )
 
-    return ModelSource(folder, manifest.max_draft_tokens, opened)
+    return ModelSource(folder, manifest.max_draft_tokens, seq_len(manifest, options.max_seq_len), opened)
 
 
 def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
@@ -103,7 +105,7 @@ def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
     def opened() -> AbstractContextManager[Runtime]:
         return checkpoint_runtime(checkpoint, options.max_seq_len, options.threads)
 
-    return ModelSource(folder, checkpoint.max_mask_slots or heads, opened)
+    return ModelSource(folder, checkpoint.max_mask_slots or heads, None, opened)
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.scheduling.capacity import seq_len
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.audit_report import AuditReport
@@ -63,10 +64,10 @@ def audit_bundle(
 def audit_bundles(
     bundles: Sequence[Path], prompt_file: Path, backend: str, options: AuditOptions, on_progress: Callable[[str], None]
 ) -> dict[Path, AuditReport]:
-    """The audits of several bundles over the same prompts, by bundle; all manifests are read before the first audit."""
+    """The audits of several bundles over the same prompts, by bundle; all manifests are checked before the first audit."""
     read_prompts(prompt_file)
     for bundle in bundles:
-        read_manifest(bundle, options.allow_links, options.require_signature)
+        seq_len(read_manifest(bundle, options.allow_links, options.require_signature), options.max_seq_len)
     found = {}
     for bundle in bundles:
         on_progress(f"auditing {bundle}")

@@ -19,17 +19,14 @@ from spaceport.exporter.checkpoint_files import (
 from spaceport.exporter.checkpoint_source import model_config
 from spaceport.exporter.draft_additions import DraftAdditions, add_without_values
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations
+from spaceport.exporter.export_memory import ExportMemory, export_memory, is_streamed
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.exporter.stored_bytes import stored_bytes
 from spaceport.exporter.to_onnx import check_opset
-from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import expected_signature, freeze_rotary
 from spaceport.graphs.traits import UnsupportedModel, class_name, probe, refuse_by_config
 
-# Peak memory of an export: libraries, plus the loaded model times a factor. See docs/dry_run.md for the measurements.
-LIBRARIES = 600_000_000
-PEAK_FACTOR = 2
 _GRAPH, _GRAPH_LAYER = 12_000, 6_000  # approximate bytes of model.onnx: in all, and per layer
 
 
@@ -46,7 +43,8 @@ class DryRun:
     parameters: int
     quantized: int  # parameters that would be quantized
     files: Mapping[str, int]  # bytes by name; only model.onnx.data is exact
-    peak: int  # bytes of memory that the export needs, an upper estimate
+    temporary: int  # bytes of files without a name that the export needs beside the bundle
+    memory: ExportMemory
     checked_headers: bool  # whether the headers of the weight files were compared with the configuration
 
     @property
@@ -65,7 +63,10 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     with torch.device("meta"), torch.no_grad():
         model, _ = load_with_own_attention(_without_values, config, dtype=getattr(torch, options.dtype))
     refuse_by_config(model.eval())
-    checked = not is_gguf(folder) and _check_headers(folder, model)
+    headers = {} if is_gguf(folder) else _weight_headers(folder)
+    checked = _check_headers(folder, model, headers)
+    streamed = is_streamed(folder, options.remote_code, model, headers)
+    base_parameters = sum(parameter.numel() for parameter in model.parameters())
     if additions is not None:
         with torch.device("meta"), torch.no_grad():
             add_without_values(model, additions)
@@ -95,7 +96,8 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
         parameters,
         stored.quantized,
         files,
-        LIBRARIES + PEAK_FACTOR * parameters * DTYPES[options.dtype].bytes,
+        stored.unnamed if streamed else 0,
+        export_memory(model, options.dtype, traits.layers, streamed, base_parameters),
         checked,
     )
 
@@ -132,8 +134,8 @@ def _refuse_additions(folder: Path) -> None:
             )
 
 
-def _check_headers(folder: Path, model: PreTrainedModel) -> bool:
-    """Compare the headers of safetensors files with the model; False if the folder has none that fit its names."""
+def _weight_headers(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a folder's weight files; empty if it has none."""
     index = folder / "model.safetensors.index.json"
     names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else []
     present = [folder / name for name in names if (folder / name).is_file()]
@@ -144,7 +146,11 @@ def _check_headers(folder: Path, model: PreTrainedModel) -> bool:
             "files of model.safetensors.index.json; download them"
         )
     single = folder / "model.safetensors"
-    shapes = _headers(present or ([single] if single.is_file() else []))
+    return _headers(present or ([single] if single.is_file() else []))
+
+
+def _check_headers(folder: Path, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Compare the headers of safetensors files with the model; False if none fits its names."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     common = expected.keys() & shapes.keys()
     if wrong := sorted(name for name in common if shapes[name] != expected[name]):

@@ -113,12 +113,14 @@ def report(found: DryRun, bundle: Path, run: RunMemory, gpu_memory: int | None) 
         "max_positions": found.max_positions,
         "checked_headers": found.checked_headers,
         "files": dict(found.files),
-        "export_memory": found.peak,
+        "export_memory": found.memory.total,
+        "export_streamed": found.memory.streamed,
+        "temporary_files": found.temporary,
         "machine": {"memory": memory, "free_disk": disk},
         "run": {**vars(run), "total": run.total},
         "fits": {
-            "export_memory": found.peak <= memory,
-            "disk": found.bundle <= disk,
+            "export_memory": found.memory.total <= memory,
+            "disk": found.bundle + found.temporary <= disk,
             **({} if gpu_memory is None else {"gpu": run.total <= gpu_memory}),
         },
     }
@@ -162,9 +164,12 @@ def show_report(
         ("TensorRT engine file (estimate)", size(run.engine)),
     ]
     show_table(f"Memory of a runtime with {where}", ("part", "size"), rows)
+    reads = "layer by layer" if found.memory.streamed else "model in memory"
+    written = "bundle and temporary files on the disk" if found.temporary else "bundle on the disk"
+    needed, needed_disk = size(found.memory.total), size(found.bundle + found.temporary)
     limits = [
-        ("memory of the export (estimate)", size(found.peak), size(machine["memory"]), _yes(fits["export_memory"])),
-        ("bundle on the disk", size(found.bundle), size(machine["free_disk"]), _yes(fits["disk"])),
+        (f"memory of the export, {reads} (estimate)", needed, size(machine["memory"]), _yes(fits["export_memory"])),
+        (written, needed_disk, size(machine["free_disk"]), _yes(fits["disk"])),
     ]
     if gpu_memory is not None:
         limits.append(("runtime on the GPU", size(run.total), size(gpu_memory), _yes(fits["gpu"])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -14,9 +14,10 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from spaceport.exporter.checkpoint_files import load_with_own_attention
+from spaceport.exporter.returned_memory import return_large_arrays
 from spaceport.exporter.sar_config import read_json
 from spaceport.graphs.layer_outputs import decoder_layers
-from spaceport.graphs.streamed_weights import Streamed, placeholder, read_when_called, stream
+from spaceport.graphs.streamed_weights import Parts, Streamed, in_parts, placeholder, read_when_called, stream
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -28,9 +29,10 @@ class _Stored:
     file: Path
     name: str
 
-    def rows(self, rows: slice) -> Tensor:
+    def parts(self) -> Parts:
         with safe_open(self.file, "pt") as opened:
-            return cast(Tensor, opened.get_slice(self.name)[rows])
+            stored = opened.get_slice(self.name)
+            yield from in_parts(stored.get_shape(), stored.__getitem__)
 
 
 def load_streamed(
@@ -43,6 +45,7 @@ def load_streamed(
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not files or not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
+    return_large_arrays()
     state, stored = _state(files, dtype)
     model, report = load_with_own_attention(
         kind.from_pretrained,
@@ -58,7 +61,7 @@ def load_streamed(
     if any(parameter.dtype != dtype or parameter.data_ptr() not in sources for parameter in parameters):
         return None
     for parameter in parameters:
-        stream(parameter, Streamed(sources[parameter.data_ptr()].rows, scratch))
+        stream(parameter, Streamed(sources[parameter.data_ptr()].parts, scratch))
     model.generation_config = _generation_config(folder)
     layers = int(config.get_text_config().num_hidden_layers)
     read_when_called(model, decoder_layers(model, layers))

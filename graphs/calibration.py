@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,80 +137,86 @@ def _quantization_error(weight: Tensor) -> Tensor:
     return codes.float() * scale[:, None] - weight
 
 
-class _InputStatistics:
-    """Running statistics of the activations that some modules share."""
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """Statistics of the input of some modules, of one text."""
 
-    def __init__(self) -> None:
-        self._norm_bound: Tensor | None = None
-        self._channel_max: list[Tensor] = []
-        self._squares: list[Tensor] = []
-        self._row_rms: list[Tensor] = []
+    states: weakref.ref[Tensor]  # the input itself is in memory only while its layer runs
+    channel_max: Tensor
+    squares: Tensor  # of each channel, summed over normalized rows
+    row_rms: Tensor
+    norm_bound: Tensor | None
 
-    def add(self, states: Tensor, norm_bound: Tensor | None) -> None:
+    @staticmethod
+    def of(states: Tensor, norm_bound: Tensor | None) -> _Measured:
         rows = states.detach().flatten(0, -2).float()
-        self._norm_bound = norm_bound
         row_rms = rows.square().mean(dim=-1).sqrt()
-        self._channel_max.append(rows.abs().amax(dim=0))
         # Each row has the same weight: without normalization, one row that is 1000 times as large would decide alone.
-        self._squares.append((rows / row_rms.clamp(min=1e-12)[:, None]).square().sum(dim=0))
-        self._row_rms.append(row_rms)
+        squares = (rows / row_rms.clamp(min=1e-12)[:, None]).square().sum(dim=0)
+        return _Measured(weakref.ref(states), rows.abs().amax(dim=0), squares, row_rms, norm_bound)
 
-    def shared_input(self, names: tuple[str, ...]) -> _SharedInput:
-        row_rms = torch.cat(self._row_rms)
-        channel_rms = (torch.stack(self._squares).sum(dim=0) / row_rms.numel()).sqrt()
-        channel_max = torch.stack(self._channel_max).amax(dim=0)
-        return _SharedInput(names, channel_max, channel_rms, float(row_rms.median()), self._norm_bound)
+
+def _shared_input(names: tuple[str, ...], texts: Sequence[_Measured]) -> _SharedInput:
+    row_rms = torch.cat([text.row_rms for text in texts])
+    channel_rms = (torch.stack([text.squares for text in texts]).sum(dim=0) / row_rms.numel()).sqrt()
+    channel_max = torch.stack([text.channel_max for text in texts]).amax(dim=0)
+    return _SharedInput(names, channel_max, channel_rms, float(row_rms.median()), texts[-1].norm_bound)
 
 
 def _shared_inputs(
     model: PreTrainedModel, modules: Mapping[str, nn.Linear], texts: Sequence[Tensor]
 ) -> list[_SharedInput]:
     """The groups of modules that receive the same activations on these texts, with statistics."""
-    statistics: dict[tuple[str, ...], _InputStatistics] = {}
+    statistics: dict[tuple[str, ...], list[_Measured]] = {}
     for text in texts:
-        with _recorded(model, modules) as (inputs, norm_outputs), head_logits(model), torch.no_grad():
+        with _measured(model, modules) as inputs, head_logits(model), torch.no_grad():
             model(input_ids=text, use_cache=False)
         groups: dict[int, list[str]] = {}
-        for name, states in inputs.items():
-            groups.setdefault(id(states), []).append(name)
+        for name, measured in inputs.items():
+            groups.setdefault(id(measured), []).append(name)
         for names in map(tuple, groups.values()):
-            states = inputs[names[0]]
-            bound = norm_outputs.get(id(states), (states, None))[1]
-            statistics.setdefault(names, _InputStatistics()).add(states, bound)
+            statistics.setdefault(names, []).append(inputs[names[0]])
     found, assigned = [], set[str]()
-    for names, entry in statistics.items():
+    for names, measured_texts in statistics.items():
         # a text may reach an expert that another text does not reach, so groups can overlap
         remaining = tuple(name for name in names if name not in assigned)
         if remaining:
-            found.append(entry.shared_input(remaining))
+            found.append(_shared_input(remaining, measured_texts))
             assigned.update(remaining)
     return found
 
 
 @contextmanager
-def _recorded(
-    model: PreTrainedModel, modules: Mapping[str, nn.Linear]
-) -> Iterator[tuple[dict[str, Tensor], dict[int, tuple[Tensor, Tensor | None]]]]:
-    """Record activations while the model runs: the modules' inputs by name, and by `id` of the tensor each norm's
-    output with the bound of its channels."""
-    inputs: dict[str, Tensor] = {}
-    norm_outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
+def _measured(model: PreTrainedModel, modules: Mapping[str, nn.Linear]) -> Iterator[dict[str, _Measured]]:
+    """Measure the modules' inputs while the model runs, by name; modules with the same input have the same statistics."""
+    inputs: dict[str, _Measured] = {}
+    known: dict[int, _Measured] = {}  # by `id` of the input, which may be that of another tensor later
+    bounds: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}  # of the outputs of norms, by their `id`
 
-    def record_input(name: str) -> Any:
-        return lambda module, arguments: inputs.__setitem__(name, arguments[0])
+    def measure_input(name: str) -> Any:
+        def measure(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            states = arguments[0]
+            found = known.get(id(states))
+            if found is None or found.states() is not states:
+                normed, bound = bounds.get(id(states), (None, None))
+                found = _Measured.of(states, bound if normed is not None and normed() is states else None)
+                known[id(states)] = found
+            inputs[name] = found
 
-    def record_norm(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        return measure
+
+    def measure_norm(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):
-            norm_outputs[id(output)] = (output, _norm_bound(module, arguments[0], output))
+            bounds[id(output)] = (weakref.ref(output), _norm_bound(module, arguments[0], output))
 
-    handles = [module.register_forward_pre_hook(record_input(name)) for name, module in modules.items()]
+    handles = [module.register_forward_pre_hook(measure_input(name)) for name, module in modules.items()]
     handles += [
-        module.register_forward_hook(record_norm)
+        module.register_forward_hook(measure_norm)
         for module in model.modules()
         if isinstance(getattr(module, "weight", None), Tensor) and cast(Tensor, module.weight).dim() == 1
     ]
     try:
-        yield inputs, norm_outputs
+        yield inputs
     finally:
         for handle in handles:
             handle.remove()

@@ -23,7 +23,6 @@ LIMB_BASE = 256  # steps of the low limb per step of the high limb; a power of t
 ZERO_POINT = 128  # activations are stored as uint8 with this zero point
 EPSILON = 1e-30  # added to the size of a row, so that a row of zeros can be divided by it
 _SCALE_FACTORS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75)  # tried, relative to the scale that clips nothing
-_SEARCH_CHUNK = 1 << 18  # weights whose scales are searched together: the arrays stay in the CPU's caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +111,10 @@ def row_scales(weight: Tensor) -> Tensor:
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Int8 codes of a matrix, and one scale per row that clips nothing."""
-    parts = [(codes_of(rows, scale := row_scales(rows)), scale) for _, rows in rows_of(weight, _SEARCH_CHUNK)]
-    codes, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
+    codes, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+    for rows, values in rows_of(weight):
+        scales[rows] = row_scales(values)
+        codes[rows] = codes_of(values, scales[rows])
     return codes, scales
 
 
@@ -131,7 +132,7 @@ def best_scales(weight: Tensor, channel_rms: Tensor, smoothing: Tensor | None = 
     """
     found = []
     sizes = channel_rms if smoothing is None else channel_rms / smoothing
-    for _, values in rows_of(weight, _SEARCH_CHUNK):
+    for _, values in rows_of(weight):
         rows = _smoothed(values, smoothing)
         unclipped = row_scales(rows)
         best, least = unclipped, torch.full_like(unclipped, torch.inf)
@@ -149,13 +150,12 @@ def _smoothed(weight: Tensor, smoothing: Tensor | None) -> Tensor:
 
 def quantize_linear(weight: Tensor, scales: LinearScales) -> IntegerLinear:
     """The int8 form of a linear layer's weight (outputs x inputs)."""
-    parts = []
-    for rows, values in rows_of(weight, _SEARCH_CHUNK):
+    codes, scale = torch.empty(weight.shape[::-1], dtype=torch.int8), torch.empty(len(weight))
+    for rows, values in rows_of(weight):
         smoothed = _smoothed(values, scales.input.smoothing)
-        scale = row_scales(smoothed) if scales.weight is None else scales.weight[rows]
-        parts.append((codes_of(smoothed, scale), scale))
-    codes, scale = (torch.cat(kind) for kind in zip(*parts, strict=True))
-    return IntegerLinear(codes.T.contiguous(), scale, scales.input)
+        scale[rows] = row_scales(smoothed) if scales.weight is None else scales.weight[rows]
+        codes[:, rows] = codes_of(smoothed, scale[rows]).T
+    return IntegerLinear(codes, scale, scales.input)
 
 
 def fake_quantize(states: Tensor, scale: InputScale, limbs: int) -> tuple[Tensor, int]:

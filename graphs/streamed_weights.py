@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -14,18 +16,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _ATTRIBUTE = "streamed"  # of a parameter
-_CHUNK = 1 << 22  # values that are read together: 16 MB in float32
+# Values of a parameter that are read or computed together: the arrays stay in the CPU's caches. Larger ones would leave
+# gaps in the memory that the process does not return.
+_PART = 1 << 18
 _ALIGNMENT = 64  # bytes, as of a tensor that PyTorch allocates
 
 # Some values of a parameter: those with these indices of its first axis, in any type.
 ReadRows = Callable[[slice], Tensor]
+Parts = Iterator[tuple[slice, Tensor]]  # indices of the first axis in order, and the values there
 
 
 @dataclass(frozen=True)
 class Streamed:
     """Where the values of a parameter come from."""
 
-    rows: ReadRows
+    parts: Callable[[], Parts]  # in any type
     folder: Path  # for what is computed from them
 
 
@@ -61,13 +66,20 @@ def transposed_values_of(parameter: Tensor) -> Tensor:
     return values
 
 
-def rows_of(parameter: Tensor, chunk: int = _CHUNK) -> Iterator[tuple[slice, Tensor]]:
-    """The values of a parameter in parts of about `chunk` values, read if it is streamed."""
+def rows_of(parameter: Tensor) -> Parts:
+    """The values of a parameter in parts, read if it is streamed."""
     source = source_of(parameter)
-    for outer in _chunks(parameter, _CHUNK):
-        values = parameter.detach()[outer] if source is None else source.rows(outer).to(parameter.dtype)
-        for inner in _chunks(values, chunk):
-            yield slice(outer.start + inner.start, outer.start + inner.stop), values[inner]
+    if source is None:
+        return in_parts(parameter.shape, parameter.detach().__getitem__)
+    return ((rows, part.to(parameter.dtype)) for rows, part in source.parts())
+
+
+def in_parts(shape: Sequence[int], read: ReadRows) -> Parts:
+    """The values of a parameter of this shape in parts of about 262,144."""
+    step = max(1, _PART // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        rows = slice(start, min(start + step, shape[0]))
+        yield rows, read(rows)
 
 
 def keep_values(parameter: Tensor) -> None:
@@ -82,10 +94,10 @@ def replace_values(parameter: Tensor, compute: ReadRows) -> None:
     """Replace the values of a parameter; those of a streamed parameter are computed whenever they are needed."""
     source = source_of(parameter)
     if source is not None:
-        stream(parameter, Streamed(compute, source.folder))
+        stream(parameter, Streamed(partial(in_parts, parameter.shape, compute), source.folder))
         return
-    for rows in _chunks(parameter, _CHUNK):
-        parameter.data[rows] = compute(rows)
+    for rows, values in in_parts(parameter.shape, compute):
+        parameter.data[rows] = values
 
 
 def copy_of(parameter: Tensor) -> nn.Parameter:
@@ -180,12 +192,6 @@ def _size(parameter: Tensor) -> int:
 def _read_into(parameter: Tensor, memory: Tensor) -> Tensor:
     source = source_of(parameter)
     assert source is not None
-    for rows in _chunks(parameter, _CHUNK):
-        memory[rows] = source.rows(rows)
+    for rows, part in source.parts():
+        memory[rows] = part
     return memory
-
-
-def _chunks(parameter: Tensor, chunk: int) -> Iterator[slice]:
-    """The indices of the first axis in parts of about `chunk` values."""
-    step = max(1, chunk // max(1, parameter[:1].numel()))
-    return (slice(start, min(start + step, len(parameter))) for start in range(0, len(parameter), step))

@@ -28,7 +28,6 @@ _FLOAT8_LARGEST = torch.finfo(_FLOAT8).max
 # Scales that are tried, relative to the one that clips nothing: where few weights of a block are large, a smaller scale
 # is better for all others.
 _SCALE_FACTORS = tuple(1 - 0.04 * step for step in range(11))
-_SEARCH_CHUNK = 1 << 18  # weights whose scales are searched together: the arrays stay in the CPU's caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +112,14 @@ def quantize_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> 
     block = next((block for block in blocks if weight.shape[1] % block == 0), None) if weights == "int4" else None
     if weights == "int4" and block is None:
         return None
-    parts = [_quantized_rows(rows, weights, block) for _, rows in rows_of(weight, _SEARCH_CHUNK)]
-    codes, scale = map(torch.cat, zip(*parts, strict=True))
-    stored_scale = scale if block is None else scale.T.contiguous()
-    return QuantizedWeight(stored_beside(weight, codes.T.contiguous()), stored_beside(weight, stored_scale), block)
+    outputs, inputs = weight.shape
+    codes = torch.empty((inputs, outputs), dtype=_FLOAT8 if weights == "float8" else torch.int8)
+    scale = torch.empty(outputs if block is None else (inputs // block, outputs), dtype=weight.dtype)
+    for rows, values in rows_of(weight):
+        some_codes, some_scales = _quantized_rows(values, weights, block)
+        codes[:, rows] = some_codes.T
+        scale[..., rows] = some_scales if block is None else some_scales.T
+    return QuantizedWeight(stored_beside(weight, codes), stored_beside(weight, scale), block)
 
 
 def _quantized_rows(rows: Tensor, weights: Weights, block: int | None) -> tuple[Tensor, Tensor]:

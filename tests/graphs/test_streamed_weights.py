@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from spaceport.graphs.layer_outputs import decoder_layers
 from spaceport.graphs.streamed_weights import (
     Streamed,
     copy_of,
+    in_parts,
     keep_values,
     on_disk,
     placeholder,
@@ -27,10 +29,15 @@ from spaceport.graphs.streamed_weights import (
 from spaceport.graphs.traits import UnsupportedModel
 
 
+def source_with(values: Tensor, folder: Path) -> Streamed:
+    """A source of these values."""
+    return Streamed(partial(in_parts, values.shape, values.clone().__getitem__), folder)
+
+
 def parameter(values: Tensor, folder: Path) -> nn.Parameter:
     """A streamed parameter with these values."""
     found = nn.Parameter(values.clone(), requires_grad=False)
-    stream(found, Streamed(values.clone().__getitem__, folder))
+    stream(found, source_with(values, folder))
     return found
 
 
@@ -51,7 +58,7 @@ def small_model() -> LlamaForCausalLM:
 def streamed_model(folder: Path) -> LlamaForCausalLM:
     model = small_model()
     for tensor in [tensor for tensor in model.parameters() if tensor.dim() > 1]:
-        stream(tensor, Streamed(tensor.detach().clone().__getitem__, folder))
+        stream(tensor, source_with(tensor.detach(), folder))
     return model
 
 
@@ -103,7 +110,7 @@ def test_a_layer_computes_the_same_inside_another_module_and_without_its_model(t
         one.model.norm.register_forward_hook(
             lambda module, arguments, output, owner=one.model: output * owner.gain[2, 4]
         )
-    stream(model.model.gain, Streamed(torch.full((3, 5), 2.0).__getitem__, tmp_path))
+    stream(model.model.gain, source_with(torch.full((3, 5), 2.0), tmp_path))
     read_when_called(model, decoder_layers(model, 3))
     ids = torch.arange(10)[None]
     for _ in range(2):
@@ -112,14 +119,14 @@ def test_a_layer_computes_the_same_inside_another_module_and_without_its_model(t
     assert torch.equal(model.lm_head(hidden), plain.lm_head(hidden))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
-def test_the_parts_of_a_parameter_are_its_rows_in_order(chunk: int, tmp_path: Path) -> None:
-    values = torch.arange(110.0).reshape(11, 5, 2)
+@pytest.mark.parametrize("shape", [(5, 1 << 18), (5, 1 << 17), (1000, 1000), (7, 3, 1 << 16), (1, 1)])
+def test_the_parts_of_a_parameter_are_its_rows_in_order(shape: tuple[int, ...], tmp_path: Path) -> None:
+    values = torch.rand(shape)
     for tensor in (parameter(values, tmp_path), values):
-        parts = list(rows_of(tensor, chunk))
+        parts = list(rows_of(tensor))
         assert torch.equal(torch.cat([part for _, part in parts]), values)
         assert all(torch.equal(values[rows], part) for rows, part in parts)
-        assert max(part.numel() for _, part in parts) <= max(chunk, 10)
+        assert max(part.numel() for _, part in parts) <= max(1 << 18, values[0].numel())
 
 
 def test_transposed_values_are_those_of_the_parameter(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.graphs.calibration import calibrate, calibration_texts
-from spaceport.graphs.int8 import InputScale
+from spaceport.graphs.int8 import InputScale, quantize_linear
 from spaceport.graphs.quantize import integer_modules
 from support.families import FAMILIES, build
 from support.paths import TINY
@@ -118,3 +119,43 @@ def test_calibration_texts_stay_within_the_positions_of_the_model() -> None:
     texts = calibration_texts(model, (torch.arange(positions + 40)[None] % 60,))
     assert [text.shape[1] <= positions for text in texts] == [True, True]
     assert texts[1].shape[1] > 40
+
+
+def test_calibrating_and_quantizing_in_parts_gives_the_same_result(
+    tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, modules = calibration_texts(tiny), integer_modules(tiny)
+    whole = calibrate(tiny, modules, texts, 2, frozenset())
+    layers = {name: quantize_linear(module.weight, whole[name]) for name, module in modules.items()}
+    monkeypatch.setattr("spaceport.graphs.streamed_weights._PART", 500)
+    parts = calibrate(tiny, modules, texts, 2, frozenset())
+    assert any(scale.input.smoothing is not None for scale in parts.values())
+    for name, module in modules.items():
+        assert (parts[name].input.clip, str(parts[name])) == (whole[name].input.clip, str(whole[name]))
+        in_parts = quantize_linear(module.weight, parts[name])
+        assert torch.equal(in_parts.codes, layers[name].codes)
+        assert torch.equal(in_parts.scale, layers[name].scale)
+
+
+def test_a_tensor_at_the_address_of_a_freed_one_is_another_input() -> None:
+    """Python gives the `id` of a freed tensor to the next one; the two layers then do not share a scale."""
+    torch.manual_seed(0)
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(4)])
+
+        def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
+            states = torch.ones(1, input_ids.shape[1], 8)
+            for layer in self.layers:
+                states = layer(states) * 2
+            return states
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.layers[3]
+
+    model: Any = Chain()
+    modules = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
+    found = calibrate(model, modules, [torch.zeros(1, 5, dtype=torch.long)], 1, frozenset())
+    assert len({id(scale.input) for scale in found.values()}) == 4

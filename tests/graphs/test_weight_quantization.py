@@ -118,12 +118,13 @@ def test_the_block_size_divides_the_number_of_inputs(lowering: Lowering, inputs:
     assert (None if found is None else found.block) == block
 
 
-def test_searching_scales_in_chunks_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
+def test_searching_scales_in_parts_gives_the_same_result(kind: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
-    whole = quantized(weight, "int4")
-    monkeypatch.setattr("spaceport.graphs.weight_quantization._SEARCH_CHUNK", 128)
-    parts = quantized(weight, "int4")
-    assert torch.equal(whole.codes, parts.codes)
+    whole = quantized(weight, kind)
+    monkeypatch.setattr("spaceport.graphs.streamed_weights._PART", 128)
+    parts = quantized(weight, kind)
+    assert torch.equal(whole.codes.float(), parts.codes.float())
     assert torch.equal(whole.scale, parts.scale)
 
 

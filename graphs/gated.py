@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.low_rank import low_rank_linear
+from spaceport.graphs.mask_gate import Gate, gate_of
 from spaceport.graphs.tensor_names import different_names
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
@@ -32,56 +32,6 @@ class Adapter:
     rank: int
     alpha: float  # the output of an adapter is scaled by alpha / rank
     targets: tuple[str, ...]  # names of the linear modules with an adapter, or the ends of their names, such as q_proj
-
-
-class Gate:
-    """The mask rows of the current call; all adapters of a model share one gate."""
-
-    def __init__(self, mask_ids: Sequence[int]) -> None:
-        self.mask_ids = tuple(dict.fromkeys(mask_ids))
-        self.rows: Tensor | None = None  # B x T x 1, True = mask row; None outside of calls
-        self.uniform: bool | None = None  # True: all rows are mask rows; False: none is; None: as the input ids say
-
-    def open(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Forward pre-hook of a model: find the mask rows in its input ids."""
-        ids = named.get("input_ids", arguments[0] if arguments else None)
-        if not isinstance(ids, Tensor):
-            raise ValueError(
-                f"{type(module).__name__} was called without input_ids: expected input_ids, to find the mask rows"
-            )
-        self.rows = reduce(torch.logical_or, (ids == token for token in self.mask_ids))[..., None]
-
-    def close(self, module: nn.Module, arguments: tuple[Any, ...], output: object) -> None:
-        """Forward hook of a model: forget the mask rows of the call."""
-        self.rows = None
-
-    def rows_for(self, states: Tensor) -> Tensor:
-        """The mask rows in the shape of a module's input: B x T x 1, or B * T x 1."""
-        if self.rows is None:
-            raise RuntimeError(
-                "a gated module was called while its model does not run: call the model with input_ids; "
-                "for gradient checkpointing use checkpoint_layers"
-            )
-        return self.rows if states.dim() == self.rows.dim() else self.rows.flatten(0, 1)
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts for torch's gradient checkpointing: recompute with the mask rows of the original forward pass."""
-        return nullcontext(), _Recomputation(self, self.rows)
-
-
-class _Recomputation(AbstractContextManager[None]):
-    """A gate set to the mask rows of an earlier forward pass."""
-
-    def __init__(self, gate: Gate, rows: Tensor | None) -> None:
-        self._gate = gate
-        self._rows = rows
-        self._previous: Tensor | None = None
-
-    def __enter__(self) -> None:
-        self._previous, self._gate.rows = self._gate.rows, self._rows
-
-    def __exit__(self, *raised: object) -> None:
-        self._gate.rows = self._previous
 
 
 def _identity(states: Tensor) -> Tensor:
@@ -129,13 +79,9 @@ def gate_model(
         raise UnsupportedModel(f"{class_name(model)} has no mask token: an adapter for mask rows needs at least one")
     found = _linear_modules(model, targets)
     expanded = _expanded(found, _inside_layers(model))
-    gate = Gate(mask_ids)
+    gate = gate_of(model, mask_ids)
     for name, module in found.items():
         model.set_submodule(name, GatedLinear(module, gate, rank, alpha / rank))
-    # The base model is hooked as well: callers may run it alone, for hidden states without logits.
-    for caller in dict.fromkeys((model, model.base_model)):
-        caller.register_forward_pre_hook(gate.open, with_kwargs=True)
-        caller.register_forward_hook(gate.close)
     return Adapter(rank, alpha, expanded)
 
 

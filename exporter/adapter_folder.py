@@ -1,4 +1,4 @@
-"""Adapter folder: an adapter for mask rows or draft heads, without the weights of their base model."""
+"""Adapter folder: an adapter or a prefix for mask rows, or draft heads, without the weights of their base model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,24 @@ from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
 from spaceport.exporter.checkpoint_files import require_adapter_folder
 from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.heads_file import HeadsConfig, write_heads
+from spaceport.exporter.preloaded_slots_file import write_preloaded_slots
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, is_id, read_json, read_sar_config, write_sar_config
 from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.gated import Adapter
+from spaceport.graphs.preloaded_slots import PreloadedSlots
 
 EMBEDDINGS_FILE = "token_embeddings.safetensors"  # rows of the special tokens and of padding
 
 _SCHEMA = 1
 _IDS = "ids"  # tensor with the token id of each row
 _ADVICE = "copy the adapter folder again, or train it again with `spaceport tune --adapter-only`"
+_DRAFTING = (
+    "mask_adapter",
+    "heads",
+    "prefix",
+)  # entries of sar_config.json, of which an adapter folder has at least one
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class TrainedAdapter:
     sar_config: Mapping[str, Any]
     dtype: torch.dtype | None = None  # of the stored tensors; None: float16 where its range allows it, else float32
     heads: HeadsConfig | None = None  # instead of an adapter
+    preloaded: PreloadedSlots | None = None  # that mask rows see, with an adapter or without
 
 
 def read_adapter_folder(path: Path) -> AdapterFolder:
@@ -64,9 +72,9 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
     content.entry("schema").one_of((_SCHEMA,))
     tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}
     config = read_sar_config(path)
-    if config.get("mask_adapter") is None and config.get("heads") is None:
+    if all(config.get(name) is None for name in _DRAFTING):
         raise CheckpointError(
-            f"{path}: {SAR_FILE} has no mask_adapter and no heads: expected one of them in an adapter folder; {_ADVICE}"
+            f"{path}: {SAR_FILE} has none of {', '.join(_DRAFTING)}: expected one of them in an adapter folder; {_ADVICE}"
         )
     unknown = sorted(set(_named(config)) - tokens.keys())
     if unknown:
@@ -123,6 +131,8 @@ def write_adapter_folder(folder: Path, trained: TrainedAdapter) -> None:
         write_tensors(folder, tensors, trained.adapter)
     if trained.heads is not None:
         write_heads(folder, trained.heads, tensors)
+    if trained.preloaded is not None:
+        write_preloaded_slots(folder, trained.preloaded)
     content = {
         "schema": _SCHEMA,
         "base": trained.base.as_dict(),

@@ -26,6 +26,7 @@ from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.gguf_tokenizer import gguf_tokenizer
 from spaceport.exporter.heads_file import HeadsConfig, apply_heads, read_heads
 from spaceport.exporter.input_rows_file import check_input_rows, read_input_rows
+from spaceport.exporter.preloaded_slots_file import apply_preloaded_slots, read_preloaded_slots
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.exporter.sar_config import read_sar_config
@@ -38,6 +39,7 @@ from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
 from spaceport.graphs.input_rows import InputRows, use_input_rows
+from spaceport.graphs.preloaded_slots import PreloadedSlots
 from spaceport.graphs.streamed_weights import keep_values
 
 
@@ -60,6 +62,7 @@ class Checkpoint:
     adapter_folder: AdapterFolder | None  # with this adapter; None: it is in the checkpoint
     correction: Factors | None  # of the drafts of mask slots
     heads: HeadsConfig | None  # that draft instead of mask slots
+    preloaded: PreloadedSlots | None  # that only mask rows see
     input_rows: InputRows | None  # of tokens whose rows in the embedding table are for their logits only
     gguf: GgufFile | None  # None: a folder
     converted: ConvertedCheckpoint | None  # None: a family that transformers ships, or a GGUF file
@@ -71,7 +74,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
-    mask_layout = read_draft_layout(adapter or folder).mask_layout  # raises for a layout that cannot be run
+    mask_layout = read_draft_layout(adapter or folder).mask_layout
     source = read_source(folder, remote_code)
     config, tokenizer, generation = source.config, source.tokenizer, source.generation
     backend = tokenizer.backend_tokenizer
@@ -104,6 +107,7 @@ def open_checkpoint(
         adapter_folder=added,
         correction=read_factors(adapter or folder),
         heads=read_heads(adapter or folder, tokens),
+        preloaded=read_preloaded_slots(adapter or folder, config, tokens),
         input_rows=read_input_rows(adapter or folder),
         gguf=source.gguf,
         converted=source.converted,
@@ -163,6 +167,8 @@ def load_model(checkpoint: Checkpoint, dtype: Precision, scratch: Path | None = 
         apply_adapter(model, owner, checkpoint.tokens.mask, checkpoint.adapter)
     if checkpoint.heads is not None:
         apply_heads(model, owner, checkpoint.heads)
+    if checkpoint.preloaded is not None:
+        apply_preloaded_slots(model, owner, checkpoint.tokens, checkpoint.preloaded)
     return cast(PreTrainedModel, model.eval())
 
 
@@ -177,7 +183,7 @@ def _naming(folder: Path) -> Iterator[None]:
 
 def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
     entries = read_sar_config(base) if base.is_dir() else {}
-    for name, what in (("mask_adapter", "a mask adapter"), ("heads", "heads")):
+    for name, what in (("mask_adapter", "a mask adapter"), ("heads", "heads"), ("prefix", "a prefix")):
         if entries.get(name) is not None:
             raise CheckpointError(f"{base}: has {what} already: expected its base model, to add that in {adapter}")
     return read_adapter_folder(adapter)

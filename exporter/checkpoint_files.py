@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_json, read_sar_config
 
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
 _LIMITS = {
@@ -22,7 +22,7 @@ ADAPTER_FILE = "mask_adapter.safetensors"
 FACTORS_FILE = "draft_correction.safetensors"
 INPUT_ROWS_FILE = "input_rows.safetensors"
 HEADS_FILE = "draft_heads.safetensors"
-OWN_FILES = (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE, HEADS_FILE)
+_OWN_FILES = (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE, HEADS_FILE)
 BASE_FILE = "base.json"  # of an adapter folder
 
 _TOKENIZERS = (
@@ -43,6 +43,25 @@ def is_gguf(path: Path) -> bool:
 def is_converted(folder: Path) -> bool:
     """Whether a folder has a published checkpoint that is loaded as one of another family."""
     return read_json(folder / "config.json").get("model_type") in CONVERTED_TYPES
+
+
+def own_files(folder: Path) -> tuple[Path, ...]:
+    """The files beside the weights of a checkpoint folder that it has, or that its sar_config.json names."""
+    prefix = prefix_file(folder)
+    present = (file for name in _OWN_FILES if (file := folder / name).exists())
+    return (*present, *(() if prefix is None else (prefix,)))
+
+
+def prefix_file(folder: Path) -> Path | None:
+    """The file with key/value pairs for mask rows that a folder's sar_config.json names; None if it names none."""
+    name = read_sar_config(folder).get("prefix")
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".safetensors":
+        raise CheckpointError(
+            f"{folder / SAR_FILE}: prefix is {name!r}: expected the name of a safetensors file in this folder, or null"
+        )
+    return folder / name
 
 
 def require_checkpoint(path: Path) -> None:
@@ -111,12 +130,14 @@ def load_with_own_attention(load: Callable[..., Any], *arguments: Any, **options
 
 def converted_weights(folder: Path) -> tuple[Path, ...]:
     """The weight files of a checkpoint that is converted: its safetensors files, otherwise the pickles of its model."""
-    found = tuple(file for file in sorted(folder.glob("*.safetensors")) if file.name not in OWN_FILES)
+    own = own_files(folder)
+    found = tuple(file for file in sorted(folder.glob("*.safetensors")) if file not in own)
     return found or tuple(sorted(folder.glob("pytorch_model*.bin")))
 
 
 def _require_weights(folder: Path) -> None:
-    if any(file.name not in OWN_FILES for file in folder.glob("*.safetensors")):
+    own = own_files(folder)
+    if any(file not in own for file in folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(

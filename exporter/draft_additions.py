@@ -1,4 +1,4 @@
-"""Draft additions: the tensors that an adapter or heads add to a base model, by their sizes."""
+"""Draft additions: the tensors that an adapter, heads or preloaded slots add to a base model, by their sizes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from spaceport.exporter.heads_file import HeadsConfig
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.draft_heads import add_heads, expected_shapes
 from spaceport.graphs.gated import Adapter, gate_model
+from spaceport.graphs.preloaded_slots import PreloadedSlots, add_preloaded_slots
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class DraftAdditions:
     vocab_size: int  # embedding rows with those of new tokens
     adapter: Adapter | None
     heads: HeadsConfig | None
+    preloaded: tuple[int, ...] | None = None  # shape of the keys of preloaded slots, which is that of their values
 
 
 def added_by(checkpoint: Checkpoint) -> DraftAdditions:
@@ -35,10 +37,17 @@ def added_by(checkpoint: Checkpoint) -> DraftAdditions:
     for found, file in ((checkpoint.correction, FACTORS_FILE), (checkpoint.input_rows, INPUT_ROWS_FILE)):
         if found is not None:
             raise CheckpointError(
-                f"{folder.path / file}: has tensors that --dry-run does not count: expected an adapter or heads only; run it "
+                f"{folder.path / file}: has tensors that --dry-run does not count: expected an adapter, heads or preloaded slots only; run it "
                 "without --adapter"
             )
-    return DraftAdditions(checkpoint.tokens.mask, folder.vocab_size, checkpoint.adapter, checkpoint.heads)
+    slots = checkpoint.preloaded
+    return DraftAdditions(
+        checkpoint.tokens.mask,
+        folder.vocab_size,
+        checkpoint.adapter,
+        checkpoint.heads,
+        None if slots is None else tuple(slots.keys.shape),
+    )
 
 
 def add_without_values(model: PreTrainedModel, additions: DraftAdditions) -> None:
@@ -53,3 +62,6 @@ def add_without_values(model: PreTrainedModel, additions: DraftAdditions) -> Non
         shapes = expected_shapes(heads.count, heads.blocks, hidden_size, vocab_size)
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         add_heads(model, heads.count, heads.blocks, tensors)
+    if additions.preloaded is not None:
+        keys, values = (torch.empty(additions.preloaded, device="meta") for _ in range(2))
+        add_preloaded_slots(model, additions.mask_ids, PreloadedSlots(keys, values))

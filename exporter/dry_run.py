@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.checkpoint_files import (
-    OWN_FILES,
     is_gguf,
     load_with_own_attention,
+    own_files,
     refuse_sizes,
 )
 from spaceport.exporter.checkpoint_source import model_config
@@ -126,12 +126,11 @@ def _configuration(folder: Path, remote_code: bool) -> PreTrainedConfig:
 
 def _refuse_additions(folder: Path) -> None:
     """Raise for a checkpoint with tensors beside its model."""
-    for name in OWN_FILES:
-        if (folder / name).exists():
-            raise CheckpointError(
-                f"{folder / name}: has tensors beside the model, which --dry-run does not count: expected the base model; "
-                "run it on that folder"
-            )
+    for file in () if is_gguf(folder) else own_files(folder):
+        raise CheckpointError(
+            f"{file}: has tensors beside the model, which --dry-run does not count: expected the base model; "
+            "run it on that folder"
+        )
 
 
 def _weight_headers(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -212,6 +212,7 @@ def manifest_for(
         tokens=checkpoint.tokens,
         max_mask_slots=checkpoint.max_mask_slots,
         mask_layout=checkpoint.mask_layout,
+        preloaded_slots=0 if checkpoint.preloaded is None else checkpoint.preloaded.count,
         max_positions=traits.max_positions,
         model_type=str(checkpoint.config.model_type),
         parameters=parameters,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.onnx.ops import symbolic
 
 NAME = "spaceport"
+PRELOADED_SLOTS = "preloaded_slots"  # attribute of attention modules with slots that only mask rows see
 
 # Added to the score of a masked slot: low enough that its weight is exactly 0, and finite in the type (-1e9 is -inf in
 # float16), so that a row that sees no slot does not become NaN.
@@ -50,11 +51,15 @@ def grouped_attention(
     groups = heads // key.shape[1]
     grouped_query = query.reshape(batch, key.shape[1], groups * rows, dim) * scale
     scores = torch.matmul(grouped_query, key.transpose(-1, -2))  # B x Hkv x groups * T x A, group by group
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = capped(scores, softcap)
     grouped_mask = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
     weights = torch.softmax((scores + grouped_mask).to(torch.float32), dim=-1).to(query.dtype)
     return torch.matmul(weights, value).reshape(batch, heads, rows, dim)
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores that approach a largest magnitude, or are unlimited."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 def attention_interface(
@@ -75,7 +80,9 @@ def attention_interface(
         raise UnsupportedAttention(f"it has keys and values of shapes {shapes}: expected one shape in all layers")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     mask = mask_plane(attention_mask, sliding_window is not None)
-    return grouped_attention(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous(), None
+    attended = grouped_attention(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous()
+    slots = getattr(module, PRELOADED_SLOTS, None)
+    return (attended if slots is None else slots(attended, query, key, mask, scale, softcap)), None
 
 
 def scaled_dot_product(

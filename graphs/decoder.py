@@ -13,6 +13,7 @@ from spaceport.graphs.contract.signature import Lowering, Precision, Signature, 
 from spaceport.graphs.draft_heads import head_logits, heads_of
 from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
+from spaceport.graphs.preloaded_slots import slots_called, slots_of
 from spaceport.graphs.traits import (
     Traits,
     UnsupportedModel,
@@ -104,7 +105,8 @@ def decoder_of(
             raise UnsupportedModel(
                 f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
             )
-        ids = comparison_ids(model, traits)
+        slots = slots_of(model)
+        ids = comparison_ids(model, traits, slots[0].gate.mask_ids if slots else ())
         expected = unmodified_logits(model, ids, traits)
         freeze_rotary(model)
         if model._can_set_experts_implementation():
@@ -114,7 +116,7 @@ def decoder_of(
             traits, cast(Precision, dtype_name(model)), lowering, 0 if heads is None else heads.count
         )
         decoder = Decoder(model, signature, attention_implementation, traits, quantization)
-        with model_errors(model):
+        with model_errors(model), slots_called(model):
             _compare(decoder, ids, expected)
     return decoder, traits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -18,11 +19,16 @@ _ROWS = 24
 _WINDOW = 512  # the compared text is longer than the attention window only up to this window size
 
 
-def comparison_ids(model: PreTrainedModel, traits: Traits) -> Tensor:
-    """Token ids of the compared text, 1 x tokens; the text is longer than the model's window if that is at most 512."""
+def comparison_ids(model: PreTrainedModel, traits: Traits, excluded: Collection[int] = ()) -> Tensor:
+    """Token ids of the compared text without the excluded ones, 1 x tokens.
+
+    The text is longer than the model's window if that is at most 512."""
     rows = _ROWS + (traits.window if traits.window and traits.window <= _WINDOW else 0)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, traits.vocab_size, (1, min(rows, traits.max_positions)), generator=generator)
+    if excluded:
+        other = next(token for token in range(traits.vocab_size) if token not in excluded)
+        ids = torch.where(torch.isin(ids, torch.tensor([*excluded])), other, ids)
     return ids.to(model.device)
 
 

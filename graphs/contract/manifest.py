@@ -18,8 +18,9 @@ from spaceport.graphs.contract.mask_layout import GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
 # 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below;
-# 4: without fork_by_default; 5: without provenance and a digest of its own; 6: without mask_layout and draft heads
-SCHEMA = 7
+# 4: without fork_by_default; 5: without provenance and a digest of its own; 6: without mask_layout and draft heads;
+# 7: without preloaded_slots
+SCHEMA = 8
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -94,6 +95,7 @@ class Manifest:
     activations: Activations = "float"  # how the inputs of layers with quantized weights are quantized
     embeddings: Embeddings = "same"  # how the input and output embeddings are stored
     mask_layout: MaskLayout = field(default_factory=MaskLayout)  # what mask rows predict and see
+    preloaded_slots: int = 0  # key/value pairs in the graph that only mask rows see
     fork_by_default: bool = True  # whether requests may fork unless they say otherwise; False: forks change the output
     files: dict[str, FileRecord] = field(default_factory=dict)
     engines: dict[str, EngineRecord] = field(default_factory=dict)  # by file name in `engines/`
@@ -171,6 +173,7 @@ def manifest_of(data: object) -> Manifest:
         activations=entries["activations"].one_of(ACTIVATIONS),
         embeddings=entries["embeddings"].one_of(EMBEDDINGS),
         mask_layout=_mask_layout(entries["mask_layout"]),
+        preloaded_slots=entries["preloaded_slots"].whole(0, MAX_POSITIONS),
         fork_by_default=entries["fork_by_default"].boolean(),
         files={name: file_record(record) for name, record in entries["files"].members().items()},
         engines={name: engine_record(name, record) for name, record in entries["engines"].members().items()},
@@ -183,7 +186,9 @@ def manifest_of(data: object) -> Manifest:
 
 def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
     """The entries of an older manifest under their present names, with defaults for those that it could not have."""
-    defaults: dict[str, Any] = {"mask_layout": asdict(MaskLayout())}
+    defaults: dict[str, Any] = {"preloaded_slots": 0}
+    if schema <= 6:
+        defaults |= {"mask_layout": asdict(MaskLayout())}
     if schema <= 5:
         defaults |= {"provenance": {}}
     if schema <= 4:
@@ -196,7 +201,7 @@ def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
         **defaults,
         **_renamed(data, {"family": "model_type", "generation": "generation_config"}),
     }
-    if isinstance(signature := upgraded.get("signature"), dict):
+    if schema <= 6 and isinstance(signature := upgraded.get("signature"), dict):
         upgraded["signature"] = {"heads": 0, **signature}
     engines = upgraded.get("engines")
     if isinstance(engines, dict):

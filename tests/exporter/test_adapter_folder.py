@@ -242,7 +242,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "invalid JSON": (lambda a: (a / BASE_FILE).write_text("{"), r"base\.json: not valid JSON"),
     "no adapter entry": (
         lambda a: edit_json(a / SAR_FILE, mask_adapter=None),
-        "has no mask_adapter and no heads: expected one of them in",
+        "has none of mask_adapter, heads, prefix: expected one of them in",
     ),
     "an unknown token": (
         lambda a: edit_json(a / SAR_FILE, fork_token="[F]", child_token="[C]"),

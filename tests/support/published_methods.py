@@ -10,6 +10,7 @@ from pathlib import Path
 from support.published import MASK, exact_model, write_checkpoint, write_exact_adapter
 from support.published_heads import exact_heads, write_published_heads
 from support.published_nemotron import FOLDER, constant_weights, write_nemotron
+from support.published_prefix import exact_prefix, write_published_prefix
 
 SLOTS = 3
 WRONG = (6.0, -6.0)  # what the mask token reads as without its adapter: both it and its opposite predict wrongly
@@ -65,12 +66,20 @@ def nemotron(folder: Path) -> PublishedModel:
     return PublishedModel(base, base / FOLDER)
 
 
+def ssd(folder: Path) -> PublishedModel:
+    """A prefix as Qualcomm publishes it: a file of torch with the key/value pairs and the mask embeddings."""
+    model, prefix, embedding = exact_prefix(SLOTS)
+    base = write_checkpoint(folder / "ssd-base", model)
+    return PublishedModel(base, write_published_prefix(folder / "ssd", prefix, embedding))
+
+
 METHODS: dict[str, Callable[[Path], PublishedModel]] = {
     "pard": pard,
     "gated-lora": gated_lora,
     "uno": uno,
     "medusa": medusa,
     "nemotron": nemotron,
+    "ssd": ssd,
 }
 
 

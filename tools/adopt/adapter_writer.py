@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_folder
@@ -22,6 +23,7 @@ from spaceport.tools.adopt.given import SUBFOLDERS
 from spaceport.tools.adopt.peft_adapter import adapter_tensors
 from spaceport.tools.adopt.plan import Plan
 from spaceport.tools.adopt.published_heads import heads_tensors
+from spaceport.tools.adopt.published_prefix import prefix_tensors
 from spaceport.tools.tune.vocabulary import add_tokens
 
 
@@ -68,6 +70,28 @@ def write_adopted_heads(plan: Plan, checkpoint: Checkpoint, folder: Path) -> Non
             plan.heads.config,
         ),
     )
+
+
+def write_adopted_prefix(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
+    """Write an adapter folder: the prefix, the embeddings of the mask tokens, and the identity of the base model."""
+    if plan.prefix is None:
+        raise ValueError("the plan has no prefix: expected one of a method that writes it")
+    slots, embeddings = prefix_tensors(plan.prefix.file)
+    model = _base_model(checkpoint, folder)
+    base = identity_of(checkpoint.folder.name, model)
+    ids = add_tokens(load_tokenizer(checkpoint), model, list(plan.mask_tokens))
+    with torch.no_grad():
+        cast(nn.Embedding, model.get_input_embeddings()).weight[ids] = embeddings[: len(ids)].float()
+    entries = {
+        "mask_tokens": list(plan.mask_tokens),
+        "mask_slots": plan.mask_slots,
+        **layout_entries(plan.layout),
+        **_origin(plan, plan.prefix.file.parent),
+    }
+    forks = _fork_entries(checkpoint)
+    tokens = {**plan.mask_tokens, **_fork_tokens(checkpoint, forks)}
+    tables = embedding_tables(model)
+    write_adapter_folder(folder, TrainedAdapter(base, None, {}, tokens, tables, {**entries, **forks}, preloaded=slots))
 
 
 def _base_model(checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:

@@ -23,9 +23,13 @@ def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, Plan
     method, evidence = find_method(given)
     flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if given.adapter is None else None)
     checkpoint = open_checkpoint(given.checkpoint, flags, remote_code)
-    if checkpoint.adapter is not None or checkpoint.heads is not None:
-        what = "a mask adapter" if checkpoint.heads is None else "heads"
-        raise CheckpointError(f"{given.checkpoint}: has {what} already: expected its base model")
+    for found, what in (
+        (checkpoint.adapter, "a mask adapter"),
+        (checkpoint.heads, "heads"),
+        (checkpoint.preloaded, "a prefix"),
+    ):
+        if found is not None:
+            raise CheckpointError(f"{given.checkpoint}: has {what} already: expected its base model")
     return method, method.plan(given, evidence, checkpoint), checkpoint
 
 
@@ -50,6 +54,7 @@ def additions_of(plan: Plan, checkpoint: Checkpoint) -> DraftAdditions:
         grown(rows, 1 + max(masks, default=0)),
         None if plan.peft is None else plan.peft.adapter,
         None if plan.heads is None else plan.heads.config,
+        None if plan.prefix is None else plan.prefix.shape,
     )
 
 
@@ -72,6 +77,6 @@ def adopted_for_export(
 
 def next_command(plan: Plan, target: Path | None) -> str:
     """The command that exports what was adopted."""
-    if plan.peft is None and plan.heads is None:
+    if plan.peft is None and plan.heads is None and plan.prefix is None:
         return f"spaceport export {plan.checkpoint} BUNDLE --max-mask-slots {plan.mask_slots}"
     return f"spaceport export {plan.checkpoint} BUNDLE --adapter {target or 'TARGET'}"

@@ -11,6 +11,7 @@ from spaceport.exporter.checkpoint_files import is_gguf
 from spaceport.exporter.config_mask_token import MaskEntry, mask_entry
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.adopt.forecast_file import forecast_file
 
 PEFT_FILE = "adapter_config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -71,17 +72,21 @@ def arrange(paths: Sequence[Path]) -> Paths:
         raise OptionFault(f"{len(paths)} paths: {_USAGE}")
     checkpoint, *rest = paths
     adapter = None
-    if len(rest) == 2 or (rest and published_folder(rest[0]) is not None):
+    if len(rest) == 2 or (rest and published_weights(rest[0]) is not None):
         named = rest.pop(0)
-        adapter = published_folder(named) or named
+        adapter = published_weights(named) or named
     if adapter is None:
         adapter = adapter_inside(checkpoint)
     _require_order(checkpoint)
     return Paths(checkpoint, adapter, rest[0] if rest else None)
 
 
-def published_folder(path: Path) -> Path | None:
-    """The folder of an adapter of peft or of Medusa's heads, given by its path or that of a file in it; None: neither."""
+def published_weights(path: Path) -> Path | None:
+    """The folder of an adapter of peft or of Medusa's heads, given by its path or that of a file in it; None: neither.
+
+    Of a forecast prefix, the file or its folder, as given."""
+    if forecast_file(path) is not None:
+        return path
     names = (PEFT_FILE, *HEADS_FILES)
     if path.is_file():
         return path.parent if path.name in names else None

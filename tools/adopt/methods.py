@@ -11,9 +11,10 @@ from spaceport.tools.adopt.nemotron import NEMOTRON
 from spaceport.tools.adopt.other_layouts import refuse_other_layouts
 from spaceport.tools.adopt.pard import PARD
 from spaceport.tools.adopt.plan import Method
+from spaceport.tools.adopt.ssd import SSD
 from spaceport.tools.adopt.uno import UNO
 
-METHODS = (MEDUSA, PARD, UNO, NEMOTRON, GATED_LORA)
+METHODS = (MEDUSA, SSD, PARD, UNO, NEMOTRON, GATED_LORA)
 
 
 def find_method(given: Given) -> tuple[Method, str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from spaceport.exporter.sar_config import CheckpointError
@@ -86,22 +84,6 @@ def _block(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def _prefix(given: Given) -> str | None:
-    """A file of torch with preloaded KV slots; its pickle is searched and not opened."""
-    folders = _folders(given)
-    for file in [file for folder in folders for file in (folder.glob("*.pt") if folder.is_dir() else (folder,))]:
-        if file.is_file() and zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
-                if any(b"forecast_prefix" in archive.read(name) for name in pickles):
-                    return f"forecast_prefix in {file.name}"
-    return None
-
-
-def _folders(given: Given) -> list[Path]:
-    return [path for path in (given.checkpoint, given.adapter) if path is not None]
-
-
 _LAYOUTS = (
     OtherLayout(
         "a model with recurrent layers",
@@ -121,11 +103,7 @@ _LAYOUTS = (
         "copy linear_spec_lora into the folder; or write sar_config.json there, with mask_tokens, mask_slots, shift false "
         "and group block, and export it",
     ),
-    OtherLayout(
-        "a forecast prefix (Qualcomm SSD, BiTA)",
-        _prefix,
-        "its mask rows see KV slots that no token has, loaded from a file",
-    ),
+    OtherLayout("BiTA", _entries("prompt_num"), "its prefix is stored among the weights of a whole checkpoint"),
     OtherLayout(
         "SDAR, I-DLM or UNO as a whole checkpoint",
         _own_code,

@@ -44,6 +44,16 @@ class PublishedHeads:
 
 
 @dataclass(frozen=True)
+class PublishedPrefix:
+    """A published prefix of key/value pairs, checked against a base model's configuration."""
+
+    file: Path
+    shape: tuple[int, ...]  # of the keys and of the values: layers, heads, slots, head size
+    tokens: int  # embeddings of mask tokens in the file
+    unused: tuple[str, ...]  # names of further tensors, which the published code does not use
+
+
+@dataclass(frozen=True)
 class Plan:
     """What was found, and what the written folder will say."""
 
@@ -54,7 +64,8 @@ class Plan:
     mask_slots: int
     layout: DraftLayout
     peft: PeftAdapter | None = None
-    heads: PublishedHeads | None = None  # None like `peft`: the checkpoint has all that is needed, nothing is written
+    heads: PublishedHeads | None = None
+    prefix: PublishedPrefix | None = None  # None like `peft` and `heads`: the checkpoint has all that is needed
 
     def as_dict(self) -> dict[str, Any]:
         adapter = None
@@ -75,9 +86,10 @@ class Plan:
             "checkpoint": str(self.checkpoint),
             "mask_tokens": dict(self.mask_tokens),
             "mask_slots": self.mask_slots,
-            **{name: value for name, value in asdict(self.layout).items() if name != "prefix"},
+            **asdict(self.layout),
             "adapter": adapter,
             "heads": None if self.heads is None else _heads(self.heads),
+            "prefix": None if self.prefix is None else _prefix(self.prefix),
         }
 
 
@@ -90,6 +102,10 @@ class Method:
     recognize: Callable[[Given], str | None]  # what shows it; None: the files are of another method
     plan: Callable[[Given, str, Checkpoint], Plan]
     write: Callable[[Plan, Checkpoint, Path], None] | None  # None: there is nothing to write
+
+
+def _prefix(prefix: PublishedPrefix) -> dict[str, Any]:
+    return {"file": str(prefix.file), "slots": prefix.shape[2], "tokens": prefix.tokens, "unused": list(prefix.unused)}
 
 
 def _heads(heads: PublishedHeads) -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +19,7 @@ from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.draft_heads import expected_shapes
 from spaceport.tools.adopt.given import HEADS_FILES, Given
 from spaceport.tools.adopt.plan import PublishedHeads
+from spaceport.tools.adopt.torch_file import read_torch_file
 
 _EMBEDDED = "medusa_head."  # prefix of the heads' tensors among those of a whole checkpoint
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
@@ -80,7 +79,7 @@ def heads_tensors(heads: PublishedHeads) -> tuple[dict[str, Tensor], torch.dtype
     """The tensors of the heads by name, and their type."""
     found: dict[str, Tensor] = {}
     for file, names in heads.files.items():
-        stored = _torch_file(file) if file.suffix == ".pt" else read_tensors(file, _ADVICE)
+        stored = read_torch_file(file) if file.suffix == ".pt" else read_tensors(file, _ADVICE)
         found |= {own: stored[name] for name, own in names.items()}
         if wrong := not_finite(found):
             raise CheckpointError(f"{file}: {wrong} has numbers that are not finite; {_ADVICE}")
@@ -93,7 +92,7 @@ def heads_tensors(heads: PublishedHeads) -> tuple[dict[str, Tensor], torch.dtype
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names and shapes of a file's tensors."""
     if file.suffix == ".pt":
-        for name, tensor in _torch_file(file).items():
+        for name, tensor in read_torch_file(file).items():
             yield name, tuple(tensor.shape)
         return
     try:
@@ -102,20 +101,6 @@ def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield name, tuple(opened.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
-
-
-def _torch_file(file: Path) -> dict[str, Tensor]:
-    """The tensors in a file of torch.save, read without running code."""
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{file}: cannot be read as tensors: {reason}: expected what torch.save writes for a dictionary of tensors; {_ADVICE}"
-        ) from error
-    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected a dictionary of tensors; {_ADVICE}")
-    return cast(dict[str, Tensor], content)
 
 
 def _sizes(where: str, found: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

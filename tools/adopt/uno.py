@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
-
-from tokenizers import AddedToken
 
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.exporter.draft_layout import DraftLayout, Noise
@@ -15,6 +12,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.given import Given, check_slots
+from spaceport.tools.adopt.new_tokens import new_tokens
 from spaceport.tools.adopt.peft_adapter import read_peft_adapter
 from spaceport.tools.adopt.plan import Method, Plan
 
@@ -40,21 +38,9 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     tokenizer = load_tokenizer(checkpoint)
     seed = given.request.noise_seed or 0
     noise = Noise(_noise_ids(given, len(tokenizer), slots, seed), seed)
-    masks = _new_tokens(given, tokenizer, slots)
+    masks = new_tokens(given, tokenizer, "noise", slots)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
     return Plan(UNO.name, evidence, given.checkpoint, masks, slots, DraftLayout(noise=noise), peft)
-
-
-def _new_tokens(given: Given, tokenizer: Any, count: int) -> dict[str, int]:
-    """The ids that the tokenizer gives to new tokens, one for each mask slot."""
-    texts = [f"<|noise_{slot}|>" for slot in range(1, count + 1)]
-    backend = tokenizer.backend_tokenizer
-    if any(backend.token_to_id(text) is not None for text in texts):
-        raise CheckpointError(
-            f"{given.checkpoint}: its tokenizer has the token {texts[0]} already: expected a base model without adopted noise"
-        )
-    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
-    return {text: int(backend.token_to_id(text)) for text in texts}
 
 
 def _noise_ids(given: Given, tokens: int, count: int, seed: int) -> tuple[int, ...]:

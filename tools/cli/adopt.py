@@ -36,7 +36,7 @@ from spaceport.tools.terminal.screen import show_json
     "--max-mask-slots",
     type=click.IntRange(1),
     metavar="K",
-    help="Maximum number of mask slots, default: 5; or number of heads.",
+    help="Maximum number of mask slots, default: 5 or what the files have; or number of heads.",
 )
 @noise_seed_option
 @overwrite_option("adapter folder")
@@ -56,7 +56,7 @@ def command(
     """Detect the method of published weights and write an adapter folder for `spaceport export`.
 
     CHECKPOINT is the base model, or a PARD checkpoint, which needs no TARGET. ADAPTER is a folder of peft or of
-    Medusa heads; without it, the folder `adapter` in CHECKPOINT. TARGET is the new adapter folder.
+    Medusa heads, or a file of SSD; without it, the folder `adapter` in CHECKPOINT. TARGET is the new adapter folder.
     """
     given_paths = arrange(paths)
     target = given_paths.target
@@ -102,9 +102,14 @@ def _show(report: dict[str, Any]) -> None:
         "drafts": f"a mask row predicts the token {'after' if report['shift'] else 'at'} its position and sees "
         + ("the mask rows before it" if report["group"] == "causal" else "all mask rows of its group"),
     }
-    adapter, noise = report["adapter"], report["noise"]
+    adapter, noise, prefix = report["adapter"], report["noise"], report["prefix"]
     if noise is not None:
         lines["noise"] = f"copies of the tokens {', '.join(map(str, noise['ids']))}, seed {noise['seed']}"
+    if prefix is not None:
+        unused = f"; without effect: {', '.join(prefix['unused'])}" if prefix["unused"] else ""
+        lines["prefix"] = (
+            f"{prefix['slots']} key/value pairs per layer and {prefix['tokens']} mask tokens in {prefix['file']}{unused}"
+        )
     if adapter is not None:
         lines["base"] += f"; the adapter calls it {adapter['named_base'] or 'nothing'}"
         scales = ", ".join(f"{scale:g}" for scale in adapter["scales"])

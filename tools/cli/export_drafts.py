@@ -11,13 +11,14 @@ import click
 
 from spaceport.exporter.checkpoint_files import BASE_FILE, require_adapter_folder
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.adopt.forecast_file import forecast_file
 from spaceport.tools.adopt.given import (
     Given,
     Paths,
     Request,
     adapter_inside,
     names_heads,
-    published_folder,
+    published_weights,
     read_given,
 )
 from spaceport.tools.cli.options import PATH, Unused, method_option, noise_seed_option, options
@@ -33,7 +34,7 @@ export_adapter_options = options(
         "--adapter",
         type=PATH,
         metavar="PATH",
-        help="Draft with this adapter folder, or with published weights: a folder of peft, or heads of Medusa.",
+        help="Draft with this adapter folder, or with published weights: a folder of peft, heads of Medusa, or a file of SSD.",
     ),
     method_option,
     noise_seed_option,
@@ -56,7 +57,7 @@ class ExportDrafts:
         """Whether these are published weights, which are adopted for the export."""
         if self.adapter is None:
             return self.request.method is not None
-        return not (self.adapter / BASE_FILE).exists() and published_folder(self.adapter) is not None
+        return not (self.adapter / BASE_FILE).exists() and published_weights(self.adapter) is not None
 
     @property
     def unused(self) -> list[Unused]:
@@ -83,7 +84,7 @@ class ExportDrafts:
         slots = self.request.max_mask_slots
         if slots is not None and slots < 1:
             raise OptionFault(f"--max-mask-slots is {slots}: expected at least 1")
-        inside = adapter_inside(self.checkpoint) if self.adapter is None else published_folder(self.adapter)
+        inside = adapter_inside(self.checkpoint) if self.adapter is None else published_weights(self.adapter)
         return read_given(Paths(self.checkpoint, inside, None), self.request)
 
     @property
@@ -94,6 +95,8 @@ class ExportDrafts:
         inside = adapter_inside(self.checkpoint)
         if inside is not None:
             return f"{inside} is not used: add --adapter {inside} to draft with it"
+        if (prefix := forecast_file(self.checkpoint)) is not None:
+            return f"{prefix} is not used: add --method ssd to draft with it"
         return "the checkpoint's heads are not used: add --method medusa" if names_heads(self.checkpoint) else None
 
     def adapter_folder(

@@ -130,7 +130,9 @@ def facts(manifest: Manifest) -> dict[str, object]:
 def _mask_slots(manifest: Manifest) -> str:
     if not manifest.max_mask_slots:
         return "none"
-    return f"{manifest.max_mask_slots}" + (", with draft correction" if CORRECTION_FILE in manifest.files else "")
+    correction = ", with draft correction" if CORRECTION_FILE in manifest.files else ""
+    preloaded = f", which see {manifest.preloaded_slots} preloaded slots" if manifest.preloaded_slots else ""
+    return f"{manifest.max_mask_slots}{preloaded}{correction}"
 
 
 def precision(manifest: Manifest) -> str:

@@ -66,11 +66,12 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     added = checkpoint.adapter_folder
     if checkpoint.adapter is not None and added is None:
         raise InputFault(f"{folder}: has a mask adapter: expected plain weights; tune its base checkpoint instead")
-    if checkpoint.heads is not None:
-        raise InputFault(
-            f"{folder if added is None else added.path}: has heads, which are not tuned: expected plain weights; tune its base "
-            "checkpoint instead"
-        )
+    for found, what in ((checkpoint.heads, "heads, which are"), (checkpoint.preloaded, "a prefix, which is")):
+        if found is not None:
+            raise InputFault(
+                f"{folder if added is None else added.path}: has {what} not tuned: expected plain weights; tune its base "
+                "checkpoint instead"
+            )
     tokenizer = load_tokenizer(checkpoint)
     tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files enable it
     tokenizer.backend_tokenizer.no_padding()

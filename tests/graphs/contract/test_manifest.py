@@ -54,7 +54,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(8, "schema is 8, this version reads up to 7: update spaceport")])
+@pytest.mark.parametrize(("schema", "message"), [(9, "schema is 9, this version reads up to 8: update spaceport")])
 def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: int, message: str) -> None:
     """A newer schema may have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
@@ -68,6 +68,7 @@ WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
     (("max_mask_slots",), [-1, "2", None, 2.0, True, [2]], NUMBER),
     (("max_mask_slots",), [65, 10**9], "expected at most 64"),
     (("max_mask_slots",), [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
+    (("preloaded_slots",), [-1, 0.5, None, "16"], "preloaded_slots is .*: expected a whole number"),
     (("mask_layout",), [5, None, []], "mask_layout is .*: expected an object"),
     (("mask_layout", "shift"), [0, "no", None], "shift is .*: expected true or false"),
     (("mask_layout", "group"), ["tree", None, True], "group is .*: expected causal or block"),
@@ -227,6 +228,13 @@ def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, pat
 def test_an_engine_name_is_a_plain_file_name(bundle: Path, name: str) -> None:
     edit(bundle, lambda manifest_data: manifest_data["engines"].update({name: manifest_data["engines"][ENGINE]}))
     refused(bundle, "expected small letters, digits, dots and hyphens, ending in .engine")
+
+
+def test_a_bundle_of_the_seventh_schema_has_no_preloaded_slots(bundle: Path) -> None:
+    newest = replace(open_bundle(bundle).manifest, schema=7)
+    edit(bundle, lambda manifest_data: [manifest_data.pop("preloaded_slots"), manifest_data.update(schema=7)])
+    assert open_bundle(bundle).manifest == newest
+    assert newest.preloaded_slots == 0
 
 
 def test_the_mask_slots_of_a_bundle_of_the_sixth_schema_are_causal_and_with_shift(bundle: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ def refuse(checkpoint: Path, adapter: Path | None = None) -> None:
             r"is EAGLE \(architecture LlamaForCausalLMEagle3 in config.json\)",
         ),
         ({"dflash_config": {"mask_token_id": 3}}, r"is DFlash or another speculator"),
+        ({"prompt_num": 16, "mask_num": 3}, r"is BiTA \(prompt_num in config.json\)"),
         ({"pard_token": 9, "pard2_target_dim": 64}, r"is PARD-2 .*hidden states of another model"),
         (
             {"dlm_paradigm": "bidirectional", "mask_token_id": 100},
@@ -60,15 +60,6 @@ def test_an_adapter_is_judged_by_its_own_configuration_too(tmp_path: Path) -> No
         refuse(base, folder_of(tmp_path / "eagle", draft_vocab_size=32000))
     # block_size is in the configuration of every I-DLM adapter, whose base model is an ordinary one
     refuse(base, folder_of(tmp_path / "idlm", model_type="sdar", block_size=3, mask_token_id=9))
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_forecast_prefix_is_recognized_without_opening_its_pickle(whole: bool, tmp_path: Path) -> None:
-    base, folder = folder_of(tmp_path / "base", model_type="llama"), folder_of(tmp_path / "ssd")
-    with zipfile.ZipFile(folder / "forecast.pt", "w") as archive:
-        archive.writestr("forecast/data.pkl", b"\x80\x02}X\x0f\x00\x00\x00forecast_prefix")
-    with pytest.raises(CheckpointError, match=r"is a forecast prefix .*forecast_prefix in forecast.pt"):
-        refuse(base, folder if whole else folder / "forecast.pt")
 
 
 @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"model_type": "qwen3", "pard_token": 9}])

@@ -1,0 +1,270 @@
+"""Preloaded slots: mask rows attend to them and to the text in one softmax, and all other rows stay bit-identical.
+
+The reference is transformers' own model in float64, with the slots as the first entries of its KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
+from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_interface
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
+from spaceport.graphs.decoder import AttentionImplementation, decoder_of
+from spaceport.graphs.mask_gate import Gate
+from spaceport.graphs.preloaded_slots import LayerSlots, PreloadedSlots, add_preloaded_slots
+from spaceport.graphs.quantize import quantize_model
+from spaceport.graphs.traits import UnsupportedModel
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
+from spaceport.runtime.engine import Batch
+from support.families import FAMILIES, Family, build
+from support.gguf_files import random_model
+
+MASKS = (600, 601)
+IDS = np.random.default_rng(0).integers(5, 590, (1, 8))
+IDS[0, 4:7] = (600, 601, 600)
+VISIBLE = np.tri(8, dtype=np.bool_)
+VISIBLE[7, 4:7] = False  # an ordinary row behind a rejected draft
+POSITIONS = np.array([[0, 1, 2, 3, 4, 5, 6, 4]])
+MASK_ROWS = np.isin(IDS[0], MASKS)
+
+
+def random_slots(model: PreTrainedModel, size: float = 1.0, seed: int = 1, heads: int | None = None) -> PreloadedSlots:
+    config = model.config
+    dice = torch.Generator().manual_seed(seed)
+    shape = (config.num_hidden_layers, heads or config.num_key_value_heads, 5, config.head_dim)
+    return PreloadedSlots(size * torch.randn(shape, generator=dice), size * torch.randn(shape, generator=dice))
+
+
+def logits_of(
+    model: PreTrainedModel,
+    folder: Path,
+    lowering: Lowering = "scatter",
+    attention: AttentionImplementation = "plain",
+    weights: Weights = "same",
+    activations: Activations = "float",
+) -> NDArray[np.float32]:
+    """The logits of a model's graph for all rows of IDS."""
+    prompts = (torch.randint(0, 500, (1, 20), generator=torch.Generator().manual_seed(1)),)
+    with torch.no_grad():
+        quantization = quantize_model(model, weights, activations, lowering, None, prompts, MASKS)
+    decoder, _ = decoder_of(model, lowering, attention, quantization)
+    folder.mkdir()
+    to_onnx(decoder, folder, DEFAULT_OPSET[lowering])
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(folder / MODEL_FILE), options, providers=["CPUExecutionProvider"])
+    engine = OnnxRuntimeEngine(session, decoder.signature, 64, 1)
+    visible = np.zeros((1, 1, 8, 64), np.bool_)
+    visible[0, 0, :, :8] = VISIBLE
+    rows = np.arange(8)[None]
+    return engine.run(Batch(0, IDS, POSITIONS, rows, visible, rows)).copy()[0]
+
+
+def reference_logits(model: PreTrainedModel, slots: PreloadedSlots) -> NDArray[np.float64]:
+    """The logits for IDS of transformers' own model in float64, whose KV cache begins with the slots."""
+    model = model.double()
+    model.set_attn_implementation("eager")
+    cache: Any = DynamicCache(config=model.config)
+    groups = model.config.num_key_value_heads // slots.keys.shape[1]
+    assert groups == 1
+    for layer, (keys, values) in enumerate(zip(slots.keys.double(), slots.values.double(), strict=True)):
+        cache.update(keys[None], values[None], layer)
+    sees_slots = np.repeat(MASK_ROWS[:, None], slots.count, axis=1)
+    mask = additive_mask(torch.from_numpy(np.concatenate((sees_slots, VISIBLE), axis=1)), torch.float32).double()
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.from_numpy(IDS),
+            position_ids=torch.from_numpy(POSITIONS),
+            attention_mask=mask[None, None],
+            past_key_values=cache,
+        )
+    return output.logits[0].numpy()  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_mask_rows_of_a_graph_see_the_slots_and_all_other_rows_are_bit_identical(tmp_path: Path) -> None:
+    quiet_libraries()
+    slots = random_slots(random_model("llama", tied=False))
+    without = logits_of(random_model("llama", tied=False), tmp_path / "without")
+    model = random_model("llama", tied=False)
+    add_preloaded_slots(model, MASKS, slots)
+    found = logits_of(model, tmp_path / "with")
+    assert found[~MASK_ROWS].tobytes() == without[~MASK_ROWS].tobytes()
+    expected = reference_logits(random_model("llama", tied=False), slots)
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+    assert np.abs(found - without)[MASK_ROWS].max() > 0.1 * np.abs(expected).max()
+
+
+FORMATS: list[tuple[Lowering, AttentionImplementation, Weights, Activations, Precision]] = [
+    ("scatter", "plain", "same", "float", "float32"),
+    ("scatter", "operator", "same", "float", "float32"),
+    ("append", "operator", "same", "float", "float32"),
+    ("append", "plain", "same", "float", "float32"),
+    ("scatter", "plain", "same", "float", "float16"),
+    ("scatter", "plain", "int8", "int8x2", "float32"),
+    ("scatter", "plain", "int8", "int8", "float32"),
+    ("append", "operator", "int8", "int8x2", "float32"),
+    ("scatter", "plain", "int4", "int8", "float32"),
+    ("append", "operator", "int4", "float", "float32"),
+    ("scatter", "plain", "float8", "float", "float32"),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("lowering", "attention", "weights", "activations", "dtype"), FORMATS)
+def test_large_slots_change_no_bit_of_other_rows_in_any_format(
+    lowering: Lowering,
+    attention: AttentionImplementation,
+    weights: Weights,
+    activations: Activations,
+    dtype: Precision,
+    family: str,
+    tmp_path: Path,
+) -> None:
+    quiet_libraries()
+    found = []
+    for size in (0.0, 1.0, 1e4):
+        model = random_model(family, tied=False).to(getattr(torch, dtype))
+        if size:
+            add_preloaded_slots(model, MASKS, random_slots(model, size))
+        found.append(logits_of(model, tmp_path / f"{size}", lowering, attention, weights, activations))
+    without, ordinary, large = found
+    assert without[~MASK_ROWS].tobytes() == ordinary[~MASK_ROWS].tobytes() == large[~MASK_ROWS].tobytes()
+    assert np.isfinite(large).all()
+    assert not np.allclose(without[MASK_ROWS], ordinary[MASK_ROWS], atol=0.05)
+
+
+def concatenated(
+    query: NDArray[np.float64],
+    parts: list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]],
+    scale: float,
+    softcap: float | None,
+) -> NDArray[np.float64]:
+    """Attention by its definition over the keys, values and visibility of several parts: T x H x D."""
+    heads, rows, dim = query.shape
+    found = np.zeros((rows, heads, dim))
+    for head in range(heads):
+        for row in range(rows):
+            scores, values = [], []
+            for keys, content, visible in parts:
+                own = head // (heads // keys.shape[0])
+                for slot in np.flatnonzero(visible[row]):
+                    score = float(query[head, row] @ keys[own, slot]) * scale
+                    scores.append(score if softcap is None else softcap * math.tanh(score / softcap))
+                    values.append(content[own, slot])
+            weights = np.exp(np.array(scores) - max(scores))
+            found[row, head] = weights @ np.array(values) / weights.sum()
+    return found
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["slots of KV heads", "slots of query heads"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 5e-3)])
+def test_attention_is_that_over_slots_and_text_together(
+    dtype: torch.dtype, tolerance: float, window: int | None, softcap: float | None, heads: int
+) -> None:
+    dice = np.random.default_rng(3)
+    query, key, value = (dice.normal(size=(count, rows, 8)) for count, rows in ((4, 5), (2, 9), (2, 9)))
+    slots = dice.normal(size=(2, heads, 3, 8))
+    masks = np.array([False, True, False, True, True])
+    planes = np.stack([np.tri(5, 9, 2, dtype=np.bool_), np.tri(5, 9, 2, dtype=np.bool_) & ~np.tri(5, 9, 0, dtype=bool)])
+    gate = Gate((7,))
+    gate.rows = torch.from_numpy(masks)[None, :, None]
+    module = nn.Module()
+    setattr(module, PRELOADED_SLOTS, LayerSlots(gate, *(torch.from_numpy(part).to(dtype) for part in slots)))
+    tensors = [torch.from_numpy(part)[None].to(dtype) for part in (query, key, value)]
+    visible = torch.from_numpy(planes)[None]
+    found = []
+    for mask in (visible, additive_mask(visible, dtype)):
+        arguments: dict[str, Any] = {"scaling": 0.4, "sliding_window": window, "softcap": softcap}
+        output, _ = attention_interface(module, *tensors, mask, **arguments)
+        plain, _ = attention_interface(nn.Module(), *tensors, mask, **arguments)
+        assert torch.equal(output[0, ~masks], plain[0, ~masks])
+        found.append(output[0].double().numpy())
+    text = (key, value, planes[0 if window is None else 1])
+    expected = concatenated(query, [text, (slots[0], slots[1], np.repeat(masks[:, None], 3, axis=1))], 0.4, softcap)
+    for one in found:
+        assert np.abs(one - expected).max() < tolerance * np.abs(expected).max()
+
+
+def test_slots_of_any_numbers_leave_other_rows_as_they_are() -> None:
+    dice = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn((1, heads, 4, 8), generator=dice) for heads in (4, 2, 2))
+    mask = torch.ones((1, 1, 4, 4), dtype=torch.bool)
+    gate = Gate((7,))
+    gate.rows = torch.tensor([False, True, False, False])[None, :, None]
+    plain, _ = attention_interface(nn.Module(), query, key, value, mask)
+    for number in (1e4, math.inf, math.nan):
+        module = nn.Module()
+        setattr(module, PRELOADED_SLOTS, LayerSlots(gate, *(torch.full((2, 3, 8), number) for _ in range(2))))
+        found, _ = attention_interface(module, query, key, value, mask)
+        assert torch.equal(found[0, [0, 2, 3]], plain[0, [0, 2, 3]])
+        assert not torch.equal(found[0, 1], plain[0, 1])
+
+
+def test_a_row_that_sees_no_text_sees_the_slots_alone() -> None:
+    query, key, value = torch.ones((1, 2, 1, 4)), torch.ones((1, 2, 3, 4)), torch.ones((1, 2, 3, 4))
+    gate = Gate((7,))
+    gate.rows = torch.ones((1, 1, 1), dtype=torch.bool)
+    module = nn.Module()
+    setattr(module, PRELOADED_SLOTS, LayerSlots(gate, torch.zeros((2, 2, 4)), torch.full((2, 2, 4), 5.0)))
+    found, _ = attention_interface(module, query, key, value, torch.zeros((1, 1, 1, 3), dtype=torch.bool))
+    assert torch.equal(found, torch.full((1, 1, 2, 4), 5.0))
+
+
+def test_a_compared_text_has_no_mask_tokens() -> None:
+    model = random_model("llama", tied=False)
+    vocabulary = model.config.vocab_size
+    masks = tuple(range(10, vocabulary))
+    add_preloaded_slots(model, masks, random_slots(model))
+    decoder_of(model, "scatter", "plain")
+
+
+EACH_RUN = ("llama", "mistral", "falcon, 7B style")
+WITHOUT_INTERFACE = ("scaled_dot_product", "eager")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=() if one.name in EACH_RUN else pytest.mark.nightly) for one in FAMILIES],
+    ids=str,
+)
+def test_a_family_uses_the_slots_in_each_layer_or_is_refused(family: Family) -> None:
+    model = build(family)
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tensor = torch.ones((config.num_hidden_layers, heads, 3, dim))
+    if family.structure in WITHOUT_INTERFACE:
+        with pytest.raises(UnsupportedModel, match=r"layer indices|uses preloaded slots in 0 of"):
+            decode_with(model, PreloadedSlots(tensor, tensor))
+    else:
+        decode_with(model, PreloadedSlots(tensor, tensor))
+
+
+def decode_with(model: PreTrainedModel, slots: PreloadedSlots) -> None:
+    """Compare a model with slots with the unmodified one, as an export does."""
+    add_preloaded_slots(model, (5, 6), slots)
+    decoder_of(model, "scatter", "plain")
+
+
+def test_slots_of_another_number_of_layers_are_refused() -> None:
+    model = random_model("llama", tied=False)
+    slots = random_slots(model)
+    with pytest.raises(UnsupportedModel, match=r"layer indices \[0, 1\]: expected 0 to 0, .* set prefix to null"):
+        add_preloaded_slots(model, MASKS, PreloadedSlots(slots.keys[:1], slots.values[:1]))

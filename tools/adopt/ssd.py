@@ -1,0 +1,48 @@
+"""SSD: a prefix of key/value pairs and mask tokens that draft with an unchanged base model, as Qualcomm publishes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
+from spaceport.exporter.draft_layout import DraftLayout
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
+from spaceport.tools.adopt.adapter_writer import write_adopted_prefix
+from spaceport.tools.adopt.forecast_file import PREFIX, forecast_file
+from spaceport.tools.adopt.given import Given, check_slots, refuse_noise_seed
+from spaceport.tools.adopt.new_tokens import new_tokens
+from spaceport.tools.adopt.plan import Method, Plan
+from spaceport.tools.adopt.published_prefix import read_published_prefix
+
+
+def _file(given: Given) -> Path | None:
+    return forecast_file(given.adapter or given.checkpoint)
+
+
+def _recognize(given: Given) -> str | None:
+    file = _file(given)
+    return None if file is None else f"{PREFIX} in {file.name}"
+
+
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+    file = _file(given)
+    if file is None:
+        raise ValueError("no file with a forecast prefix: expected one, by which the method was recognized")
+    if given.request.mask_tokens:
+        raise OptionFault("--mask-token has no effect: the file of SSD has mask tokens of its own; leave it out")
+    refuse_noise_seed(given.request)
+    if checkpoint.tokens.mask:
+        raise CheckpointError(
+            f"{given.checkpoint}: has mask tokens, which draft already: expected a base model without them"
+        )
+    prefix = read_published_prefix(file, checkpoint)
+    most = min(prefix.tokens, MAX_MASK_SLOTS)
+    slots = given.request.max_mask_slots or most
+    check_slots(slots, most)
+    masks = new_tokens(given, load_tokenizer(checkpoint), "forecast", slots)
+    return Plan(SSD.name, evidence, given.checkpoint, masks, slots, DraftLayout(), prefix=prefix)
+
+
+SSD = Method("ssd", "SSD: a forecast prefix that only mask rows see", _recognize, _plan, write_adopted_prefix)

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.published import MASK, exact_model, write_checkpoint, write_exact_adapter
 from support.published_heads import exact_heads, write_published_heads
 from support.published_nemotron import FOLDER, constant_weights, write_nemotron
-from support.published_prefix import exact_prefix, write_published_prefix
+from support.published_prefix import exact_prefix, write_bita, write_published_prefix
 
 SLOTS = 3
 WRONG = (6.0, -6.0)  # what the mask token reads as without its adapter: both it and its opposite predict wrongly
@@ -73,6 +73,11 @@ def ssd(folder: Path) -> PublishedModel:
     return PublishedModel(base, write_published_prefix(folder / "ssd", prefix, embedding))
 
 
+def bita(folder: Path) -> PublishedModel:
+    """A checkpoint as BiTA's code saves it: the whole model with a prefix among its weights."""
+    return PublishedModel(write_bita(folder / "bita", *exact_prefix(SLOTS)), None)
+
+
 METHODS: dict[str, Callable[[Path], PublishedModel]] = {
     "pard": pard,
     "gated-lora": gated_lora,
@@ -80,6 +85,7 @@ METHODS: dict[str, Callable[[Path], PublishedModel]] = {
     "medusa": medusa,
     "nemotron": nemotron,
     "ssd": ssd,
+    "bita": bita,
 }
 
 

@@ -1,4 +1,4 @@
-"""Published prefix: the file of SSD in the layout in which Qualcomm publishes it, and a model that it makes predict exactly.
+"""Published prefix: the file of SSD, a checkpoint of BiTA, and a model that their prefix makes predict exactly.
 
 The published file, forecast_module_state_dict.pt, is a pickled dictionary of the two tensors below, which for
 Llama-3.2-3B-Instruct have the shapes 4 x 3072 and 28 x 2 x 1 x 8 x 16 x 128.
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from support.published import PERIOD, exact_model
+from support.published import PERIOD, exact_model, write_checkpoint
 
 FILE = "forecast_module_state_dict.pt"
 SLOTS = 16
@@ -25,6 +26,23 @@ def write_published_prefix(folder: Path, prefix: Tensor, embedding: Tensor, **mo
     """A folder with the file of SSD."""
     folder.mkdir(parents=True)
     torch.save({"forecast_embedding": embedding, "forecast_prefix": prefix, **more}, folder / FILE)
+    return folder
+
+
+def write_bita(folder: Path, model: PreTrainedModel, prefix: Tensor, embedding: Tensor, **more: Any) -> Path:
+    """A whole checkpoint as BiTA's code saves it: the prefix and the mask embeddings are among the model's weights.
+
+    A row of the prefix has the keys and values of all layers, in the order of the layers.
+    """
+    slots = prefix.shape[-2]
+    entries = {"prompt_num": slots, "mask_num": len(embedding), "mask_diff": len(embedding) > 1, **more}
+    write_checkpoint(folder, model, **entries)
+    own = {
+        "model.mask_tokens.weight": embedding.contiguous(),
+        "model.prefix_encoder.embedding.weight": prefix[:, :, 0].permute(3, 0, 1, 2, 4).reshape(slots, -1).contiguous(),
+    }
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **own}, file, {"format": "pt"})
     return folder
 
 

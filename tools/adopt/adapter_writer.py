@@ -23,7 +23,6 @@ from spaceport.tools.adopt.given import SUBFOLDERS
 from spaceport.tools.adopt.peft_adapter import adapter_tensors
 from spaceport.tools.adopt.plan import Plan
 from spaceport.tools.adopt.published_heads import heads_tensors
-from spaceport.tools.adopt.published_prefix import prefix_tensors
 from spaceport.tools.tune.vocabulary import add_tokens
 
 
@@ -76,7 +75,7 @@ def write_adopted_prefix(plan: Plan, checkpoint: Checkpoint, folder: Path) -> No
     """Write an adapter folder: the prefix, the embeddings of the mask tokens, and the identity of the base model."""
     if plan.prefix is None:
         raise ValueError("the plan has no prefix: expected one of a method that writes it")
-    slots, embeddings = prefix_tensors(plan.prefix.file)
+    slots, embeddings = plan.prefix.read()
     model = _base_model(checkpoint, folder)
     base = identity_of(checkpoint.folder.name, model)
     ids = add_tokens(load_tokenizer(checkpoint), model, list(plan.mask_tokens))
@@ -86,7 +85,7 @@ def write_adopted_prefix(plan: Plan, checkpoint: Checkpoint, folder: Path) -> No
         "mask_tokens": list(plan.mask_tokens),
         "mask_slots": plan.mask_slots,
         **layout_entries(plan.layout),
-        **_origin(plan, plan.prefix.file.parent),
+        **_origin(plan, plan.prefix.file if plan.prefix.file.is_dir() else plan.prefix.file.parent),
     }
     forks = _fork_entries(checkpoint)
     tokens = {**plan.mask_tokens, **_fork_tokens(checkpoint, forks)}

@@ -21,7 +21,7 @@ from spaceport.tools.tune.vocabulary import grown
 def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, Plan, Checkpoint]:
     """What was given, checked as far as possible without the weights of the base model."""
     method, evidence = find_method(given)
-    flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if given.adapter is None else None)
+    flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if method.write is None else None)
     checkpoint = open_checkpoint(given.checkpoint, flags, remote_code)
     for found, what in (
         (checkpoint.adapter, "a mask adapter"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.adopt.bita import BITA
 from spaceport.tools.adopt.gated_lora import GATED_LORA
 from spaceport.tools.adopt.given import Given
 from spaceport.tools.adopt.medusa import MEDUSA
@@ -14,7 +15,7 @@ from spaceport.tools.adopt.plan import Method
 from spaceport.tools.adopt.ssd import SSD
 from spaceport.tools.adopt.uno import UNO
 
-METHODS = (MEDUSA, SSD, PARD, UNO, NEMOTRON, GATED_LORA)
+METHODS = (MEDUSA, SSD, BITA, PARD, UNO, NEMOTRON, GATED_LORA)
 
 
 def find_method(given: Given) -> tuple[Method, str]:

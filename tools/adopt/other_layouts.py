@@ -103,7 +103,6 @@ _LAYOUTS = (
         "copy linear_spec_lora into the folder; or write sar_config.json there, with mask_tokens, mask_slots, shift false "
         "and group block, and export it",
     ),
-    OtherLayout("BiTA", _entries("prompt_num"), "its prefix is stored among the weights of a whole checkpoint"),
     OtherLayout(
         "SDAR, I-DLM or UNO as a whole checkpoint",
         _own_code,

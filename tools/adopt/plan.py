@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.draft_layout import DraftLayout
 from spaceport.exporter.heads_file import HeadsConfig
 from spaceport.graphs.gated import Adapter
+from spaceport.graphs.preloaded_slots import PreloadedSlots
 from spaceport.tools.adopt.given import Given
 
 
@@ -51,6 +54,7 @@ class PublishedPrefix:
     shape: tuple[int, ...]  # of the keys and of the values: layers, heads, slots, head size
     tokens: int  # embeddings of mask tokens in the file
     unused: tuple[str, ...]  # names of further tensors, which the published code does not use
+    read: Callable[[], tuple[PreloadedSlots, Tensor]]  # the slots, and the embeddings of mask tokens
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def read_published_prefix(file: Path, checkpoint: Checkpoint) -> PublishedPrefix
     if not bool(torch.isfinite(embeddings).all()):
         raise CheckpointError(f"{file}: {EMBEDDING} has numbers that are not finite; {_ADVICE}")
     unused = tuple(sorted(read_torch_file(file).keys() - {PREFIX, EMBEDDING}))
-    return PublishedPrefix(file, tuple(slots.keys.shape), len(embeddings), unused)
+    return PublishedPrefix(file, tuple(slots.keys.shape), len(embeddings), unused, lambda: prefix_tensors(file))
 
 
 def prefix_tensors(file: Path) -> tuple[PreloadedSlots, Tensor]:

@@ -79,7 +79,7 @@ adapter_option = click.option(
 method_option = click.option(
     "--method",
     metavar="NAME",
-    help="Method of published weights, if the files do not show it: medusa, ssd, pard, uno, nemotron or gated-lora.",
+    help="Method of published weights, if the files do not show it: medusa, ssd, bita, pard, uno, nemotron or gated-lora.",
 )
 noise_seed_option = click.option(
     "--noise-seed",

@@ -278,7 +278,10 @@ def test_the_report_names_what_was_found(
         (["--mask-token", str(PADDED)], f"is id {PADDED}: expected a token of this base model, or an id from 0 to 639"),
         (["--mask-token", "40"], "an ordinary token"),
         (["--mask-token", "1"], "which ends a text: expected another"),
-        (["--method", "eagle"], "--method is 'eagle': expected one of medusa, ssd, pard, uno, nemotron, gated-lora"),
+        (
+            ["--method", "eagle"],
+            "--method is 'eagle': expected one of medusa, ssd, bita, pard, uno, nemotron, gated-lora",
+        ),
         (["--method", "uno", "--mask-token", "[M]"], "--mask-token has no effect: UNO has random tokens instead"),
         (["--noise-seed", "0"], "--noise-seed has no effect: this method has no noise"),
         (["--max-mask-slots", "400"], "--max-mask-slots is 400: expected 1 to"),

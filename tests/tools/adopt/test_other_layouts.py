@@ -31,7 +31,6 @@ def refuse(checkpoint: Path, adapter: Path | None = None) -> None:
             r"is EAGLE \(architecture LlamaForCausalLMEagle3 in config.json\)",
         ),
         ({"dflash_config": {"mask_token_id": 3}}, r"is DFlash or another speculator"),
-        ({"prompt_num": 16, "mask_num": 3}, r"is BiTA \(prompt_num in config.json\)"),
         ({"pard_token": 9, "pard2_target_dim": 64}, r"is PARD-2 .*hidden states of another model"),
         (
             {"dlm_paradigm": "bidirectional", "mask_token_id": 100},

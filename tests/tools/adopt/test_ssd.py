@@ -31,6 +31,7 @@ from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
 from support.gguf_files import random_model
 from support.published import random_base, text, write_checkpoint
+from support.published_methods import exact_data
 from support.published_prefix import (
     FILE,
     SLOTS,
@@ -117,7 +118,7 @@ def test_another_prefix_drafts_less_and_the_text_stays_the_base_models(
     for shape in ("chain", "tree"):
         tokens, steps = per_step(tmp_path / "bundle", draft=shape)
         assert tokens == text(5, 33)
-        assert steps < 2
+        assert steps < MASKS  # some tokens are right by chance
 
 
 @pytest.mark.nightly
@@ -290,7 +291,8 @@ def test_every_command_that_reads_drafts_takes_a_prefix(
     assert (found[0]["mask_slots"], found[0]["predictor"]) == (MASKS, "mask slot")
     assert run(["inspect", str(bundle)]) == OK
     assert f"mask slots            {MASKS}, which see {SLOTS} preloaded slots" in capsys.readouterr().out
-    assert run(["audit", str(bundle), "--prompts", "3", "--max-tokens", "12", "--threads", "1"]) == OK
+    texts = exact_data(tmp_path / "texts.jsonl")
+    assert run(["audit", str(bundle), str(texts), "--max-tokens", "12", "--threads", "1"]) == OK
     with Runtime.open(bundle, max_seq_len=256) as runtime:
         segment = Segment(tuple(text(0, 5)), tuple(text(5, 30)))
         accuracy = measure(runtime, [ReferenceAnswer(1, segment.prefix, (segment,))], 20, MASKS)

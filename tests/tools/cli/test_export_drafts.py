@@ -162,7 +162,7 @@ def test_new_embedding_rows_are_counted(tmp_path: Path, capsys: Capture) -> None
     [
         ("uno", ["--fork-token", "5"], USAGE, "--fork-token has no effect with published weights: name both tokens in"),
         ("uno", ["--mask-token", "638"], USAGE, "--mask-token has no effect: UNO has random tokens instead"),
-        ("uno", ["--method", "eagle"], USAGE, "--method is 'eagle': expected one of medusa, ssd, pard"),
+        ("uno", ["--method", "eagle"], USAGE, "--method is 'eagle': expected one of medusa, ssd, bita, pard"),
         ("uno", ["--max-mask-slots", "400"], USAGE, "--max-mask-slots is 400: expected 1 to"),
         ("uno", ["--max-mask-slots", "0"], USAGE, "--max-mask-slots is 0: expected at least 1"),
         ("own", ["--mask-token", "5", "--dry-run"], USAGE, "--mask-token has no effect with --adapter"),

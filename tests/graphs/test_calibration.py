@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.graphs.calibration import calibrate, calibration_texts
+from spaceport.graphs.calibration import _sampled_rows, calibrate, calibration_texts
 from spaceport.graphs.int8 import InputScale, quantize_linear
 from spaceport.graphs.quantize import integer_modules
 from support.families import FAMILIES, build
@@ -159,3 +159,9 @@ def test_a_tensor_at_the_address_of_a_freed_one_is_another_input() -> None:
     modules = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
     found = calibrate(model, modules, [torch.zeros(1, 5, dtype=torch.long)], 1, frozenset())
     assert len({id(scale.input) for scale in found.values()}) == 4
+
+
+def test_sampled_rows_are_evenly_spaced_over_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spaceport.graphs.streamed_weights._PART", 70)  # 10 rows
+    weight = torch.arange(1025 * 7.0).reshape(1025, 7)
+    assert torch.equal(_sampled_rows(weight), weight[::4])

@@ -99,6 +99,8 @@ def test_layers_use_the_memory_of_each_other_and_a_model_that_does_not_run_has_n
     model(torch.arange(10)[None])
     assert len(used) == 3
     assert len(set(used)) == 1
+    (release,) = model._forward_hooks.values()
+    assert release.__self__._memory.numel() == 0  # type: ignore[attr-defined]
     assert all(tensor.untyped_storage().nbytes() == 4 for tensor in model.parameters() if tensor.dim() > 1)
 
 

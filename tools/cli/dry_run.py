@@ -66,12 +66,18 @@ class RunMemory:
     kv_slot: int  # of one KV slot of one request
     kv: int  # of all KV buffers
     weights: int
+    cpu_weights: int  # on CPUs, where some formats are dequantized to float32 when the bundle is opened
     prefill: int  # estimate: logits and scores of a prefill chunk
     engine: int  # estimate: a TensorRT engine file, which holds the weights
 
     @property
     def total(self) -> int:
         return self.weights + self.kv + self.prefill
+
+    @property
+    def cpu_total(self) -> int:
+        """Like `total`, on CPUs."""
+        return self.cpu_weights + self.kv + self.prefill
 
 
 def run_memory(found: DryRun, max_seq_len: int | None, max_requests: int) -> RunMemory:
@@ -92,9 +98,15 @@ def run_memory(found: DryRun, max_seq_len: int | None, max_requests: int) -> Run
         signature.kv_bytes(1, 1),
         signature.kv_bytes(max_requests, slots),
         weights,
+        found.parameters * _FLOAT32 if _dequantized(found) else weights,
         max_requests * PREFILL_ROWS * scores,
         weights,
     )
+
+
+def _dequantized(found: DryRun) -> bool:
+    """Whether ONNX Runtime's CPU backend dequantizes the weights when it opens the bundle."""
+    return found.options.weights in ("int8", "float8") and found.options.activations == "float"
 
 
 def report(found: DryRun, bundle: Path, run: RunMemory, gpu_memory: int | None) -> dict[str, Any]:
@@ -117,7 +129,7 @@ def report(found: DryRun, bundle: Path, run: RunMemory, gpu_memory: int | None) 
         "export_streamed": found.memory.streamed,
         "temporary_files": found.temporary,
         "machine": {"memory": memory, "free_disk": disk},
-        "run": {**vars(run), "total": run.total},
+        "run": {**vars(run), "total": run.total, "cpu_total": run.cpu_total},
         "fits": {
             "export_memory": found.memory.total <= memory,
             "disk": found.bundle + found.temporary <= disk,
@@ -161,6 +173,7 @@ def show_report(
         (f"KV cache: {run.slots} slots of {size(run.kv_slot)}", size(run.kv)),
         ("prefill (estimate)", size(run.prefill)),
         ("in all", size(run.total)),
+        *([("in all on a CPU: weights as float32", size(run.cpu_total))] if _dequantized(found) else []),
         ("TensorRT engine file (estimate)", size(run.engine)),
     ]
     show_table(f"Memory of a runtime with {where}", ("part", "size"), rows)

@@ -41,6 +41,17 @@ def test_a_gpu_fits_exactly_what_the_runtime_needs(tmp_path: Path) -> None:
     assert "runtime on the GPU" in run(TINY, tmp_path / "bundle", "--dry-run", "--gpu-memory", "24GB")
 
 
+def test_weights_that_a_cpu_dequantizes_are_counted_as_float32(tmp_path: Path) -> None:
+    for activations, dequantized in (("float", True), ("int8x2", False)):
+        options = ("--dry-run", "--weights", "int8", "--activations", activations)
+        found = json.loads(run(TINY, tmp_path / "bundle", *options, "--json"))
+        weights = found["run"]["weights"]
+        assert found["run"]["cpu_weights"] == (4 * found["parameters"] if dequantized else weights)
+        assert found["run"]["cpu_total"] - found["run"]["total"] == found["run"]["cpu_weights"] - weights
+        shown = run(TINY, tmp_path / "bundle", *options)
+        assert ("in all on a CPU: weights as float32" in shown) == dequantized
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

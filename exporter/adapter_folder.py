@@ -32,11 +32,8 @@ EMBEDDINGS_FILE = "token_embeddings.safetensors"  # rows of the special tokens a
 _SCHEMA = 1
 _IDS = "ids"  # tensor with the token id of each row
 _ADVICE = "copy the adapter folder again, or train it again with `spaceport tune --adapter-only`"
-_DRAFTING = (
-    "mask_adapter",
-    "heads",
-    "prefix",
-)  # entries of sar_config.json, of which an adapter folder has at least one
+# Entries of sar_config.json, of which an adapter folder has at least one.
+_DRAFTING = ("mask_adapter", "heads", "prefix")
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def added_by(checkpoint: Checkpoint) -> DraftAdditions:
     for found, file in ((checkpoint.correction, FACTORS_FILE), (checkpoint.input_rows, INPUT_ROWS_FILE)):
         if found is not None:
             raise CheckpointError(
-                f"{folder.path / file}: has tensors that --dry-run does not count: expected an adapter, heads or preloaded slots only; run it "
-                "without --adapter"
+                f"{folder.path / file}: has tensors that --dry-run does not count: expected an adapter, heads or preloaded "
+                "slots only; run it without --adapter"
             )
     slots = checkpoint.preloaded
     return DraftAdditions(

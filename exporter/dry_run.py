@@ -21,11 +21,11 @@ from spaceport.exporter.draft_additions import DraftAdditions, add_without_value
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations
 from spaceport.exporter.export_memory import ExportMemory, export_memory, is_streamed
 from spaceport.exporter.sar_config import CheckpointError, read_json
-from spaceport.exporter.stored_bytes import stored_bytes
+from spaceport.exporter.stored_bytes import StoredBytes, stored_bytes
 from spaceport.exporter.to_onnx import check_opset
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import expected_signature, freeze_rotary
-from spaceport.graphs.traits import UnsupportedModel, class_name, probe, refuse_by_config
+from spaceport.graphs.traits import Traits, UnsupportedModel, class_name, probe, refuse_by_config
 
 _GRAPH, _GRAPH_LAYER = 12_000, 6_000  # approximate bytes of model.onnx: in all, and per layer
 
@@ -70,20 +70,9 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     if additions is not None:
         with torch.device("meta"), torch.no_grad():
             add_without_values(model, additions)
-    freeze_rotary(model)
-    with torch.no_grad():
-        traits = probe(model)
-    if options.attention_implementation == "operator" and traits.attention_hook == "eager":
-        raise UnsupportedModel(
-            f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
-        )
+    traits = _traits(model, options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stored = stored_bytes(model, options.dtype, options.weights, options.activations, options.lowering)
-    files = {"model.onnx.data": stored.data, "model.onnx": _GRAPH + _GRAPH_LAYER * traits.layers}
-    if stored.scales:
-        files["quantization_scales.safetensors"] = stored.scales
-    if (tokenizer := folder / "tokenizer.json").is_file():
-        files["tokenizer.json"] = tokenizer.stat().st_size
     text = config.get_text_config()
     heads = 0 if additions is None or additions.heads is None else additions.heads.count
     return DryRun(
@@ -95,11 +84,33 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
         int(getattr(text, "num_attention_heads", None) or traits.kv_heads),
         parameters,
         stored.quantized,
-        files,
+        _files(folder, stored, traits),
         stored.unnamed if streamed else 0,
         export_memory(model, options.dtype, traits.layers, streamed, base_parameters),
         checked,
     )
+
+
+def _traits(model: PreTrainedModel, options: ExportOptions) -> Traits:
+    """What the graph of a model without values depends on; raises for attention that the options do not allow."""
+    freeze_rotary(model)
+    with torch.no_grad():
+        traits = probe(model)
+    if options.attention_implementation == "operator" and traits.attention_hook == "eager":
+        raise UnsupportedModel(
+            f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
+        )
+    return traits
+
+
+def _files(folder: Path, stored: StoredBytes, traits: Traits) -> dict[str, int]:
+    """Bytes of the files of a bundle, by name."""
+    files = {"model.onnx.data": stored.data, "model.onnx": _GRAPH + _GRAPH_LAYER * traits.layers}
+    if stored.scales:
+        files["quantization_scales.safetensors"] = stored.scales
+    if (tokenizer := folder / "tokenizer.json").is_file():
+        files["tokenizer.json"] = tokenizer.stat().st_size
+    return files
 
 
 def _without_values(

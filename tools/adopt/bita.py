@@ -13,14 +13,13 @@ from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.exporter.draft_layout import DraftLayout
 from spaceport.exporter.preloaded_slots_file import check_slots as check_preloaded
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.graphs.preloaded_slots import PreloadedSlots
 from spaceport.tools.adopt.adapter_writer import write_adopted_prefix
-from spaceport.tools.adopt.given import Given, check_slots, refuse_noise_seed
+from spaceport.tools.adopt.given import Given, check_slots
 from spaceport.tools.adopt.new_tokens import new_tokens
-from spaceport.tools.adopt.plan import Method, Plan, PublishedPrefix
+from spaceport.tools.adopt.plan import Method, Plan, PublishedPrefix, require_no_masks
 
 _SLOTS, _MASKS = "prompt_num", "mask_num"  # entries of config.json
 _EMBEDDING, _MASK_ROWS = "prefix_encoder.embedding.weight", "mask_tokens.weight"  # ends of the names of tensors
@@ -33,9 +32,7 @@ def _recognize(given: Given) -> str | None:
 
 
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
-    if given.request.mask_tokens:
-        raise OptionFault("--mask-token has no effect: the checkpoint has mask tokens of its own; leave it out")
-    refuse_noise_seed(given.request)
+    require_no_masks(given, checkpoint, "the checkpoint has mask tokens of its own")
     slots, rows = _prefix_of(given, checkpoint)
     named = _whole(given, _MASKS)
     if len(rows) not in (1, named):

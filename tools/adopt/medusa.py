@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.draft_layout import DraftLayout
-from spaceport.exporter.sar_config import CheckpointError
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.adapter_writer import write_adopted_heads
-from spaceport.tools.adopt.given import Given, refuse_noise_seed
-from spaceport.tools.adopt.plan import Method, Plan
+from spaceport.tools.adopt.given import Given
+from spaceport.tools.adopt.plan import Method, Plan, require_no_masks
 from spaceport.tools.adopt.published_heads import heads_files, read_published_heads
 
 
@@ -20,13 +18,7 @@ def _recognize(given: Given) -> str | None:
 
 
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
-    if given.request.mask_tokens:
-        raise OptionFault("--mask-token has no effect: heads draft without mask tokens; leave it out")
-    refuse_noise_seed(given.request)
-    if checkpoint.tokens.mask:
-        raise CheckpointError(
-            f"{given.checkpoint}: has mask tokens, which draft already: expected a base model without them; leave the heads out"
-        )
+    require_no_masks(given, checkpoint, "heads draft without mask tokens")
     heads = read_published_heads(given, checkpoint)
     return Plan(MEDUSA.name, evidence, given.checkpoint, {}, 0, DraftLayout(), heads=heads)
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.draft_layout import DraftLayout
 from spaceport.exporter.heads_file import HeadsConfig
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.gated import Adapter
 from spaceport.graphs.preloaded_slots import PreloadedSlots
-from spaceport.tools.adopt.given import Given
+from spaceport.tools.adopt.given import Given, refuse_noise_seed
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,17 @@ class Plan:
             "heads": None if self.heads is None else _heads(self.heads),
             "prefix": None if self.prefix is None else _prefix(self.prefix),
         }
+
+
+def require_no_masks(given: Given, checkpoint: Checkpoint, reason: str) -> None:
+    """Raise for mask tokens or noise that were asked for, or a base model with mask tokens: the method has its own drafts."""
+    if given.request.mask_tokens:
+        raise OptionFault(f"--mask-token has no effect: {reason}; leave it out")
+    refuse_noise_seed(given.request)
+    if checkpoint.tokens.mask:
+        raise CheckpointError(
+            f"{given.checkpoint}: has mask tokens, which draft already: expected a base model without them"
+        )
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ from pathlib import Path
 
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.exporter.draft_layout import DraftLayout
-from spaceport.exporter.sar_config import CheckpointError
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted_prefix
 from spaceport.tools.adopt.forecast_file import PREFIX, forecast_file
-from spaceport.tools.adopt.given import Given, check_slots, refuse_noise_seed
+from spaceport.tools.adopt.given import Given, check_slots
 from spaceport.tools.adopt.new_tokens import new_tokens
-from spaceport.tools.adopt.plan import Method, Plan
+from spaceport.tools.adopt.plan import Method, Plan, require_no_masks
 from spaceport.tools.adopt.published_prefix import read_published_prefix
 
 
@@ -30,13 +28,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     file = _file(given)
     if file is None:
         raise ValueError("no file with a forecast prefix: expected one, by which the method was recognized")
-    if given.request.mask_tokens:
-        raise OptionFault("--mask-token has no effect: the file of SSD has mask tokens of its own; leave it out")
-    refuse_noise_seed(given.request)
-    if checkpoint.tokens.mask:
-        raise CheckpointError(
-            f"{given.checkpoint}: has mask tokens, which draft already: expected a base model without them"
-        )
+    require_no_masks(given, checkpoint, "the file of SSD has mask tokens of its own")
     prefix = read_published_prefix(file, checkpoint)
     most = min(prefix.tokens, MAX_MASK_SLOTS)
     slots = given.request.max_mask_slots or most

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -31,6 +32,9 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.terminal.screen import show_json, size, stages
 from spaceport.tools.verify.audit.prompts import read_prompts
+
+if TYPE_CHECKING:  # torch is imported only once the paths are valid
+    from spaceport.exporter.export import ExportOptions
 
 
 class Export(Sectioned):
@@ -152,8 +156,8 @@ def command(
     """
     drafts = ExportDrafts(checkpoint, adapter, Request(method, mask, max_mask_slots, noise_seed), fork, child)
     refuse_unused(context, [*drafts.unused, *_unused(drafts, dry_run)])
+    chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations)
     if dry_run:
-        chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations)
         _dry_run(drafts, bundle, chosen, (max_seq_len, max_requests), gpu_memory, as_json)
         return
     if calibrate is not None and (weights != "int8" or activations == "float"):
@@ -165,7 +169,7 @@ def command(
     require_checkpoint(checkpoint)
     given = drafts.read()
     # torch is imported only once the paths are valid
-    from spaceport.exporter.export import ExportOptions, export
+    from spaceport.exporter.export import export
     from spaceport.exporter.quiet import quiet_libraries
 
     quiet_libraries()
@@ -177,18 +181,7 @@ def command(
         if drafts.hint is not None:
             on_stage(drafts.hint)
         with drafts.adapter_folder(given, bundle, trust_remote_code, on_stage) as folder:
-            options = ExportOptions(
-                lowering,
-                dtype,
-                weights,
-                attention,
-                opset,
-                drafts.tokens(folder),
-                trust_remote_code,
-                activations,
-                prompts,
-                folder,
-            )
+            options = replace(_options(chosen), tokens=drafts.tokens(folder), calibrate=prompts, adapter=folder)
             manifest = export(checkpoint, bundle, options, overwrite, on_stage)
     if as_json:
         show_json(manifest.as_dict())
@@ -208,6 +201,16 @@ def _unused(drafts: ExportDrafts, dry_run: bool) -> list[Unused]:
     ]
 
 
+def _options(chosen: tuple[Any, ...]) -> ExportOptions:
+    """The options of a graph and its weights, without what drafts add."""
+    from spaceport.exporter.export import ExportOptions
+
+    lowering, dtype, weights, attention, opset, remote_code, activations = chosen
+    return ExportOptions(
+        lowering, dtype, weights, attention, opset, remote_code=remote_code, requested_activations=activations
+    )
+
+
 def _dry_run(
     drafts: ExportDrafts,
     bundle: Path,
@@ -220,21 +223,11 @@ def _dry_run(
     if not bundle.absolute().parent.is_dir():
         raise OptionFault(f"{bundle.absolute().parent}: no such folder: create it first, or name another for BUNDLE")
     from spaceport.exporter.dry_run import dry_run
-    from spaceport.exporter.export import ExportOptions
     from spaceport.exporter.quiet import quiet_libraries
 
     quiet_libraries()
-    lowering, dtype, weights, attention, opset, remote_code, activations = chosen
-    options = ExportOptions(
-        lowering,
-        dtype,
-        weights,
-        attention,
-        opset,
-        remote_code=remote_code,
-        requested_activations=activations,
-    )
-    additions, published = drafts.counted(remote_code)
+    options = _options(chosen)
+    additions, published = drafts.counted(options.remote_code)
     found = dry_run(drafts.checkpoint, options, additions)
     show_report(found, bundle, run_memory(found, *limits), gpu_memory, as_json, published)
 

@@ -126,6 +126,7 @@ def test_a_projected_prefix_is_computed_once(whole: Path, tmp_path: Path) -> Non
         ({"model.mask_tokens.weight": None}, {}, "no tensor is named mask_tokens.weight: expected one beside"),
         ({}, {"prompt_num": 15}, "has the shape (16, 64): expected 15 x 64, which are prompt_num in config.json"),
         ({}, {"prompt_num": "x"}, "prompt_num is 'x': expected a whole number"),
+        ({}, {"pard_token": 638}, "has mask tokens, which draft already: expected a base model without them"),
         ({}, {"mask_num": 0}, "mask_num is 0: expected a whole number"),
         ({}, {"mask_num": 4}, "mask_tokens.weight has 3 rows: expected 1, or 4 as mask_num in config.json"),
         ({}, {"prefix_projection": True}, "no tensor is named prefix_encoder.trans.0.weight"),

@@ -36,6 +36,7 @@ from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from support.adopted_models import LIMITS, answers, checked_acceptance
 from support.published import PADDED, exact_model, text, write_checkpoint
 from support.published_heads import BASE, exact_heads, write_published_heads
 
@@ -307,19 +308,10 @@ def test_the_heads_of_an_adapter_folder_have_to_fit_the_base_model(
 def test_every_command_that_reads_drafts_takes_heads(
     base: Path, adopted: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapter = ["--adapter", str(adopted)]
-    assert run(["check", str(bundle), str(base), "--long-context", "40", "--threads", "1", *adapter]) == OK
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
-    limits = ["--max-tokens", "9", "--max-seq-len", "64", "--threads", "1"]
-    capsys.readouterr()
-    found = []
-    for model in ([str(bundle), str(data)], [str(base), str(data), *adapter]):
-        assert run(["acceptance", *model, *limits, "--json"]) == OK
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1]
-    assert (found[0]["mask_slots"], found[0]["predictor"]) == (HEADS, "head")
-    assert run(["acceptance", str(bundle), str(data), *limits]) == OK
+    data = answers(tmp_path)
+    found = checked_acceptance(bundle, base, adopted, data, capsys)
+    assert (found["mask_slots"], found["predictor"]) == (HEADS, "head")
+    assert run(["acceptance", str(bundle), str(data), *LIMITS]) == OK
     assert "head 3" in capsys.readouterr().out
     assert run(["inspect", str(bundle)]) == OK
     assert "draft heads           3" in capsys.readouterr().out

@@ -29,6 +29,7 @@ from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from support.adopted_models import answers, checked_acceptance
 from support.gguf_files import random_model
 from support.published import random_base, text, write_checkpoint
 from support.published_methods import exact_data
@@ -277,18 +278,8 @@ def test_a_prefix_is_not_tuned(base: Path, adopted: Path, tmp_path: Path, capsys
 def test_every_command_that_reads_drafts_takes_a_prefix(
     base: Path, adopted: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapter = ["--adapter", str(adopted)]
-    assert run(["check", str(bundle), str(base), "--long-context", "40", "--threads", "1", *adapter]) == OK
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
-    limits = ["--max-tokens", "9", "--max-seq-len", "64", "--threads", "1"]
-    capsys.readouterr()
-    found = []
-    for model in ([str(bundle), str(data)], [str(base), str(data), *adapter]):
-        assert run(["acceptance", *model, *limits, "--json"]) == OK
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1]
-    assert (found[0]["mask_slots"], found[0]["predictor"]) == (MASKS, "mask slot")
+    found = checked_acceptance(bundle, base, adopted, answers(tmp_path), capsys)
+    assert (found["mask_slots"], found["predictor"]) == (MASKS, "mask slot")
     assert run(["inspect", str(bundle)]) == OK
     assert f"mask slots            {MASKS}, which see {SLOTS} preloaded slots" in capsys.readouterr().out
     texts = exact_data(tmp_path / "texts.jsonl")

@@ -89,6 +89,10 @@ def require_checkpoint(path: Path) -> None:
 
 def require_adapter_folder(path: Path) -> None:
     """Raise if a path is no adapter folder."""
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such folder: expected an adapter folder, or published weights to export with"
+        )
     if not (path / BASE_FILE).exists():
         raise CheckpointError(
             f"{path}: no {BASE_FILE} in it: expected an adapter folder, as `spaceport adopt` and `spaceport tune --adapter-only` "

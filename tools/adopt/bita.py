@@ -120,4 +120,11 @@ def _whole(given: Given, entry: str) -> int:
     return cast(int, value)
 
 
-BITA = Method("bita", "BiTA: a prefix that only mask rows see", _recognize, _plan, write_adopted_prefix)
+BITA = Method(
+    "bita",
+    "BiTA: a prefix that only mask rows see",
+    _recognize,
+    _plan,
+    write_adopted_prefix,
+    f"{_SLOTS} in the config.json of a whole checkpoint",
+)

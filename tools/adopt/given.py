@@ -119,6 +119,8 @@ def check_slots(slots: int, most: int) -> None:
 
 def read_given(paths: Paths, request: Request) -> Given:
     """The JSON files of what was given."""
+    if paths.adapter is not None and not paths.adapter.exists():
+        raise CheckpointError(f"{paths.adapter}: no such file or folder: {_USAGE}, with published weights as ADAPTER")
     config = {} if is_gguf(paths.checkpoint) else read_json(paths.checkpoint / "config.json")
     return Given(paths.checkpoint, paths.adapter, config, _training_config(paths.adapter), request)
 

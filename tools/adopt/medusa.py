@@ -5,7 +5,7 @@ from __future__ import annotations
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.draft_layout import DraftLayout
 from spaceport.tools.adopt.adapter_writer import write_adopted_heads
-from spaceport.tools.adopt.given import Given
+from spaceport.tools.adopt.given import HEADS_FILES, Given
 from spaceport.tools.adopt.plan import Method, Plan, require_no_masks
 from spaceport.tools.adopt.published_heads import heads_files, read_published_heads
 
@@ -23,4 +23,11 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     return Plan(MEDUSA.name, evidence, given.checkpoint, {}, 0, DraftLayout(), heads=heads)
 
 
-MEDUSA = Method("medusa", "Medusa: heads over the last hidden state", _recognize, _plan, write_adopted_heads)
+MEDUSA = Method(
+    "medusa",
+    "Medusa: heads over the last hidden state",
+    _recognize,
+    _plan,
+    write_adopted_heads,
+    f"{' or '.join(HEADS_FILES)}, or medusa_num_heads in config.json",
+)

@@ -25,14 +25,20 @@ def find_method(given: Given) -> tuple[Method, str]:
     names = [method.name for method in METHODS]
     if requested is not None and requested not in names:
         raise OptionFault(f"--method is {requested!r}: expected one of {', '.join(names)}")
-    for method in METHODS:
-        evidence = method.recognize(given) if requested in (None, method.name) else None
+    tried = [method for method in METHODS if requested in (None, method.name)]
+    for method in tried:
+        evidence = method.recognize(given)
         if evidence is not None:
             return method, evidence
-    raise CheckpointError(_nothing_found(given))
+    raise CheckpointError(_nothing_found(given, tried[0].expected if requested is not None else None))
 
 
-def _nothing_found(given: Given) -> str:
+def _nothing_found(given: Given, expected: str | None) -> str:
+    if expected is not None:
+        return (
+            f"{given.adapter or given.checkpoint}: has nothing of --method {given.request.method}: expected {expected}; "
+            "name the path of these weights, or leave --method out"
+        )
     if given.adapter is None:
         return (
             f"{given.checkpoint}: config.json names no mask token: expected pard_token, ptd_token_id or mask_token_id in it, "

@@ -119,6 +119,7 @@ class Method:
     recognize: Callable[[Given], str | None]  # what shows it; None: the files are of another method
     plan: Callable[[Given, str, Checkpoint], Plan]
     write: Callable[[Plan, Checkpoint, Path], None] | None  # None: there is nothing to write
+    expected: str | None = None  # what shows it, in words; None: a mask token or noise
 
 
 def _prefix(prefix: PublishedPrefix) -> dict[str, Any]:

@@ -37,4 +37,11 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     return Plan(SSD.name, evidence, given.checkpoint, masks, slots, DraftLayout(), prefix=prefix)
 
 
-SSD = Method("ssd", "SSD: a forecast prefix that only mask rows see", _recognize, _plan, write_adopted_prefix)
+SSD = Method(
+    "ssd",
+    "SSD: a forecast prefix that only mask rows see",
+    _recognize,
+    _plan,
+    write_adopted_prefix,
+    f"a file of torch (*.pt) with the tensor {PREFIX}",
+)

@@ -250,6 +250,13 @@ def test_a_pard_checkpoint_needs_nothing_written(
     assert not (tmp_path / "target").exists()
 
 
+def test_published_weights_that_are_not_there_are_named(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["adopt", str(base), str(tmp_path / "nowhere.pt"), str(tmp_path / "target")]) == INPUT
+    assert "nowhere.pt: no such file or folder: expected CHECKPOINT [ADAPTER] TARGET, with" in capsys.readouterr().err
+
+
 def test_the_report_names_what_was_found(
     base: Path, folder: Path, idlm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

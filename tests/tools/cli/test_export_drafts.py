@@ -176,6 +176,15 @@ def test_new_embedding_rows_are_counted(tmp_path: Path, capsys: Capture) -> None
         ),
         (None, ["--noise-seed", "1"], USAGE, "--noise-seed has no effect without published weights: add --adapter"),
         (None, ["--method", "uno"], INPUT, "config.json names no mask token"),
+        (
+            None,
+            ["--method", "ssd"],
+            INPUT,
+            "has nothing of --method ssd: expected a file of torch (*.pt) with the tensor",
+        ),
+        (None, ["--method", "bita"], INPUT, "has nothing of --method bita: expected prompt_num in the config.json"),
+        (None, ["--method", "medusa"], INPUT, "has nothing of --method medusa: expected medusa_lm_head.safetensors or"),
+        ("nowhere", [], INPUT, "nowhere: no such folder: expected an adapter folder, or published weights"),
         ("models", [], INPUT, "no base.json in it: expected an adapter folder"),
     ],
 )
@@ -185,7 +194,12 @@ def test_options_that_do_not_fit_are_refused(
     model = published("uno", tmp_path / "models")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "base.json").write_text("{}")
-    paths = {"uno": model.weights, "own": tmp_path / "own", "models": tmp_path / "models"}
+    paths = {
+        "uno": model.weights,
+        "own": tmp_path / "own",
+        "models": tmp_path / "models",
+        "nowhere": tmp_path / "nowhere",
+    }
     given = [] if adapter is None else ["--adapter", str(paths[adapter])]
     assert run(["export", str(model.base), str(tmp_path / "bundle"), *given, *options]) == code
     assert message in capsys.readouterr().err

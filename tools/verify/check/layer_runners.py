@@ -17,7 +17,7 @@ from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs, attention_output_name, layer_output_name
-from spaceport.runtime.backends.on_onnxruntime import weights_for
+from spaceport.runtime.backends.on_onnxruntime import session_options, weights_for
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.verify.accuracy import Array
@@ -127,9 +127,7 @@ def _by_request(moves: Array) -> list[tuple[int, Any, Any]]:
 
 def _session(model: onnx.ModelProto, graph: bytes, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
     """A session of the changed graph, with the weights that the bundle's own graph names."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
+    options = session_options(threads, bundle.manifest.weights, bundle.manifest.activations)
     usable = cuda and _CUDA in ort.get_available_providers()
     providers = [_CUDA, _CPU] if usable else [_CPU]
     try:

@@ -138,7 +138,7 @@ def test_quantized_weights_are_fused_for_onnxruntime_and_used_without_dequantiza
 def test_quantized_weights_take_few_bytes(tmp_path_factory: pytest.TempPathFactory) -> None:
     others, quantized = 301_728 - 239_616, 239_616
     for kind, most in (
-        (INT4, 4 * others + quantized * (0.5 + 4 / 32) - 640 * 96 * (4 - 1 - 0.5 - 4 / 32)),  # and the embeddings
+        (INT4, 4 * others + quantized * (0.5 + 4 / 16) - 640 * 96 * (4 - 1 - 0.5 - 4 / 16)),  # and the embeddings
         (FLOAT8, 2 * others + quantized * 1.02),
         (BFLOAT16_INT4, 2 * others + quantized * (0.5 + 2 / 32)),
     ):

@@ -110,7 +110,7 @@ def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
     ("lowering", "inputs", "block"),
     [
         *(("append", 256, 128), ("append", 192, 64), ("append", 96, 32), ("append", 48, None)),
-        *(("scatter", 256, 32), ("scatter", 48, 16), ("scatter", 40, None)),
+        *(("scatter", 256, 16), ("scatter", 48, 16), ("scatter", 40, None)),
     ],
 )
 def test_the_block_size_divides_the_number_of_inputs(lowering: Lowering, inputs: int, block: int | None) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 
+from spaceport.graphs.contract.exactness import DraftShape, Exactness
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import ExactDrafts, Manifest
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
@@ -186,17 +187,19 @@ class Decoding:
         """Maximum threads that decode at the same time, with a bundle whose threads are `parallel` by default."""
         return self.max_threads or (MAX_THREADS if parallel else 1)
 
-    def drafts_with(self, manifest: Manifest) -> DraftConfig:
-        """Draft limits with a bundle."""
+    def drafts_with(self, manifest: Manifest, exactness: Exactness) -> DraftConfig:
+        """Draft limits with a bundle on an engine of this exactness."""
         slots, layout, heads = manifest.max_mask_slots, manifest.mask_layout, manifest.signature.heads
-        return self.draft_config(slots, manifest.exact_drafts, layout, heads)
+        return self.draft_config(slots, exactness.drafts, layout, heads)
 
     def draft_config(
-        self, most: int, exact: ExactDrafts = "tree", mask_layout: MaskLayout = CAUSAL, heads: int = 0
+        self, most: int, exact: DraftShape = "tree", mask_layout: MaskLayout = CAUSAL, heads: int = 0
     ) -> DraftConfig:
         """Draft limits with a bundle that has `most` mask slots of this layout, or heads; its drafts are exact in this shape."""
+        if exact == "none" and self.mask_slots is None and self.draft == "tree":
+            most = heads = 0
         slots = (heads or most) if self.mask_slots is None else self.mask_slots
-        lookup = self.lookup
+        lookup = 0 if exact == "none" and self.lookup is None else self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else DEFAULT_LOOKUP
         rows = self.draft_rows or max(DraftConfig.rows, 1 + slots + mask_layout.rows(slots))

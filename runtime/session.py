@@ -10,9 +10,10 @@ from queue import SimpleQueue
 from time import perf_counter
 from types import TracebackType
 
+from spaceport.graphs.contract.exactness import Exactness, unmeasured
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.step_costs import step_costs as costs_of
+from spaceport.runtime.backends.step_costs import measured_here
 from spaceport.runtime.bundle import Bundle, read_correction
 from spaceport.runtime.costs import CostSource, StepCosts, fixed_costs
 from spaceport.runtime.decode.planner import DraftPlanner
@@ -58,12 +59,15 @@ class Runtime:
         call_timeout: float | None = None,
         limits: Limits = DEFAULT_LIMITS,
         prefix_cache: bool = False,
+        exactness: Exactness | None = None,
     ) -> None:
         self.bundle = bundle
         self.engine = engine
         self.max_seq_len = max_seq_len
         self.limits = limits
-        self.notes = (*notes, *engine.notes)  # about the choice of the backend and its engine, one sentence each
+        self.exactness = exactness or unmeasured(bundle.manifest)
+        # about the choice of the backend, its engine and its drafts, one sentence each
+        self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness))
         self.tokenizer = open_tokenizer(bundle)
         self.costs = costs or fixed_costs(engine.costs.row)
         planner = DraftPlanner(self.costs, repeatable=self.costs.fixed)
@@ -74,11 +78,12 @@ class Runtime:
             max_seq_len,
             slots_for(max_seq_len, max_slots),
             planner,
+            self.exactness,
             limits,
             read_correction(bundle),
         )
         queued = limits.queued_requests if queue_limit is None else queue_limit
-        cache = PrefixCache(in_order=bundle.manifest.exact_drafts == "chain") if prefix_cache else None
+        cache = PrefixCache(in_order=self.exactness.needs_slots_in_order) if prefix_cache else None
         scheduler = Scheduler(
             engine, queued, prompt_rows, costs=self.costs, queued_tokens=limits.queued_prompt_tokens, cache=cache
         )
@@ -154,7 +159,9 @@ class Runtime:
         )
         length = seq_len(opened.bundle.manifest, max_seq_len)
         started = perf_counter()
-        costs = costs_of(opened.bundle, opened.resolved.name, opened.resolved.engine, opened.options, step_costs)
+        costs, exactness = measured_here(
+            opened.bundle, opened.resolved.name, opened.resolved.engine, opened.options, step_costs
+        )
         costs_seconds = perf_counter() - started
         runtime = cls(
             opened.bundle,
@@ -167,8 +174,9 @@ class Runtime:
             call_timeout=call_timeout,
             limits=limits,
             prefix_cache=prefix_cache,
+            exactness=exactness,
         )
-        _log_opened(opened, length, costs_seconds)
+        _log_opened(opened, length, costs_seconds, exactness)
         return runtime
 
     def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
@@ -279,14 +287,25 @@ class Runtime:
         self.close()
 
 
-def _log_opened(opened: Opened, max_seq_len: int, costs_seconds: float) -> None:
+def _without_drafts(exactness: Exactness) -> tuple[str, ...]:
+    """The note of an engine on which drafts are off by default."""
+    if exactness.drafts != "none":
+        return ()
+    return (
+        "drafts are off by default: on this CPU, logits of this bundle change with the number of rows in a call (by "
+        f"{exactness.rows:.0e}), and drafted text could differ from plain text: export the checkpoint again, or request "
+        "drafts with --mask-slots or --lookup",
+    )
+
+
+def _log_opened(opened: Opened, max_seq_len: int, costs_seconds: float, exactness: Exactness) -> None:
     fields = {
         "verify_seconds": round(opened.verify_seconds, 3),
         "engine_seconds": round(opened.engine_seconds, 3),
         "step_costs_seconds": round(costs_seconds, 3),
     }
     _log.info(
-        "opened %s on %s: max_requests %d, max_seq_len %d",
-        *(opened.bundle.path, opened.resolved.name, opened.options.requests, max_seq_len),
+        "opened %s on %s: max_requests %d, max_seq_len %d; drafted text is %s",
+        *(opened.bundle.path, opened.resolved.name, opened.options.requests, max_seq_len, exactness),
         extra={"fields": fields},
     )

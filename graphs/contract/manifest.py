@@ -69,12 +69,6 @@ class TokenIds:
         return () if self.fork is None else (self.fork,)
 
 
-# Draft shapes that do not change the output. "tree": any shape; logits equal those of plain decoding up to
-# floating-point noise. "chain": only a single chain of candidates in one thread at a time; its logits are bit-identical
-# to plain decoding.
-ExactDrafts = Literal["tree", "chain"]
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The description of a bundle; a runtime reads it before any other file."""
@@ -122,16 +116,6 @@ class Manifest:
     def draft_method(self) -> str:
         """The method by which the model drafts, as its provenance names it; "lookup": with prompt lookup only."""
         return self.provenance.get("method", "unknown") if self.max_draft_tokens else "lookup"
-
-    @property
-    def exact_drafts(self) -> ExactDrafts:
-        """Draft shapes that do not change the output; 8-bit activations amplify the noise of another slot order."""
-        return "tree" if self.activations == "float" else "chain"
-
-    @property
-    def parallel_threads(self) -> bool:
-        """Whether forked threads decode at the same time by default; one 8-bit limb amplifies noise too much for that."""
-        return self.activations != "int8"
 
     @property
     def _graph_files(self) -> tuple[FileRecord, ...]:

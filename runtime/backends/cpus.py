@@ -1,13 +1,57 @@
-"""CPUs: how many of them this process may use, by its affinity and the limit of its container."""
+"""CPUs: their kind, and how many of them this process may use by its affinity and the limit of its container."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _MOUNTS = ("cpu", "cpu,cpuacct", "cpuacct,cpu")  # folders of the CPU controller in version 1
+
+
+# Instruction sets that decide which kernels multiply, in /proc/cpuinfo's names, the newest first
+_SETS = (
+    *("amx_int8", "amx_bf16", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "fma", "sse4_1"),
+    *("sve2", "sve", "i8mm", "bf16", "asimddp", "asimd"),
+)
+
+
+def cpu_name() -> str:
+    """The name of the CPU."""
+    return _entry("model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """The CPU's instruction sets that matrix products use; empty if the system does not report them."""
+    flags = f"{_entry('flags')} {_entry('Features')}".split()
+    return tuple(name for name in _SETS if name in flags)
+
+
+def cpu_class() -> str:
+    """The class of the CPU, by which formats and drafts differ in speed and exactness."""
+    found = set(instruction_sets())
+    if not found:
+        return f"{platform.machine()}, instruction sets unknown"
+    if "asimd" in found:
+        return "ARM64 with 8-bit dot products" if "asimddp" in found else "ARM64 without 8-bit dot products"
+    if "amx_int8" in found:
+        return "AMX"
+    if found & {"avx512_vnni", "avx_vnni"}:
+        return "VNNI without AMX"
+    if "avx512f" in found:
+        return "AVX512 without VNNI"
+    return "AVX2 without VNNI" if "avx2" in found else "x86 without AVX2"
+
+
+def _entry(name: str) -> str:
+    """The first value of this name in /proc/cpuinfo; empty without one."""
+    for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
 
 
 def engine_threads(threads: int) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.draft_correction import CorrectionTables
+from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.panics import PanicsContained
 from spaceport.runtime.bundle import Bundle
@@ -46,6 +47,7 @@ class Admission:
     max_seq_len: int  # maximum tokens of a thread, prompt included
     max_slots: int  # maximum tokens of a prompt and all its threads
     planner: DraftPlanner
+    exactness: Exactness
     limits: Limits = DEFAULT_LIMITS
     correction: CorrectionTables | None = None  # of the candidates of mask slots
     helpers: HelperPool = field(default_factory=HelperPool)  # for templates and grammars that may take long
@@ -130,7 +132,7 @@ class Admission:
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
         self._check_mask_slots(decoding.mask_slots)
-        draft_config = decoding.drafts_with(manifest)
+        draft_config = decoding.drafts_with(manifest, self.exactness)
         decoding.sampling.check(manifest.signature.vocab_size)
         check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
         return RequestConfig(
@@ -142,7 +144,7 @@ class Admission:
             planner=self.planner,
             kind=(round(sampling.temperature, 1), decoding.grammar is not None),
             max_rows=self.engine.rows,
-            max_threads=decoding.threads(manifest.parallel_threads),
+            max_threads=decoding.threads(self.exactness.parallel_threads),
             end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),
             stop=frozenset(decoding.stop_token_ids),
             cache_salt=decoding.cache_salt if decoding.prefix_cache else None,

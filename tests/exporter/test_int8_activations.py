@@ -11,9 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.export import ExportOptions, with_supported_activations
+from spaceport.exporter.export import ExportOptions, export, with_supported_activations
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import visible_length
+from spaceport.graphs.weight_quantization import BLOCKS
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
@@ -107,18 +108,37 @@ def test_an_int8_activation_bundle_is_lossless_without_noise(bundle: Path) -> No
 
 
 def test_its_drafts_are_chains_unless_trees_are_requested(bundle: Path) -> None:
-    manifest = open_bundle(bundle).manifest
-    exact, parallel = manifest.exact_drafts, manifest.parallel_threads
-    assert (exact, parallel) == ("chain", False)
-    assert (Decoding().draft_config(5, exact=exact).siblings, Decoding().threads(parallel)) == (1, 1)
-    wide = Decoding(draft_siblings=3, max_threads=2)
-    assert (wide.draft_config(5, exact=exact).siblings, wide.threads(parallel)) == (3, 2)
-    assert (Decoding().draft_config(5).siblings, Decoding().threads()) == (3, 16)
     with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
+        assert (runtime.exactness.drafts, runtime.exactness.parallel_threads) == ("chain", False)
+        manifest, exactness = runtime.bundle.manifest, runtime.exactness
+        assert Decoding().drafts_with(manifest, exactness).siblings == 1
+        assert Decoding(draft_siblings=3).drafts_with(manifest, exactness).siblings == 3
         (text, *_) = PROMPTS.values()
         drafted = runtime.generate(text, Decoding(max_tokens=48, trace=True))
         assert drafted.tokens == runtime.generate(text, replace(Decoding(max_tokens=48), mask_slots=0)).tokens
         assert drafted.statistics.steps < 48
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_blocks_whose_rows_depend_on_the_call_are_recognized_and_draft_nothing(
+    block: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which blocks these are depends on the CPU: 32 without AVX512, 64 on all of them so far."""
+    monkeypatch.setitem(BLOCKS, "scatter", (block, 32, 16))
+    bundle = tmp_path_factory.mktemp("blocks") / "bundle"
+    export(TINY, bundle, ExportOptions("scatter", weights="int4", requested_activations="int8"))
+    tokens = np.random.default_rng(0).integers(8, 600, (1, END))
+    with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
+        expected = plain(runtime.engine, tokens)
+        differs = False
+        for first in range(START, END - 9, 7):
+            chain = feed(runtime.engine, tokens[:, first : first + 9], first, first + np.arange(9), 256)[0]
+            differs |= chain.tobytes() != expected[first - START : first - START + 9].tobytes()
+        assert (runtime.exactness.rows > 0) == differs
+        assert runtime.exactness.drafts == ("none" if differs else "chain")
+        assert ("drafts are off" in " ".join(runtime.notes)) == differs
+        (text, *_) = PROMPTS.values()
+        assert (runtime.generate(text, Decoding(max_tokens=48)).statistics.candidate_rows == 0) == differs
 
 
 def test_a_model_without_grouped_query_attention_has_float_activations() -> None:

@@ -118,6 +118,7 @@ HEAVY = (
 NEEDS = {
     "spaceport.runtime.backends.on_torch": {"torch"},
     "spaceport.runtime.backends.integer_kernels": {"onnxruntime"},
+    "spaceport.runtime.backends.products": {"onnxruntime"},
     "spaceport.runtime.backends.on_onnxruntime": {"onnxruntime"},
     "spaceport.runtime.backends.on_device": {"onnxruntime"},
     "spaceport.runtime.backends.on_cuda": {"onnxruntime"},

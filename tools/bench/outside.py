@@ -15,6 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
+from spaceport.graphs.contract.exactness import unmeasured
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import Bundle, read_correction
 from spaceport.runtime.costs import fixed_costs
@@ -72,8 +73,16 @@ def generations(bundle: Bundle, engine: SyntheticEngine, rows: int) -> list[Gene
     """One generation for each request that the engine batches."""
     planner = DraftPlanner(fixed_costs(engine.costs.row))
     correction = read_correction(bundle)
+    exactness = unmeasured(bundle.manifest)
     admission = Admission(
-        without_end_tokens(bundle), open_tokenizer(bundle), engine, LENGTH, LENGTH, planner, correction=correction
+        without_end_tokens(bundle),
+        open_tokenizer(bundle),
+        engine,
+        LENGTH,
+        LENGTH,
+        planner,
+        exactness,
+        correction=correction,
     )
     random = np.random.default_rng(0)
     mask_slots = 0 if rows == 1 else bundle.manifest.max_mask_slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shutil
@@ -19,7 +20,7 @@ from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
-from spaceport.runtime.backends.cpus import usable_cpus
+from spaceport.runtime.backends.cpus import cpu_class, cpu_name, instruction_sets, usable_cpus
 from spaceport.runtime.backends.device import NoGpu, gpu
 from spaceport.runtime.backends.private_files import problem_of
 from spaceport.runtime.backends.step_costs import cache_folder
@@ -51,6 +52,12 @@ PACKAGES = {
 }
 
 
+_EXACTNESS = (
+    "bit-identical: a drafted row has the same result as the row alone. Attention adds up in the order of the KV slots: "
+    "what that means for a bundle, `spaceport inspect` shows once it was opened here."
+)
+FORMAT_ROWS = (1, 4, 9, 36)  # of the products of bundle formats
+
 # argv: a backend. Prints its library and version, or fails with the reason why it is not ready.
 PROBE = """
 import sys
@@ -68,6 +75,13 @@ if name == "onnxruntime-cuda":
         sys.exit(without_cuda(missing))
 providers = f", {', '.join(module.get_available_providers())}" if name.startswith("onnxruntime") else ""
 print(f"{BACKENDS[name].module} {module.__version__}{providers}")
+"""
+# Prints what the products of each bundle format cost and guarantee on this CPU.
+FORMATS = """
+import json
+from dataclasses import asdict
+from spaceport.runtime.backends.products import measure
+print(json.dumps([{**asdict(cost), "rows": cost.rows} for cost in measure()]))
 """
 # argv: a TensorRT library. Prints its version and the GPU architectures that it builds for without a GPU, one per line.
 BUILDER = """
@@ -115,6 +129,8 @@ def show(found: Mapping[str, Any]) -> None:
         click.echo("\nCommands that install missing packages")
     for command, packages in missing.items():
         _show_entry("; ".join(packages), "", [command])
+    if found["formats"]:
+        _show_formats(found["formats"])
     click.echo("\nBackends")
     for backend in found["backends"]:
         reason, commands = split_commands(backend["why"].removeprefix(f"backend {backend['backend']} "))
@@ -129,6 +145,14 @@ def show(found: Mapping[str, Any]) -> None:
     for problem in found["problems"]:
         click.echo("\nProblem")
         _show_entry(problem["problem"], "", problem["commands"])
+
+
+def _show_formats(formats: Iterable[Mapping[str, Any]]) -> None:
+    """Print what each bundle format costs and guarantees on this CPU."""
+    rows = [(cost["format"], *(f"{one:.3f}" for one in cost["milliseconds"]), cost["rows"]) for cost in formats]
+    label = "\nMatrix products of bundle formats on this CPU (768 x 2304, one thread, ms)"
+    show_table(label, ("--weights", *(f"{n} rows" for n in FORMAT_ROWS), "drafted rows"), rows)
+    click.echo(textwrap.fill(_EXACTNESS, 80))
 
 
 def split_commands(reason: str) -> tuple[str, list[str]]:
@@ -162,16 +186,26 @@ def survey() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "CPUs": usable_cpus(),
+        "CPU": f"{cpu_name()}: {cpu_class()}",
+        "instruction sets": ", ".join(instruction_sets()) or "unknown",
         "NVIDIA GPU": _gpu(),
         "NVIDIA driver": _driver() or "none found",
     }
     return {
         "system": system,
         "packages": packages,
+        "formats": _formats(),
         "backends": [*map(_backend, BACKENDS), _torch(versions)],
         "builders": [*map(_builder, FLAVOURS)],
         "problems": _problems(),
     }
+
+
+def _formats() -> list[dict[str, Any]]:
+    """What each bundle format costs and guarantees on this CPU; nothing without onnxruntime."""
+    ready, said = _probe(FORMATS, "")
+    found: list[dict[str, Any]] = json.loads(said[-1]) if ready else []
+    return found
 
 
 def _problems() -> list[dict[str, Any]]:

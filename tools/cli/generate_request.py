@@ -12,6 +12,7 @@ from typing import Any
 import click
 from tokenizers import Tokenizer
 
+from spaceport.graphs.contract.exactness import unmeasured
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.decoding import Decoding
@@ -76,7 +77,7 @@ def check_before(context: click.Context) -> None:
 
 def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
     """Raise for options that have no effect with this bundle."""
-    draft_config = decoding.drafts_with(manifest)
+    draft_config = decoding.drafts_with(manifest, unmeasured(manifest))
     no_masks = not (draft_config.mask_slots or draft_config.heads)
     without = "with --mask-slots 0" if manifest.max_draft_tokens else "with a bundle without mask slots"
     forks = manifest.tokens.fork is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ from spaceport.graphs.contract.draft_correction import CORRECTION_FILE
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
 from spaceport.runtime.backends import trust
+from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends.step_costs import known_exactness
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.runtime.signed_manifest import SignatureState, signature_state
 from spaceport.tools.cli.options import allow_links_option, bundle_argument, json_option, require_signature_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
+
+_CPU = "onnxruntime"
+_UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle"
 
 
 @click.command("inspect")
@@ -57,6 +63,7 @@ def command(
     signed = signature_of(opened)
     length = seq_len(opened.manifest, max_seq_len)
     memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
+    exactness = known_exactness(opened, _CPU, "cpu", EngineOptions(memory["slots"], requests))
     if as_json:
         show_json(
             {
@@ -67,11 +74,16 @@ def command(
                 "limits": DEFAULT_LIMITS.as_dict(),
                 "accuracy": accuracy(opened),
                 "engine_states": states(opened),
+                "exactness": None if exactness is None else asdict(exactness) | {"drafts": exactness.drafts},
             }
         )
         return
     manifest = opened.manifest
-    show_table("", ("property", "value"), [*facts(manifest).items(), ("signed by", signed)])
+    show_table(
+        "",
+        ("property", "value"),
+        [*facts(manifest).items(), ("drafted text here", exactness or _UNKNOWN), ("signed by", signed)],
+    )
     show_table(
         "\nGraph",
         ("tensor", "type", "shape"),

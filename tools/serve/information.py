@@ -93,8 +93,9 @@ async def model_ready(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """The version of Spaceport."""
-    return json_response({"version": __version__})
+    """The version of Spaceport, and what drafts of each model leave unchanged on this machine."""
+    exactness = {model.name: str(model.runtime.exactness) for model in service_of(request).models}
+    return json_response({"version": __version__, "exactness": exactness})
 
 
 async def load(request: Request) -> Response:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.graphs.contract.manifest_file import with_digest
 from spaceport.graphs.contract.mask_layout import MaskLayout
-from spaceport.graphs.contract.signature import Activations
 from spaceport.runtime.bundle import BundleError, open_bundle
 from support.small_bundle import ENGINE, RECORD, edit, entries_of, fill, new_bundle, refused
 
@@ -378,14 +377,3 @@ def test_a_manifest_with_changed_bytes_opens_with_exactly_its_content_or_not_at_
     require_exact_or_refused(changed_bundle, changed)
     with suppress(ValueError, AttributeError, TypeError):  # as before, with a digest that fits
         require_exact_or_refused(changed_bundle, with_digest(entries_of(changed)))
-
-
-@pytest.mark.parametrize(
-    ("activations", "drafts", "parallel"),
-    [("float", "tree", True), ("int8x2", "chain", True), ("int8", "chain", False)],
-)
-def test_drafts_that_could_change_the_output_are_not_the_default(
-    bundle: Path, activations: Activations, drafts: str, parallel: bool
-) -> None:
-    manifest = replace(open_bundle(bundle).manifest, weights="int8", activations=activations)
-    assert (manifest.exact_drafts, manifest.parallel_threads) == (drafts, parallel)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
+from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends.step_costs import cache_folder, load, store
+from spaceport.runtime.backends.step_costs import Measurements, cache_folder, load, store
 from spaceport.runtime.costs import CostTable
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 
 TABLE = CostTable(256, ((1, 0.010), (4, 0.013)), 8, ((1, 0.020),), slot=1e-6, row_slot=2e-7)
+EXACT = Exactness(0.0, 1e-6, 1e-5, (2, 9, 33))
+FOUND = Measurements(EXACT, TABLE)
+VALID = {"schema": 4, "exactness": asdict(EXACT), "table": asdict(TABLE)}
 
 
 @pytest.fixture
@@ -27,8 +32,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    store(tmp_path / "a" / "table.json", TABLE)
-    assert load(tmp_path / "a" / "table.json") == TABLE
+    store(tmp_path / "a" / "table.json", FOUND)
+    assert load(tmp_path / "a" / "table.json") == FOUND
 
 
 @pytest.mark.parametrize(
@@ -40,10 +45,13 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         "null",
         "7",
         '{"schema": 4}',
-        '{"schema": 2}',
-        '{"schema": 3, "visible": 256, "single": [[1, -1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
-        '{"schema": 3, "visible": 256, "single": [[1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
-        '{"schema": 3, "visible": 1e400, "single": [[1, 1]], "requests": 1, "batched": [], "slot": 0, "row_slot": 0}',
+        json.dumps({**VALID, "schema": 3}),
+        json.dumps({**VALID, "schema": 5}),
+        json.dumps({**VALID, "exactness": {"rows": -1, "slots": 0, "tolerated": 0, "widths": [2]}}),
+        json.dumps({**VALID, "exactness": None}),
+        json.dumps({**VALID, "table": {**asdict(TABLE), "single": [[1, -1]]}}),
+        json.dumps({**VALID, "table": {**asdict(TABLE), "single": [[1]]}}),
+        json.dumps({**VALID, "table": {**asdict(TABLE), "visible": float("inf")}}),
         "[" * 90_000,
     ],
 )
@@ -59,25 +67,25 @@ def test_a_table_is_this_users_alone_whatever_the_umask(tmp_path: Path, umask: i
     file = tmp_path / "costs" / "table.json"
     previous = os.umask(umask)
     try:
-        store(file, TABLE)
-        store(file, TABLE)
+        store(file, FOUND)
+        store(file, FOUND)
     finally:
         os.umask(previous)
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert load(file) == TABLE
+    assert load(file) == FOUND
 
 
 def test_a_table_that_another_user_could_have_written_is_not_used(tmp_path: Path) -> None:
     file = tmp_path / "costs" / "table.json"
-    store(file, TABLE)
+    store(file, FOUND)
     file.chmod(0o666)
     assert load(file) is None
-    store(file, TABLE)
-    assert load(file) == TABLE
+    store(file, FOUND)
+    assert load(file) == FOUND
     file.parent.chmod(0o777)
     assert load(file) is None
     with pytest.raises(PermissionError, match="other users may write to it"):
-        store(file, TABLE)
+        store(file, FOUND)
 
 
 def test_a_fifo_instead_of_a_table_does_not_block(tmp_path: Path) -> None:
@@ -99,7 +107,9 @@ def test_costs_are_measured_once_for_a_bundle(tiny_bundle: Path, cache: Path) ->
     assert opened() != first
     assert load(file) is not None
     os.utime(file, (2**32, 2**32))  # a clock that is far ahead
-    assert opened() == load(file)
+    stored = load(file)
+    assert stored is not None
+    assert opened() == stored.table
 
 
 def test_other_versions_are_measured_again(tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +143,7 @@ def test_a_disk_without_space_keeps_nobody_from_decoding(
 
 def _store_and_load(file: Path) -> bool:
     for number in range(30):
-        store(file, CostTable(256, ((1, 0.01 + number / 1000),)))
+        store(file, Measurements(EXACT, CostTable(256, ((1, 0.01 + number / 1000),))))
         if load(file) is None:
             return False
     return True
@@ -144,7 +154,7 @@ def test_processes_that_write_at_the_same_time_leave_a_whole_file(tmp_path: Path
     with ProcessPoolExecutor(4, get_context("spawn")) as pool:
         assert all(pool.map(_store_and_load, [tmp_path / "table.json"] * 4))
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
-    assert json.loads((tmp_path / "table.json").read_text())["schema"] == 3
+    assert json.loads((tmp_path / "table.json").read_text())["schema"] == 4
 
 
 @pytest.mark.parametrize("home", ["", "relative"])
@@ -157,7 +167,10 @@ def test_standard_costs_repeat_the_steps_of_a_request(demo_bundle: Path, cache: 
     with Runtime.open(demo_bundle, max_seq_len=256, threads=1, step_costs="standard") as runtime:
         texts = [runtime.generate("def read(self, size=-1):\n", Decoding(max_tokens=60)) for _ in range(3)]
     assert len({(text.statistics.steps, text.statistics.rows) for text in texts}) == 1
-    assert not cache.exists()
+    (file,) = cache.iterdir()
+    assert load(file) == Measurements(runtime.exactness, None)  # only whether its drafts are exact
+    with Runtime.open(demo_bundle, max_seq_len=256, threads=1) as measured:
+        assert load(file) == Measurements(runtime.exactness, measured.costs.table)
 
 
 def test_a_source_that_does_not_exist_is_refused(tiny_bundle: Path) -> None:

@@ -395,7 +395,10 @@ def test_models_health_and_load_are_reported(client: TestClient) -> None:
     assert (demo["running"], demo["waiting"], demo["most_running"], demo["most_waiting"]) == (0, 0, 4, 256)
     assert 0 == demo["kv_slots_used"] < demo["kv_slots"]
     assert 0 <= demo["cached_tokens"] <= demo["kv_slots"]
-    assert client.get("/version").json()["version"]
+    version = client.get("/version").json()
+    assert version["version"]
+    assert set(version["exactness"]) == {"demo", "other"}
+    assert version["exactness"]["demo"].startswith("equal up to near-ties (noise ")
 
 
 def test_text_becomes_tokens_and_tokens_text(client: TestClient, runtime: Runtime) -> None:

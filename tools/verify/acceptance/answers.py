@@ -114,7 +114,7 @@ def generate_drafted(
         selector=greedy_selector(tokens, max_depth),
         max_length=limit,
         max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
-        draft_config=decoding.drafts_with(runtime.bundle.manifest),
+        draft_config=decoding.drafts_with(runtime.bundle.manifest, runtime.exactness),
         planner=DraftPlanner(fixed_costs(0.0)),
         max_rows=engine.rows,
         max_threads=max_threads,

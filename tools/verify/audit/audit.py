@@ -23,7 +23,10 @@ from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.draft_names import named_drafts, predictor_of
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
-_CHAINS_ONLY = "drafts as chains"  # of bundles whose drafts are exact in no other shape
+_LIMITED = {
+    "chain": "drafts as chains",
+    "none": "drafts are not exact",
+}  # of engines on which draft trees are not exact
 
 
 def audit(
@@ -36,7 +39,7 @@ def audit(
 
     No other request may run on the runtime meanwhile: the audit also feeds its engine directly.
     """
-    groups = groups_for(runtime.bundle.manifest, max_tokens)
+    groups = groups_for(runtime.bundle.manifest, runtime.exactness, max_tokens)
     plain = []
     for group in groups:
         on_progress(f"generating {len(prompts)} completions: {group.plain.name}")
@@ -46,7 +49,7 @@ def audit(
     drafts = named_drafts(manifest.max_draft_tokens, predictor_of(manifest.signature))
     report = AuditReport(_engine_name(runtime), manifest.draft_method, drafts)
     threads = [completion.threads[()] for completion in plain[0] if not completion.error]
-    trees = runtime.bundle.manifest.parallel_threads  # their slots have gaps, as those of trees
+    trees = runtime.exactness.drafts == "tree"  # their slots have gaps, as those of trees
     report.noise = measure(runtime.engine, threads, trees, runtime.bundle.manifest.activations)
     audits = [
         _GroupAudit(runtime, group, completions, prompts, report, max_tokens)
@@ -63,8 +66,8 @@ def audit(
 
 def _engine_name(runtime: Runtime) -> str:
     engine, signature = runtime.engine, runtime.engine.signature
-    chains = () if runtime.bundle.manifest.exact_drafts == "tree" else (_CHAINS_ONLY,)
-    return ", ".join((type(engine).__name__, engine.device, signature.dtype, signature.lowering, *chains))
+    drafts = () if runtime.exactness.drafts == "tree" else (_LIMITED[runtime.exactness.drafts],)
+    return ", ".join((type(engine).__name__, engine.device, signature.dtype, signature.lowering, *drafts))
 
 
 def _jobs(modes: int, prompts: Sequence[TokenizedPrompt]) -> list[AuditJob]:

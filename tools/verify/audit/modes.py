@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from spaceport.graphs.contract.manifest import ExactDrafts, Manifest
+from spaceport.graphs.contract.exactness import DraftShape, Exactness
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 
@@ -37,12 +38,13 @@ class ModeGroup:
         return bool(self.plain.decoding.fork)
 
 
-def groups_for(manifest: Manifest, max_tokens: int) -> list[ModeGroup]:
+def groups_for(manifest: Manifest, exactness: Exactness, max_tokens: int) -> list[ModeGroup]:
     """Every mode that a bundle supports: greedy, sampled with a seed, and with forked threads if it forks.
 
-    Draft trees are left out if the bundle's drafts are exact as chains only, concurrent threads if they are not the default.
+    Draft trees are left out if the engine's drafts are exact as chains only, concurrent threads if they are not the default.
+    Where no drafts are exact, chains are compared nevertheless: users may request them.
     """
-    mask_slots, exact = manifest.max_draft_tokens, manifest.exact_drafts
+    mask_slots, exact = manifest.max_draft_tokens, exactness.drafts
     plain = Decoding(max_tokens=max_tokens, mask_slots=0, lookup=0, fork=False)
     sampled = replace(plain, sampling=Sampling(temperature=1.0, seed=SEED))
     groups = [
@@ -51,7 +53,7 @@ def groups_for(manifest: Manifest, max_tokens: int) -> list[ModeGroup]:
     ]
     if manifest.tokens.fork is not None:
         sequential = replace(plain, fork=True, max_threads=1)  # one thread after the other: one row per step
-        concurrent = replace(sequential, max_threads=Decoding().threads(manifest.parallel_threads))
+        concurrent = replace(sequential, max_threads=Decoding().threads(exactness.parallel_threads))
         undrafted = (AuditMode("plain", concurrent),) if concurrent != sequential else ()
         modes = (*undrafted, *_drafted(concurrent, mask_slots, exact))
         suffix = "forked" if undrafted else "forked, sequential"
@@ -60,7 +62,7 @@ def groups_for(manifest: Manifest, max_tokens: int) -> list[ModeGroup]:
     return groups
 
 
-def _drafted(plain: Decoding, mask_slots: int, exact: ExactDrafts) -> list[AuditMode]:
+def _drafted(plain: Decoding, mask_slots: int, exact: DraftShape) -> list[AuditMode]:
     """Chains with one and with all mask slots, and the default drafts."""
     chains = [
         AuditMode(f"chain k = {k}", replace(plain, draft="chain", lookup=None, mask_slots=k))
@@ -70,9 +72,9 @@ def _drafted(plain: Decoding, mask_slots: int, exact: ExactDrafts) -> list[Audit
     return [*chains, _default(plain, mask_slots, exact)]
 
 
-def _default(plain: Decoding, mask_slots: int, exact: ExactDrafts) -> AuditMode:
+def _default(plain: Decoding, mask_slots: int, exact: DraftShape) -> AuditMode:
     """Drafts from mask slots and prompt lookup, the runtime's default."""
-    name = f"{exact} with lookup" if mask_slots else "lookup"
+    name = f"{'tree' if exact == 'tree' else 'chain'} with lookup" if mask_slots else "lookup"
     siblings = None if exact == "tree" else 1
     return AuditMode(name, replace(plain, draft="tree", draft_siblings=siblings, lookup=_LOOKUP, mask_slots=mask_slots))
 

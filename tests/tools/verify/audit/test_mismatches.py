@@ -32,14 +32,14 @@ def runtime(tiny_bundle: Path) -> Iterator[Runtime]:
 
 
 def plain_thread(runtime: Runtime, max_tokens: int = TOKENS) -> ThreadTokens:
-    decoding = groups_for(runtime.bundle.manifest, max_tokens)[0].plain.decoding
+    decoding = groups_for(runtime.bundle.manifest, runtime.exactness, max_tokens)[0].plain.decoding
     (thread,) = thread_tokens_of(runtime.generate(SCANNER, decoding), None).values()
     return thread
 
 
 def found_in(runtime: Runtime, thread: ThreadTokens, plain: ThreadTokens, limit: int) -> list[tuple[int, float, str]]:
     """Position, margin and reason of each mismatch."""
-    group = groups_for(runtime.bundle.manifest, TOKENS)[0]
+    group = groups_for(runtime.bundle.manifest, runtime.exactness, TOKENS)[0]
     rule = selection_rule(group, runtime.bundle.manifest.tokens)
     return [
         (mismatch.position, mismatch.margin, mismatch.reason)

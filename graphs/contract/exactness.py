@@ -1,0 +1,80 @@
+"""Exactness: how far the logits of a token depend on the call that computes it, and which drafts leave the text unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.graphs.contract.signature import Precision
+
+# Draft shapes that leave the text unchanged: trees of candidates in several threads at a time, single chains of candidates
+# in one thread at a time, or none.
+DraftShape = Literal["tree", "chain", "none"]
+
+# Noise up to these values, relative to the largest logit, changes a token only where two are nearly tied. Measured with
+# KV slots in another order: 1e-6 in float32, 1e-4 in float16; bfloat16 has three bits less.
+_NEAR_TIES: dict[Precision, float] = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
+
+_SHAPES = {
+    "tree": "draft trees, threads in parallel",
+    "chain": "draft chains, one thread at a time",
+    "none": "no drafts unless they are requested",
+}
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """The largest changes of a logit, relative to the largest logit of its row; 0 = bit-identical."""
+
+    rows: float  # with the number of rows in a call
+    slots: float  # with the order of the KV slots that a row sees
+    tolerated: float  # noise that changes nothing but near-ties; 0 with quantized activations, which amplify any noise
+    widths: tuple[int, ...] = ()  # numbers of rows that were compared with one row; empty: nothing was measured
+
+    def __post_init__(self) -> None:
+        if not all(0 <= noise < float("inf") for noise in (self.rows, self.slots, self.tolerated)):
+            raise ValueError("exactness: expected noise of at least 0")
+
+    @property
+    def drafts(self) -> DraftShape:
+        """The draft shape that leaves the text unchanged."""
+        if self.rows > self.tolerated:
+            return "none"
+        return "chain" if self.slots > self.tolerated else "tree"
+
+    @property
+    def parallel_threads(self) -> bool:
+        """Whether threads may decode at the same time: their rows then lie in other KV slots than in plain decoding."""
+        return self.drafts == "tree"
+
+    @property
+    def needs_slots_in_order(self) -> bool:
+        """Whether a reused prefix has to lie in the KV slots of plain decoding."""
+        return self.slots > self.tolerated
+
+    @property
+    def guarantee(self) -> str:
+        """What drafts leave unchanged, in words."""
+        if not self.widths:
+            return "not measured"
+        if self.drafts == "none":
+            return f"not exact (noise {self.rows:.0e} with the number of rows)"
+        if not self.rows and not self.slots:
+            return "bit-identical"
+        if self.drafts == "chain" and not self.rows:
+            return f"bit-identical in chains (noise {self.slots:.0e} in other layouts)"
+        return f"equal up to near-ties (noise {max(self.rows, self.slots):.0e})"
+
+    def __str__(self) -> str:
+        return f"{self.guarantee}: {_SHAPES[self.drafts]}"
+
+
+def tolerated_noise(manifest: Manifest) -> float:
+    """The noise that changes nothing but near-ties in the text of a bundle."""
+    return _NEAR_TIES[manifest.signature.dtype] if manifest.activations == "float" else 0.0
+
+
+def unmeasured(manifest: Manifest) -> Exactness:
+    """What is usual for a bundle's activations, for engines that are not asked; rows in other slots are never bit-identical."""
+    return Exactness(0.0, 1e-6, tolerated_noise(manifest))

@@ -5,10 +5,11 @@
 # make test   everything that must pass               make nightly  the tests that make test leaves out
 # make attack   three minutes of hostile bundles and requests
 # make clients   evaluation and load tools with a service (3 GB of environments the first time)
+# make cpus   drafts of small bundles as on other CPUs; make cpus-setup gets what that needs
 # make docs   pages and API reference in build/docs    make clean    leaves the sources and the environment
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four CPUs (2 by default),
-# TESTS="tests/runtime/decode/test_plan.py -k tree" runs some of them.
+# TESTS="tests/runtime/decode/test_plan.py -k tree" runs some of them, CPU=avx2 as on a CPU without AVX512 and VNNI.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,13 +24,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; 
 
 JOBS ?= 2
 TESTS ?=
+CPU ?=
 SECONDS ?= 180
 SEED ?= 1
 
 # Whole files go to the processes, the longest first: what a file shares is made once.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat demo-page fast test nightly attack clients check format docs venv clean
+.PHONY: demo demo-chat demo-page fast test nightly attack clients cpus cpus-setup check format docs venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
@@ -58,6 +60,14 @@ attack: venv
 # Creates an environment for each tool from tests/real_clients/requirements; CLIENTS="--only lm-eval" runs one of them.
 clients: venv
 	@PYTHONPATH=tests $(BIN)/python -m real_clients --work build/clients $(CLIENTS)
+
+cpus-setup: venv
+	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get install -y -qq --no-install-recommends qemu-user mmdebstrap binutils gcc libc6-dev >/dev/null; fi
+	@PYTHONPATH=tests $(BIN)/python -m cpus --setup
+
+cpus: venv
+	@PYTHONPATH=tests $(BIN)/python -m cpus
 
 nightly: venv
 	@echo "nightly: pytest"

@@ -1,0 +1,55 @@
+"""A leg: what one CPU guarantees for bundles of all formats; runs on that CPU, emulated or not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from spaceport.runtime.backends.products import measure
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.session import Runtime
+
+COMPLETIONS = 20  # of each bundle, half of them sampled
+_TOKENS = 16
+
+
+def measured(bundle: Path, prompts: list[str]) -> dict[str, Any]:
+    """The exactness of a bundle here, and how many of its completions change with default drafts."""
+    changed = drafted = 0
+    with Runtime.open(bundle, max_seq_len=128, threads=1, step_costs="free") as runtime:
+        tokens = [tuple(runtime.tokens_of(prompt)[:24]) for prompt in prompts[: COMPLETIONS // 2]]
+        for seed in (None, 1):
+            sampling = Sampling(temperature=1.0 if seed else 0.0, seed=seed)
+            for prompt in tokens:
+                default = Decoding(max_tokens=_TOKENS, sampling=sampling)
+                plain = Decoding(max_tokens=_TOKENS, sampling=sampling, mask_slots=0, lookup=0, max_threads=1)
+                answer = runtime.generate(prompt, default)
+                changed += answer.tokens != runtime.generate(prompt, plain).tokens
+                drafted += answer.statistics.candidate_rows
+        exactness = runtime.exactness
+    noise = {"rows": exactness.rows, "slots": exactness.slots}
+    return {
+        "bundle": bundle.name,
+        **noise,
+        "exactness": str(exactness),
+        "completions": 2 * len(tokens),
+        "changed": changed,
+        "drafted": drafted,
+    }
+
+
+def main() -> None:
+    """Print, as JSON, what the products of all formats cost and guarantee, and each bundle in the folders of the arguments."""
+    prompts, *bundles = map(Path, sys.argv[1:])
+    texts = [*json.loads(prompts.read_text("utf-8")).values()]
+    lines = [line for text in texts for line in text.splitlines() if len(line) > 20]
+    found = [measured(bundle, (lines * COMPLETIONS)[:COMPLETIONS]) for bundle in bundles]
+    print(json.dumps({"formats": [{**asdict(cost), "rows": cost.rows} for cost in measure()], "bundles": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from spaceport.runtime.backends.cpus import cpu_class, cpu_name
 from support.exported import exported_once
 from support.paths import DEMO
 from support.tiers import forbid_torch, imports_torch, needs_torch
@@ -55,6 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = {item for item in items if needs_torch(item) or item.get_closest_marker("slow")}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=[*left_out])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name the CPU, on which it depends what the tests have shown."""
+    kernels = ""
+    if not config.getoption("fast"):
+        from spaceport.runtime.backends.integer_kernels import is_exact
+
+        kernels = "" if is_exact(setting=False) else "; onnxruntime runs kernels for AVX2 without VNNI"
+    terminalreporter.write_line(f"CPU: {cpu_name()}, {cpu_class()}{kernels}")
 
 
 @pytest.fixture(autouse=True)

@@ -146,7 +146,7 @@ def _run_arm(folder: Path, arguments: Sequence[str]) -> tuple[list[str], dict[st
     python = root / "usr" / "bin" / "python3.11"
     if not python.exists():
         raise Missing(f"got no {python}, expected a root of Debian for ARM64: make cpus-setup")
-    # absolute paths are looked up in the root first, so that of a program in it need not exist outside
+    # an absolute path is tried inside the root first, so a program there need not exist outside it
     return [program, "-cpu", "neoverse-n1", "-L", str(root), str(python), *arguments], {
         "PYTHONPATH": f"{(folder / 'site').resolve()}:{_SPACEPORT}"
     }

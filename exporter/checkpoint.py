@@ -29,10 +29,11 @@ from spaceport.exporter.input_rows_file import check_input_rows, read_input_rows
 from spaceport.exporter.preloaded_slots_file import apply_preloaded_slots, read_preloaded_slots
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
-from spaceport.exporter.sar_config import read_sar_config
+from spaceport.exporter.sar_config import read_acceptance, read_sar_config
 from spaceport.exporter.special_tokens import TokenFlags as TokenFlags
 from spaceport.exporter.special_tokens import special_tokens
 from spaceport.exporter.streamed_checkpoint import load_streamed
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import Precision
@@ -67,6 +68,7 @@ class Checkpoint:
     gguf: GgufFile | None  # None: a folder
     converted: ConvertedCheckpoint | None  # None: a family that transformers ships, or a GGUF file
     draft_origin: dict[str, str]  # by which method it drafts, and with which published weights, as far as known
+    acceptance: tuple[DraftAcceptance, ...]  # measured rates of its drafts, by temperature
 
 
 def open_checkpoint(
@@ -112,6 +114,9 @@ def open_checkpoint(
         gguf=source.gguf,
         converted=source.converted,
         draft_origin=draft_origin(adapter or folder, vocab_size, bool(flags.mask)),
+        acceptance=read_acceptance(adapter or folder)
+        if not flags.mask
+        else (),  # measured with the folder's own tokens
     )
 
 

@@ -228,6 +228,7 @@ def manifest_for(
             **provenance_of(checkpoint.folder, None if checkpoint.gguf is None else checkpoint.gguf.metadata),
             **checkpoint.draft_origin,
         },
+        acceptance=checkpoint.acceptance,
         versions={
             "spaceport": __version__,
             "python": platform.python_version(),

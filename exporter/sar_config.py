@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from spaceport.graphs.contract.atomic_file import replace_text
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances, with_acceptance
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.json_fields import JsonField, Rules
 
 SAR_FILE = "sar_config.json"
 
@@ -14,6 +18,7 @@ _ENTRIES = (
     *("mask_tokens", "mask_slots", "fork_token", "child_token", "fork_by_default", "mask_adapter"),
     *("shift", "group", "prefix", "noise"),  # how mask slots draft
     *("heads", "method", "adapter"),
+    "acceptance",
 )
 
 
@@ -45,7 +50,22 @@ def read_sar_config(folder: Path) -> dict[str, Any]:
 def write_sar_config(folder: Path, changes: dict[str, Any]) -> None:
     """Set entries in a folder's sar_config.json; all other entries stay."""
     entries = read_sar_config(folder)
-    (folder / SAR_FILE).write_text(json.dumps({**entries, **changes}, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    replace_text(folder / SAR_FILE, json.dumps({**entries, **changes}, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_acceptance(folder: Path) -> tuple[DraftAcceptance, ...]:
+    """The measured acceptance rates in a folder's sar_config.json, by temperature; empty if nothing was measured."""
+    entry = read_sar_config(folder).get("acceptance")
+    advice = "; remove the entry, and measure again with `spaceport acceptance --save`"
+    found = JsonField(entry, f"{folder / SAR_FILE}: acceptance", Rules(CheckpointError, advice))
+    return () if entry is None else draft_acceptances(found)
+
+
+def save_acceptance(folder: Path, measured: DraftAcceptance) -> None:
+    """Store measured acceptance rates in a folder's sar_config.json, in place of those at the same temperature."""
+    write_sar_config(
+        folder, {"acceptance": [asdict(entry) for entry in with_acceptance(read_acceptance(folder), measured)]}
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:

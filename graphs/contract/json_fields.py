@@ -90,6 +90,14 @@ class JsonField:
     def wholes(self) -> tuple[int, ...]:
         return self.each(JsonField.whole)
 
+    def number(self) -> float:
+        if not isinstance(self.value, (int, float)) or isinstance(self.value, bool):
+            self.refuse("a number")
+        try:
+            return float(self.value)
+        except OverflowError:
+            self.refuse("a number that a float can hold")
+
     def boolean(self) -> bool:
         if not isinstance(self.value, bool):
             self.refuse("true or false")

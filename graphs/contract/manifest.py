@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.file_records import FLAVOURS as FLAVOURS
 from spaceport.graphs.contract.file_records import LIBRARIES as LIBRARIES
@@ -19,8 +20,8 @@ from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activation
 
 # 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below;
 # 4: without fork_by_default; 5: without provenance and a digest of its own; 6: without mask_layout and draft heads;
-# 7: without preloaded_slots
-SCHEMA = 8
+# 7: without preloaded_slots; 8: without acceptance
+SCHEMA = 9
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -95,6 +96,7 @@ class Manifest:
     engines: dict[str, EngineRecord] = field(default_factory=dict)  # by file name in `engines/`
     versions: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)  # of the checkpoint, as far as known: see PROVENANCE
+    acceptance: tuple[DraftAcceptance, ...] = ()  # of the model's drafts, one entry for each measured temperature
     schema: int = SCHEMA  # of the file that was read; new manifests have the newest schema
 
     @property
@@ -163,6 +165,7 @@ def manifest_of(data: object) -> Manifest:
         engines={name: engine_record(name, record) for name, record in entries["engines"].members().items()},
         versions=entries["versions"].texts(),
         provenance=_provenance(entries["provenance"]),
+        acceptance=draft_acceptances(entries["acceptance"]),
     )
     _check_consistency(manifest)
     return manifest
@@ -170,7 +173,9 @@ def manifest_of(data: object) -> Manifest:
 
 def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
     """The entries of an older manifest under their present names, with defaults for those that it could not have."""
-    defaults: dict[str, Any] = {"preloaded_slots": 0}
+    defaults: dict[str, Any] = {"acceptance": []}
+    if schema <= 7:
+        defaults |= {"preloaded_slots": 0}
     if schema <= 6:
         defaults |= {"mask_layout": asdict(MaskLayout())}
     if schema <= 5:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.sar_config import save_acceptance
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -126,6 +129,11 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
         ({"fork_token": "630", "child_token": "630"}, "token id 630 has two of the roles"),
         ({"mask_tokens": ["</s>"]}, "token id 1 has two of the roles"),
         ({"masks": 5}, "unknown entries masks"),
+        ({"acceptance": 0.5}, "acceptance is 0.5: expected a list; remove the entry, and measure again"),
+        (
+            {"acceptance": [{"rates": [0.5]}]},
+            r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature', 'tokens'",
+        ),
     ],
 )
 def test_an_invalid_sar_config_is_refused_with_the_reason(
@@ -133,6 +141,19 @@ def test_an_invalid_sar_config_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(copy_of_tiny(tmp_path / "c", sar_config=entries), TokenFlags())
+
+
+def test_measured_acceptance_is_exported_unless_other_mask_tokens_are_named(tmp_path: Path) -> None:
+    measured = DraftAcceptance((0.5, 0.25), temperature=0.7, tokens=9, data="heldout.jsonl", date="2026-01-31")
+    folder = copy_of_tiny(tmp_path / "c")
+    save_acceptance(folder, measured)
+    save_acceptance(folder, greedy := replace(measured, temperature=0.0))
+    assert export(folder, tmp_path / "bundle", ExportOptions()).acceptance == (greedy, measured)
+    assert open_bundle(tmp_path / "bundle").manifest.acceptance == (greedy, measured)
+    assert open_checkpoint(folder, TokenFlags(mask=("7",))).acceptance == ()
+    save_acceptance(folder, newer := replace(greedy, rates=(0.75,)))
+    assert open_checkpoint(folder, TokenFlags()).acceptance == (newer, measured)
+    assert open_checkpoint(TINY, TokenFlags()).acceptance == ()
 
 
 def test_fork_and_child_tokens_are_exported(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle_files import write_manifest
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,
@@ -49,6 +50,9 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
         engines={ENGINE: RECORD},
         versions={"spaceport": "0.1.0"},
         provenance={"name": "small", "licence": "mit"},
+        acceptance=(
+            DraftAcceptance((0.75, 0.5), (0.25, 0.5, 0.5, 0.75, 1.0), 0.0, 1234, "heldout.jsonl", "2026-01-31"),
+        ),
     )
     return write_manifest(folder, manifest)
 

@@ -38,7 +38,7 @@ def bundle(tmp_path: Path) -> Path:
         (b'{"schema": ' + b"1" * 5000 + b"}", "4300 digits"),
         (
             b'{"schema": 1}',
-            "manifest lacks .*'files'.*: expected activations, attention, embeddings, engines, files",
+            "manifest lacks .*'files'.*: expected acceptance, activations, attention, embeddings, engines, files",
         ),
     ],
 )
@@ -53,7 +53,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(9, "schema is 9, this version reads up to 8: update spaceport")])
+@pytest.mark.parametrize(("schema", "message"), [(10, "schema is 10, this version reads up to 9: update spaceport")])
 def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: int, message: str) -> None:
     """A newer schema may have other fields."""
     (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
@@ -61,12 +61,28 @@ def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: 
 
 
 NUMBER = "expected a whole number of at least"
-WRONG: list[tuple[tuple[str, ...], list[Any], str]] = [
+WRONG: list[tuple[tuple[Any, ...], list[Any], str]] = [
     (("schema",), [0, "1", None, 1.0, True], NUMBER),
     (("fork_by_default",), ["no", 1, None], "expected true or false"),
     (("max_mask_slots",), [-1, "2", None, 2.0, True, [2]], NUMBER),
     (("max_mask_slots",), [65, 10**9], "expected at most 64"),
     (("max_mask_slots",), [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
+    (("acceptance",), [5, None, {}], "acceptance is .*: expected a list"),
+    (("acceptance",), [[5], [None]], r"acceptance\[0\] is .*: expected an object"),
+    (("acceptance",), [[{"rates": []}]], r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature', 'tokens'"),
+    (("acceptance", 0, "rates"), [5, None, "0.5"], r"acceptance\[0\].rates is .*: expected a list"),
+    (("acceptance", 0, "rates"), [["0.5"], [None], [True]], r"acceptance\[0\].rates\[0\] is .*: expected a number"),
+    (("acceptance", 0, "rates"), [[1.5], [-0.1], [10**300]], "rates is .*: expected rates from 0 to 1"),
+    (("acceptance", 0, "rates"), [[10**400]], "expected a number that a float can hold"),
+    (("acceptance", 0, "rates"), [[0.5, 0.6]], "rates is .*: expected rates that do not increase with depth"),
+    (("acceptance", 0, "rates"), [[0.5] * 65], "rates has 65 depths: expected at most 64"),
+    (("acceptance", 0, "lookup"), [[0.5], [0.5] * 6], "lookup has [16] rates: expected 5 or none"),
+    (("acceptance", 0, "lookup"), [[2, 0, 0, 0, 0]], "lookup is .*: expected rates from 0 to 1"),
+    (("acceptance", 0, "temperature"), [-1, -0.5], "temperature is .*: expected a number of at least 0"),
+    (("acceptance", 0, "temperature"), ["0", None, True], "temperature is .*: expected a number"),
+    (("acceptance", 0, "tokens"), [-1, 0.5, None], f"tokens is .*: {NUMBER}"),
+    (("acceptance", 0, "data"), ["a/b", "a\\b", "a\n", "a" * 201], "data is .*: expected a file name or"),
+    (("acceptance", 0, "date"), ["yesterday", "2026-02-30", "20260101"], "date is .*: expected a day such as 2026"),
     (("preloaded_slots",), [-1, 0.5, None, "16"], "preloaded_slots is .*: expected a whole number"),
     (("mask_layout",), [5, None, []], "mask_layout is .*: expected an object"),
     (("mask_layout", "shift"), [0, "no", None], "shift is .*: expected true or false"),
@@ -170,10 +186,10 @@ def test_every_field_of_a_manifest_has_a_test_of_its_type(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "values", "message"), WRONG, ids=lambda value: ".".join(value) if type(value) is tuple else ""
+    ("path", "values", "message"), WRONG, ids=lambda value: ".".join(map(str, value)) if type(value) is tuple else ""
 )
 def test_a_value_of_the_wrong_kind_is_refused(
-    bundle: Path, path: tuple[str, ...], values: list[Any], message: str
+    bundle: Path, path: tuple[Any, ...], values: list[Any], message: str
 ) -> None:
     *outer, last = path
     for value in values:
@@ -192,10 +208,10 @@ def test_a_value_of_the_wrong_kind_is_refused(
 
 @pytest.mark.parametrize(
     "path",
-    [(), ("signature",), ("tokens",), ("mask_layout",), ("files", MODEL_FILE), ("engines", ENGINE)],
-    ids=".".join,
+    [(), ("signature",), ("tokens",), ("mask_layout",), ("acceptance", 0), ("files", MODEL_FILE), ("engines", ENGINE)],
+    ids=lambda path: ".".join(map(str, path)),
 )
-def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
+def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, path: tuple[Any, ...]) -> None:
     """If unknown fields were ignored, a misspelt `end` would mean no end token, and a misspelt `window` no window."""
     before = (bundle / MANIFEST_FILE).read_bytes()
     manifest_data: Any = entries_of(before)
@@ -227,6 +243,17 @@ def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, pat
 def test_an_engine_name_is_a_plain_file_name(bundle: Path, name: str) -> None:
     edit(bundle, lambda manifest_data: manifest_data["engines"].update({name: manifest_data["engines"][ENGINE]}))
     refused(bundle, "expected small letters, digits, dots and hyphens, ending in .engine")
+
+
+def test_acceptance_has_one_entry_for_each_temperature(bundle: Path) -> None:
+    edit(bundle, lambda manifest_data: manifest_data["acceptance"].append(manifest_data["acceptance"][0]))
+    refused(bundle, "acceptance has temperature 0 twice: expected one entry for each temperature")
+
+
+def test_a_bundle_of_the_eighth_schema_has_no_acceptance(bundle: Path) -> None:
+    newest = replace(open_bundle(bundle).manifest, acceptance=(), schema=8)
+    edit(bundle, lambda manifest_data: [manifest_data.pop("acceptance"), manifest_data.update(schema=8)])
+    assert open_bundle(bundle).manifest == newest
 
 
 def test_a_bundle_of_the_seventh_schema_has_no_preloaded_slots(bundle: Path) -> None:

@@ -1,0 +1,100 @@
+"""Draft acceptance: how often a model's drafts were accepted on held-out text, as a checkpoint and a bundle bring it along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+from itertools import pairwise
+
+from spaceport.graphs.contract.json_fields import JsonField
+
+MAX_DEPTHS = 64
+# Prompt lookup: after 2, 3 and 4 matching tokens, and after 4 and 16 accepted lookup tokens in a row.
+LOOKUP_KINDS = 5
+_MAX_DATA = 200  # characters
+
+
+@dataclass(frozen=True)
+class DraftAcceptance:
+    """Acceptance rates of one model at one temperature."""
+
+    # By depth: share of the steps in which mask slots or heads predicted at least that many tokens.
+    rates: tuple[float, ...]
+    lookup: tuple[
+        float, ...
+    ] = ()  # of a prompt-lookup token behind accepted ones, by kind of match; empty: not measured
+    temperature: float = 0.0
+    tokens: int = 0  # generated tokens that were measured
+    data: str = ""  # file name or description of the held-out text
+    date: str = ""  # ISO day of the measurement; empty: not known
+
+    def __post_init__(self) -> None:
+        if len(self.rates) > MAX_DEPTHS:
+            raise ValueError(f"rates has {len(self.rates)} depths: expected at most {MAX_DEPTHS}")
+        if len(self.lookup) not in (0, LOOKUP_KINDS):
+            raise ValueError(f"lookup has {len(self.lookup)} rates: expected {LOOKUP_KINDS} or none")
+        for name, rates in (("rates", self.rates), ("lookup", self.lookup)):
+            if not all(0 <= rate <= 1 for rate in rates):
+                raise ValueError(f"{name} is {list(rates)}: expected rates from 0 to 1")
+        if any(later > rate for rate, later in pairwise(self.rates)):
+            raise ValueError(f"rates is {list(self.rates)}: expected rates that do not increase with depth")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: expected a number of at least 0")
+        if self.tokens < 0:
+            raise ValueError(f"tokens is {self.tokens}: expected at least 0")
+        if len(self.data) > _MAX_DATA or not self.data.isprintable() or set(self.data) & set("/\\"):
+            raise ValueError(
+                f"data is {self.data!a:.80}: expected a file name or up to {_MAX_DATA} characters, no path"
+            )
+        if self.date and not _is_day(self.date):
+            raise ValueError(f"date is {self.date!a:.80}: expected a day such as 2026-01-31")
+
+    def __str__(self) -> str:
+        """The rates in one line, such as "71 52 33 % by depth; lookup 30 45 60 85 95 %; 1,234 tokens of x.jsonl"."""
+        drafts = _shares(self.rates) + " by depth" if self.rates else ""
+        lookup = "lookup " + _shares(self.lookup) if self.lookup else ""
+        source = ", ".join(filter(None, (f"{self.tokens:,} tokens of {self.data or 'unnamed text'}", self.date)))
+        return "; ".join(filter(None, (drafts, lookup, source)))
+
+
+def draft_acceptances(found: JsonField) -> tuple[DraftAcceptance, ...]:
+    """The measurements in parsed JSON, which are of different temperatures."""
+    measured = found.each(_draft_acceptance)
+    temperatures = [entry.temperature for entry in measured]
+    twice = [temperature for temperature in temperatures if temperatures.count(temperature) > 1]
+    if twice:
+        found.fail(f"has temperature {twice[0]:g} twice: expected one entry for each temperature")
+    return measured
+
+
+def with_acceptance(known: Iterable[DraftAcceptance], measured: DraftAcceptance) -> tuple[DraftAcceptance, ...]:
+    """Known measurements with a new one, which replaces that of its temperature; by temperature."""
+    others = (entry for entry in known if entry.temperature != measured.temperature)
+    return tuple(sorted((*others, measured), key=lambda entry: entry.temperature))
+
+
+def _draft_acceptance(found: JsonField) -> DraftAcceptance:
+    entries = found.entries(DraftAcceptance)
+    try:
+        return DraftAcceptance(
+            rates=entries["rates"].each(JsonField.number),
+            lookup=entries["lookup"].each(JsonField.number),
+            temperature=entries["temperature"].number(),
+            tokens=entries["tokens"].whole(),
+            data=entries["data"].text(),
+            date=entries["date"].text(),
+        )
+    except ValueError as error:
+        raise found.rules.fault(f"{found.path}.{error}{found.rules.advice}") from error
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _shares(rates: Iterable[float]) -> str:
+    return " ".join(f"{100 * rate:.0f}" for rate in rates) + " %"

@@ -205,5 +205,5 @@ class Decoding:
         rows = self.draft_rows or max(DraftConfig.rows, 1 + slots + mask_layout.rows(slots))
         siblings = self.draft_siblings or (DraftConfig.siblings if exact == "tree" else 1)
         if heads:
-            return DraftConfig(0, self.draft, rows, siblings, lookup, heads=slots)
-        return DraftConfig(slots, self.draft, rows, siblings, lookup, mask_layout)
+            return DraftConfig(0, self.draft, rows, siblings, lookup, heads=slots, grammar=self.grammar is not None)
+        return DraftConfig(slots, self.draft, rows, siblings, lookup, mask_layout, grammar=self.grammar is not None)

@@ -15,7 +15,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.step_costs import measured_here
 from spaceport.runtime.bundle import Bundle, read_correction
-from spaceport.runtime.costs import CostSource, StepCosts, fixed_costs
+from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Observer
 from spaceport.runtime.decoding import Decoding
@@ -69,8 +69,8 @@ class Runtime:
         # about the choice of the backend, its engine and its drafts, one sentence each
         self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness))
         self.tokenizer = open_tokenizer(bundle)
-        self.costs = costs or fixed_costs(engine.costs.row)
-        planner = DraftPlanner(self.costs, repeatable=self.costs.fixed)
+        self.costs = costs or relative_costs(engine.costs.row)
+        planner = DraftPlanner(self.costs, bundle.manifest.acceptance, repeatable=self.costs.relative)
         self._admission = Admission(
             bundle,
             self.tokenizer,

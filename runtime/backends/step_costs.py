@@ -19,10 +19,10 @@ from spaceport.runtime.backends.private_files import read_private, replace_priva
 from spaceport.runtime.backends.probe import probe
 from spaceport.runtime.backends.timing import batched_requests, measure
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.costs import CostSource, CostTable, Points, StepCosts, fixed_costs
+from spaceport.runtime.costs import CostSource, Points, StepCosts, relative_costs
 from spaceport.runtime.engine import Engine
 
-_SCHEMA = 4
+_SCHEMA = 5
 _PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
 _MOST_BYTES = 100_000  # maximum size of a file
 
@@ -31,7 +31,7 @@ class Measurements(NamedTuple):
     """What was measured on an engine."""
 
     exactness: Exactness
-    table: CostTable | None = None  # None: it was opened with other step costs than measured ones
+    table: StepCosts | None = None  # None: it was opened with other step costs than measured ones
 
 
 def measured_here(
@@ -52,8 +52,8 @@ def measured_here(
         ):  # full disk, read-only folder or that of another user: they are measured again next time
             store(file, found)
     if source == "measured" and table is not None:
-        return StepCosts(table), exactness
-    return fixed_costs(engine.costs.row if source == "standard" else 0.0), exactness
+        return table, exactness
+    return relative_costs(engine.costs.row if source == "standard" else 0.0), exactness
 
 
 def known_exactness(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> Exactness | None:
@@ -76,8 +76,8 @@ def load(file: Path) -> Measurements | None:
         return None
 
 
-def _table(found: Any) -> CostTable:
-    return CostTable(
+def _table(found: Any) -> StepCosts:
+    return StepCosts(
         visible=int(found["visible"]),
         single=_points(found["single"]),
         requests=int(found["requests"]),

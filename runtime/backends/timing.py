@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import numpy as np
 
-from spaceport.runtime.costs import CostTable, Points
+from spaceport.runtime.costs import Points, StepCosts
 from spaceport.runtime.engine import Batch, Engine
 
 SECONDS = 2.0  # maximum time of a measurement, plus one call
@@ -29,21 +29,31 @@ class _Shape(NamedTuple):
     visible: int
 
 
-def measure(engine: Engine, budget: float = SECONDS, clock: Callable[[], float] = perf_counter) -> CostTable:
-    """The costs of an engine's calls; shapes alternate, so that a busy machine affects all alike."""
+def measure(
+    engine: Engine,
+    budget: float = SECONDS,
+    clock: Callable[[], float] = perf_counter,
+    cpu_clock: Callable[[], float] = thread_time,
+) -> StepCosts:
+    """The costs of an engine's calls; shapes alternate, so that a busy machine affects all alike.
+
+    Calls on a CPU are timed with the CPU time of this thread: other processes do not add to it, and it waits actively for
+    the engine's other threads.
+    """
     deadline = clock() + budget
+    timer = cpu_clock if engine.device == "cpu" else clock
     times: dict[_Shape, list[float]] = {}
     for shape in _shapes(engine):  # the first call of a shape compiles and captures: its time does not count
         again = _FEWEST * sum(map(min, times.values()))  # time of a few more rounds
         if shape.rows not in _NEEDED and clock() + again + 2 * max(map(min, times.values())) > deadline:
             break
-        _call(engine, shape, clock)
-        times[shape] = [_call(engine, shape, clock)]
+        _call(engine, shape, timer)
+        times[shape] = [_call(engine, shape, timer)]
     for number in range(_ROUNDS):
         for shape, found in times.items():
             if clock() + found[-1] > deadline and (number >= _FEWEST - 1 or shape.rows not in _NEEDED):
                 continue
-            found.append(_call(engine, shape, clock))
+            found.append(_call(engine, shape, timer))
     return _table(engine, times)
 
 
@@ -82,7 +92,7 @@ def _call(engine: Engine, shape: _Shape, clock: Callable[[], float]) -> float:
     return max(clock() - started, 1e-9)
 
 
-def _table(engine: Engine, times: dict[_Shape, list[float]]) -> CostTable:
+def _table(engine: Engine, times: dict[_Shape, list[float]]) -> StepCosts:
     seconds = {shape: min(found) for shape, found in times.items()}  # disturbances only make calls longer
     near = min(shape.visible for shape in seconds)
     least = _LEAST_ROW if engine.device == "cpu" else 0.0
@@ -97,7 +107,7 @@ def _table(engine: Engine, times: dict[_Shape, list[float]]) -> CostTable:
     row_slot = max(0.0, further[rows] - slot) / (rows - 1) if rows > 1 else 0.0
     requests = batched_requests(engine)
     batched = _points(seconds, requests, near, least) if requests > 1 else ()
-    return CostTable(near, single, requests, batched, slot, row_slot)
+    return StepCosts(near, single, requests, batched, slot, row_slot)
 
 
 def _points(seconds: dict[_Shape, float], requests: int, visible: int, least: float) -> Points:

@@ -1,134 +1,112 @@
-"""Acceptance: learned probabilities that draft tokens are accepted, by source and depth.
+"""Learned probabilities that draft tokens are accepted, by source and depth.
 
 Every generated token shows whether each source had predicted it, also if it was not drafted. Only mask slots have to be
-fed to be measured. The heads of a bundle are measured as mask slots are, which it does not have then.
+fed to be measured. Heads count as mask slots here: a bundle has one or the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, takewhile
 
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.runtime.decode.draft import Candidates
 
-_FIRST, _LATER = 0.7, 0.85  # initial probabilities of mask slots: of the first, and of each behind an accepted one
-_NEW = 0.1  # minimum weight of a step in an average
-_HOPE = 0.5  # how far mask slots start back towards their initial probabilities in a new request
-_PRIOR = 3  # steps that the initial values count for
-_RETRY = 0.01  # share per step by which unused mask slots return to their initial probability, to be tried again
-_LEAST_RETRY = 0.0005
+_NEW, _PRIOR = 0.1, 4  # minimum weight of a step in an average; steps that the initial values count for
+_HOPE = 0.5  # how far rates of mask slots start back towards their initial values in a new request
+_RETRY = 0.003  # share per step by which rates of unused mask slots return to their initial values, to be tried again
 _LEAST_TRUST, _MOST_TRUST = 0.1, 1.5
 _COPIED = (4, 16)  # accepted tokens of prompt lookup in a row: few, many
-# Initial probabilities of prompt lookup: after 2, 3 or 4 matching tokens, and after few or many accepted ones in a row.
+# Initial rates where a bundle has none: of mask slots; of prompt lookup after 2, 3 or 4 matching tokens, and after few or
+# many accepted tokens in a row.
+_MASKS = tuple(0.7 * 0.85**depth for depth in range(64))
 _LOOKUP = (0.3, 0.45, 0.6, 0.85, 0.95)
-_MASKS_SEEN, _TRUST_SEEN, _LOOKUP_SEEN = 0, 2, 3  # indices into `seen`
 
 
-@dataclass
 class Acceptance:
-    """Acceptance probabilities; each is a moving average over the steps of one request, or of all that share it."""
+    """Acceptance probabilities: moving averages over the steps of one request, or of all that share them."""
 
-    # By depth: how often mask slots added that many tokens to those of prompt lookup; second list: while text is copied.
-    masks: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    promised: list[float] = field(
-        default_factory=list
-    )  # by depth: probability that mask slots gave to their best token
-    accepted: list[float] = field(
-        default_factory=list
-    )  # by depth: how often that token was accepted, behind an accepted one
-    lookup: list[float] = field(default_factory=lambda: list(_LOOKUP))  # by kind of match
-    retry: float = _RETRY
-    seen: list[int] = field(default_factory=lambda: [0] * (_LOOKUP_SEEN + len(_LOOKUP)))  # steps, by average
+    def __init__(self, depths: int, measured: DraftAcceptance | None = None) -> None:
+        """Start with the rates that a bundle brings, or with usual ones; `depths` is the number of mask slots or heads."""
+        measured = measured or DraftAcceptance(())
+        rates, lookup = measured.rates or _MASKS, measured.lookup or _LOOKUP
+        self.initial = [*rates, *rates[-1:] * depths][:depths]
+        # by depth: how often mask slots added that many tokens to those of prompt lookup; then: while text is copied
+        self.masks = list(self.initial), list(self.initial)
+        self.promised = list(self.initial)  # by depth: probability that mask slots gave to their best token
+        self.accepted = list(self.initial)  # by depth: how often that token was accepted, behind an accepted one
+        self.lookup = list(lookup)  # by kind of match
+        self.steps = 0
 
     def copy(self) -> Acceptance:
-        """A copy that a new request starts with.
+        """A copy that a new request starts with; another thread may change the original meanwhile.
 
-        Mask slots start half way back to their initial probabilities: how well they predict differs between texts, and a
-        trial costs little. Another thread may change the original meanwhile.
+        Mask slots start half way back to their initial rates: how well they predict differs between texts, and a trial
+        costs little.
         """
-        accepted = list(self.accepted)
-        first, copying = ([rate + _HOPE * max(0.0, _first(i) - rate) for i, rate in enumerate(m)] for m in self.masks)
-        return replace(
-            self,
-            masks=(first, copying),
-            promised=self.promised[: len(accepted)],  # which grows first
-            accepted=accepted,
-            lookup=list(self.lookup),
-            seen=[0] * len(self.seen),
-        )
+        copy = Acceptance(len(self.initial))
+        copy.initial = self.initial
+        copy.follow(self, 1.0)
+        for masks in copy.masks:
+            masks[:] = [rate + _HOPE * max(0.0, first - rate) for rate, first in zip(masks, self.initial, strict=True)]
+        return copy
 
-    def reach(self, mask_slots: int, copying: bool) -> list[float]:
+    def follow(self, other: Acceptance, weight: float) -> None:
+        """Move all averages towards those of another one."""
+        for own, theirs in zip(self._averages(), other._averages(), strict=True):
+            own[:] = [a + weight * (b - a) for a, b in zip(own, theirs, strict=True)]
+
+    def reach(self, copying: bool) -> list[float]:
         """The probability that mask slots or heads add one token, two tokens, ... to those of prompt lookup."""
-        masks = self.masks[copying]
-        while len(masks) < mask_slots:
-            masks.append(_first(len(masks)))
-        return list(accumulate(masks[:mask_slots], min))
+        return list(accumulate(self.masks[copying], min))
 
     def trust(self, depth: int) -> float:
         """Factor that corrects the probabilities that mask slots give at a depth."""
-        if depth >= len(self.accepted):
-            return self.trust(depth - 1) if depth else 1.0
-        return min(_MOST_TRUST, max(_LEAST_TRUST, self.accepted[depth] / self.promised[depth]))
+        return min(_MOST_TRUST, max(_LEAST_TRUST, self.accepted[depth] / max(self.promised[depth], 1e-9)))
 
     def lookup_probabilities(self, equal: int, copied: int, count: int) -> list[float]:
-        """Acceptance probability of each lookup token behind accepted ones; see `learn_lookup` for `equal` and `copied`."""
-        return [self.lookup[_kind(equal + depth, copied + depth)] for depth in range(count)]
-
-    def learn_lookup(self, lookup_tokens: Sequence[int], written: Sequence[int], equal: int, copied: int) -> int:
-        """Learn from the tokens that a step generated; returns the number of correct lookup tokens.
+        """Acceptance probability of each lookup token behind accepted ones.
 
         `equal` is the number of matching tokens before them, `copied` how many of these were correct lookup tokens.
         """
-        right = _common(lookup_tokens, written)
-        for depth in range(min(right + 1, len(lookup_tokens), len(written))):
-            kind = _kind(equal + depth, copied + depth)
-            self.lookup[kind] += self._weight(_LOOKUP_SEEN + kind) * ((depth < right) - self.lookup[kind])
-        return right
+        return [self.lookup[match_kind(equal + depth, copied + depth)] for depth in range(count)]
 
-    def learn_masks(
+    def learn(
         self,
+        lookup_tokens: Sequence[int],
+        equal: int,
+        copied: int,
         candidates: Sequence[Candidates],
         written: Sequence[int],
-        lookup_tokens: int,
-        copying: bool,
-        steps: int = 1,
-    ) -> None:
-        """Learn from the tokens that a step generated; `lookup_tokens` is how many of them prompt lookup predicted too.
-
-        `steps` counts the step and those before it from which nothing was learned.
-        """
+    ) -> int:
+        """Learn from the tokens that a step generated; returns the number of correct lookup tokens."""
+        self.steps += 1
+        weight = max(_NEW, 1 / (self.steps + _PRIOR))
+        looked_up = _common(lookup_tokens, written)
+        for depth in range(min(looked_up + 1, len(lookup_tokens), len(written))):
+            kind = match_kind(equal + depth, copied + depth)
+            self.lookup[kind] += weight * ((depth < looked_up) - self.lookup[kind])
         best = [candidate.tokens[0] for candidate in takewhile(lambda candidate: candidate.tokens, candidates)]
         right = _common(best, written)
-        self._learn_reach(right - lookup_tokens, len(candidates), min(len(candidates), len(written)), copying, steps)
-        if best:
-            weight = self._weight(_TRUST_SEEN)
-            for depth in range(min(right + 1, len(best), len(written))):
-                if depth == len(self.accepted):
-                    self.promised.append(_FIRST)
-                    self.accepted.append(_FIRST * self.trust(depth))
-                self.promised[depth] += weight * (candidates[depth].probabilities[0] - self.promised[depth])
-                self.accepted[depth] += weight * ((depth < right) - self.accepted[depth])
+        for depth in range(min(right + 1, len(best), len(written))):
+            self.promised[depth] += weight * (candidates[depth].probabilities[0] - self.promised[depth])
+            self.accepted[depth] += weight * ((depth < right) - self.accepted[depth])
+        self._learn_masks(right - looked_up, len(candidates), len(written), is_copying(copied), weight)
+        return looked_up
 
-    def _learn_reach(self, added: int, candidates: int, known: int, copying: bool, steps: int) -> None:
-        """The fate of the first `known` of the `guesses` is known; the others were wrong unless all of these were right."""
+    def _learn_masks(self, added: int, candidates: int, written: int, copying: bool, weight: float) -> None:
+        """Learn that mask slots added tokens to those of prompt lookup; without candidates, forget slowly."""
+        # Candidates beyond the written tokens are unknown, unless one before them was wrong.
+        known = written if added >= min(candidates, written) else candidates
         masks = self.masks[copying]
-        known = known if added >= known else candidates
-        weight = self._weight(_MASKS_SEEN + copying) if known else 0.0
-        for depth in range(max(known, len(masks))):
-            if depth == len(masks):
-                masks.append(_first(depth))
-            if depth < known:
+        for depth, first in enumerate(self.initial):
+            if depth >= candidates:
+                masks[depth] += _RETRY * (first - masks[depth])
+            elif depth < known:
                 masks[depth] += weight * ((depth < added) - masks[depth])
-            elif depth >= candidates:
-                masks[depth] += min(1.0, self.retry * steps) * (_first(depth) - masks[depth])
-        if known:
-            self.retry = _RETRY if added > 0 else max(_LEAST_RETRY, self.retry * 0.9)
 
-    def _weight(self, average: int) -> float:
-        """The weight of the next step in an average: the first steps count more."""
-        self.seen[average] += 1
-        return max(_NEW, 1 / (self.seen[average] + _PRIOR))
+    def _averages(self) -> Iterator[list[float]]:
+        yield from (*self.masks, self.promised, self.accepted, self.lookup)
 
 
 def is_copying(copied: int) -> bool:
@@ -136,11 +114,8 @@ def is_copying(copied: int) -> bool:
     return copied >= _COPIED[0]
 
 
-def _first(depth: int) -> float:
-    return _FIRST * _LATER**depth
-
-
-def _kind(equal: int, copied: int) -> int:
+def match_kind(equal: int, copied: int) -> int:
+    """Index of a lookup rate, by matching tokens before a lookup token and correct lookup tokens in a row."""
     if copied >= _COPIED[0]:
         return 3 + (copied >= _COPIED[1])
     return max(0, min(equal - 2, 2))

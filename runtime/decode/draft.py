@@ -11,6 +11,10 @@ from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 
 Shape = Literal["chain", "tree"]
 Source = Literal["mask", "head", "lookup", "both"]  # what proposed a candidate; both: prompt lookup and another
+# Why a draft is narrower than its limits allow: the request may lose no more time; further rows are not worth their time;
+# no source proposes more tokens; the grammar allows no proposed token; the text ends soon; the rows of the engine or of
+# all threads are used up; requests that share the call agreed on fewer rows.
+Reason = Literal["budget", "not_worth_it", "no_candidates", "grammar", "end_of_text", "row_limit", "shared_call"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class DraftConfig:
     lookup: int = 0  # maximum tokens from prompt lookup; 0: no prompt lookup
     mask_layout: MaskLayout = CAUSAL
     heads: int = 0  # maximum draft tokens from heads; 0: none
+    grammar: bool = False  # whether a grammar limits the candidates
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0), ("heads", 0)):
@@ -67,12 +72,13 @@ class Draft:
     worth: tuple[float, ...] = ()  # expected tokens of 1, 2, ... rows, the best rows first; empty: unknown
     order: tuple[int, ...] = ()  # of the rows after the first: the node of a mask row, or -1 for a candidate
     mask_layout: MaskLayout = CAUSAL
+    limited: Reason | None = None  # why it is narrower than its limits allow; None: it is not
 
     @property
     def rows(self) -> int:
         return 1 + len(self.tokens) + sum(map(self.mask_layout.rows, self.masks))
 
-    def cut(self, rows: int) -> Draft:
+    def cut(self, rows: int, reason: Reason) -> Draft:
         """The draft with its best rows only, at most `rows`; a draft without an order of rows is not cut."""
         if not self.order or rows >= self.rows:
             return self
@@ -91,6 +97,7 @@ class Draft:
             self.worth[:rows],
             self.order[: rows - 1],
             self.mask_layout,
+            reason,
         )
 
 

@@ -1,27 +1,27 @@
-"""Drafter: the protocol of draft sources, and its implementations."""
+"""Draft sources: what proposes the draft of each thread of a request, and learns from what was accepted."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import is_copying
-from spaceport.runtime.decode.budget import DraftBudget, PlanningPause
-from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, best_chain, chain
-from spaceport.runtime.decode.long_run import LongRun, best_rate
+from spaceport.runtime.decode.draft import Draft, DraftConfig, Reason, best_chain, chain
+from spaceport.runtime.decode.long_run import best_rate
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.planner import DraftPlanner, Sharing, Wish
+from spaceport.runtime.decode.planner import CREDIT, SHARE, DraftPlanner, Sharing, Wish
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.decode.tree import Curve, Outlook, tree
+from spaceport.runtime.decode.tree import Outlook, tree
 
-_MOVED = 0.03  # change of a probability that starts another round of value iteration
-_FEW_ROUNDS = 2  # for a request that starts from a solution of others
-_ROUND_SECONDS = 0.005  # of decoding for each round, which takes 0.1 ms: 2 % of the time
-_SHARE_EVERY = 4  # steps between updates of what requests share; it changes slowly
 _PACE = 0.1  # weight of a step in the average of tokens and time
+_SHARE_EVERY, _SHARED = 8, 0.2  # steps between updates of the rates that requests share, and their weight
+NO_CANDIDATES, NO_BUDGET = Draft(limited="no_candidates"), Draft(limited="budget")
+NOT_WORTH_IT = Draft(limited="not_worth_it")
 
 
 class Drafter(Protocol):
@@ -52,175 +52,118 @@ class ChainDrafter:
         slots, layout = self._mask_slots, self._mask_layout
         rows = min(rows, (slots + 1) * (1 + layout.rows(slots)) + self._heads)
         # A mask slot or head without a probable token ends the chain.
-        found = takewhile(lambda each: each.tokens, best_chain(thread.candidates, thread.tokens[-1]))
-        return chain([candidate.tokens[0] for candidate in found], slots, remaining, rows, layout, self._source)
+        probable = takewhile(lambda each: each.tokens, best_chain(thread.candidates, thread.tokens[-1]))
+        return chain([candidate.tokens[0] for candidate in probable], slots, remaining, rows, layout, self._source)
 
     def learn(self, part: Part, verdict: Verdict) -> None:
         """A chain always has the same shape."""
 
 
-class PlainDrafter:
-    """No drafts."""
-
-    def __init__(self, draft_config: DraftConfig, planner: DraftPlanner) -> None:
-        self._rows, self._planner = draft_config.rows, planner
-
-    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
-        if sharing.call is not None and sharing.fills_up:  # its rows are padded to those of requests with drafts
-            sharing.call.wishes.append(Wish((1.0,), self._planner.curve(self._rows, sharing).times, 1.0, 0.0))
-        return PLAIN
-
-    def learn(self, part: Part, verdict: Verdict) -> None:
-        """Plain decoding learns nothing."""
-
-
 class TreeDrafter:
-    """The draft tree of mask slots or heads, and prompt lookup, that is expected to generate the most tokens per time."""
+    """The draft tree of mask slots or heads, and prompt lookup, that is expected to generate the most tokens per time.
 
-    def __init__(self, draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable) -> None:
-        self._draft_config, self._planner, self._kind = draft_config, planner, kind
-        self._resting = replace(draft_config, mask_slots=0)
-        self._shared = planner.acceptance(kind)
+    Drafts may cost a request what they have saved it, plus `SHARE` of the time of plain decoding, plus `CREDIT`. Growing a
+    tree counts as well: where it takes long compared with a plain step, trees that turn out empty become rare.
+    """
+
+    def __init__(
+        self, draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable = None, temperature: float = 0.0
+    ) -> None:
+        self._config, self._planner = draft_config, planner
+        depths = draft_config.mask_slots or draft_config.heads
+        self._shared = planner.acceptance(kind, depths, temperature)
         self._acceptance = self._shared.copy()
-        self._budget = DraftBudget()
-        self._pause = PlanningPause()
-        self._least = 0.0  # minimum expected tokens of a draft row, as of the last plan
+        # plain steps that drafts may still cost; below 0 if drafts of other requests in its calls have cost more
+        self.left = CREDIT if depths or draft_config.lookup else 0.0
         self._tokens = self._time = 1.0  # of a step: moving averages
-        self._steps = 0
-        self._next_round = 0.0  # first step at which another round of value iteration may run
         self._planned: dict[tuple[int, ...], _Planned] = {}  # by thread
         self._copied: dict[tuple[int, ...], int] = {}  # by thread: correct lookup tokens in a row
-        # By threads, requests and whether text is copied: the solution, and the inputs of its last round.
-        self._long_runs: dict[tuple[int, int, bool], tuple[LongRun, list[float], Curve]] = {}
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
-        curve = self._planner.curve(self._draft_config.rows, sharing)
-        lookup_tokens: Sequence[int] = ()
-        equal, copied = 0, 0
+        curve = self._planner.curve(self._config.rows, sharing)
+        planned = self._planned[thread.path] = _Planned(curve, sharing)
         if thread.lookup is not None:
-            lookup_tokens, equal = thread.lookup.following(thread.tokens, self._draft_config.lookup)
-            copied = self._copied.get(thread.path, 0)
-        paused = self._pauses(lookup_tokens, equal, sharing)
-        planned = _Planned(curve, sharing, lookup_tokens, equal, copied, paused)
-        self._planned[thread.path] = planned
-        if sharing.requests == sharing.threads == 1 and self._planner.costs.take_plain_step():
-            return PLAIN
-        draft_config = self._draft_config if self._budget.allows_masks else self._resting
-        if paused or not (thread.candidates or lookup_tokens or draft_config.mask_slots):
-            self._wish(curve, sharing, PLAIN, self._tokens / self._time)
-            return PLAIN
-        return self._plan(thread, draft_config, remaining, rows, planned)
-
-    def _plan(self, thread: Thread, draft_config: DraftConfig, remaining: int, rows: int, planned: _Planned) -> Draft:
-        """The draft with the highest expected gain."""
-        curve, sharing, lookup_tokens, equal, copied, _ = planned
-        acceptance = self._acceptance
-        long_run = self._long_run(curve, sharing, is_copying(copied))
-        outlook = Outlook(
-            curve,
-            max(long_run.rate, self._heads_rate(curve, is_copying(copied)), self._tokens / self._time),
-            long_run.gains,
-            [acceptance.trust(depth) for depth in range(len(thread.candidates))],
-            acceptance.lookup_probabilities(equal, copied, len(lookup_tokens)),
-            thread.tokens[-1],
-        )
-        affordable = draft_config.rows if sharing.fills_up else self._budget.rows(curve.times)
-        draft = tree(thread.candidates, lookup_tokens, draft_config, remaining, min(rows, affordable), outlook)
-        self._wish(curve, sharing, draft, outlook.rate)
-        self._least = outlook.rate * (curve.times[min(1, len(curve.times) - 1)] - 1)
-        self._pause.planned(draft.rows, curve.plain / sharing.requests)
+            planned.lookup_tokens, planned.equal = thread.lookup.following(thread.tokens, self._config.lookup)
+            planned.copied = self._copied.get(thread.path, 0)
+        planned.rate = self._tokens / self._time
+        draft = self._planned_draft(thread, remaining, rows, planned)
+        if sharing.call is not None and sharing.fills_up:
+            sharing.call.wishes.append(Wish(draft.worth or (1.0,), curve.times, planned.rate, self.left))
         return draft
 
     def learn(self, part: Part, verdict: Verdict) -> None:
-        thread, draft, written = part.thread, part.draft, verdict.tokens
+        thread, written = part.thread, verdict.tokens
         planned = self._planned.pop(thread.path, None)
         if planned is None or not written:
             return
-        time = planned.time(draft.rows)
-        self._budget.spend(time, len(written))
+        time = planned.time(part.draft.rows)
+        self.left += len(written) * (1 + SHARE) - time
         self._tokens += _PACE * (len(written) - self._tokens)
         self._time += _PACE * (time - self._time)
-        if planned.paused:
-            self._copied.pop(thread.path, None)
-            return
-        right, copied, steps = 0, planned.copied, 1 + self._pause.take_skipped()
-        self._steps += 1
         candidates = best_chain(thread.candidates, thread.tokens[-1])
-        learning = (self._acceptance, self._shared) if self._steps % _SHARE_EVERY == 0 else (self._acceptance,)
-        for acceptance in learning:
-            if thread.lookup is not None:
-                right = acceptance.learn_lookup(planned.lookup_tokens, written, planned.equal, copied)
-            acceptance.learn_masks(candidates, written, right, is_copying(copied), steps)
-        if thread.lookup is not None:
+        right = self._acceptance.learn(planned.lookup_tokens, planned.equal, planned.copied, candidates, written)
+        if self._acceptance.steps % _SHARE_EVERY == 0:
+            self._shared.follow(self._acceptance, _SHARED)
+        if planned.lookup_tokens or planned.copied:
             whole = right == min(len(planned.lookup_tokens), len(written))
-            self._copied[thread.path] = copied + right if whole and right else 0
+            self._copied[thread.path] = planned.copied + right if whole and right else 0
 
-    def _pauses(self, lookup_tokens: Sequence[int], equal: int, sharing: Sharing) -> bool:
-        """Whether to skip planning: the last plans were empty, and prompt lookup has no probable token."""
-        if not self._pause.remaining or sharing.threads > 1:
-            return False
-        if lookup_tokens:
-            (probability,) = self._acceptance.lookup_probabilities(equal, 0, 1)
-            if probability > self._least * (
-                1 - probability
-            ):  # value of a long chain whose tokens are all as probable as the first
-                return False
-        self._pause.skip()
-        return True
+    def _planned_draft(self, thread: Thread, remaining: int, rows: int, planned: _Planned) -> Draft:
+        """The draft with the highest expected gain that the request can afford."""
+        config, acceptance, curve = self._config, self._acceptance, planned.curve
+        if not (thread.candidates or planned.lookup_tokens or config.mask_slots):
+            return NO_CANDIDATES
+        affordable, with_masks = config.rows, config.rows
+        if not planned.sharing.fills_up:  # else the requests of the call decide together
+            # mask slots cost a second time when their tokens are verified
+            affordable, with_masks = self._affordable(curve, self.left), self._affordable(curve, self.left / 2)
+        if affordable == 1:
+            return NO_BUDGET
+        reach = acceptance.reach(is_copying(planned.copied))
+        solution = self._planner.long_run(curve, reach, config)
+        planned.rate = max(solution.rate, best_rate(curve, reach) if config.heads else 0.0, planned.rate)
+        trust = [acceptance.trust(depth) for depth in range(len(thread.candidates))]
+        lookup = acceptance.lookup_probabilities(planned.equal, planned.copied, len(planned.lookup_tokens))
+        best = [one.probabilities[0] * trust[0] for one in thread.candidates[:1] if one.tokens]
+        if max(*best, *lookup[:1], *solution.gains[:1], 0.0, 0.0) <= planned.rate * curve.least:
+            return NOT_WORTH_IT
+        most = min(affordable, rows)
+        limit: Reason | None = None if most >= config.rows else "budget" if affordable < rows else "row_limit"
+        outlook = Outlook(curve, planned.rate, solution.gains, trust, lookup, thread.tokens[-1], with_masks, limit)
+        planned.grown = True
+        return tree(thread.candidates, planned.lookup_tokens, config, remaining, min(most, config.rows), outlook)
 
-    def _heads_rate(self, curve: Curve, copying: bool) -> float:
-        """Tokens per plain step with the best number of candidates from heads, which every step leaves."""
-        return best_rate(curve.times, self._acceptance.reach(self._draft_config.heads, copying))
-
-    def _wish(self, curve: Curve, sharing: Sharing, draft: Draft, rate: float) -> None:
-        if sharing.call is not None and sharing.fills_up:
-            sharing.call.wishes.append(Wish(draft.worth or (1.0,), curve.times, rate, self._budget.left))
-
-    def _long_run(self, curve: Curve, sharing: Sharing, copying: bool) -> LongRun:
-        """The long-run values for threads that share a step in this way, improved from time to time."""
-        mask_slots = self._draft_config.mask_slots
-        key = (sharing.threads, sharing.requests, copying)
-        shared_key = (self._kind, mask_slots, *key)
-        lead = self._draft_config.mask_layout.lead
-        reach = self._acceptance.reach(mask_slots, copying)
-        found, before, planned = self._long_runs.get(key, (None, reach, curve))
-        if found is None:
-            found = self._planner.long_run(shared_key, mask_slots, lead)
-            found.solve(curve.times, reach, *((_FEW_ROUNDS,) if found.rate else ()))
-            self._planner.keep(shared_key, found)
-        elif self._steps < self._next_round or (
-            found.settled
-            and planned is curve
-            and all(abs(now - then) < _MOVED for now, then in zip(reach, before, strict=True))
-        ):
-            return found
-        else:
-            found.improve(curve.times, reach)
-        self._next_round = self._steps + _ROUND_SECONDS / curve.plain
-        self._long_runs[key] = found, reach, curve
-        return found
+    def _affordable(self, curve: Curve, left: float) -> int:
+        """Maximum rows that a part of the budget can pay for if nothing is accepted."""
+        return max(1, bisect_right(curve.times, 1 + SHARE + left))
 
 
-class _Planned(NamedTuple):
+@dataclass
+class _Planned:
     """The inputs of a planned draft."""
 
     curve: Curve
     sharing: Sharing
-    lookup_tokens: Sequence[int]
-    equal: int  # number of matching tokens before the lookup tokens
-    copied: int  # correct lookup tokens in a row before this step
-    paused: bool = False  # planning was skipped
+    lookup_tokens: Sequence[int] = ()
+    equal: int = 0  # number of matching tokens before the lookup tokens
+    copied: int = 0  # correct lookup tokens in a row before this step
+    rate: float = 1.0  # tokens per plain step that are generated otherwise
+    grown: bool = False  # whether a tree was grown, which takes time
 
     def time(self, rows: int) -> float:
         """Time of a step with this many rows of the thread, its share of the call, in plain steps."""
         call = self.sharing.call
         if self.sharing.fills_up and call is not None:
             rows = max(rows, call.width or 1)
+        if rows == 1:
+            return 1.0 + self.curve.planning * self.grown
         return self.curve.times[min(len(self.curve.times), rows) - 1]
 
 
-def drafter_for(draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable = None) -> Drafter:
+def drafter_for(
+    draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable = None, temperature: float = 0.0
+) -> Drafter:
     """The drafter of one request; requests of one kind share what they learn."""
-    if not (draft_config.mask_slots or draft_config.heads or draft_config.lookup):
-        return PlainDrafter(draft_config, planner)
-    return ChainDrafter(draft_config) if draft_config.shape == "chain" else TreeDrafter(draft_config, planner, kind)
+    if draft_config.shape == "chain" and (draft_config.mask_slots or draft_config.heads):
+        return ChainDrafter(draft_config)
+    return TreeDrafter(draft_config, planner, kind, temperature)

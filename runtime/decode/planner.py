@@ -1,19 +1,21 @@
-"""Planner: step costs and acceptance rates that the requests of a runtime share to plan their drafts."""
+"""What the requests of a runtime share to plan their drafts: step costs, acceptance rates, and the width of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from spaceport.runtime.costs import StepCosts
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.runtime.costs import Curve, StepCosts
 from spaceport.runtime.decode.acceptance import Acceptance
-from spaceport.runtime.decode.budget import SHARE
-from spaceport.runtime.decode.long_run import LongRun
-from spaceport.runtime.decode.tree import Curve
+from spaceport.runtime.decode.draft import DraftConfig
+from spaceport.runtime.decode.long_run import LongRun, solve
 
-_MOST_CURVES = 4096
-_VISIBLE = 256  # visible KV slots are rounded up to multiples of this; each multiple has its own curve
+SHARE = 0.01  # of the time of plain decoding that drafts may cost
+CREDIT = 1.6  # plain steps that drafts may cost at the start of a request
+_GRID = 10  # acceptance rates are rounded to 1 / 10 for value iteration
+_MOST_SOLUTIONS = 4096
 
 
 class Wish(NamedTuple):
@@ -38,12 +40,12 @@ class SharedCall:
         wishes = self.wishes
         if self.requests == 1 or not wishes:
             return
-        shortest = min(len(wish.times) for wish in wishes)
         times = wishes[0].times
         spendable = times[0] + SHARE + sum(wish.left for wish in wishes) / self.requests
         rate = sum(wish.rate for wish in wishes)
+        most = min(min(len(wish.times) for wish in wishes), max(least, *(len(wish.worth) for wish in wishes)))
         best, self.width = float("-inf"), least
-        for rows in range(least, min(shortest, max(least, *(len(wish.worth) for wish in wishes))) + 1):
+        for rows in range(least, most + 1):
             if rows > least and times[rows - 1] > spendable:
                 break
             tokens = sum(wish.worth[min(rows, len(wish.worth)) - 1] for wish in wishes)
@@ -71,41 +73,36 @@ class Sharing(NamedTuple):
 class DraftPlanner:
     """Step costs, acceptance rates and long-run values that requests share; used by one OS thread at a time."""
 
-    def __init__(self, costs: StepCosts, *, repeatable: bool = False) -> None:
+    def __init__(self, costs: StepCosts, measured: Sequence[DraftAcceptance] = (), *, repeatable: bool = False) -> None:
         self.costs = costs
+        self._measured = measured  # acceptance rates that the bundle brings, by temperature
         self._repeatable = repeatable  # requests share nothing, so each takes the same steps every time
-        self._curves: dict[tuple[int, ...], Curve] = {}
-        self._version = -1  # of the costs that the curves were made of
         self._acceptance: dict[Hashable, Acceptance] = {}
-        self._long_runs: dict[Hashable, LongRun] = {}
+        self._solutions: dict[Hashable, LongRun] = {}
+        self._last: dict[Hashable, LongRun] = {}  # solutions from which similar ones are found
 
     def curve(self, most: int, sharing: Sharing) -> Curve:
-        """A thread's share of a step if all threads have 1 to `most` rows, in plain steps."""
-        threads, requests = sharing.threads, sharing.requests
-        blocks = -(-sharing.visible // _VISIBLE)
-        if self._version != self.costs.version or len(self._curves) >= _MOST_CURVES:
-            self._curves.clear()
-            self._version = self.costs.version
-        key = (most, threads, requests, blocks)
-        curve = self._curves.get(key)
-        if curve is None:
-            seconds = self.costs.curve(most, threads, requests, blocks * _VISIBLE)
-            curve = Curve([each / seconds[0] for each in seconds], seconds[0] * threads * requests)
-            self._curves[key] = curve
-        return curve
+        """A thread's share of a step if all threads have 1 to `most` rows."""
+        return self.costs.curve(most, sharing.threads, sharing.requests, sharing.visible)
 
-    def acceptance(self, kind: Hashable) -> Acceptance:
-        """Acceptance rates that all requests of a kind have learned; each temperature is a kind, for example."""
+    def acceptance(self, kind: Hashable, depths: int, temperature: float = 0.0) -> Acceptance:
+        """Acceptance rates that all requests of a kind have learned."""
+        nearest = min(self._measured, key=lambda one: abs(one.temperature - temperature), default=None)
         if self._repeatable:
-            return Acceptance()
-        return self._acceptance.setdefault(kind, Acceptance())
+            return Acceptance(depths, nearest)
+        return self._acceptance.setdefault((kind, depths), Acceptance(depths, nearest))
 
-    def long_run(self, key: Hashable, mask_slots: int, lead: int = 0) -> LongRun:
-        """A copy of the last shared solution, for a request to start from; unsolved if there is none."""
-        known = self._long_runs.get(key)
-        return LongRun(mask_slots, lead) if known is None else known.copy()
-
-    def keep(self, key: Hashable, solution: LongRun) -> None:
-        """Share a solution with later requests."""
-        if not self._repeatable:
-            self._long_runs[key] = solution
+    def long_run(self, curve: Curve, reach: Sequence[float], draft_config: DraftConfig) -> LongRun:
+        """The long-run values for acceptance probabilities, which are rounded so that few have to be solved."""
+        coarse = tuple([round(_GRID * rate) for rate in reach])
+        shape = (curve, draft_config.mask_slots, draft_config.mask_layout)
+        key = (*shape, coarse)
+        solution = self._solutions.get(key)
+        if solution is None:
+            if len(self._solutions) == _MOST_SOLUTIONS:
+                self._solutions.clear()
+            start = None if self._repeatable else self._last.get(shape)
+            near = [rate / _GRID for rate in coarse[: draft_config.mask_slots]]
+            solution = solve(curve, near, replace(draft_config, siblings=1), start)
+            self._solutions[key] = self._last[shape] = solution
+        return solution

@@ -85,7 +85,7 @@ class Request:
         )
         self.prefix: KvPrefix | None = None  # what later requests may reuse, once it has ended
         self._listener = listener or NullListener()
-        self._drafter = drafter or drafter_for(config.draft_config, config.planner, config.kind)
+        self._drafter = drafter or drafter_for(config.draft_config, config.planner, config.kind, config.temperature)
         self._generated = 0  # tokens, of all threads
         self._prefilled = False
         self._most_rows = STEP_ROWS  # of a step of several threads

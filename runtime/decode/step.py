@@ -27,9 +27,7 @@ Grouping = Callable[[Sequence[ScheduledStep]], Sequence[Call]]
 # Called with the index of a request that failed, and its error; the other requests of the step continue. When a whole
 # call fails, it is called for each request of the call, also for those that failed before or ended in this step.
 OnFailure = Callable[[int, Exception], None]
-OnCall = Callable[
-    [int, int, int, float], None
-]  # called after each call with its rows, requests, visible slots and seconds
+OnCall = Callable[[], None]  # called after each engine call
 
 
 class StepInput(NamedTuple):
@@ -47,7 +45,6 @@ class Ran(NamedTuple):
     requests: int  # number of requests from the first to the last one, idle ones between them included
     logits: NDArray[np.float32] | list[SelectedRows]  # requests x lines x vocabulary, or the best tokens instead
     seconds: float
-    shape: tuple[int, int, int]  # rows of each request, requests, visible KV slots
     lines: int = 1  # of logits for each needed row: its own, then those of the heads
 
 
@@ -73,7 +70,7 @@ def step(
             ran = run(engine, call)
             seconds += ran.seconds
             if on_call is not None:
-                on_call(*ran.shape, ran.seconds)
+                on_call()
             verified = verify(call, ran, on_failure)
             keep(engine, ran, verified, on_failure)
     return seconds
@@ -108,7 +105,7 @@ def draft(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> d
         )
         for each in decoding:
             if call.width is not None and len(drafts.get(each.engine_index, ())) == 1:
-                drafts[each.engine_index] = [drafts[each.engine_index][0].cut(call.width)]
+                drafts[each.engine_index] = [drafts[each.engine_index][0].cut(call.width, "shared_call")]
     return drafts
 
 
@@ -124,8 +121,7 @@ def run(engine: Engine, call: Call) -> Ran:
         statistics.engine_seconds += seconds
         statistics.padding_rows += rows - each.plan.rows
     call[0].request.statistics.padding_rows += rows * (batch.requests - len(call))  # idle requests between them
-    shape = batch.input_ids.shape[1], batch.requests, batch.attention_mask.shape[-1]
-    return Ran(batch.first, batch.requests, logits, seconds, shape, engine.signature.lines)
+    return Ran(batch.first, batch.requests, logits, seconds, engine.signature.lines)
 
 
 def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:

@@ -143,6 +143,7 @@ class Admission:
             draft_config=draft_config,
             planner=self.planner,
             kind=(round(sampling.temperature, 1), decoding.grammar is not None),
+            temperature=sampling.temperature,
             max_rows=self.engine.rows,
             max_threads=decoding.threads(self.exactness.parallel_threads),
             end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),

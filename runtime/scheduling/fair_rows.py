@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cached_property
 
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import StepCosts
@@ -16,17 +17,12 @@ class FairRows:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._known: tuple[int, int] | None = None  # version of the costs, and number of rows
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Number of rows that cost as much as the share of a round."""
-        version = self._costs.version
-        if self._known is None or self._known[0] != version:
-            most = _SHARE * self._costs.seconds(1)
-            rows = next((rows for rows in range(2, STEP_ROWS + 1) if self._costs.seconds(rows) > most), STEP_ROWS + 1)
-            self._known = version, rows - 1
-        return self._known[1]
+        most = _SHARE * self._costs.seconds(1)
+        return next((rows for rows in range(2, STEP_ROWS + 1) if self._costs.seconds(rows) > most), STEP_ROWS + 1) - 1
 
     def share(self, running: Collection[Request]) -> None:
         """Set the limits of a round."""

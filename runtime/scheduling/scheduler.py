@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from operator import itemgetter
 from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES
-from spaceport.runtime.costs import StepCosts, fixed_costs
+from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault
@@ -50,7 +49,7 @@ class Scheduler:
         self.engine = engine
         self.queue = RequestQueue(queue_limit, queued_tokens)
         self._prompt_rows = min(prompt_rows or engine.costs.prompt_rows, engine.rows)
-        self._costs = costs or fixed_costs(engine.costs.row)
+        self._costs = costs or relative_costs(engine.costs.row)
         self._clock = clock  # for deadlines
         self._running: dict[int, Task] = {}  # by index in the engine; the first one gets the next prefill chunk
         self.cache = cache
@@ -87,15 +86,11 @@ class Scheduler:
         self._resume()
         self._admit()
         inputs = self._inputs()
-        beginning = any(each.request.prefilling for each in inputs)
-        calls: list[tuple[int, int]] = []  # rows of each request, requests
         before = sum(each.request.statistics.tokens for each in inputs)
-        inside = step(self.engine, inputs, self._group, self._failed, partial(self._observe, calls))
+        inside = step(self.engine, inputs, self._group, self._failed, self._called)
         ended = perf_counter()
         self.meter.add(sum(each.request.statistics.tokens for each in inputs) - before)
         outside = ended - started - inside
-        if len(calls) == 1 and not beginning:
-            self._costs.observe_outside(*calls[0], outside)
         for request, index, _ in inputs:
             task, statistics = self._running[index], request.statistics
             statistics.outside_seconds += outside
@@ -206,16 +201,14 @@ class Scheduler:
     def _group(self, steps: Sequence[ScheduledStep]) -> Sequence[Call]:
         return one_call(steps) if len(steps) < 2 else group_by_width(steps, self._call_rows)
 
-    def _observe(self, calls: list[tuple[int, int]], rows: int, requests: int, visible: int, seconds: float) -> None:
+    def _called(self) -> None:
         self._check_abandoned()
         self.heartbeat.beat()
-        calls.append((rows, requests))
-        self._costs.observe(rows, requests, visible, seconds)
 
     @property
     def _call_rows(self) -> int:
         usual = self.engine.costs.call_rows
-        if self._costs.fixed:
+        if self._costs.relative:
             return usual
         return min(self._costs.call_rows, 4 * usual) if self.engine.device == "cpu" else self._costs.call_rows
 

@@ -71,7 +71,7 @@ def decode_together(planner: DraftPlanner, draft_config: DraftConfig, fates: Seq
         call.decide()
         assert call.width is not None
         parts = [
-            plan_thread(thread, draft.cut(call.width), TOKENS, 512)
+            plan_thread(thread, draft.cut(call.width, "shared_call"), TOKENS, 512)
             for draft, thread in zip(drafts, threads, strict=True)
         ]
         for (drafter, _, fate), part in zip(pairs, parts, strict=True):

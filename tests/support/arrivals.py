@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.costs import fixed_costs
+from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.draft import Candidates, DraftConfig, Source
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
@@ -185,7 +185,7 @@ class Scene:
         widest = max(STEP_ROWS, prompt_rows if lowering == "append" else 0) + 8
         self.engine = SharedEngine(language, longest + widest + 1, requests, lowering, faulty=faulty)
         self.now = 0
-        costs = fixed_costs(row_cost)
+        costs = relative_costs(row_cost)
         self.scheduler = Scheduler(
             self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs, cache=cache
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.mask_layout import CAUSAL, GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import Lowering, Signature
-from spaceport.runtime.costs import fixed_costs
+from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.events import Listener
 from spaceport.runtime.decode.planner import DraftPlanner
@@ -269,7 +269,7 @@ def request_for(
         max_total=max_tokens if total is None else total,
         draft_config=replace(draft_config, mask_layout=engine.language.mask_layout),
         planner=DraftPlanner(
-            fixed_costs(0.0)
+            relative_costs(0.0)
         ),  # drafts as wide as their limits: a draft that is not fed shows no fault
         max_threads=max_threads,
         end=frozenset(tokens.end),

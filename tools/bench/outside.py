@@ -18,7 +18,7 @@ import numpy as np
 from spaceport.graphs.contract.exactness import unmeasured
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import Bundle, read_correction
-from spaceport.runtime.costs import fixed_costs
+from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import CPU_COSTS, Batch, Engine
@@ -71,7 +71,7 @@ class RoundCost:
 
 def generations(bundle: Bundle, engine: SyntheticEngine, rows: int) -> list[Generation]:
     """One generation for each request that the engine batches."""
-    planner = DraftPlanner(fixed_costs(engine.costs.row))
+    planner = DraftPlanner(relative_costs(engine.costs.row))
     correction = read_correction(bundle)
     exactness = unmeasured(bundle.manifest)
     admission = Admission(

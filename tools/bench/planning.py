@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.costs import StepCosts
-from spaceport.runtime.decode.long_run import LongRun, PlannedStep
+from spaceport.runtime.decode.draft import DraftConfig
+from spaceport.runtime.decode.long_run import best_drafts, solve
 
 ROWS = (1, 2, 4, 6, 9, 12, 16, 24, 36, 64)
 MOST_ROWS = 64
@@ -21,6 +23,17 @@ class PlannedRows:
     rows: int
     milliseconds: float
     ratio: float  # to a step with one row per request
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The best step for a number of available draft tokens."""
+
+    at_hand: int
+    masks: tuple[int, ...]  # mask slots behind the last known token, and behind each draft token that is verified
+    tokens: float  # expected tokens that the step generates
+    time: float
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -43,16 +56,22 @@ def rows_of(costs: StepCosts, requests: int, visible: int) -> list[PlannedRows]:
 
 
 def drafts_of(
-    costs: StepCosts, acceptance: Sequence[float], mask_slots: int, requests: int, visible: int, lead: int = 0
+    costs: StepCosts,
+    acceptance: Sequence[float],
+    mask_slots: int,
+    requests: int,
+    visible: int,
+    mask_layout: MaskLayout = CAUSAL,
 ) -> PlannedDrafts:
-    """The best drafts for these acceptance rates; deeper mask slots have the last rate.
-
-    `lead` is the number of rows of a group beside those of its mask slots.
-    """
+    """The best drafts for these acceptance rates; deeper mask slots have the last rate."""
     rates, reach = _by_depth(acceptance, mask_slots)
-    times = _times_of(costs, requests, visible)
-    solution = LongRun(mask_slots, lead).solve(times, reach)
-    steps = tuple(solution.policy(times, reach))
+    curve = costs.curve(MOST_ROWS, requests=requests, visible=visible)
+    limits = DraftConfig(mask_slots, rows=MOST_ROWS, siblings=1, mask_layout=mask_layout)
+    solution = solve(curve, reach, limits)
+    steps = tuple(
+        PlannedStep(at_hand, draft.masks, 1 + sum(reach[: len(draft.tokens)]), curve.times[draft.rows - 1], draft.rows)
+        for at_hand, draft in enumerate(best_drafts(curve, reach, limits, solution))
+    )
     return PlannedDrafts(rates, solution.rate, solution.rate * _mean_time(steps, reach), steps)
 
 
@@ -61,7 +80,7 @@ def drafts_of_heads(
 ) -> PlannedDrafts:
     """The best number of draft tokens from heads, which take no rows of their own and predict all of them in every step."""
     rates, reach = _by_depth(acceptance, heads)
-    times = _times_of(costs, requests, visible)
+    times = costs.curve(MOST_ROWS, requests=requests, visible=visible).times
     expected = enumerate(accumulate(reach, initial=1.0))
     choices = [
         PlannedStep(heads, (0,) * (verified + 1), tokens, times[verified], verified + 1)
@@ -75,12 +94,6 @@ def _by_depth(acceptance: Sequence[float], depths: int) -> tuple[tuple[float, ..
     """The acceptance rate of each depth, and the probability that all tokens up to it are accepted."""
     rates = tuple(acceptance[min(depth, len(acceptance) - 1)] for depth in range(depths))
     return rates, list(accumulate(rates, mul))
-
-
-def _times_of(costs: StepCosts, requests: int, visible: int) -> list[float]:
-    """The time of a step by its rows, relative to one row."""
-    seconds = costs.curve(MOST_ROWS, requests=requests, visible=visible)
-    return [each / seconds[0] for each in seconds]
 
 
 def _mean_time(steps: Sequence[PlannedStep], reach: Sequence[float], rounds: int = 200) -> float:

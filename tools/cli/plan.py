@@ -67,16 +67,16 @@ def command(
     }
     with Runtime.open(bundle, max_requests=requests, **options) as runtime:  # type: ignore[arg-type]
         manifest = runtime.bundle.manifest
-        costs, most, lead = runtime.costs, manifest.max_mask_slots, manifest.mask_layout.lead
+        costs, most, layout = runtime.costs, manifest.max_mask_slots, manifest.mask_layout
         heads = manifest.signature.heads
         show_notes(runtime.notes)
     rows = rows_of(costs, requests, context)
     if heads:
         drafts = [drafts_of_heads(costs, each, heads, requests, context) for each in rates]
     else:
-        drafts = [drafts_of(costs, each, most, requests, context, lead) for each in rates]
+        drafts = [drafts_of(costs, each, most, requests, context, layout) for each in rates]
     if as_json:
-        plans = [asdict(each) | {"steps": [step._asdict() for step in each.steps]} for each in drafts]
+        plans = [asdict(each) for each in drafts]
         show_json({"requests": requests, "context": context, "rows": [asdict(each) for each in rows], "drafts": plans})
         return
     title = f"Steps of {requests} request{'s' * (requests > 1)} with {context} tokens of context"

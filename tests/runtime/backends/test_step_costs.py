@@ -14,11 +14,11 @@ import pytest
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends.step_costs import Measurements, cache_folder, load, store
-from spaceport.runtime.costs import CostTable
+from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 
-TABLE = CostTable(256, ((1, 0.010), (4, 0.013)), 8, ((1, 0.020),), slot=1e-6, row_slot=2e-7)
+TABLE = StepCosts(256, ((1, 0.010), (4, 0.013)), 8, ((1, 0.020),), slot=1e-6, row_slot=2e-7)
 EXACT = Exactness(0.0, 1e-6, 1e-5, (2, 9, 33))
 FOUND = Measurements(EXACT, TABLE)
 VALID = {"schema": 4, "exactness": asdict(EXACT), "table": asdict(TABLE)}
@@ -44,9 +44,9 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         "[]",
         "null",
         "7",
-        '{"schema": 4}',
-        json.dumps({**VALID, "schema": 3}),
-        json.dumps({**VALID, "schema": 5}),
+        '{"schema": 5}',
+        json.dumps({**VALID, "schema": 4}),
+        json.dumps({**VALID, "schema": 6}),
         json.dumps({**VALID, "exactness": {"rows": -1, "slots": 0, "tolerated": 0, "widths": [2]}}),
         json.dumps({**VALID, "exactness": None}),
         json.dumps({**VALID, "table": {**asdict(TABLE), "single": [[1, -1]]}}),
@@ -94,9 +94,9 @@ def test_a_fifo_instead_of_a_table_does_not_block(tmp_path: Path) -> None:
 
 
 def test_costs_are_measured_once_for_a_bundle(tiny_bundle: Path, cache: Path) -> None:
-    def opened(max_requests: int = 1) -> CostTable:
+    def opened(max_requests: int = 1) -> StepCosts:
         with Runtime.open(tiny_bundle, max_seq_len=128, threads=1, max_requests=max_requests) as runtime:
-            return runtime.costs.table
+            return runtime.costs
 
     first = opened()
     assert opened() == first
@@ -137,13 +137,13 @@ def test_a_disk_without_space_keeps_nobody_from_decoding(
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
-        assert runtime.costs.table.single
+        assert runtime.costs.single
         assert runtime.generate("The harbour", Decoding(max_tokens=4)).tokens
 
 
 def _store_and_load(file: Path) -> bool:
     for number in range(30):
-        store(file, Measurements(EXACT, CostTable(256, ((1, 0.01 + number / 1000),))))
+        store(file, Measurements(EXACT, StepCosts(256, ((1, 0.01 + number / 1000),))))
         if load(file) is None:
             return False
     return True
@@ -154,7 +154,7 @@ def test_processes_that_write_at_the_same_time_leave_a_whole_file(tmp_path: Path
     with ProcessPoolExecutor(4, get_context("spawn")) as pool:
         assert all(pool.map(_store_and_load, [tmp_path / "table.json"] * 4))
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
-    assert json.loads((tmp_path / "table.json").read_text())["schema"] == 4
+    assert json.loads((tmp_path / "table.json").read_text())["schema"] == 5
 
 
 @pytest.mark.parametrize("home", ["", "relative"])
@@ -170,7 +170,7 @@ def test_standard_costs_repeat_the_steps_of_a_request(demo_bundle: Path, cache: 
     (file,) = cache.iterdir()
     assert load(file) == Measurements(runtime.exactness, None)  # only whether its drafts are exact
     with Runtime.open(demo_bundle, max_seq_len=256, threads=1) as measured:
-        assert load(file) == Measurements(runtime.exactness, measured.costs.table)
+        assert load(file) == Measurements(runtime.exactness, measured.costs)
 
 
 def test_a_source_that_does_not_exist_is_refused(tiny_bundle: Path) -> None:

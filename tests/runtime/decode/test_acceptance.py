@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.runtime.decode.acceptance import Acceptance, is_copying
 from spaceport.runtime.decode.draft import Candidates
+
+FIRST = Acceptance(3).reach(copying=False)
 
 
 def candidates_of(*tokens: int, probability: float = 0.5) -> tuple[Candidates, ...]:
@@ -18,11 +19,11 @@ def candidates_of(*tokens: int, probability: float = 0.5) -> tuple[Candidates, .
 def learned(
     candidates: tuple[Candidates, ...], written: tuple[int, ...], lookup_tokens: int = 0, times: int = 300
 ) -> Acceptance:
-    """What is known after mask slots had the same fate over and over."""
-    found = Acceptance()
+    """What is known after mask slots had the same fate over and over; prompt lookup predicted the first tokens too."""
+    acceptance = Acceptance(3)
     for _ in range(times):
-        found.learn_masks(candidates, written, lookup_tokens, copying=False)
-    return found
+        acceptance.learn(written[:lookup_tokens], 2, 0, candidates, written)
+    return acceptance
 
 
 @pytest.mark.parametrize(
@@ -39,56 +40,52 @@ def learned(
 def test_the_reach_is_how_many_tokens_mask_slots_add(
     written: tuple[int, ...], lookup_tokens: int, reach: list[float]
 ) -> None:
-    found = learned(candidates_of(7, 8, 9), written, lookup_tokens)
-    assert found.reach(3, copying=False) == pytest.approx(reach, abs=1e-3)
+    acceptance = learned(candidates_of(7, 8, 9), written, lookup_tokens)
+    assert acceptance.reach(copying=False) == pytest.approx(reach, abs=1e-3)
 
 
 def test_what_a_plain_step_does_not_show_stays_unknown() -> None:
     """One token was written and predicted: of the second nothing is known."""
-    found = learned(candidates_of(7, 8), (7,))
-    assert found.reach(2, copying=False) == pytest.approx([1, Acceptance().reach(2, copying=False)[1]], abs=1e-3)
+    assert learned(candidates_of(7, 8), (7,)).reach(copying=False) == pytest.approx([1, *FIRST[1:]], abs=1e-3)
 
 
 def test_a_mask_slot_that_predicts_nothing_ends_the_prediction() -> None:
     """Its tokens may all be banned or too unlikely, while the mask slot behind it is sure of one."""
     candidates = (*candidates_of(7), Candidates((), ()), *candidates_of(8, probability=0.9))
-    found = learned(candidates, (7, 8, 1))
-    assert found.reach(3, copying=False) == pytest.approx([1, 0, 0], abs=1e-3)
-    assert (len(found.accepted), len(found.promised)) == (1, 1)
-    nothing = learned(candidates[1:], (8, 1))
-    assert nothing.reach(2, copying=False) == pytest.approx([0, 0], abs=1e-3)
+    acceptance = learned(candidates, (7, 8, 1))
+    assert acceptance.reach(copying=False) == pytest.approx([1, 0, 0], abs=1e-3)
+    assert acceptance.trust(2) == Acceptance(3).trust(2)
+    assert learned(candidates[1:], (8, 1)).reach(copying=False)[:2] == pytest.approx([0, 0], abs=1e-3)
 
 
 def test_texts_that_are_copied_have_rates_of_their_own() -> None:
-    found = Acceptance()
+    acceptance = Acceptance(2)
     for _ in range(300):
-        found.learn_masks(candidates_of(7, 8), (1,), 0, copying=True)
-    assert found.reach(2, copying=True) == pytest.approx([0, 0], abs=1e-3)
-    assert found.reach(2, copying=False) == Acceptance().reach(2, copying=False)
+        acceptance.learn((), 2, 9, candidates_of(7, 8), (1,))
+    assert acceptance.reach(copying=True) == pytest.approx([0, 0], abs=1e-3)
+    assert acceptance.reach(copying=False) == FIRST[:2]
 
 
 def test_depths_without_predictions_slowly_get_their_first_rate_back() -> None:
-    first = Acceptance().reach(3, copying=False)
-    found = learned(candidates_of(7, 8, 9), (1,))
-    after = found.reach(3, copying=False)
-    for _ in range(20_000):
-        found.learn_masks((), (1,), 0, copying=False)
-    assert after == pytest.approx([0, 0, 0], abs=1e-3)
-    assert found.reach(3, copying=False) == pytest.approx(first, abs=1e-3)
+    acceptance = learned(candidates_of(7, 8, 9), (1,))
+    assert acceptance.reach(copying=False) == pytest.approx([0, 0, 0], abs=1e-3)
+    for _ in range(100):
+        acceptance.learn((), 0, 0, (), (1,))
+    assert 0.15 < acceptance.reach(copying=False)[0] < 0.25  # of 0.7
+    for _ in range(5000):
+        acceptance.learn((), 0, 0, (), (1,))
+    assert acceptance.reach(copying=False) == pytest.approx(FIRST, abs=1e-3)
 
 
-def test_mask_slots_that_fail_again_and_again_are_tried_less_and_less_often() -> None:
-    """The share of its first rate that a depth gets back while it is not used."""
-    first = Acceptance().reach(1, copying=False)[0]
-
-    def regained(failures: int) -> float:
-        found = learned(candidates_of(7), (1,), times=failures)
-        (before,) = found.reach(1, copying=False)
-        for _ in range(20):
-            found.learn_masks((), (1,), 0, copying=False)
-        return (found.reach(1, copying=False)[0] - before) / (first - before)
-
-    assert regained(100) < 0.2 * regained(1)
+def test_a_bundle_brings_rates_that_are_retried_at_its_own_level() -> None:
+    measured = DraftAcceptance((0.5, 0.2), (0.1, 0.2, 0.3, 0.4, 0.5))
+    acceptance = Acceptance(3, measured)
+    assert acceptance.reach(copying=False) == acceptance.reach(copying=True) == [0.5, 0.2, 0.2]
+    assert acceptance.lookup_probabilities(2, 0, 3) == [0.1, 0.2, 0.3]
+    for fate in ((candidates_of(7, 8, 9), 300), ((), 5000)):
+        for _ in range(fate[1]):
+            acceptance.learn((), 0, 0, fate[0], (1,))
+    assert acceptance.reach(copying=False) == pytest.approx([0.5, 0.2, 0.2], abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -96,83 +93,69 @@ def test_mask_slots_that_fail_again_and_again_are_tried_less_and_less_often() ->
     [(2, 0, [0, 1, 2, 2]), (3, 0, [1, 2, 2, 2]), (4, 2, [2, 2, 3, 3]), (4, 14, [3, 3, 4, 4]), (9, 99, [4, 4, 4, 4])],
 )
 def test_each_looked_up_token_has_the_rate_of_its_match(equal: int, copied: int, kinds: list[int]) -> None:
-    found = Acceptance()
-    assert found.lookup_probabilities(equal, copied, 4) == [found.lookup[kind] for kind in kinds]
+    acceptance = Acceptance(0)
+    assert acceptance.lookup_probabilities(equal, copied, 4) == [acceptance.lookup[kind] for kind in kinds]
 
 
 def test_prompt_lookup_is_learned_token_by_token_until_it_is_wrong() -> None:
-    found = Acceptance()
+    acceptance = Acceptance(0)
     for _ in range(300):
-        assert found.learn_lookup((7, 8, 9), (7, 8, 1), 2, 0) == 2
-    assert found.lookup[:3] == pytest.approx([1, 1, 0], abs=1e-3)
-    assert found.lookup[3:] == Acceptance().lookup[3:]
+        assert acceptance.learn((7, 8, 9), 2, 0, (), (7, 8, 1)) == 2
+    assert acceptance.lookup[:3] == pytest.approx([1, 1, 0], abs=1e-3)
+    assert acceptance.lookup[3:] == Acceptance(0).lookup[3:]
 
 
 def test_looked_up_tokens_that_were_not_drafted_are_learned_too() -> None:
-    found = Acceptance()
+    acceptance = Acceptance(0)
     for _ in range(300):
-        assert found.learn_lookup((7, 8, 9), (7,), 4, 0) == 1
-    assert found.lookup[2] == pytest.approx(1, abs=1e-3)
+        assert acceptance.learn((7, 8, 9), 4, 0, (), (7,)) == 1
+    assert acceptance.lookup[2] == pytest.approx(1, abs=1e-3)
 
 
 def test_a_step_without_lookup_says_nothing_about_it() -> None:
-    assert Acceptance().learn_lookup((), (1, 2), 0, 0) == 0
-    assert learned(candidates_of(7, 8), (7, 8, 9)).lookup == Acceptance().lookup
+    assert Acceptance(0).learn((), 0, 0, (), (1, 2)) == 0
+    assert learned(candidates_of(7, 8), (7, 8, 9)).lookup == Acceptance(3).lookup
 
 
 def test_trust_is_what_mask_slots_kept_of_what_they_promised_at_each_depth() -> None:
-    found = Acceptance()
+    acceptance = Acceptance(3)
     for step in range(600):
-        found.learn_masks(
-            candidates_of(7, 8, probability=0.8), ((7, 8, 1), (7, 1), (1,), (1,))[step % 4], 0, copying=False
-        )
-    assert found.trust(0) == pytest.approx(0.5 / 0.8, rel=0.25)
-    assert found.trust(5) == found.trust(1)
+        written = ((7, 8, 1), (7, 1), (1,), (1,))[step % 4]
+        acceptance.learn((), 0, 0, candidates_of(7, 8, probability=0.8), written)
+    assert acceptance.trust(0) == pytest.approx(0.5 / 0.8, rel=0.25)
+    assert acceptance.trust(2) == 1.0
 
 
 def test_depths_behind_a_wrong_token_say_nothing_about_trust() -> None:
-    found = learned(candidates_of(7, 8, probability=0.8), (1, 8))
-    assert found.trust(0) == pytest.approx(0.1)
-    assert len(found.accepted) == 1
+    acceptance = learned(candidates_of(7, 8, probability=0.8), (1, 8))
+    assert acceptance.trust(0) == pytest.approx(0.1)
+    assert acceptance.trust(1) == 1.0
 
 
 def test_the_first_steps_count_more_than_the_later_ones() -> None:
-    found, before = Acceptance(), Acceptance().lookup[0]
-    found.learn_lookup((7,), (1,), 2, 0)
-    assert found.lookup[0] == pytest.approx(before * 3 / 4)
+    acceptance, before = Acceptance(0), Acceptance(0).lookup[0]
+    acceptance.learn((7,), 2, 0, (), (1,))
+    assert acceptance.lookup[0] == pytest.approx(before * 4 / 5)
 
 
-def test_a_copy_learns_for_itself() -> None:
-    shared = Acceptance()
+def test_a_copy_learns_for_itself_and_starts_half_way_back() -> None:
+    shared = learned(candidates_of(7, 8, 9), (1,))
+    before = shared.reach(copying=False)
     copy = shared.copy()
-    for _ in range(9):
-        copy.learn_masks(candidates_of(7), (1,), 0, copying=False)
-        copy.learn_lookup((7,), (1,), 2, 0)
-    assert shared == Acceptance()
-    assert copy.reach(1, copying=False) < shared.reach(1, copying=False)
+    assert copy.reach(copying=False) == pytest.approx([rate / 2 for rate in FIRST], abs=1e-3)
+    for _ in range(99):
+        copy.learn((7,), 2, 0, candidates_of(7), (7, 1))
+    assert shared.reach(copying=False) == before
+    shared.follow(copy, 1.0)
+    assert shared.reach(copying=False) == copy.reach(copying=False)
+    assert shared.lookup == copy.lookup
 
 
 def test_no_depth_is_rated_better_than_those_before_it() -> None:
-    found = Acceptance(masks=([0.4, 0.9, 0.2], []))
-    assert found.reach(3, copying=False) == [0.4, 0.4, 0.2]
+    acceptance = Acceptance(3)
+    acceptance.masks[0][:] = [0.4, 0.9, 0.2]
+    assert acceptance.reach(copying=False) == [0.4, 0.4, 0.2]
 
 
 def test_a_text_is_copied_once_a_few_looked_up_tokens_in_a_row_were_right() -> None:
     assert [is_copying(copied) for copied in (0, 3, 4, 40)] == [False, False, True, True]
-
-
-def test_a_request_may_begin_while_another_thread_learns_a_new_depth() -> None:
-    """Requests are made by the threads of those who ask for them."""
-
-    class Growing(list[float]):
-        def __iter__(self) -> Iterator[float]:
-            yield from list(super().__iter__())
-            shared.promised.append(0.7)
-            shared.accepted.append(0.7)
-
-    shared = Acceptance()
-    shared.promised, shared.accepted = Growing([0.7]), Growing([0.7])
-    started = shared.copy()
-    assert started.trust(2) == pytest.approx(1.0)
-    started.learn_masks(candidates_of(7, 8, 9), (7, 8, 9, 1), 0, copying=False)
-    assert len(started.promised) == len(started.accepted) == 3

@@ -62,10 +62,10 @@ def test_a_cut_group_without_shift_keeps_the_row_that_leads_it(
     order = (-1, -1, 2, 2, 0, 0, 0)  # candidates, the group behind the second, the group behind the last known token
     draft = Draft((5, 6), (0, 1), (2, 0, 1), order=order, mask_layout=MaskLayout(shift=False))
     assert draft.rows == 8
-    found = draft.cut(rows)
+    found = draft.cut(rows, "shared_call")
     assert (found.tokens, found.masks) == (tokens, masks)
     assert found.rows <= rows
-    again = draft.cut(min(8, rows + 1)).cut(rows)
+    again = draft.cut(min(8, rows + 1), "budget").cut(rows, "shared_call")
     assert (again.tokens, again.masks) == (tokens, masks)
 
 

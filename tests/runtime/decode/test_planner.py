@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.runtime.costs import CostTable, StepCosts
-from spaceport.runtime.decode.budget import CREDIT, SHARE
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Sharing, Wish
+from spaceport.runtime.decode.planner import CREDIT, SHARE, DraftPlanner, SharedCall, Sharing, Wish
 from support.acceptance_process import Fate, decode_together
 
-INT8 = CostTable(256, ((1, 13.0), (4, 16.0), (16, 25.0), (64, 68.0)), 8, ((1, 27.0), (4, 48.0), (9, 81.0)))
-FLAT = CostTable(256, ((1, 1.0), (64, 1.1), (512, 1.5)), 8, ((1, 1.0), (9, 1.1), (24, 1.2)))
+INT8 = StepCosts(
+    256, ((1, 13.0), (4, 16.0), (16, 25.0), (64, 68.0)), 8, ((1, 27.0), (4, 48.0), (9, 81.0)), relative=True
+)
+FLAT = StepCosts(256, ((1, 1.0), (64, 1.1), (512, 1.5)), 8, ((1, 1.0), (9, 1.1), (24, 1.2)), relative=True)
 LINEAR = tuple(1 + 0.2 * more for more in range(24))
 
 
@@ -70,25 +73,38 @@ def coin(accepted: float, seed: int) -> Fate:
 )
 @settings(max_examples=25)
 def test_requests_together_never_lose_more_than_their_budgets(
-    table: CostTable, accepted: list[float], seed: int, steps: int
+    table: StepCosts, accepted: list[float], seed: int, steps: int
 ) -> None:
-    planner = DraftPlanner(StepCosts(table, fixed=True))
+    planner = DraftPlanner(table)
     fates = [coin(rate, seed + index) for index, rate in enumerate(accepted)]
     reported = decode_together(planner, DraftConfig(5, siblings=1), fates, steps)
     assert reported.time * len(fates) <= (1 + SHARE) * reported.tokens + CREDIT * len(fates) + 1e-6
 
 
 def test_drafts_pay_under_load_where_rows_are_cheap() -> None:
-    planner = DraftPlanner(StepCosts(FLAT, fixed=True))
+    planner = DraftPlanner(FLAT)
     reported = decode_together(planner, DraftConfig(5, siblings=1), [coin(0.8, seed) for seed in range(8)], 200)
     assert reported.tokens / 8 / reported.time > 2
 
 
-def test_curves_are_kept_until_costs_change() -> None:
-    costs = StepCosts(INT8, fixed=True)
-    planner = DraftPlanner(costs)
+def test_the_same_curve_serves_a_block_of_visible_slots() -> None:
+    planner = DraftPlanner(INT8)
     first = planner.curve(24, Sharing(1, 64))
-    assert planner.curve(24, Sharing(1, 200)) is first  # the same block of visible slots
+    assert planner.curve(24, Sharing(1, 200)) is first
     assert planner.curve(24, Sharing(2, 64)) is not first
-    costs.version += 1
-    assert planner.curve(24, Sharing(1, 64)) is not first
+
+
+def test_similar_acceptance_rates_have_one_solution() -> None:
+    planner, limits = DraftPlanner(FLAT), DraftConfig(2)
+    curve = planner.curve(24, Sharing(1, 64))
+    first = planner.long_run(curve, (0.71, 0.52), limits)
+    assert planner.long_run(curve, (0.68, 0.49), limits) is first
+    assert planner.long_run(curve, (0.78, 0.52), limits) is not first
+    assert planner.long_run(curve, (0.71, 0.52), DraftConfig(2, mask_layout=MaskLayout(shift=False))) is not first
+
+
+def test_a_new_runtime_starts_from_the_rates_of_its_bundle_at_the_nearest_temperature() -> None:
+    measured = (DraftAcceptance((0.9, 0.8)), DraftAcceptance((0.4, 0.1), temperature=1.0))
+    planner = DraftPlanner(FLAT, measured)
+    for temperature, rates in ((0.0, [0.9, 0.8]), (0.3, [0.9, 0.8]), (0.7, [0.4, 0.1])):
+        assert planner.acceptance(temperature, 2, temperature).reach(copying=False) == rates

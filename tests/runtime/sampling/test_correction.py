@@ -12,7 +12,7 @@ import pytest
 from spaceport.graphs.contract.draft_correction import CorrectionTables, read_tables, write_tables
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.costs import CostTable, StepCosts
+from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Candidates, DraftConfig, Shape, best_chain
 from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
@@ -82,7 +82,7 @@ def test_each_branch_of_a_tree_has_its_own_candidates() -> None:
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_drafts_start_behind_the_last_token_and_their_chain_is_learned(shape: Shape) -> None:
     """The last token is 6, which makes 2 the best candidate; 2 was accepted each time."""
-    curve = StepCosts(CostTable(64, ((1, 1.0), (36, 1.05), (64, 1.1))), fixed=True)
+    curve = StepCosts(64, ((1, 1.0), (36, 1.05), (64, 1.1)), relative=True)
     drafter = drafter_for(DraftConfig(1, shape, siblings=1), DraftPlanner(curve))
     thread = new_thread([0, 1, 6], 64)
     for _ in range(20):

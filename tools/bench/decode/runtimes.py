@@ -18,7 +18,7 @@ def mode_runtimes(
     found: dict[str, Runtime] = {}
     try:
         for mode in modes:
-            found[mode.name] = open_runtime(StepCosts(base.costs.table, fixed=base.costs.fixed))
+            found[mode.name] = open_runtime(base.costs)
         yield found
     finally:
         for runtime in found.values():

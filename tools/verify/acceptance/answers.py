@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
-from spaceport.runtime.costs import fixed_costs
+from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.request_config import RequestConfig
@@ -115,7 +115,7 @@ def generate_drafted(
         max_length=limit,
         max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
         draft_config=decoding.drafts_with(runtime.bundle.manifest, runtime.exactness),
-        planner=DraftPlanner(fixed_costs(0.0)),
+        planner=DraftPlanner(relative_costs(0.0)),
         max_rows=engine.rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
-from spaceport.runtime.costs import fixed_costs
+from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig, chain
 from spaceport.runtime.decode.drafter import Drafter
@@ -294,7 +294,7 @@ class _Builder:
             max_length=min(length + 64, self._max_positions + 1),  # the last token is not fed
             max_total=capacity,
             draft_config=draft_config,
-            planner=DraftPlanner(fixed_costs(0.0)),  # rows count as free, so drafts are as wide as allowed
+            planner=DraftPlanner(relative_costs(0.0)),  # rows count as free, so drafts are as wide as allowed
             max_rows=self._recorder.rows,
             max_threads=3,
         )

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter, process_time
 
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.costs import StepCosts
@@ -21,7 +20,7 @@ from spaceport.tools.bench.chat.peers import Peers, running_peers
 from spaceport.tools.bench.chat.report import ChatReport
 from spaceport.tools.bench.chat.summary import figures_of, peer_ratios, prompt_figures
 from spaceport.tools.bench.compare.machine import Machine, this_machine
-from spaceport.tools.bench.compare.worker_process import Worker, busy_seconds
+from spaceport.tools.bench.compare.worker_process import OtherProcesses
 from spaceport.tools.bench.decode.modes import DEFAULT, PLAIN, DecodeMode
 from spaceport.tools.bench.decode.runtimes import mode_runtimes
 
@@ -88,14 +87,14 @@ def _run(
         mode_runtimes(base, list(together.values()), open_runtime) as runtimes,
         running_peers(peer_options, machine, ends, (length, options.max_tokens), options.threads, on_progress) as peers,
     ):
-        load = _Load(peers.workers)
+        others = OtherProcesses(peers.workers)
         rounds = options.rounds_for(len(prompts))
         sample = peer_options.sample if peer_options is not None else None
         jobs = _jobs(prompts, _subjects(listed, runtimes), peers, sample)
         answers = measure(jobs, encode, rounds, on_progress)
         fork_jobs = [Job(prompt, _subjects(forking, runtimes)) for prompt in forked]
         forks = measure(fork_jobs, encode, options.rounds_for(len(forked)), on_progress)
-        other_cores = load.other_cores()
+        other_cores = others.cores()
     return _Run(listed, forking if forked else (), answers, forks, peers, other_cores)
 
 
@@ -112,27 +111,6 @@ def _jobs(prompts: Sequence[ChatPrompt], modes: Sequence[ModeSubject], peers: Pe
         with_peers = sample is None or seen[prompt.kind] <= sample
         jobs.append(Job(prompt, (*modes, *peers.subjects) if with_peers else tuple(modes)))
     return jobs
-
-
-class _Load:
-    """CPU time that other processes use meanwhile."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self._workers, self._started = workers, perf_counter()
-        self._before = self._seconds()
-
-    def other_cores(self) -> float | None:
-        """CPU time of all other processes per second; None if the system does not count it."""
-        if self._before is None or (now := self._seconds()) is None:
-            return None
-        return max(0.0, now - self._before) / max(perf_counter() - self._started, 1e-9)
-
-    def _seconds(self) -> float | None:
-        """CPU time of all other processes so far."""
-        if not Path("/proc/stat").exists():
-            return None
-        running = (worker for worker in self._workers if worker.process.poll() is None)
-        return busy_seconds() - process_time() - sum(worker.cpu_seconds() for worker in running)
 
 
 def versions() -> dict[str, str]:

@@ -6,10 +6,10 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, perf_counter, process_time, sleep
 from typing import Any
 
 from spaceport.tools.bench.compare.subjects import ADAPTERS, Subject
@@ -125,3 +125,24 @@ def busy_seconds() -> float:
     fields = [int(part) for part in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, *_ = fields
     return (user + nice + system + irq + softirq) / _TICKS
+
+
+class OtherProcesses:
+    """CPU time of the processes on the machine that are neither this one nor its workers, from now on."""
+
+    def __init__(self, workers: Sequence[Worker] = ()) -> None:
+        self._workers, self._started = workers, perf_counter()
+        self._before = self._seconds()
+
+    def cores(self) -> float | None:
+        """CPU time of these processes per second; None if the system does not count it."""
+        if self._before is None or (now := self._seconds()) is None:
+            return None
+        return max(0.0, now - self._before) / max(perf_counter() - self._started, 1e-9)
+
+    def _seconds(self) -> float | None:
+        """CPU time of these processes since the machine started."""
+        if not Path("/proc/stat").exists():
+            return None
+        running = (worker for worker in self._workers if worker.process.poll() is None)
+        return busy_seconds() - process_time() - sum(worker.cpu_seconds() for worker in running)

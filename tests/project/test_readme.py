@@ -111,7 +111,8 @@ def test_the_picture_shows_the_accepted_tokens_of_a_real_generation(
 
 
 ROW = re.compile(
-    r"^(plain|speculative|parallel threads|both) +(\d.*\d) +[\d.]+ +[\d.]+  (-|identical|DIFFERENT)$", re.MULTILINE
+    r"^(plain|speculative|parallel threads|both) +(\d.*\d) +[\d.]+ +[\d.]+(?: \([\d.]+-[\d.]+\))? +(-|identical|DIFFERENT)$",
+    re.MULTILINE,
 )
 SPECULATIVE = ("speculative", "both")
 

@@ -1,17 +1,18 @@
-"""Timing: completions of a prompt with and without drafts and parallel threads, with interleaved runs."""
+"""Timing: runs of a prompt with and without drafts and parallel threads, in rounds of one run of each mode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 
-ROUNDS = 3
+DIFFERENT = "DIFFERENT"
 
 
 @dataclass(frozen=True)
@@ -36,49 +37,90 @@ MODES = (
 
 
 @dataclass(frozen=True)
-class TimedCompletion:
-    """A completion with the shortest of its run times."""
+class TimedRun:
+    """The completions of one mode in one round, and the time that they took together."""
 
-    completion: Completion
+    completions: tuple[Completion, ...]  # one for each prompt
     seconds: float
+
+    def __add__(self, other: TimedRun) -> TimedRun:
+        return TimedRun(self.completions + other.completions, self.seconds + other.seconds)
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(len(completion.tokens) for completion in self.completions)
+
+    @property
+    def steps(self) -> int:
+        """Decode steps."""
+        return sum(completion.statistics.steps for completion in self.completions)
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second of the fastest run."""
-        return len(self.completion.tokens) / self.seconds
+        """Generated tokens per second."""
+        return self.tokens / self.seconds
 
-    def same_as(self, other: TimedCompletion) -> bool:
-        """Whether all threads have the same tokens."""
-        return self.completion.threads == other.completion.threads
+    def same_as(self, other: TimedRun) -> bool:
+        """Whether all threads of all completions have the same tokens."""
+        return [one.threads for one in self.completions] == [one.threads for one in other.completions]
 
 
-TimedModes = Mapping[DecodingMode, TimedCompletion]
+TimedModes = Mapping[DecodingMode, Sequence[TimedRun]]  # a run for each round
+
+
+def _new_runtime(runtime: Runtime) -> Runtime:
+    """A runtime on the engine of another one; it is never closed, since that would close the engine."""
+    costs = StepCosts(runtime.costs.table, fixed=runtime.costs.fixed)
+    return Runtime(runtime.bundle, runtime.engine, runtime.max_seq_len, costs=costs, exactness=runtime.exactness)
 
 
 def timed(
-    runtime: Runtime, prompt: Prompt, max_tokens: int, rounds: int = ROUNDS
-) -> dict[DecodingMode, TimedCompletion]:
-    """Completions of a prompt in each mode that changes anything, with the runs of all modes interleaved."""
+    runtime: Runtime,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    rounds: int,
+    clock: Callable[[], float] = perf_counter,
+) -> Iterator[TimedModes]:
+    """For each prompt, the runs of the modes that change anything.
+
+    A mode has a new runtime in each round, so that what it learned about acceptance rates and costs is the same in each.
+    """
     masks, fork = runtime.bundle.manifest.max_draft_tokens, runtime.bundle.manifest.tokens.fork
-    modes = [mode for mode in MODES if (masks or not mode.drafts) and (fork is not None or not mode.forks)]
-    found: dict[DecodingMode, TimedCompletion] = {}
-    for _ in range(rounds):
-        for mode in modes:
-            started = perf_counter()
-            completion = runtime.generate(prompt, mode.decoding(max_tokens))
-            seconds = perf_counter() - started
-            if mode not in found or seconds < found[mode].seconds:  # the table shows the steps of the fastest run
-                found[mode] = TimedCompletion(completion, seconds)
-        modes = [mode for mode in modes if not mode.forks or len(found[mode].completion.threads) > 1]
-    return {mode: found[mode] for mode in modes}
+    possible = [mode for mode in MODES if (masks or not mode.drafts) and (fork is not None or not mode.forks)]
+    runtimes = [{mode: _new_runtime(runtime) for mode in possible} for _ in range(rounds)]
+    for by_mode in runtimes:
+        for mode, warmed in by_mode.items():
+            warmed.generate(prompts[0], mode.decoding(max_tokens))  # the first request takes longer
+    for prompt in prompts:
+        forks = fork is not None and len(runtime.generate(prompt, MODES[-1].decoding(max_tokens)).threads) > 1
+        modes = [mode for mode in possible if forks or not mode.forks]
+        runs: dict[DecodingMode, list[TimedRun]] = {mode: [] for mode in modes}
+        for by_mode in runtimes:
+            for mode in modes:
+                started = clock()
+                completion = by_mode[mode].generate(prompt, mode.decoding(max_tokens))
+                runs[mode].append(TimedRun((completion,), clock() - started))
+            modes = [*modes[1:], modes[0]]  # no mode is always the first
+        yield runs
+
+
+def summed(prompts: Sequence[TimedModes]) -> TimedModes:
+    """The sums over prompts, round by round, of the modes that all of them have."""
+    first, *others = prompts
+    found = {mode: runs for mode, runs in first.items() if all(mode in modes for modes in others)}
+    for modes in others:
+        found = {mode: [a + b for a, b in zip(runs, modes[mode], strict=True)] for mode, runs in found.items()}
+    return found
 
 
 def verdicts(found: TimedModes) -> dict[DecodingMode, str]:
-    """For each mode: whether its output is that of the mode without drafts above it."""
+    """For each mode: whether its output is in every round that of the mode without drafts above it."""
     result, undrafted = {}, next(iter(found.values()))
-    for mode, one in found.items():
+    for mode, runs in found.items():
         if mode.drafts:
-            result[mode] = "identical" if one.same_as(undrafted) else "DIFFERENT"
+            same = all(run.same_as(base) for run, base in zip(runs, undrafted, strict=True))
+            result[mode] = "identical" if same else DIFFERENT
         else:
-            result[mode], undrafted = "-", one
+            result[mode], undrafted = "-", runs
     return result

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,16 @@ from spaceport.tools.cli.demo import names_of, show_generation
 from spaceport.tools.cli.demo_tables import (
     CHAT_LEGEND,
     LEGEND,
+    STEPS_LEGEND,
     THREADS_LEGEND,
     chat_rows,
     compare,
     compare_chats,
+    notes,
     rows_of,
 )
 from spaceport.tools.cli.exit_codes import USAGE
-from spaceport.tools.demo.timing import MODES, DecodingMode, TimedCompletion, timed
+from spaceport.tools.demo.timing import MODES, TimedModes, TimedRun, timed
 from support.forking_bundle import forking_copy
 from support.paths import TINY
 from support.small_bundle import edit
@@ -41,51 +45,77 @@ def runtime(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def found(runtime: Runtime) -> dict[DecodingMode, TimedCompletion]:
-    return timed(runtime, DECODER, 60)
+def found(runtime: Runtime) -> TimedModes:
+    return next(timed(runtime, [DECODER], 60, 4, growing_clock()))
 
 
-def test_a_prompt_whose_output_forks_runs_in_four_modes(found: dict[DecodingMode, TimedCompletion]) -> None:
+def growing_clock() -> Callable[[], float]:
+    """A clock with which every run takes longer than the one before it: 0 s, 1 s, 4 s, 9 s, ..."""
+    return map(float, (n * n for n in count())).__next__
+
+
+def lasting(runs: Sequence[TimedRun], *seconds: float) -> list[TimedRun]:
+    """Runs with other times."""
+    return [replace(run, seconds=each) for run, each in zip(runs, seconds, strict=True)]
+
+
+def test_a_prompt_whose_output_forks_runs_in_four_modes(found: TimedModes) -> None:
     assert list(found) == [PLAIN, SPECULATIVE, PARALLEL, BOTH]
-    steps = [one.completion.statistics for one in found.values()]
-    assert [len(one.completion.threads) for one in found.values()] == [1, 1, 5, 5]
-    assert [any(one.drafted_by_depth) for one in steps] == [False, True, False, True]
+    completions = [runs[0].completions[0] for runs in found.values()]
+    assert [len(one.threads) for one in completions] == [1, 1, 5, 5]
+    assert [any(one.statistics.drafted_by_depth) for one in completions] == [False, True, False, True]
 
 
-def test_each_speculative_run_is_compared_with_the_run_above_it(found: dict[DecodingMode, TimedCompletion]) -> None:
+def test_each_round_runs_every_mode_once_and_starts_with_another_one(found: TimedModes) -> None:
+    rounds = [[runs[number].seconds for runs in found.values()] for number in range(4)]
+    assert [seconds.index(min(seconds)) for seconds in rounds] == [0, 1, 2, 3]
+    assert [max(one) < min(later) for one, later in pairwise(rounds)] == [True] * 3
+
+
+def test_a_mode_takes_the_same_steps_whatever_the_runtime_has_run(runtime: Runtime, found: TimedModes) -> None:
+    before = runtime.status().ended_requests
+    _, long = timed(runtime, ["import os", DECODER], 60, 2)
+    for mode, runs in long.items():
+        assert {run.steps for run in (*runs, *found[mode])} == {found[mode][0].steps}
+    assert runtime.status().ended_requests == before + 2  # one for each prompt: whether it forks
+
+
+def test_each_speculative_run_is_compared_with_the_run_above_it(found: TimedModes) -> None:
     assert [row[-1] for row in rows_of(found)] == ["-", "identical", "-", "identical"]
-    assert not found[PARALLEL].same_as(found[PLAIN])
-    other = replace(found[BOTH], completion=replace(found[BOTH].completion, threads=found[PLAIN].completion.threads))
-    assert [row[-1] for row in rows_of(found | {BOTH: other})][-1] == "DIFFERENT"
-    assert [row[-1] for row in rows_of(found | {SPECULATIVE: found[PARALLEL]})] == ["-", "DIFFERENT", "-", "identical"]
+    assert not found[PARALLEL][0].same_as(found[PLAIN][0])
+    assert [row[-1] for row in rows_of({**found, BOTH: found[PLAIN]})][-1] == "DIFFERENT"
+    assert [row[-1] for row in rows_of({**found, SPECULATIVE: found[PARALLEL]})] == ["-", "DIFFERENT", "-", "identical"]
 
 
-def test_a_difference_in_one_thread_is_a_difference(found: dict[DecodingMode, TimedCompletion]) -> None:
-    completion = found[BOTH].completion
+def test_a_difference_in_one_thread_of_one_round_is_a_difference(found: TimedModes) -> None:
+    *runs, run = found[BOTH]
+    (completion,) = run.completions
     last = completion.threads[-1]
     threads = (*completion.threads[:-1], replace(last, tokens=(*last.tokens[:-1], 5)))
-    assert not replace(found[BOTH], completion=replace(completion, threads=threads)).same_as(found[PARALLEL])
+    other = replace(run, completions=(replace(completion, threads=threads),))
+    assert [row[-1] for row in rows_of({**found, BOTH: [*runs, other]})][-1] == "DIFFERENT"
 
 
-def test_a_row_shows_the_cost_and_the_speedup_over_plain_decoding(
-    found: dict[DecodingMode, TimedCompletion],
-) -> None:
-    halved = found | {BOTH: replace(found[BOTH], seconds=found[PLAIN].seconds / 2)}
-    *_, row = rows_of(halved)
-    count, cost = len(found[BOTH].completion.tokens), found[BOTH].completion.statistics
-    assert row[:5] == ("both", count, cost.steps, count / cost.steps, cost.peak_slots)
-    assert row[5] == pytest.approx(found[PLAIN].seconds * 500)
-    assert row[6] == pytest.approx(2 * count / len(found[PLAIN].completion.tokens))
+def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(found: TimedModes) -> None:
+    times = {PLAIN: lasting(found[PLAIN], 1, 2, 3, 4), BOTH: lasting(found[BOTH], 0.5, 0.5, 3, 1)}
+    first, *_, row = rows_of({**found, **times})
+    completion = found[BOTH][0].completions[0]
+    tokens, cost = len(completion.tokens), completion.statistics
+    assert row[:5] == ("both", tokens, cost.steps, tokens / cost.steps, cost.peak_slots)
+    assert row[5] == 750
+    ratio = tokens / len(found[PLAIN][0].completions[0].tokens)
+    assert row[6] == f"{3 * ratio:.2f} ({1 * ratio:.2f}-{4 * ratio:.2f})"
+    assert first[6] == "1.00"
 
 
 def test_modes_that_change_nothing_are_left_out(tiny_bundle: Path, tmp_path: Path, runtime: Runtime) -> None:
-    assert list(timed(runtime, DECODER, 5)) == [PLAIN, SPECULATIVE]  # too short to fork
+    assert list(next(timed(runtime, [DECODER], 5, 1))) == [PLAIN, SPECULATIVE]  # too short to fork
     with Runtime.open(tiny_bundle, threads=1, max_seq_len=256) as plain:
-        assert list(timed(plain, DECODER, 5)) == [PLAIN, SPECULATIVE]
+        assert list(next(timed(plain, [DECODER], 5, 1))) == [PLAIN, SPECULATIVE]
     copy = forking_copy(tiny_bundle, tmp_path / "bundle")
     edit(copy, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
     with Runtime.open(copy, threads=1, max_seq_len=256) as unmasked:
-        assert list(timed(unmasked, DECODER, 60)) == [PLAIN, PARALLEL]
+        assert list(next(timed(unmasked, [DECODER], 60, 1))) == [PLAIN, PARALLEL]
 
 
 def test_the_table_has_a_row_for_each_mode_and_a_legend(runtime: Runtime, capfd: Capture) -> None:
@@ -94,35 +124,44 @@ def test_the_table_has_a_row_for_each_mode_and_a_legend(runtime: Runtime, capfd:
     modes = ["plain", "speculative", "parallel threads", "both"]
     assert [line.split("  ")[0] for line in long.splitlines()] == ["long", "decoding", *modes]
     assert short.startswith("short\n")
-    assert legend == f"{LEGEND}\n{THREADS_LEGEND}\n"
+    assert legend.startswith(f"{LEGEND}\n{THREADS_LEGEND}\n")
     assert compare(runtime, {"short": DECODER}, 5)
-    assert capfd.readouterr().out.split("\n\n")[-1] == f"{LEGEND}\n"
+    assert capfd.readouterr().out.split("\n\n")[-1].startswith(f"{LEGEND}\n")
 
 
-def test_one_table_for_all_prompts_ends_with_the_sums_of_modes_that_all_have(
-    found: dict[DecodingMode, TimedCompletion],
-) -> None:
-    slow = {mode: replace(one, seconds=2 * one.seconds) for mode, one in found.items() if not mode.forks}
-    rows = list(chat_rows({"a": found, "b": slow}))
+def test_notes_name_other_steps_in_a_round_and_the_cpu_time_of_other_programs(found: TimedModes) -> None:
+    unforked = {mode: runs for mode, runs in found.items() if not mode.forks}
+    cpus = os.cpu_count() or 1
+    assert list(notes([unforked], None)) == list(notes([unforked], 0.1 * cpus)) == []
+    assert list(notes([found], 0.0)) == [THREADS_LEGEND]
+    assert list(notes([unforked, {PLAIN: [found[PLAIN][0], found[BOTH][0]]}], None)) == [STEPS_LEGEND]
+    (note,) = notes([unforked], 0.2 * cpus)
+    assert note.startswith(f"Other programs used {0.2 * cpus:.1f} of {cpus} CPUs meanwhile: ")
+
+
+def test_one_table_for_all_prompts_ends_with_the_sums_of_modes_that_all_have(found: TimedModes) -> None:
+    a = {**found, PLAIN: lasting(found[PLAIN], 1, 2, 3, 4), SPECULATIVE: lasting(found[SPECULATIVE], 1, 1, 1, 1)}
+    b = {PLAIN: lasting(found[PLAIN], 3, 2, 3, 2), SPECULATIVE: lasting(found[SPECULATIVE], 1, 1, 1, 2)}
+    rows = list(chat_rows({"a": a, "b": b}))
     assert [row[:2] for row in rows] == [
         *(("a" if mode is PLAIN else "", mode.name) for mode in MODES),
         *(("b", "plain"), ("", "speculative"), ("all", "plain"), ("", "speculative")),
     ]
-    plain, drafted = found[PLAIN], found[SPECULATIVE]
-    tokens = len(drafted.completion.tokens)
-    assert rows[-1][2:5] == (2 * tokens, 2 * drafted.completion.statistics.steps, rows[1][4])
-    assert rows[-1][5] == pytest.approx(2 * tokens / (3 * drafted.seconds))
-    assert rows[-1][6] == pytest.approx(drafted.tokens_per_second / plain.tokens_per_second)
+    tokens, steps = found[SPECULATIVE][0].tokens, found[SPECULATIVE][0].steps
+    assert rows[-1][2:5] == (2 * tokens, 2 * steps, rows[1][4])
+    assert rows[-1][5] == tokens  # two completions in 2, 2, 2 and 3 s
+    assert rows[-1][6] == "2.00 (2.00-3.00)"
+    assert rows[-3][6] == "2.50 (1.00-3.00)"
     assert [row[-1] for row in rows] == ["-", "identical"] * 4
-    other = {**slow, SPECULATIVE: replace(slow[SPECULATIVE], completion=found[PARALLEL].completion)}
-    assert [row[-1] for row in chat_rows({"a": found, "b": other})][-3:] == ["DIFFERENT", "-", "DIFFERENT"]
+    other = {**b, SPECULATIVE: found[PARALLEL]}
+    assert [row[-1] for row in chat_rows({"a": a, "b": other})][-3:] == ["DIFFERENT", "-", "DIFFERENT"]
 
 
 def test_one_table_for_all_prompts_has_a_legend(runtime: Runtime, capfd: Capture) -> None:
     assert compare_chats(runtime, {"long": DECODER, "short": DECODER[:9]}, 20)
     printed = capfd.readouterr()
     assert printed.err.splitlines() == ["decoding prompt 1 of 2: long", "decoding prompt 2 of 2: short"]
-    assert printed.out.endswith((f"\n\n{CHAT_LEGEND}\n", f"\n\n{CHAT_LEGEND}\n{THREADS_LEGEND}\n"))
+    assert f"\n\n{CHAT_LEGEND}\n" in printed.out
 
 
 def test_output_is_shown_by_thread_with_accepted_draft_tokens_in_brackets(runtime: Runtime, capfd: Capture) -> None:

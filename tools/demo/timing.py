@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
@@ -71,8 +70,9 @@ TimedModes = Mapping[DecodingMode, Sequence[TimedRun]]  # a run for each round
 
 def _new_runtime(runtime: Runtime) -> Runtime:
     """A runtime on the engine of another one; it is never closed, since that would close the engine."""
-    costs = StepCosts(runtime.costs.table, fixed=runtime.costs.fixed)
-    return Runtime(runtime.bundle, runtime.engine, runtime.max_seq_len, costs=costs, exactness=runtime.exactness)
+    return Runtime(
+        runtime.bundle, runtime.engine, runtime.max_seq_len, costs=runtime.costs, exactness=runtime.exactness
+    )
 
 
 def timed(
@@ -84,7 +84,7 @@ def timed(
 ) -> Iterator[TimedModes]:
     """For each prompt, the runs of the modes that change anything.
 
-    A mode has a new runtime in each round, so that what it learned about acceptance rates and costs is the same in each.
+    A mode has a new runtime in each round, so that what it learned about acceptance rates is the same in each.
     """
     masks, fork = runtime.bundle.manifest.max_draft_tokens, runtime.bundle.manifest.tokens.fork
     possible = [mode for mode in MODES if (masks or not mode.drafts) and (fork is not None or not mode.forks)]

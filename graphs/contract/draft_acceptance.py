@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from spaceport.graphs.contract.json_fields import JsonField
 
 MAX_DEPTHS = 64
-# Prompt lookup: after 2, 3 and 4 matching tokens, and after 4 and 16 accepted lookup tokens in a row.
-LOOKUP_KINDS = 5
+_MATCHES = (2, 3, 4)  # matching tokens before a token of prompt lookup
+_COPIED = (4, 16)  # accepted tokens of prompt lookup in a row before it: few, many
+LOOKUP_KINDS = len(_MATCHES) + len(_COPIED)
 _MAX_DATA = 200  # characters
+_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,30 @@ class DraftAcceptance:
         lookup = "lookup " + _shares(self.lookup) if self.lookup else ""
         source = ", ".join(filter(None, (f"{self.tokens:,} tokens of {self.data or 'unnamed text'}", self.date)))
         return "; ".join(filter(None, (drafts, lookup, source)))
+
+
+def measured_acceptance(
+    shares: Iterable[float | None], tokens: int, data: str, day: date, lookup: Iterable[float] = ()
+) -> DraftAcceptance:
+    """The rates of a greedy measurement, from the shares of its steps by depth; None: no step reached that depth.
+
+    Fewer steps reach later depths, so a later share may be higher by chance: it then counts as the one before.
+    """
+    known = (share for share in shares if share is not None)
+    printable = "".join(letter for letter in data if letter.isprintable() and letter not in "/\\")
+    return DraftAcceptance(
+        rates=tuple(round(share, _DIGITS) for share in accumulate(known, min)),
+        lookup=tuple(round(rate, _DIGITS) for rate in lookup),
+        tokens=tokens,
+        data=printable[:_MAX_DATA],
+        date=day.isoformat(),
+    )
+
+
+def lookup_kind(equal: int, copied: int) -> int:
+    """Index into `lookup` of a prompt-lookup token, by the matching tokens and the accepted lookup tokens before it."""
+    many = sum(copied >= least for least in _COPIED)
+    return len(_MATCHES) + many - 1 if many else sum(equal >= least for least in _MATCHES[1:])
 
 
 def draft_acceptances(found: JsonField) -> tuple[DraftAcceptance, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
@@ -27,7 +28,13 @@ from spaceport.tools.tune.samples import prepare
 from spaceport.tools.verify.acceptance.comparison import ModelAcceptance, count_drafted
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, reference_answers
-from spaceport.tools.verify.acceptance.source import ModelSource, SourceOptions, conversation_encoder_for, find_source
+from spaceport.tools.verify.acceptance.source import (
+    ModelSource,
+    SourceOptions,
+    conversation_encoder_for,
+    find_source,
+    require_storage,
+)
 from spaceport.tools.verify.acceptance.tally import ForkTally
 
 _PLOTS = (".svg", ".png")
@@ -67,6 +74,11 @@ class AcceptanceCommand(Sectioned):
 @require_signature_option
 @remote_code_option
 @click.option("--plot", type=PATH, metavar="FILE", help="Write a plot as .svg or .png.")
+@click.option(
+    "--save",
+    is_flag=True,
+    help="Store the rates along generated answers in sar_config.json of the checkpoint or adapter.",
+)
 @json_option("the numbers")
 def command(
     models: tuple[Path, ...],
@@ -80,6 +92,7 @@ def command(
     threads: int,
     require_signature: Path | None,
     plot: Path | None,
+    save: bool,
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
@@ -91,11 +104,12 @@ def command(
     """
     check_options(limit, max_tokens, max_mask_slots, plot)
     if len(models) > 1:
-        refuse_for_several(adapter, plot)
+        refuse_for_several(adapter, plot, save)
     plotting = (
         import_module("spaceport.tools.verify.acceptance.plot") if plot is not None else None
     )  # raises at once if matplotlib is missing
     options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter, require_signature)
+    storage = require_storage(models[0], options) if save else None
     with stages() as stage:
         stage("reading the conversations")
         conversations = read_conversations(data)[:limit]
@@ -114,6 +128,8 @@ def command(
         show_several(measured, max_tokens, as_json)
         return
     (one,) = measured
+    if storage is not None:
+        save_rates(one, storage, data)
     if as_json:
         show_json({"max_tokens": max_tokens, **one.as_dict()})
     else:
@@ -135,14 +151,27 @@ def check_options(limit: int | None, max_tokens: int, max_mask_slots: int | None
         raise OptionFault(f"--plot is {plot}: expected a file name in an existing folder")
 
 
-def refuse_for_several(adapter: Path | None, plot: Path | None) -> None:
+def refuse_for_several(adapter: Path | None, plot: Path | None, save: bool) -> None:
     """Raise for options that are for one model only."""
     for name, given, advice in (
-        ("--adapter", adapter, "export its base model with it, and give the bundle"),
-        ("--plot", plot, "plot one model at a time"),
+        ("--adapter", adapter is not None, "export its base model with it, and give the bundle"),
+        ("--plot", plot is not None, "plot one model at a time"),
+        ("--save", save, "measure one model at a time"),
     ):
-        if given is not None:
+        if given:
             raise OptionFault(f"{name} with several models: expected one CHECKPOINT with it; {advice}")
+
+
+def save_rates(one: ModelAcceptance, storage: Path, data: Path) -> None:
+    """Store the measured rates in the sar_config.json of a checkpoint or adapter folder."""
+    from spaceport.exporter.sar_config import SAR_FILE, save_acceptance
+
+    if not one.found.generated.tokens:
+        raise InputFault(
+            f"{data}: the model generates no token for its prompts: nothing is stored; expected other prompts"
+        )
+    save_acceptance(storage, one.found.as_draft_acceptance(data.name, date.today()))
+    click.echo(f"stored in {storage / SAR_FILE}: the next export copies the rates into its bundle", err=True)
 
 
 def require_slots(source: ModelSource, requested: int | None) -> None:

@@ -132,7 +132,9 @@ def _lines_of_heads(report: dict[str, Any]) -> dict[str, object]:
 
 def _outcome(report: dict[str, Any]) -> dict[str, object]:
     written = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
-    return {"written": written, "next": report["next"]}
+    adapter = f" --adapter {report['target'] or 'TARGET'}" if "--adapter" in report["next"] else ""
+    measure = f"spaceport acceptance {report['checkpoint']} DATA{adapter} --save"
+    return {"written": written, "next": report["next"], "acceptance": f"not measured: {measure}"}
 
 
 def _show_lines(lines: dict[str, object]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
@@ -132,11 +133,16 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "mask slots": _mask_slots(manifest),
         "draft heads": signature.heads or "none",
         "drafts by": ", ".join(filter(None, (manifest.draft_method, manifest.provenance.get("adapter")))),
+        **{_acceptance_name(measured): measured for measured in manifest.acceptance},
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
         "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
         "end tokens": ", ".join(map(str, tokens.end)) or "none",
         "exported with": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
+
+
+def _acceptance_name(measured: DraftAcceptance) -> str:
+    return f"acceptance, temperature {measured.temperature:g}" if measured.temperature else "acceptance, greedy"
 
 
 def _mask_slots(manifest: Manifest) -> str:

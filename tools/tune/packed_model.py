@@ -21,10 +21,11 @@ from spaceport.tools.tune.packing import IGNORED, PackedBatch
 
 NAME = "spaceport-tune"
 
-# Rows of a batch's sums, 5 x (1 + mask slots): losses, correct predictions, predictions; losses and correct predictions with
-# the draft correction. Column 0 is next-token prediction, column i is mask slot i.
-LOSS, CORRECT, COUNT, CORRECTED_LOSS, CORRECTED = range(5)
-SUMS = 5
+# Rows of a batch's sums, 6 x (1 + mask slots): losses, correct predictions, predictions; losses and correct predictions with
+# the draft correction; predictions that are correct as all before them in their mask group are. Column 0 is next-token
+# prediction, column i is mask slot i.
+LOSS, CORRECT, COUNT, CORRECTED_LOSS, CORRECTED, REACHED = range(6)
+SUMS = 6
 
 
 class PackedModel(nn.Module):
@@ -60,14 +61,16 @@ class PackedModel(nn.Module):
 
     def sums_of(self, found: RowLosses, targets: Tensor, slots: Tensor, before: Tensor) -> Tensor:
         """The sums of a batch from its rows with targets, their mask slots and the tokens before their targets."""
-        each = found.losses
-        lines = [each, found.correct, torch.ones_like(each)]
+        each, correct = found.losses, found.correct
+        corrected = [torch.zeros_like(each)] * 2
         if self.correction is not None:
             table = cast(nn.Embedding, self.model.get_input_embeddings()).weight
-            corrected = self.correction.losses(table, before, found.candidates, found.scores, targets)
-            lines += [line * (slots > 0) for line in corrected]
+            losses = self.correction.losses(table, before, found.candidates, found.scores, targets)
+            corrected = [line * (slots > 0) for line in losses]
+            correct = corrected[1]
+        lines = (each, found.correct, torch.ones_like(each), *corrected, reached(correct, slots))
         sums = torch.zeros(SUMS, self.mask_slots + 1, dtype=each.dtype, device=each.device)
-        return sums.index_add(1, slots, torch.nn.functional.pad(torch.stack(lines), (0, 0, 0, SUMS - len(lines))))
+        return sums.index_add(1, slots, torch.stack(lines))
 
     def logits(self, ids: Tensor, positions: Tensor, visible: Tensor, wanted: Tensor) -> Tensor:
         """Logits of the wanted rows (B x T, bool), concatenated: N x V."""
@@ -89,6 +92,14 @@ class PackedModel(nn.Module):
         if self.traits.attention_hook == "interface":
             return planes
         return attention.additive_mask(planes, _working_type(self.model))
+
+
+def reached(correct: Tensor, slots: Tensor) -> Tensor:
+    """Which mask slots are correct as all before them in their group are (N); groups are whole and begin with slot 1."""
+    wrong = (1 - correct) * (slots > 0)
+    sums = wrong.cumsum(0)
+    before = torch.where(slots == 1, sums - wrong, -1).cummax(0).values  # wrong slots before the group
+    return (slots > 0) * (sums == before).to(correct.dtype)
 
 
 def losses_of(logits: Tensor, targets: Tensor, most: int) -> RowLosses:

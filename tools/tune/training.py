@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.batches import TrainingBatches
-from spaceport.tools.tune.packed_model import CORRECT, CORRECTED, CORRECTED_LOSS, COUNT, LOSS, SUMS, PackedModel, run
+from spaceport.tools.tune.packed_model import (
+    CORRECT,
+    CORRECTED,
+    CORRECTED_LOSS,
+    COUNT,
+    LOSS,
+    REACHED,
+    SUMS,
+    PackedModel,
+    run,
+)
 from spaceport.tools.tune.packing import IGNORED, PackedBatch, PackedRow, collate
 from spaceport.tools.tune.prefetch import Prefetch, StepBatches
 from spaceport.tools.tune.settings import TrainingSettings
@@ -39,6 +49,7 @@ class TrainingMeasurement:
     losses: tuple[float | None, ...]  # None: not measured, as the next-token loss of a frozen base
     accuracies: tuple[float | None, ...]
     corrected: tuple[float | None, ...]  # accuracies of the mask slots with the draft correction; empty: none
+    acceptance: tuple[float | None, ...]  # by depth: share of mask groups that predict at least that many tokens
     tokens: int  # trained so far, mask slots included, padding excluded
     tokens_per_second: float
     seconds: float
@@ -89,7 +100,7 @@ class Training:
         """Continue from a saved state."""
         self.step, self.tokens = step, tokens
         if self.accelerator.is_main_process:
-            self._sums += torch.tensor(pending_sums, device=self._sums.device)
+            self._sums[: len(pending_sums)] += torch.tensor(pending_sums, device=self._sums.device)  # older: fewer rows
         self._began = time.perf_counter() - seconds
         self._first = (step, seconds)
         self._since = (time.perf_counter(), tokens)
@@ -219,9 +230,9 @@ class Training:
     def _measured(self, sums: Tensor, speed: float, seconds: float) -> TrainingMeasurement:
         counts = sums[COUNT].clamp(min=1)
         measured = sums[COUNT].bool().tolist()
-        losses, accuracies, corrected = (
+        losses, accuracies, corrected, reached = (
             [value if known else None for value, known in zip((sums[row] / counts).tolist(), measured, strict=True)]
-            for row in (LOSS, CORRECT, CORRECTED)
+            for row in (LOSS, CORRECT, CORRECTED, REACHED)
         )
         has_correction = bool(sums[CORRECTED_LOSS].any())
         return TrainingMeasurement(
@@ -232,6 +243,7 @@ class Training:
             losses=tuple(losses),
             accuracies=tuple(accuracies),
             corrected=tuple(corrected[1:] if has_correction else ()),
+            acceptance=tuple(reached[1:]),
             tokens=self.tokens,
             tokens_per_second=speed,
             seconds=seconds,

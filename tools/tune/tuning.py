@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from safetensors import SafetensorError
 from spaceport.exporter.atomic_folder import writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.sar_config import save_acceptance
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.card import CardFacts, write_card
@@ -94,7 +97,8 @@ def _tune(job: TuningJob, callbacks: TrainingCallbacks, accelerator: Accelerator
     _run(job, callbacks, training, states, validation)
     callbacks.on_stage("writing the checkpoint")
     outcome = TuningOutcome(prepared.counts, settings, states.measurements())
-    _finish(job, callbacks, tunable, training, merge, states, outcome)
+    acceptance = validated_acceptance(job, outcome, validation)
+    _finish(job, callbacks, tunable, training, merge, states, outcome, acceptance)
     return outcome
 
 
@@ -219,6 +223,18 @@ def _run(
             raise KeyboardInterrupt
 
 
+def validated_acceptance(
+    job: TuningJob, outcome: TuningOutcome, validation: Sequence[PackedRow]
+) -> DraftAcceptance | None:
+    """The acceptance rates of the last validation; None without validation data or without mask slots."""
+    groups = sum(int((row.mask_slots == 1).sum()) for row in validation)
+    measured = outcome.last("validation")
+    if measured is None or not groups:
+        return None
+    names = ", ".join(path.name for path in job.validation)
+    return measured_acceptance(measured.get("acceptance", ()), groups, f"validation data {names}", date.today())
+
+
 @contextmanager
 def _write_errors(job: TuningJob) -> Iterator[None]:
     """Turn a failed write into an error that says how to continue."""
@@ -251,6 +267,7 @@ def _finish(
     merge: Merge,
     states: StateFolder,
     outcome: TuningOutcome,
+    acceptance: DraftAcceptance | None,
 ) -> None:
     """Write the tuned checkpoint and its model card."""
     accelerator = training.accelerator
@@ -270,6 +287,8 @@ def _finish(
                 write_adapter_only(partial, tunable, merge())
             elif (dtype := write_checkpoint(partial, tunable, merge(), state)) != tunable.dtype:
                 callbacks.on_stage(f"some weights exceed the range of {tunable.dtype}: written as {dtype}")
+            if acceptance is not None:
+                save_acceptance(partial, acceptance)
             facts = CardFacts(job, training.batches, outcome)
             write_card(partial, facts)
             (partial / METRICS_FILE).write_text((states.folder / METRICS_FILE).read_text("utf-8"), "utf-8")

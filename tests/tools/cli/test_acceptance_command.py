@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import xml.etree.ElementTree
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,43 @@ def test_forks_are_counted_in_reference_answers_with_and_without_threads(tmp_pat
     assert found["forks"]["recall"] == 0.0
     shown = call(checkpoint, file, "--max-tokens", 8).stdout
     assert "3 expected, 0 predicted, 0 correct (precision -, recall 0.0 %)" in shown
+
+
+@pytest.mark.torch
+def test_saved_rates_are_those_along_generated_answers(tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(TINY, tmp_path / "tiny", ignore=shutil.ignore_patterns("__pycache__"))
+    before = json.loads((checkpoint / "sar_config.json").read_text("utf-8"))
+    file = data_file(tmp_path, *LINES)
+    found = numbers(checkpoint, file, "--max-tokens", 40, "--save")
+    entries = json.loads((checkpoint / "sar_config.json").read_text("utf-8"))
+    (measured,) = entries.pop("acceptance")
+    assert entries == before
+    rates, generated = measured["rates"], found["generated"]
+    assert rates == [round(rate, 4) for rate in accumulate(generated["acceptance"], min)]
+    assert (measured["tokens"], measured["data"], measured["temperature"]) == (generated["tokens"], "data.jsonl", 0.0)
+    tried, accepted = found["lookup_tokens"]["tokens"], found["lookup_tokens"]["accepted"]
+    assert sum(tried) > 0
+    for rate, count, good in zip(measured["lookup"], tried, accepted, strict=True):
+        assert good / (count + 10) <= rate <= (good + 10) / (count + 10)
+    numbers(checkpoint, file, "--max-tokens", 8, "--save", "--limit", 1)
+    (newer,) = json.loads((checkpoint / "sar_config.json").read_text("utf-8"))["acceptance"]
+    assert newer["tokens"] < measured["tokens"]
+
+
+def test_rates_are_not_saved_where_they_cannot_be(tmp_path: Path, tiny_bundle: Path) -> None:
+    file = data_file(tmp_path, *LINES)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    before = (tiny_bundle / "manifest.json").read_bytes()
+    for models, message in (
+        ([tiny_bundle], "--save with the bundle .*: expected a checkpoint, .*, and export it again"),
+        ([tmp_path / "model.gguf"], "--save with the file .*: expected a checkpoint folder, or --adapter"),
+        ([TINY, TINY], "--save with several models: expected one CHECKPOINT with it"),
+    ):
+        result = call(*models, file, "--save")
+        assert isinstance(result.exception, OptionFault)
+        with pytest.raises(OptionFault, match=message):
+            raise result.exception
+    assert (tiny_bundle / "manifest.json").read_bytes() == before
 
 
 def test_the_table_and_the_plots_show_every_mask_slot(tmp_path: Path, tiny_bundle: Path) -> None:

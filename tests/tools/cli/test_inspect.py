@@ -17,7 +17,7 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
 from spaceport.tools.cli.inspect import states
-from support.small_bundle import ENGINE, RECORD, fill
+from support.small_bundle import ENGINE, RECORD, edit, fill, new_bundle
 
 PLAN = b"an engine"
 
@@ -58,3 +58,22 @@ def test_the_table_and_the_json_show_the_state(bundle: Path, capfd: pytest.Captu
     assert run(["inspect", str(bundle), "--json"]) == OK
     shown: dict[str, Any] = json.loads(capfd.readouterr().out)
     assert shown["engine_states"] == {ENGINE: "changed"}
+
+
+def test_the_table_shows_the_measured_acceptance_of_each_temperature(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bundle = new_bundle(tmp_path / "bundle")
+
+    def add(manifest_data: dict[str, Any]) -> None:
+        (greedy,) = manifest_data["acceptance"]
+        manifest_data["acceptance"] = [greedy, {**greedy, "temperature": 0.7, "tokens": 99}]
+
+    edit(bundle, add)
+    assert run(["inspect", str(bundle)]) == OK
+    lines = [line.split("  ") for line in capfd.readouterr().out.splitlines() if line.startswith("acceptance, ")]
+    shown = "75 50 % by depth; lookup 25 50 50 75 100 %; {} tokens of heldout.jsonl, 2026-01-31"
+    assert [(line[0], line[-1].strip()) for line in lines] == [
+        ("acceptance, greedy", shown.format("1,234")),
+        ("acceptance, temperature 0.7", shown.format("99")),
+    ]

@@ -109,6 +109,7 @@ def test_the_shipped_model_matches_the_recipe() -> None:
     size = sum(file.stat().st_size for file in MODEL.iterdir())
     assert size < 5_000_000
     sar = json.loads((MODEL / "sar_config.json").read_text("utf-8"))
+    assert [len(measured["rates"]) for measured in sar.pop("acceptance")] == [5]
     assert sar == {
         "mask_tokens": ["[M]"],
         "mask_slots": 5,

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.tune.batches import TrainingBatches
-from spaceport.tools.tune.packed_model import COUNT, LOSS, packed_model_of, run
+from spaceport.tools.tune.packed_model import COUNT, LOSS, packed_model_of, reached, run
 from spaceport.tools.tune.packing import MaskGroup, anchors, collate, pack, successors
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.tune.settings import TrainingSettings
@@ -37,6 +37,25 @@ def test_every_family_trains_on_packed_rows(family: Family) -> None:
         name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.isfinite().all()
     ]
     assert dead == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mask_slot_is_reached_if_all_of_its_group_up_to_it_are_correct(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots: list[int] = []
+    correct: list[float] = []
+    expected: list[float] = []
+    for _ in range(12):
+        for _ in range(rng.integers(3)):  # rows of text
+            slots.append(0)
+            correct.append(float(rng.integers(2)))
+            expected.append(0.0)
+        depth = int(rng.integers(1, 5))
+        group = [float(right) for right in rng.random(depth) < 0.7]
+        slots += range(1, depth + 1)
+        correct += group
+        expected += [float(all(group[:count])) for count in range(1, depth + 1)]
+    assert reached(torch.tensor(correct), torch.tensor(slots)).tolist() == expected
 
 
 OPENED = [refused for refused in REFUSED if refused.reason != NOT_DECODER]  # the others are refused as checkpoints

@@ -6,7 +6,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.sar_config import read_acceptance
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import open_engine
@@ -304,7 +306,10 @@ def test_gated_adapters_leave_ordinary_rows_bit_identical_after_export(
 
 def test_a_tuned_checkpoint_can_be_exported(whole: TuningOutcome, folder: Path, tmp_path: Path) -> None:
     tuned = folder / "whole"
-    assert json.loads((tuned / "sar_config.json").read_text()) == {
+    entries = json.loads((tuned / "sar_config.json").read_text())
+    (measured,) = read_acceptance(tuned)
+    assert entries.pop("acceptance") == [json.loads(json.dumps(asdict(measured)))]
+    assert entries == {
         "mask_tokens": ["[M]"],
         "mask_slots": 3,
         "fork_token": "[Fork]",
@@ -320,6 +325,23 @@ def test_a_tuned_checkpoint_can_be_exported(whole: TuningOutcome, folder: Path, 
         plain = runtime.generate("import json", Decoding(max_tokens=12, mask_slots=0))
         drafted = runtime.generate("import json", Decoding(max_tokens=12, mask_slots=3))
     assert plain.tokens == drafted.tokens
+
+
+def test_the_rates_of_the_last_validation_are_stored_and_exported(
+    whole: TuningOutcome, data: Path, folder: Path, tmp_path: Path
+) -> None:
+    (measured,) = read_acceptance(folder / "whole")
+    last = whole.last("validation")
+    assert last is not None
+    assert measured.rates == tuple(round(rate, 4) for rate in accumulate(last["acceptance"], min))
+    assert len(measured.rates) == SETTINGS.mask_slots
+    assert 0 < measured.rates[0] == round(last["accuracies"][1], 4)
+    assert all(rate <= accuracy for rate, accuracy in zip(last["acceptance"], last["accuracies"][1:], strict=True))
+    assert (measured.data, measured.lookup, measured.temperature) == ("validation data data.jsonl", (), 0.0)
+    assert measured.tokens > 0
+    assert export(folder / "whole", tmp_path / "bundle", ExportOptions()).acceptance == (measured,)
+    tune(job(data, tmp_path / "unmeasured", replace(SETTINGS, max_steps=1)))
+    assert read_acceptance(tmp_path / "unmeasured") == ()
 
 
 def test_the_card_lists_data_settings_and_curves(whole: TuningOutcome, folder: Path) -> None:

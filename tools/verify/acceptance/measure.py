@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, measured_acceptance
+from spaceport.runtime.decode.acceptance import Acceptance as InitialAcceptance
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.predictions import predict_segment
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
-from spaceport.tools.verify.acceptance.tally import ForkTally, Tally
+from spaceport.tools.verify.acceptance.tally import ForkTally, LookupTally, Tally
 from spaceport.tools.verify.draft_names import predictor_of
+
+_PRIOR = 10  # tokens that the initial rate of a kind of prompt-lookup token counts for
 
 
 @dataclass
@@ -22,6 +27,7 @@ class Acceptance:
     reference: Tally  # on the answers of the data file
     forks: ForkTally | None  # None for a model that does not fork
     predictor: str = "mask slot"  # what predicts beyond the next token: mask slot or head
+    lookup: LookupTally = field(default_factory=LookupTally)  # on generated answers
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as JSON data."""
@@ -31,7 +37,17 @@ class Acceptance:
             "generated": self.generated.as_dict(),
             "reference": self.reference.as_dict(),
             "forks": self.forks and self.forks.as_dict(),
+            "lookup_tokens": self.lookup.as_dict(),
         }
+
+    def as_draft_acceptance(self, data: str, day: date) -> DraftAcceptance:
+        """The rates along the greedy answers, as a checkpoint stores them.
+
+        Rare kinds of prompt-lookup tokens would have rates by chance: the runtime's initial values count for a few tokens.
+        """
+        counts = zip(self.lookup.accepted, self.lookup.tokens, InitialAcceptance().lookup, strict=True)
+        lookup = [(good + _PRIOR * initial) / (count + _PRIOR) for good, count, initial in counts]
+        return measured_acceptance(self.generated.acceptance, self.generated.tokens, data, day, lookup)
 
 
 def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: int, mask_slots: int) -> Acceptance:
@@ -44,6 +60,7 @@ def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: in
             _add(runtime, segment, found.reference, found.forks)
         answer = generate_answer(runtime, sample.prompt, max_tokens, mask_slots)
         for thread in answer.threads:
+            found.lookup.add(thread.prefix, thread.tokens)
             _add(runtime, Segment(thread.prefix, thread.tokens, thread.fork is not None), found.generated, None)
     return found
 

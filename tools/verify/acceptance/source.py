@@ -108,6 +108,23 @@ def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
     return ModelSource(folder, checkpoint.max_mask_slots or heads, None, opened)
 
 
+def require_storage(folder: Path, options: SourceOptions) -> Path:
+    """The folder whose sar_config.json stores acceptance rates; raises for a bundle and for a GGUF file."""
+    if options.adapter is not None:
+        return options.adapter
+    if not is_checkpoint(folder):
+        raise OptionFault(
+            f"--save with the bundle {folder}: expected a checkpoint, since the digests and the signature of a bundle "
+            "forbid changes; measure its checkpoint or adapter with --save, and export it again"
+        )
+    if not folder.is_dir():
+        raise OptionFault(
+            f"--save with the file {folder}: expected a checkpoint folder, or --adapter with an adapter folder that stores "
+            "the rates"
+        )
+    return folder
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Whether a path is a checkpoint folder or GGUF file, not a bundle."""
     if folder.suffix.lower() == ".gguf":

@@ -1,4 +1,4 @@
-"""Tally: per-slot accuracy and tokens per step, counted from predictions along answers."""
+"""Tally: per-slot accuracy, tokens per step and accepted prompt-lookup tokens, counted along answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from spaceport.graphs.contract.draft_acceptance import LOOKUP_KINDS, lookup_kind
+from spaceport.runtime.decode.lookup import Lookup
+from spaceport.runtime.decoding import DEFAULT_LOOKUP
 
 
 def correct_predictions(predicted: NDArray[np.int64], answer: Sequence[int]) -> NDArray[np.bool_]:
@@ -104,6 +108,43 @@ class Tally:
     def tokens_per_step(self) -> list[float | None]:
         """Tokens per step with 0, 1, ... mask slots."""
         return [self.tokens / steps if steps else None for steps in self.steps]
+
+
+@dataclass
+class LookupTally:
+    """Counts of prompt-lookup tokens along answers, by kind of match."""
+
+    tokens: list[int] = field(default_factory=lambda: [0] * LOOKUP_KINDS)  # behind accepted ones
+    accepted: list[int] = field(default_factory=lambda: [0] * LOOKUP_KINDS)  # of these
+
+    def add(self, prefix: Sequence[int], answer: Sequence[int], most: int = DEFAULT_LOOKUP) -> None:
+        """Count the steps that generate an answer with up to `most` tokens of prompt lookup and no other drafts."""
+        lookup, text, copied = Lookup(), list(prefix), 0
+        position = 0
+        while position < len(answer):
+            found, equal = lookup.following(text, most)
+            written = answer[position : position + len(found) + 1]
+            right = 0
+            for depth, (token, expected) in enumerate(zip(found, written, strict=False)):
+                kind = lookup_kind(equal + depth, copied + depth)
+                self.tokens[kind] += 1
+                if token != expected:
+                    break
+                self.accepted[kind] += 1
+                right += 1
+            whole = right == min(len(found), len(written))
+            copied = copied + right if whole and right else 0
+            text += written[: right + 1]
+            position += right + 1
+
+    @property
+    def acceptance(self) -> list[float | None]:
+        """Share of accepted tokens by kind; None for a kind without tokens."""
+        return [good / count if count else None for good, count in zip(self.accepted, self.tokens, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts and shares as JSON data."""
+        return {**asdict(self), "acceptance": self.acceptance}
 
 
 @dataclass

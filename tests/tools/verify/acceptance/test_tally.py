@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from spaceport.graphs.contract.draft_acceptance import LOOKUP_KINDS
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.decode.acceptance import Acceptance
+from spaceport.runtime.decode.lookup import Lookup
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION
 from spaceport.tools.verify.acceptance.reference_answers import Segment, reference_answers, segments_of
-from spaceport.tools.verify.acceptance.tally import ForkTally, Tally, correct_predictions, count_steps
+from spaceport.tools.verify.acceptance.tally import ForkTally, LookupTally, Tally, correct_predictions, count_steps
 
 FORK, CHILD = 630, 631
 
@@ -96,3 +101,39 @@ def test_the_first_tokens_of_a_plain_text_count_as_its_prompt(size: int, prompt:
     (found,) = reference_answers(Prepared(whole=[text]), [Conversation(3, (Turn("text", "a"),))], TokenIds())
     assert found.prompt == tuple(range(prompt))
     assert found.segments == (Segment(tuple(range(prompt)), tuple(range(prompt, size))),)
+
+
+@settings(max_examples=200)
+@given(
+    prefix=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    answer=st.lists(st.integers(0, 3), max_size=60),
+    most=st.integers(1, 8),
+)
+def test_lookup_tokens_are_counted_in_the_kinds_from_which_the_runtime_learns(
+    prefix: list[int], answer: list[int], most: int
+) -> None:
+    tally = LookupTally()
+    tally.add(prefix, answer, most)
+    learned = Acceptance(lookup=[0.0] * LOOKUP_KINDS)
+    lookup, text, copied = Lookup(), list(prefix), 0
+    expected, correct = [0] * LOOKUP_KINDS, 0
+    while len(text) < len(prefix) + len(answer):
+        found, equal = lookup.following(text, most)
+        written = answer[len(text) - len(prefix) :][: len(found) + 1]
+        right = learned.learn_lookup(found, written, equal, copied)
+        kinds = Acceptance(lookup=list(range(LOOKUP_KINDS))).lookup_probabilities(equal, copied, len(found))
+        for kind in kinds[: min(right + 1, len(written))]:
+            expected[int(kind)] += 1
+        correct += right
+        copied = copied + right if right and right == min(len(found), len(written)) else 0
+        text += written[: right + 1]
+    assert tally.tokens == expected
+    assert sum(tally.accepted) == correct
+    assert all(good <= count for good, count in zip(tally.accepted, tally.tokens, strict=True))
+
+
+def test_a_kind_of_lookup_token_that_did_not_occur_has_no_rate() -> None:
+    tally = LookupTally()
+    tally.add((1, 2, 3), (9, 1, 2, 3, 9))  # 1 2 is followed by 3, and 1 2 3 by 9
+    assert (tally.tokens, tally.accepted) == ([1, 1, 0, 0, 0], [1, 1, 0, 0, 0])
+    assert tally.acceptance == [1.0, 1.0, None, None, None]

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import click
 
+from spaceport.exporter.sar_config import SAR_FILE, save_acceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.acceptance_table import share, show_models
@@ -164,8 +165,6 @@ def refuse_for_several(adapter: Path | None, plot: Path | None, save: bool) -> N
 
 def save_rates(one: ModelAcceptance, storage: Path, data: Path) -> None:
     """Store the measured rates in the sar_config.json of a checkpoint or adapter folder."""
-    from spaceport.exporter.sar_config import SAR_FILE, save_acceptance
-
     if not one.found.generated.tokens:
         raise InputFault(
             f"{data}: the model generates no token for its prompts: nothing is stored; expected other prompts"

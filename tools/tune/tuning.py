@@ -228,11 +228,11 @@ def validated_acceptance(
 ) -> DraftAcceptance | None:
     """The acceptance rates of the last validation; None without validation data or without mask slots."""
     groups = sum(int((row.mask_slots == 1).sum()) for row in validation)
-    measured = outcome.last("validation")
-    if measured is None or not groups:
+    shares = (outcome.last("validation") or {}).get("acceptance")
+    if shares is None or not groups:
         return None
     names = ", ".join(path.name for path in job.validation)
-    return measured_acceptance(measured.get("acceptance", ()), groups, f"validation data {names}", date.today())
+    return measured_acceptance(shares, groups, f"validation data {names}", date.today())
 
 
 @contextmanager

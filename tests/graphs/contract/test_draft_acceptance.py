@@ -48,7 +48,7 @@ def test_a_new_measurement_replaces_the_one_at_its_temperature(
     assert set(found) - {newest} == {entry for entry in known if entry.temperature != newest.temperature}
 
 
-def test_a_wrong_rate_is_refused_with_its_place_and_what_to_do() -> None:
+def test_a_wrong_rate_is_refused_with_its_path_and_what_to_do() -> None:
     wrong = json.dumps([asdict(DraftAcceptance((0.5, 0.25))) | {"rates": [0.25, 0.5]}])
     message = r"acceptance\[0\].rates is \[0.25, 0.5\]: expected rates that do not increase with depth; measure again"
     with pytest.raises(InputFault, match=message):

@@ -157,15 +157,18 @@ def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
     request, index, planned, slots = each
     config = request.config
     # selected rows are only made for selectors that take them, and are split like logits
-    logits = split(planned, cast(NDArray[np.float32], ran.logits[index - ran.first]), ran.lines)
+    logits = split(planned, cast("NDArray[np.float32]", ran.logits[index - ran.first]), ran.lines)
     drafts = config.draft_config
     verdicts = [
         accept(part, lines, config.selector, drafts.candidates, ran.lines, drafts.heads)
         for part, lines in zip(planned.parts, logits, strict=True)
     ]
     held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds
-    by_row = [lines.reshape(-1, ran.lines, lines.shape[-1]) for lines in logits if isinstance(lines, np.ndarray)]
-    own, heads = [rows[:, 0] for rows in by_row], [rows[:, 1:] for rows in by_row]
+    own: list[NDArray[np.float32]] = []
+    heads: list[NDArray[np.float32]] = []
+    if request.observers:
+        by_row = [lines.reshape(-1, ran.lines, lines.shape[-1]) for lines in logits if isinstance(lines, np.ndarray)]
+        own, heads = [rows[:, 0] for rows in by_row], [rows[:, 1:] for rows in by_row]
     return VerifiedStep(request, index, planned, slots, verdicts, own, held, queued, ran.seconds, outside, heads)
 
 

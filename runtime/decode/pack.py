@@ -97,14 +97,14 @@ def _fill(batch: Batch, signature: Signature, step: ScheduledStep) -> None:
     for part in plan.parts:
         end = start + part.layout.rows
         batch.input_ids[line, start:end] = part.tokens
-        batch.logit_rows[line, wanted : wanted + part.wanted] = part.rows_wanted + start
-        start, wanted = end, wanted + part.wanted
+        rows_wanted = part.rows_wanted
+        batch.logit_rows[line, wanted : wanted + rows_wanted.size] = rows_wanted + start
+        start, wanted = end, wanted + rows_wanted.size
     batch.position_ids[line, :rows] = positions
     batch.slot_ids[line, :rows] = step.slots
     if signature.lowering == "append":
         batch.slot_ids[line] = step.slots[0] + np.arange(batch.slot_ids.shape[1])
-    mask = sees(plan, step.slots, visible)
-    batch.attention_mask[line, 0, :rows] = mask
+    mask = sees(plan, step.slots, visible, batch.attention_mask[line, 0, :rows])
     if batch.sliding_attention_mask is not None and signature.window is not None:
         near = within(signature.window, mask, positions, step.request.slots.positions)
         batch.sliding_attention_mask[line, 0, :rows] = near

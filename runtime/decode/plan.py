@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -38,13 +38,10 @@ class Layout:
     visible: NDArray[np.bool_]  # rows x rows; True = may see: itself, its ancestors, in a block also all of its group
     wanted: NDArray[np.int64]  # rows whose logits are needed: the last known token and everything after it
     drafted: tuple[int, ...]  # candidates at each depth
+    rows: int
     slot_ranks: NDArray[
         np.int64
     ]  # rows; 0: known tokens and the first candidate at each depth, 1: others, 2: mask slots
-
-    @property
-    def rows(self) -> int:
-        return self.parents.size
 
     @cached_property
     def slot_order(self) -> NDArray[np.int64]:
@@ -86,21 +83,21 @@ class Part(NamedTuple):
         return self.layout.known - 1 if self.echo is None else int(self.rows_wanted[0])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """The rows of one request's step, thread after thread."""
 
     parts: tuple[Part, ...]
+    rows: int = field(init=False)
 
-    @cached_property
-    def rows(self) -> int:
-        return sum(part.layout.rows for part in self.parts)
+    def __post_init__(self) -> None:
+        self.rows = sum([part.layout.rows for part in self.parts])
 
-    @cached_property
+    @property
     def wanted(self) -> int:
-        return sum(part.wanted for part in self.parts)
+        return sum([part.wanted for part in self.parts])
 
-    @cached_property
+    @property
     def positions(self) -> NDArray[np.int64]:
         if len(self.parts) == 1:
             return self.parts[0].positions
@@ -185,6 +182,7 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], 
         visible=_with_blocks(ancestry, groups, mask_layout.lead) if mask_layout.group == "block" else ancestry,
         wanted=np.arange(known - 1, len(parents)),
         drafted=tuple(np.bincount(offsets[nodes[1:]] - known).tolist()),
+        rows=len(parents),
         slot_ranks=np.array(ranks, np.int64),
     )
     for array in vars(layout).values():
@@ -215,12 +213,15 @@ def _first_path(draft_parents: tuple[int, ...]) -> frozenset[int]:
 _cached_layout = lru_cache(maxsize=_LAYOUTS)(_layout)
 
 
-def sees(plan: Plan, slots: NDArray[np.int64], visible: int) -> NDArray[np.bool_]:
+def sees(
+    plan: Plan, slots: NDArray[np.int64], visible: int, out: NDArray[np.bool_] | None = None
+) -> NDArray[np.bool_]:
     """Visibility mask of a plan, rows x visible: the slots of the row's thread, and of the rows that it sees in the step.
 
+    It is written to `out`, if given.
     The first rows of a child thread may have the [Fork] as parent that another thread feeds in the same step.
     """
-    mask = np.empty((plan.rows, visible), np.bool_)
+    mask = np.empty((plan.rows, visible), np.bool_) if out is None else out
     first = 0
     for part in plan.parts:
         end = first + part.layout.rows

@@ -58,12 +58,13 @@ def accept(
     return Verdict(tuple(retained), tuple(tokens), candidates)
 
 
-def source_of(part: Part, verdict: Verdict, index: int) -> Source | None:
-    """What proposed a generated token of a verdict; None: the model's own token, or a draft without sources."""
+def sources_of(part: Part, verdict: Verdict) -> list[Source]:
+    """What proposed each accepted candidate of a verdict; empty for a draft without sources."""
     sources, layout = part.draft.sources, part.layout
-    if not sources or index >= verdict.accepted:
-        return None
-    return sources[layout.nodes.index(verdict.retained[layout.known + index]) - 1]
+    if not sources:
+        return []
+    accepted = verdict.retained[layout.known : layout.known + verdict.accepted]
+    return [sources[layout.nodes.index(row) - 1] for row in accepted]
 
 
 def _proposed(part: Part, node: int, lines: int, heads: int) -> slice | None:

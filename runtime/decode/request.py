@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.decode.accept import Verdict, source_of
+from spaceport.runtime.decode.accept import Verdict, sources_of
 from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.drafter import Drafter, drafter_for
 from spaceport.runtime.decode.events import Listener, NullListener
@@ -213,17 +213,18 @@ class Request:
         self._drafter.learn(part, verdict)  # before the candidates that the draft was made from are replaced
         thread.candidates = verdict.candidates
         before = self._generated
+        drafted, sources = verdict.accepted, sources_of(part, verdict)
         for index, token in enumerate(verdict.tokens):
             if thread.ending is not None or self.added >= config.max_total:
                 break
             if token in config.end or token in config.stop:
                 self._end(thread, "end" if token in config.end else "stop")
                 break
-            accepted = index < verdict.accepted
+            accepted = index < drafted
             thread.tokens.append(token)
             thread.drafted.append(accepted)
             self._generated += 1
-            source = source_of(part, verdict, index) if accepted else None
+            source = sources[index] if index < len(sources) else None
             stops = self._listener.on_token(thread, token, accepted, source)
             if token == config.tokens.fork and not stops and self.added < config.max_total:
                 self._fork(thread, own[part.layout.known + index + 1 :])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spaceport.runtime.decode.accept import Verdict, source_of
+from spaceport.runtime.decode.accept import Verdict, sources_of
+from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.plan import Part, Plan
 
 MOST_STEPS = 4096  # decode steps that are counted one by one
@@ -113,17 +114,20 @@ class Statistics:
         self.prompt_steps += not writes
 
     def _add_drafts(self, part: Part, verdict: Verdict, accepted: int) -> None:
-        drafted, sources = part.layout.drafted, part.draft.sources
+        drafted = part.layout.drafted
         missing = len(drafted) - len(self.drafted_by_depth)
         if missing > 0:
             self.drafted_by_depth += [0] * missing
             self.accepted_by_depth += [0] * missing
         for depth, count in enumerate(drafted):
             self.drafted_by_depth[depth] += count
-        for source in sources:
-            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + 1
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
-            found = source_of(part, verdict, depth)
-            if found is not None:
-                self.accepted_by_source[found] = self.accepted_by_source.get(found, 0) + 1
+        _count(self.drafted_by_source, part.draft.sources)
+        if accepted:
+            _count(self.accepted_by_source, sources_of(part, verdict)[:accepted])
+
+
+def _count(counts: dict[str, int], sources: Sequence[Source]) -> None:
+    for source in dict.fromkeys(sources):  # in the order in which they first occur
+        counts[source] = counts.get(source, 0) + sources.count(source)

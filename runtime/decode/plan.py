@@ -213,9 +213,7 @@ def _first_path(draft_parents: tuple[int, ...]) -> frozenset[int]:
 _cached_layout = lru_cache(maxsize=_LAYOUTS)(_layout)
 
 
-def sees(
-    plan: Plan, slots: NDArray[np.int64], visible: int, out: NDArray[np.bool_] | None = None
-) -> NDArray[np.bool_]:
+def sees(plan: Plan, slots: NDArray[np.int64], visible: int, out: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
     """Visibility mask of a plan, rows x visible: the slots of the row's thread, and of the rows that it sees in the step.
 
     It is written to `out`, if given.

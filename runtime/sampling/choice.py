@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -107,46 +108,47 @@ def without(logits: NDArray[np.float32], banned: Collection[int]) -> NDArray[np.
     return allowed
 
 
-def top_candidates(scores: NDArray[np.float32], most: int, banned: Collection[int] = ()) -> tuple[Candidates, ...]:
+def top_candidates(
+    scores: NDArray[np.float32], most: int, banned: AbstractSet[int] = frozenset()
+) -> tuple[Candidates, ...]:
     """The best tokens of each line of scores with estimated softmax probabilities.
 
     Only a few tokens of a line matter; the weight of the others is estimated from a sample of them. A line without a
     probable token gives no candidates.
     """
+    found = []
     with np.errstate(all="ignore"):  # NaN gives no candidates
-        if banned and (scores[:, list(banned)].max(axis=1) > scores.max(axis=1) + _LEAST).any():
-            scores = without(scores, banned)  # the probabilities are those of the tokens that are left
-        return tuple([_top_candidates(line, most, banned) for line in scores])
+        for line in scores:
+            candidates = _top_candidates(line, most, banned)
+            if candidates is None:  # the probabilities are those of the tokens that are left
+                return top_candidates(without(scores, banned), most)
+            found.append(candidates)
+    return tuple(found)
 
 
-def _top_candidates(line: NDArray[np.float32], most: int, banned: Collection[int]) -> Candidates:
+def _top_candidates(line: NDArray[np.float32], most: int, banned: AbstractSet[int]) -> Candidates | None:
+    """The best tokens of a line, best first, the lowest id among equals; None if a banned token is near the best."""
     highest = line[line.argmax()]
     sampled = line[::_SAMPLE] - highest
     likely = sampled > _LEAST
     weights = np.exp(sampled, out=sampled)
     least = _LEAST
-    if np.count_nonzero(likely) > _MANY // _SAMPLE:
-        least = np.log(weights.sum() * _SAMPLE * _LEAST_SHARE)
-        likely = weights > weights.sum() * _SAMPLE * _LEAST_SHARE
+    many = np.count_nonzero(likely) > _MANY // _SAMPLE
+    if many:
+        share = np.add.reduce(weights) * _SAMPLE * _LEAST_SHARE
+        least = np.log(share)
+        likely = weights > share
     weights[likely] = 0
     tokens = (line > highest + least).nonzero()[0]
+    if banned and ((line[list(banned)] > highest + _LEAST).any() if many else not banned.isdisjoint(tokens.tolist())):
+        return None
     scores = line[tokens]
-    found = np.exp(scores - highest).tolist()
-    total = sum(found) + float(weights.sum()) * _SAMPLE
-    return _best(tokens.tolist(), scores.tolist(), found, total, most, banned)
+    found = np.exp(scores - highest)
+    total = sum(found.tolist()) + float(np.add.reduce(weights)) * _SAMPLE
+    order = (-scores).argsort(kind="stable")[:most]  # by score, since the weights of close scores are equal
+    chosen = found[order].tolist()
+    return Candidates(tuple(tokens[order].tolist()), tuple([weight / total for weight in chosen]))
 
 
 def _candidates(ranked: list[tuple[int, float]]) -> Candidates:
     return Candidates(tuple([token for token, _ in ranked]), tuple([probabilities for _, probabilities in ranked]))
-
-
-def _best(
-    tokens: list[int], scores: list[float], weights: list[float], total: float, most: int, banned: Collection[int]
-) -> Candidates:
-    """Candidates from the probable tokens of a line, with their weights and the total.
-
-    Ordered by score, since the weights of close scores are equal; the lowest id comes first among equals.
-    """
-    order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
-    allowed = [index for index in order[: most + len(banned)] if tokens[index] not in banned][:most]
-    return Candidates(tuple([tokens[index] for index in allowed]), tuple([weights[index] / total for index in allowed]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from types import TracebackType
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -66,13 +65,16 @@ def step(
     """
     seconds = 0.0
     for call in group(plan(inputs, on_failure)):
-        with _Isolated(call, on_failure):
+        try:
             ran = run(engine, call)
             seconds += ran.seconds
             if on_call is not None:
                 on_call()
             verified = verify(call, ran, on_failure)
             keep(engine, ran, verified, on_failure)
+        except BaseException as error:
+            if not _reported(call, error, on_failure):
+                raise
     return seconds
 
 
@@ -83,10 +85,13 @@ def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> li
     for each in inputs:
         if each.engine_index not in drafts:
             continue  # its draft failed
-        with _Isolated((each,), on_failure):
+        try:
             planned = each.request.plan(each.prefill_rows, drafts[each.engine_index])
             slots = each.request.slots.take(planned.positions, planned.slot_order)
             steps.append(ScheduledStep(each.request, each.engine_index, planned, slots))
+        except BaseException as error:
+            if not _reported((each,), error, on_failure):
+                raise
     return steps
 
 
@@ -96,8 +101,11 @@ def draft(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> d
     call = SharedCall(len(decoding)) if len(decoding) > 1 else None
     drafts: dict[int, list[Draft]] = {}
     for each in inputs:
-        with _Isolated((each,), on_failure):
+        try:
             drafts[each.engine_index] = each.request.draft(each.prefill_rows, None if each.request.prefilling else call)
+        except BaseException as error:
+            if not _reported((each,), error, on_failure):
+                raise
     if call is not None:
         wide = [drafts[each.engine_index] for each in decoding if each.engine_index in drafts]
         call.decide(
@@ -128,11 +136,14 @@ def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[Ve
     """The accepted rows of each request, by the tokens that the model itself selects."""
     verified = []
     for each in call:
-        with _Isolated((each,), on_failure):
+        try:
             outcome = _verified(each, ran)
             for observer in each.request.observers:
                 observer.on_step(outcome)
             verified.append(outcome)
+        except BaseException as error:
+            if not _reported((each,), error, on_failure):
+                raise
     return verified
 
 
@@ -140,8 +151,11 @@ def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure:
     """Retain the slots of accepted rows, release those of rejected rows, and append the accepted tokens."""
     moves = [NO_MOVES] * ran.requests
     for each in verified:
-        with _Isolated((each,), on_failure):
+        try:
             moves[each.engine_index - ran.first] = each.request.keep(each)
+        except BaseException as error:
+            if not _reported((each,), error, on_failure):
+                raise
     engine.move(ran.first, moves)
 
 
@@ -172,24 +186,14 @@ def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
     return VerifiedStep(request, index, planned, slots, verdicts, own, held, queued, ran.seconds, outside, heads)
 
 
-class _Isolated:
-    """Context manager that reports an error of its block for these requests; raises it without `on_failure`."""
-
-    __slots__ = ("_on_failure", "_steps")
-
-    def __init__(self, steps: Sequence[StepInput | ScheduledStep | VerifiedStep], on_failure: OnFailure | None) -> None:
-        self._steps, self._on_failure = steps, on_failure
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is not None and is_panic(error):
-            error = LibraryPanic(f"a panic in a step: {error}: change the request, or update the library")
-        if self._on_failure is None or not isinstance(error, Exception):
-            return False
-        for each in self._steps:
-            self._on_failure(each.engine_index, error)
-        return True
+def _reported(
+    steps: Sequence[StepInput | ScheduledStep | VerifiedStep], error: BaseException, on_failure: OnFailure | None
+) -> bool:
+    """Report an error that these requests had; False: it has to be raised, as always without `on_failure`."""
+    if is_panic(error):
+        error = LibraryPanic(f"a panic in a step: {error}: change the request, or update the library")
+    if on_failure is None or not isinstance(error, Exception):
+        return False
+    for each in steps:
+        on_failure(each.engine_index, error)
+    return True

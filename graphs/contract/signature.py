@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from spaceport.graphs.contract.dtypes import DTYPES
@@ -78,7 +79,7 @@ class Signature:
             if value is not None and value > most:
                 raise ValueError(f"{name} is {value}: expected at most {most}")
 
-    @property
+    @cached_property
     def rows(self) -> tuple[Tensor, ...]:
         """The inputs that describe the rows of a step, in graph order."""
         return (
@@ -90,12 +91,12 @@ class Signature:
             Tensor("logit_rows", "int64", ("B", "R")),
         )
 
-    @property
+    @cached_property
     def past(self) -> tuple[Tensor, ...]:
         """The KV buffers as inputs: for each layer the key, then the value."""
         return self._buffers("past_key_values")
 
-    @property
+    @cached_property
     def present(self) -> tuple[Tensor, ...]:
         """The KV buffers as outputs: in the order of `past`, bound to the same memory."""
         return self._buffers("present")

@@ -26,13 +26,15 @@ class Lookup:
 
         Since the last call, tokens may only have been appended.
         """
-        end = len(tokens)
-        for position in range(max(1, self._known), end):
-            for length in range(_SHORTEST, min(_LONGEST, position) + 1):
-                self._positions[tuple(tokens[position - length : position])] = position
+        end, positions = len(tokens), self._positions
+        for position in range(max(_SHORTEST, self._known), end):
+            longest = tuple(tokens[max(0, position - _LONGEST) : position])
+            for length in range(_SHORTEST, len(longest) + 1):
+                positions[longest[-length:]] = position
         self._known = max(self._known, end)
-        for length in range(min(_LONGEST, end), _SHORTEST - 1, -1):
-            position = self._positions.get(tuple(tokens[end - length :]), end)
+        longest = tuple(tokens[-_LONGEST:])
+        for length in range(len(longest), _SHORTEST - 1, -1):
+            position = positions.get(longest[-length:], end)
             if position < end:
                 return tokens[position : position + most], length
         return (), 0

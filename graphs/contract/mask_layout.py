@@ -26,7 +26,9 @@ class MaskLayout:
 
     def rows(self, mask_slots: int) -> int:
         """Mask rows of a group with this number of mask slots."""
-        return mask_slots + self.lead if mask_slots else 0
+        if self.shift or not mask_slots:  # first, since a step asks for the rows of each node several times
+            return mask_slots
+        return mask_slots + self.lead
 
 
 CAUSAL = MaskLayout()

@@ -151,9 +151,8 @@ class Request:
             own = slots
             if len(verdict.retained) < slots.size:
                 own = slots[list(verdict.retained)]
-                rejected = np.ones(slots.size, np.bool_)
-                rejected[list(verdict.retained)] = False
-                self.slots.release(slots[rejected])
+                retained_rows = set(verdict.retained)
+                self.slots.release(slots[[row for row in range(slots.size) if row not in retained_rows]])
             self._feed(part, own)
             generated.append(self._append(part, verdict, own))
             retained.append(own)

@@ -69,12 +69,12 @@ class Slots:
         """Remove a holder from each of these slots; a slot without holders is free."""
         if not slots.size:
             return
-        holders = self._holders[slots]
-        freed = np.count_nonzero(holders == 1)
-        if freed < slots.size and holders.min() < 1:
+        left = self._holders[slots] - 1
+        shared = np.count_nonzero(left)
+        if shared and left.min() < 0:
             raise ValueError("only held slots can be released")
-        self._holders[slots] = holders - 1
-        self.held -= int(freed)
+        self._holders[slots] = left
+        self.held -= slots.size - int(shared)
         self._lower()
 
     def still_held(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

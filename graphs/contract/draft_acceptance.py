@@ -80,8 +80,14 @@ def measured_acceptance(
 
 def lookup_kind(equal: int, copied: int) -> int:
     """Index into `lookup` of a prompt-lookup token, by the matching tokens and the accepted lookup tokens before it."""
-    many = sum(copied >= least for least in _COPIED)
-    return len(_MATCHES) + many - 1 if many else sum(equal >= least for least in _MATCHES[1:])
+    if is_copying(copied):
+        return len(_MATCHES) + (copied >= _COPIED[1])
+    return max(0, min(equal, _MATCHES[-1]) - _MATCHES[0])
+
+
+def is_copying(copied: int) -> bool:
+    """Whether text is being copied, by the number of accepted lookup tokens in a row."""
+    return copied >= _COPIED[0]
 
 
 def draft_acceptances(found: JsonField) -> tuple[DraftAcceptance, ...]:

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, takewhile
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, is_copying, lookup_kind
 from spaceport.runtime.decode.draft import Candidates
 
 _NEW, _PRIOR = 0.1, 4  # minimum weight of a step in an average; steps that the initial values count for
 _HOPE = 0.5  # how far rates of mask slots start back towards their initial values in a new request
 _RETRY = 0.003  # share per step by which rates of unused mask slots return to their initial values, to be tried again
 _LEAST_TRUST, _MOST_TRUST = 0.1, 1.5
-_COPIED = (4, 16)  # accepted tokens of prompt lookup in a row: few, many
 # Initial rates where a bundle has none: of mask slots; of prompt lookup after 2, 3 or 4 matching tokens, and after few or
 # many accepted tokens in a row.
 _MASKS = tuple(0.7 * 0.85**depth for depth in range(64))
-_LOOKUP = (0.3, 0.45, 0.6, 0.85, 0.95)
+USUAL_LOOKUP = (0.3, 0.45, 0.6, 0.85, 0.95)
 
 
 class Acceptance:
@@ -29,7 +28,7 @@ class Acceptance:
     def __init__(self, depths: int, measured: DraftAcceptance | None = None) -> None:
         """Start with the rates that a bundle brings, or with usual ones; `depths` is the number of mask slots or heads."""
         measured = measured or DraftAcceptance(())
-        rates, lookup = measured.rates or _MASKS, measured.lookup or _LOOKUP
+        rates, lookup = measured.rates or _MASKS, measured.lookup or USUAL_LOOKUP
         self.initial = [*rates, *rates[-1:] * depths][:depths]
         # by depth: how often mask slots added that many tokens to those of prompt lookup; then: while text is copied
         self.masks = list(self.initial), list(self.initial)
@@ -69,7 +68,7 @@ class Acceptance:
 
         `equal` is the number of matching tokens before them, `copied` how many of these were correct lookup tokens.
         """
-        return [self.lookup[match_kind(equal + depth, copied + depth)] for depth in range(count)]
+        return [self.lookup[lookup_kind(equal + depth, copied + depth)] for depth in range(count)]
 
     def learn(
         self,
@@ -84,7 +83,7 @@ class Acceptance:
         weight = max(_NEW, 1 / (self.steps + _PRIOR))
         looked_up = _common(lookup_tokens, written)
         for depth in range(min(looked_up + 1, len(lookup_tokens), len(written))):
-            kind = match_kind(equal + depth, copied + depth)
+            kind = lookup_kind(equal + depth, copied + depth)
             self.lookup[kind] += weight * ((depth < looked_up) - self.lookup[kind])
         best = [candidate.tokens[0] for candidate in takewhile(lambda candidate: candidate.tokens, candidates)]
         right = _common(best, written)
@@ -107,18 +106,6 @@ class Acceptance:
 
     def _averages(self) -> Iterator[list[float]]:
         yield from (*self.masks, self.promised, self.accepted, self.lookup)
-
-
-def is_copying(copied: int) -> bool:
-    """Whether text is being copied, by the number of correct lookup tokens in a row."""
-    return copied >= _COPIED[0]
-
-
-def match_kind(equal: int, copied: int) -> int:
-    """Index of a lookup rate, by matching tokens before a lookup token and correct lookup tokens in a row."""
-    if copied >= _COPIED[0]:
-        return 3 + (copied >= _COPIED[1])
-    return max(0, min(equal - 2, 2))
 
 
 def _common(tokens: Sequence[int], written: Sequence[int]) -> int:

@@ -11,10 +11,17 @@ from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 
 Shape = Literal["chain", "tree"]
 Source = Literal["mask", "head", "lookup", "both"]  # what proposed a candidate; both: prompt lookup and another
-# Why a draft is narrower than its limits allow: the request may lose no more time; further rows are not worth their time;
-# no source proposes more tokens; the grammar allows no proposed token; the text ends soon; the rows of the engine or of
-# all threads are used up; requests that share the call agreed on fewer rows.
 Reason = Literal["budget", "not_worth_it", "no_candidates", "grammar", "end_of_text", "row_limit", "shared_call"]
+# Why a draft is narrower than its limits allow.
+REASONS: dict[str, str] = {
+    "budget": "drafts may not cost the request more time",
+    "not_worth_it": "further rows are not expected to be worth their time",
+    "no_candidates": "no source proposes a token",
+    "grammar": "the grammar allows no proposed token",
+    "end_of_text": "the text reaches its token limit",
+    "row_limit": "the engine or the other threads take the rows",
+    "shared_call": "the requests of the call agreed on fewer rows",
+}
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
+from spaceport.graphs.contract.draft_acceptance import is_copying
 from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.acceptance import is_copying
-from spaceport.runtime.decode.draft import Draft, DraftConfig, Reason, best_chain, chain
+from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, Reason, best_chain, chain
 from spaceport.runtime.decode.long_run import best_rate
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.planner import CREDIT, SHARE, DraftPlanner, Sharing, Wish
@@ -74,7 +74,8 @@ class TreeDrafter:
         self._shared = planner.acceptance(kind, depths, temperature)
         self._acceptance = self._shared.copy()
         # plain steps that drafts may still cost; below 0 if drafts of other requests in its calls have cost more
-        self.left = CREDIT if depths or draft_config.lookup else 0.0
+        self._drafts = bool(depths or draft_config.lookup)
+        self.left = CREDIT if self._drafts else 0.0
         self._tokens = self._time = 1.0  # of a step: moving averages
         self._planned: dict[tuple[int, ...], _Planned] = {}  # by thread
         self._copied: dict[tuple[int, ...], int] = {}  # by thread: correct lookup tokens in a row
@@ -112,7 +113,7 @@ class TreeDrafter:
         """The draft with the highest expected gain that the request can afford."""
         config, acceptance, curve = self._config, self._acceptance, planned.curve
         if not (thread.candidates or planned.lookup_tokens or config.mask_slots):
-            return NO_CANDIDATES
+            return NO_CANDIDATES if self._drafts else PLAIN
         affordable, with_masks = config.rows, config.rows
         if not planned.sharing.fills_up:  # else the requests of the call decide together
             # mask slots cost a second time when their tokens are verified

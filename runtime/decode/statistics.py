@@ -31,6 +31,8 @@ class Statistics:
     - `accepted_by_depth`: Accepted draft tokens, by depth in the draft.
     - `drafted_by_source`: Draft tokens that were fed, by source: "mask", "lookup" or "both".
     - `accepted_by_source`: Accepted draft tokens, by source.
+    - `drafts_limited`: Steps in which a thread's draft was narrower than its limits allow, by reason: "budget",
+      "not_worth_it", "no_candidates", "grammar", "end_of_text", "row_limit" or "shared_call".
     - `threads`: Number of threads.
     - `peak_threads`: Maximum number of threads that decoded in one step.
     - `peak_slots`: Maximum number of KV slots in use.
@@ -56,6 +58,7 @@ class Statistics:
     accepted_by_depth: list[int] = field(default_factory=list)
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    drafts_limited: dict[str, int] = field(default_factory=dict)
     threads: int = 1
     peak_threads: int = 1
     peak_slots: int = 0
@@ -98,6 +101,8 @@ class Statistics:
         drafted = accepted = 0
         for part, verdict, count in zip(plan.parts, verdicts, written, strict=True):
             writes = writes or bool(verdict.tokens)
+            if (reason := part.draft.limited) is not None:
+                self.drafts_limited[reason] = self.drafts_limited.get(reason, 0) + 1
             self.tokens += count
             layout = part.layout
             self.mask_rows += layout.mask_rows.size

@@ -19,7 +19,7 @@ from spaceport.runtime.scheduling.common_prompts import find_leader, has_compute
 from spaceport.runtime.scheduling.fair_rows import FairRows
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.queue import RequestQueue, Reservation
-from spaceport.runtime.scheduling.status import TokenMeter
+from spaceport.runtime.scheduling.status import DraftLog, TokenMeter
 from spaceport.runtime.scheduling.task import Task
 from spaceport.runtime.scheduling.watchdog import Heartbeat
 
@@ -56,6 +56,7 @@ class Scheduler:
         self.buffers = FreeBuffers(engine.requests, cache)
         self.heartbeat = Heartbeat()
         self.meter = TokenMeter()
+        self._draft_log = DraftLog()
         self.ended = self.failed = 0  # requests
         self._abandoned = False
         self._fair = FairRows(self._costs)
@@ -256,6 +257,7 @@ class Scheduler:
             _log.warning("request %d failed: %s", task.number, type(task.fault).__name__)
             return
         request, statistics = task.request, task.request.statistics
+        self._draft_log.add(statistics)
         _log.debug(
             "request %d ended (%s): %d prompt tokens, %d tokens in %d steps and %.3f s, %.3f s of it in the queue",
             task.number,

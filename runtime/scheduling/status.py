@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
+from spaceport.runtime.decode.draft import REASONS
+from spaceport.runtime.decode.statistics import Statistics
+
+STOPPED_AFTER = 256  # steps without drafts after which they have stopped
+_log = logging.getLogger("spaceport.runtime")
 _WINDOW = 10.0  # seconds over which tokens/s are measured
 _INTERVAL = 0.25  # minimum seconds between two samples
 
@@ -57,6 +63,28 @@ class RuntimeStatus:
     cache_evictions: int = 0
     live_threads: int = 0
     queued_threads: int = 0
+
+
+class DraftLog:
+    """Logs once when ended requests have drafted nothing any more, with the usual reason, and when drafts resume."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}  # steps since the last draft, by reason
+        self._stopped = False
+
+    def add(self, request: Statistics) -> None:
+        """Count the steps of a request that has ended."""
+        if not request.candidate_rows + request.mask_rows:
+            for reason, count in request.drafts_limited.items():
+                self._seen[reason] = self._seen.get(reason, 0) + count
+            if not self._stopped and (steps := sum(self._seen.values())) >= STOPPED_AFTER:
+                self._stopped = True
+                reason = max(self._seen, key=self._seen.__getitem__)
+                _log.info("nothing was drafted in %d steps: %s", steps, REASONS[reason])
+        elif self._seen:
+            if self._stopped:
+                _log.info("drafts resumed after %d steps", sum(self._seen.values()))
+            self._seen, self._stopped = {}, False
 
 
 class TokenMeter:

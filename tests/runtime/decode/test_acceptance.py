@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
-from spaceport.runtime.decode.acceptance import Acceptance, is_copying
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, is_copying
+from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates
 
 FIRST = Acceptance(3).reach(copying=False)

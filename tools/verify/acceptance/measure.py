@@ -8,7 +8,7 @@ from datetime import date
 from typing import Any
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, measured_acceptance
-from spaceport.runtime.decode.acceptance import Acceptance as InitialAcceptance
+from spaceport.runtime.decode.acceptance import USUAL_LOOKUP
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.predictions import predict_segment
@@ -45,7 +45,7 @@ class Acceptance:
 
         Rare kinds of prompt-lookup tokens would have rates by chance: the runtime's initial values count for a few tokens.
         """
-        counts = zip(self.lookup.accepted, self.lookup.tokens, InitialAcceptance().lookup, strict=True)
+        counts = zip(self.lookup.accepted, self.lookup.tokens, USUAL_LOOKUP, strict=True)
         lookup = [(good + _PRIOR * initial) / (count + _PRIOR) for good, count, initial in counts]
         return measured_acceptance(self.generated.acceptance, self.generated.tokens, data, day, lookup)
 

@@ -20,9 +20,15 @@ from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tab
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
+from spaceport.tools.verify.acceptance.answers import generate_answer
+from spaceport.tools.verify.acceptance.measure import measure
+from spaceport.tools.verify.acceptance.predictions import predict_segment
+from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.tally import Tally
 from support.paths import TINY
 
 pytestmark = pytest.mark.slow
@@ -105,6 +111,31 @@ def test_the_measurements_show_what_the_correction_gains(train: Train) -> None:
     assert len(last["corrected"]) == 3
     assert sum(last["corrected"]) > sum(last["accuracies"][1:])
     assert "| validation: accuracy with the draft correction | - |" in (folder / "README.md").read_text()
+
+
+def test_acceptance_is_measured_along_corrected_drafts(train: Train, tmp_path: Path) -> None:
+    folder = train("adapter", replace(SETTINGS, max_steps=60, learning_rate=0.03, epochs=60))
+    export(TINY, tmp_path / "bundle", ExportOptions(adapter=folder))
+    decoding = Decoding(max_tokens=48, mask_slots=3, draft="chain")
+    found = []
+    for opened in (
+        checkpoint_runtime(open_checkpoint(TINY, TokenFlags(), adapter=folder), 128),
+        Runtime.open(tmp_path / "bundle", max_seq_len=128, threads=1),
+    ):
+        with opened as runtime:
+            prompts = [runtime.tokens_of(f"User: Which {number}?\n") for number in range(6)]
+            generated = measure(runtime, [ReferenceAnswer(1, tuple(ids), ()) for ids in prompts], 48, 3).generated
+            steps = sum(runtime.generate(ids, decoding).statistics.steps for ids in prompts)
+            assert generated.steps[3] == steps
+            found.append(generated)
+            uncorrected = Tally(3)
+            for ids in prompts:
+                (thread,) = generate_answer(runtime, ids, 48, 3).threads
+                segment = Segment(thread.prefix, thread.tokens)
+                predicted = predict_segment(runtime.engine, runtime.bundle.manifest.tokens, segment, 3)
+                uncorrected.add(predicted, thread.tokens, thread.ending == "end")
+            assert uncorrected.steps[3] > steps
+    assert found[0] == found[1]
 
 
 def test_a_correction_does_not_change_how_the_adapter_is_trained_from_its_first_step(train: Train) -> None:

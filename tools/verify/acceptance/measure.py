@@ -8,6 +8,8 @@ from datetime import date
 from typing import Any
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, measured_acceptance
+from spaceport.graphs.contract.draft_correction import CorrectionTables
+from spaceport.runtime.bundle import read_correction
 from spaceport.runtime.decode.acceptance import USUAL_LOOKUP
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.acceptance.answers import generate_answer
@@ -52,26 +54,29 @@ class Acceptance:
 
 def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: int, mask_slots: int) -> Acceptance:
     """Acceptance on each reference answer, and on the answer that the model generates for the same prompt."""
-    tokens = runtime.bundle.manifest.tokens
+    tokens, correction = runtime.bundle.manifest.tokens, read_correction(runtime.bundle)
     forks = None if tokens.fork is None else ForkTally()
     found = Acceptance(Tally(mask_slots), Tally(mask_slots), forks, predictor_of(runtime.engine.signature))
     for sample in samples:
         for segment in sample.segments:
-            _add(runtime, segment, found.reference, found.forks)
+            _add(runtime, correction, segment, found.reference, found.forks)
         answer = generate_answer(runtime, sample.prompt, max_tokens, mask_slots)
         for thread in answer.threads:
             found.lookup.add(thread.prefix, thread.tokens)
-            _add(runtime, Segment(thread.prefix, thread.tokens, thread.fork is not None), found.generated, None)
+            segment = Segment(thread.prefix, thread.tokens, thread.fork is not None)
+            _add(runtime, correction, segment, found.generated, None)
     return found
 
 
-def _add(runtime: Runtime, segment: Segment, tally: Tally, forks: ForkTally | None) -> None:
+def _add(
+    runtime: Runtime, correction: CorrectionTables | None, segment: Segment, tally: Tally, forks: ForkTally | None
+) -> None:
     if not segment.tokens:
         return
     manifest = runtime.bundle.manifest
     tokens = manifest.tokens
     layout, most = manifest.mask_layout, runtime.max_seq_len
-    predicted = predict_segment(runtime.engine, tokens, segment, tally.mask_slots, layout, most)
+    predicted = predict_segment(runtime.engine, tokens, segment, tally.mask_slots, layout, most, correction)
     tally.add(predicted, segment.tokens, segment.tokens[-1] in tokens.end)
     if forks is not None and tokens.fork is not None and not segment.child:
         forks.add(predicted[:, 0], segment.tokens, tokens.fork)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.draft_correction import CorrectionTables
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
-from spaceport.runtime.decode.draft import PLAIN
+from spaceport.runtime.decode.draft import PLAIN, best_chain
 from spaceport.runtime.decode.pack import pack, split
 from spaceport.runtime.decode.plan import Part, Plan, lay_out
 from spaceport.runtime.decode.request import Observer, Request, ScheduledStep, VerifiedStep
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine
+from spaceport.runtime.sampling.correction import Corrected
 from spaceport.tools.verify.acceptance.answers import greedy_selector
 from spaceport.tools.verify.acceptance.reference_answers import Segment
 from spaceport.tools.verify.feeding import EchoObserver, known_request, prefill
@@ -32,12 +35,14 @@ def predict_segment(
     mask_slots: int,
     mask_layout: MaskLayout = CAUSAL,
     max_seq_len: int = 0,
+    correction: CorrectionTables | None = None,
 ) -> NDArray[np.int64]:
     """The greedy predictions along an answer: its tokens x (1 + mask slots); those of heads, if the engine has any.
 
     Entry (n, i) is what slot i predicts for token n + i of the answer, given only the tokens before token n. Slot 0 is the row
     of the token before; mask slot i has the position of token n + i - 1, or without shift of token n + i. Entries past the answer's end are NO_PREDICTION.
-    A block is complete there too, up to position `max_seq_len`.
+    A block is complete there too, up to position `max_seq_len`. With a draft correction, mask slot 1 predicts behind token n,
+    and each other one behind the prediction of the one before.
     """
     sequence = [*segment.prefix, *segment.tokens]
     start, path = len(segment.prefix), (0,) if segment.child else ()
@@ -55,7 +60,8 @@ def predict_segment(
     prefill(engine, request, ROWS)
     if not mask_slots or engine.signature.heads:
         return predicted
-    masks = _MaskGroups(engine, request, tokens, mask_layout, selector, sequence, start, path, max_seq_len)
+    drafts = selector if correction is None else Corrected(selector, correction)
+    masks = _MaskGroups(engine, request, tokens, mask_layout, drafts, sequence, start, path, max_seq_len)
     groups = max(1, masks.free_rows // mask_layout.rows(mask_slots))  # groups per call
     last = len(segment.tokens) - 1  # mask slots predict from the token after the next one: none is left at the last
     for first in range(0, last, groups):
@@ -115,7 +121,8 @@ class _MaskGroups:
         self.request.slots.release(slots)
         for index, part, own in zip(indices, plan.parts, split(plan, logits), strict=True):
             candidates = self.selector.candidates(own, part.thread, self.start + index + 1, 1)
-            found = [candidate.tokens[0] for candidate in candidates[: self._known(self.start + index)]]
+            known = best_chain(candidates, self.sequence[self.start + index])[: self._known(self.start + index)]
+            found = [candidate.tokens[0] for candidate in takewhile(lambda candidate: candidate.tokens, known)]
             predicted[index, 1 : 1 + len(found)] = found
 
     def _group(self, position: int, depth: int) -> Part:

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ class OnnxRuntimeEngine:
         self._binding = session.io_binding()
         self._bound: tuple[int, int] | None = None  # range of requests whose buffers are bound
         self._logits = np.empty((0, 0, signature.vocab_size), np.float32)
+        self._logit_memory = np.empty(0, np.float32)  # for the largest call so far
+        self._outputs: dict[tuple[int, int], tuple[NDArray[np.float32], ort.OrtValue]] = {}  # its parts, by shape
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         if self._session is None:
@@ -124,7 +127,7 @@ class OnnxRuntimeEngine:
         if self.requests > 1 or self.signature.lowering == "append":  # padding rows, which need the last slot, or moves
             return
         visible, slots = batch.attention_mask.shape[-1], self._kv.shape[-2]
-        if int(batch.slot_ids.max()) >= visible:
+        if max(batch.slot_ids[0].tolist()) >= visible:  # while the caches hold weights, faster than in NumPy
             visible = self.capacity
         if slots // 2 <= visible <= slots:
             return
@@ -148,8 +151,15 @@ class OnnxRuntimeEngine:
     def _bind_logits(self, requests: int, lines: int) -> None:
         if self._logits.shape[:2] == (requests, lines):
             return
-        self._logits = np.empty((requests, lines, self.signature.vocab_size), np.float32)
-        self._binding.bind_output("logits", "cpu", 0, np.float32, self._logits.shape, self._logits.ctypes.data)
+        if (requests, lines) not in self._outputs:
+            shape = (requests, lines, self.signature.vocab_size)
+            if prod(shape) > self._logit_memory.size:
+                self._logit_memory = np.empty(prod(shape), np.float32)
+                self._outputs.clear()
+            array = self._logit_memory[: prod(shape)].reshape(shape)
+            self._outputs[requests, lines] = array, ort.OrtValue.ortvalue_from_numpy(array)
+        self._logits, value = self._outputs[requests, lines]
+        self._binding.bind_ortvalue_output("logits", value)
 
 
 def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:

@@ -56,6 +56,17 @@ def test_buffers_that_fit_give_the_logits_of_buffers_of_full_length(tiny_bundle:
 
 
 @pytest.mark.torch
+def test_logits_in_the_memory_of_earlier_calls_are_those_in_new_memory(tiny_bundle: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    reusing, renewing = (open_engine(bundle, EngineOptions(CAPACITY, 1)) for _ in range(2))
+    for seed, call in enumerate(CALLS):
+        renewing._logits = renewing._logit_memory = np.empty((0, 0), np.float32)
+        batch = step(*call, seed)
+        assert reusing.run(batch).tobytes() == renewing.run(batch).tobytes()
+    assert reusing._logit_memory.size == 100 * bundle.manifest.signature.vocab_size
+
+
+@pytest.mark.torch
 def test_a_row_that_is_written_behind_what_is_visible_finds_its_slot(tiny_bundle: Path) -> None:
     engine = open_engine(open_bundle(tiny_bundle), EngineOptions(CAPACITY, 1))
     batch = step(2, 0, 64, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from spaceport.runtime.backends.staging import CallShape, Limits, filled_up
 from spaceport.runtime.backends.timing import idle, measure
+from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.engine import Batch
 from support.hash_engine import HashEngine, Language
 
@@ -30,9 +32,14 @@ class TickingEngine(HashEngine):
         return np.zeros((1, 1, 1), np.float32)
 
 
+def measured(engine: TickingEngine, budget: float = 1e9) -> StepCosts:
+    """What is measured where nothing else runs."""
+    return measure(engine, budget, lambda: engine.time, lambda: engine.time)
+
+
 def test_costs_are_those_of_calls_that_have_become_usual() -> None:
     engine = TickingEngine(Language(1), 2048, 4)
-    table = measure(engine, 1e9, lambda: engine.time)
+    table = measured(engine, 1e9)
     single = dict(table.single)
     assert [*single] == [1, 2, 4, 6, 8, 9, 12, 16, 17, 24, 33, 36, 64]
     for rows, seconds in table.single:
@@ -42,10 +49,25 @@ def test_costs_are_those_of_calls_that_have_become_usual() -> None:
     assert (table.slot, table.row_slot) == (pytest.approx(1e-6), pytest.approx(1e-6))
 
 
+def test_other_processes_do_not_add_to_the_costs_of_a_cpu() -> None:
+    """They take turns with each call, which then takes two to three times as long."""
+    draws, engine = random.Random(0), TickingEngine(Language(1), 2048, 4)
+    waited = 0.0
+
+    def clock() -> float:
+        nonlocal waited
+        waited += draws.uniform(0.0, engine.time)
+        return engine.time + waited
+
+    busy = measure(engine, 1e30, clock, lambda: engine.time)
+    quiet = measured(TickingEngine(Language(1), 2048, 4))
+    assert dict(busy.single) == pytest.approx(dict(quiet.single))
+
+
 def test_an_engine_with_few_slots_is_measured_too() -> None:
     engine = TickingEngine(Language(1), 16, 1)
     engine.rows = 8
-    table = measure(engine, 1e9, lambda: engine.time)
+    table = measured(engine, 1e9)
     assert [rows for rows, _ in table.single] == [1, 2, 4, 6, 8]
     assert (table.visible, table.slot, table.batched) == (16, 0.0, ())
 
@@ -54,7 +76,7 @@ def test_an_engine_with_few_slots_is_measured_too() -> None:
 def test_measuring_takes_no_longer_than_the_budget_by_much(call: float, most: int) -> None:
     """A large model is measured at fewer points, the most informative ones."""
     engine = TickingEngine(Language(1), 256, 1, call=call)
-    table = measure(engine, 2.0, lambda: engine.time)
+    table = measured(engine, 2.0)
     assert len(table.single) <= most
     assert table.single[0][0] == 1
 
@@ -62,7 +84,7 @@ def test_measuring_takes_no_longer_than_the_budget_by_much(call: float, most: in
 def test_costs_of_many_requests_are_extrapolated_from_eight() -> None:
     """Calls of all would take longer than there is time, and memory that nobody may ever need."""
     engine = TickingEngine(Language(1), 2048, 64)
-    table = measure(engine, 1e9, lambda: engine.time)
+    table = measured(engine, 1e9)
     assert table.requests == 8
     assert dict(table.batched) == pytest.approx({rows: 0.01 * (1 + 0.1256 * 8 * rows) for rows in (1, 4, 9)})
 

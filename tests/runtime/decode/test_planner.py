@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from itertools import accumulate, count
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +12,13 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.planner import CREDIT, SHARE, DraftPlanner, SharedCall, Sharing, Wish
 from support.acceptance_process import Fate, decode_together
+from support.hash_engine import Language
+from support.hash_runtime import hash_runtime
 
 INT8 = StepCosts(
     256, ((1, 13.0), (4, 16.0), (16, 25.0), (64, 68.0)), 8, ((1, 27.0), (4, 48.0), (9, 81.0)), relative=True
@@ -108,3 +113,41 @@ def test_a_new_runtime_starts_from_the_rates_of_its_bundle_at_the_nearest_temper
     planner = DraftPlanner(FLAT, measured)
     for temperature, rates in ((0.0, [0.9, 0.8]), (0.3, [0.9, 0.8]), (0.7, [0.4, 0.1])):
         assert planner.acceptance(temperature, 2, temperature).reach(copying=False) == rates
+
+
+def calm() -> Iterator[float]:
+    """A clock that is read every millisecond."""
+    return (reading / 1000 for reading in count())
+
+
+def heavy_tail() -> Iterator[float]:
+    """Most readings follow each other at once, some after seconds."""
+    draws = random.Random(0)
+    return accumulate(draws.paretovariate(1.1) / 1000 for _ in count())
+
+
+def slow_then_stopped() -> Iterator[float]:
+    """A machine that slows down tenfold for a while, and a process that is stopped for an hour."""
+    return accumulate(3600.0 if reading == 1200 else 0.01 if 300 <= reading < 900 else 0.001 for reading in count())
+
+
+def drafted(monkeypatch: pytest.MonkeyPatch, readings: Iterator[float]) -> list[list[int]]:
+    """The draft tokens of each step of twenty requests, on a machine with this clock."""
+    runtime = hash_runtime(Language(3))
+    for module in ("decode.step", "scheduling.scheduler"):
+        monkeypatch.setattr(f"spaceport.runtime.{module}.perf_counter", readings.__next__)
+    # each row costs a tenth of a step, and Python code counts
+    costs = StepCosts(64, ((1, 1e-3), (64, 7.3e-3)))
+    with Runtime(runtime.bundle, runtime.engine, 64, costs=costs) as steady:
+        decoding = Decoding(max_tokens=50, ignore_eos=True, fork=False)
+        completions = [steady.generate([1, 2, 3, seed % 7], decoding) for seed in range(20)]
+    return [completion.statistics.drafted_by_step for completion in completions]
+
+
+@pytest.mark.parametrize("clock", [heavy_tail, slow_then_stopped])
+def test_plans_are_the_same_however_long_steps_take(
+    clock: Callable[[], Iterator[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = drafted(monkeypatch, calm())
+    assert sum(map(sum, expected)) > 100
+    assert drafted(monkeypatch, clock()) == expected

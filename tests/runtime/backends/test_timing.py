@@ -52,6 +52,7 @@ def test_costs_are_those_of_calls_that_have_become_usual() -> None:
 def test_other_processes_do_not_add_to_the_costs_of_a_cpu() -> None:
     """They take turns with each call, which then takes two to three times as long."""
     draws, engine = random.Random(0), TickingEngine(Language(1), 2048, 4)
+    engine.device = "cpu"
     waited = 0.0
 
     def clock() -> float:

@@ -31,6 +31,8 @@ from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.prompt_tokens import added_tokens
 from spaceport.exporter.quantization_scales import SCALES_FILE
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.sar_config import save_acceptance
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -118,6 +120,15 @@ def test_a_checkpoint_with_an_adapter_folder_is_the_tuned_checkpoint(base: Path,
     states = [load_model(checkpoint, "float32").state_dict() for checkpoint in (one, other)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_acceptance_rates_are_those_of_the_adapter_folder(base: Path, adapter: Path, tmp_path: Path) -> None:
+    base, adapter = shutil.copytree(base, tmp_path / "base"), shutil.copytree(adapter, tmp_path / "adapter")
+    save_acceptance(base, of_base := DraftAcceptance((0.25,)))
+    assert opened(base, adapter).acceptance == ()
+    save_acceptance(adapter, of_adapter := DraftAcceptance((0.75, 0.5)))
+    assert opened(base, adapter).acceptance == (of_adapter,)
+    assert opened(base).acceptance == (of_base,)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-# CPU seconds of Python code around a call: for each request, for each request with a draft, and for each further row.
-# Measured with `spaceport bench outside --real`, see docs/performance.md.
-_PYTHON_REQUEST, _PYTHON_DRAFT, _PYTHON_ROW = 5e-5, 1e-4, 8e-6
+# CPU seconds of Python code around a call: for each request, for each request with a draft, and for each further row; and
+# for planning a draft that turns out empty. Measured with `spaceport bench outside --real`, see docs/performance.md.
+_PYTHON_REQUEST, _PYTHON_DRAFT, _PYTHON_ROW, _PYTHON_EMPTY = 5e-5, 1e-4, 8e-6, 4e-5
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
 _SHORTEST, _LONGEST = 1e-9, 1e6  # valid range of a call, in seconds
 _VISIBLE = 256  # visible KV slots are rounded up to multiples of this for a curve
@@ -105,7 +105,7 @@ def _curve(costs: StepCosts, most: int, threads: int, requests: int, visible: in
     seconds = [costs.seconds(threads * rows, requests, visible) for rows in range(1, most + 1)]
     for index in range(1, most):  # noise: a wider step is never cheaper
         seconds[index] = max(seconds[index], seconds[index - 1])
-    planning = 0.0 if costs.relative else _PYTHON_DRAFT * threads * requests / seconds[0]
+    planning = 0.0 if costs.relative else _PYTHON_EMPTY * threads * requests / seconds[0]
     return Curve([time / seconds[0] for time in seconds], planning)
 
 

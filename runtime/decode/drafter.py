@@ -114,11 +114,12 @@ class TreeDrafter:
         config, acceptance, curve = self._config, self._acceptance, planned.curve
         if not (thread.candidates or planned.lookup_tokens or config.mask_slots):
             return NO_CANDIDATES if self._drafts else PLAIN
-        affordable, with_masks = config.rows, config.rows
+        affordable = config.rows
         if not planned.sharing.fills_up:  # else the requests of the call decide together
-            # mask slots cost a second time when their tokens are verified
-            affordable, with_masks = self._affordable(curve, self.left), self._affordable(curve, self.left / 2)
-        if affordable == 1:
+            # Half of what is left: mask slots cost a second time when their tokens are verified, and a wrong draft must
+            # not end all others.
+            affordable = bisect_right(curve.times, 1 + SHARE + self.left / 2)
+        if affordable <= 1:
             return NO_BUDGET
         reach = acceptance.reach(is_copying(planned.copied))
         solution = self._planner.long_run(curve, reach, config)
@@ -130,13 +131,9 @@ class TreeDrafter:
             return NOT_WORTH_IT
         most = min(affordable, rows)
         limit: Reason | None = None if most >= config.rows else "budget" if affordable < rows else "row_limit"
-        outlook = Outlook(curve, planned.rate, solution.gains, trust, lookup, thread.tokens[-1], with_masks, limit)
+        outlook = Outlook(curve, planned.rate, solution.gains, trust, lookup, thread.tokens[-1], limit)
         planned.grown = True
         return tree(thread.candidates, planned.lookup_tokens, config, remaining, min(most, config.rows), outlook)
-
-    def _affordable(self, curve: Curve, left: float) -> int:
-        """Maximum rows that a part of the budget can pay for if nothing is accepted."""
-        return max(1, bisect_right(curve.times, 1 + SHARE + left))
 
 
 @dataclass

@@ -16,6 +16,7 @@ SHARE = 0.01  # of the time of plain decoding that drafts may cost
 CREDIT = 1.6  # plain steps that drafts may cost at the start of a request
 _GRID = 10  # acceptance rates are rounded to 1 / 10 for value iteration
 _MOST_SOLUTIONS = 4096
+_NEAR = 0.25  # difference in temperature up to which measured rates of prompt lookup hold
 
 
 class Wish(NamedTuple):
@@ -88,6 +89,8 @@ class DraftPlanner:
     def acceptance(self, kind: Hashable, depths: int, temperature: float = 0.0) -> Acceptance:
         """Acceptance rates that all requests of a kind have learned."""
         nearest = min(self._measured, key=lambda one: abs(one.temperature - temperature), default=None)
+        if nearest is not None and abs(nearest.temperature - temperature) > _NEAR:
+            nearest = replace(nearest, lookup=())  # sampled text departs from the prompt more often
         if self._repeatable:
             return Acceptance(depths, nearest)
         return self._acceptance.setdefault((kind, depths), Acceptance(depths, nearest))

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, count
+from operator import itemgetter
 
 from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Reason, Source
 
+_Choice = tuple[float, int, Source]  # probability behind an accepted node, token, source
 _MOST = 0.97  # maximum probability of a prediction, so that alternatives are still considered
-_MANY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,6 @@ class Outlook:
     trust: Sequence[float] = ()
     lookup: Sequence[float] = ()  # by depth: probability of a lookup token behind an accepted one
     last: int = 0  # the last known token, before the draft
-    mask_limit: int = _MANY  # maximum rows of a draft to which another mask slot is added
     limit: Reason | None = None  # why a draft has no more than its maximum rows
 
 
@@ -66,15 +66,18 @@ class _Growth:
         self._config, self._remaining = config, remaining
         self._tokens: list[int] = []
         self._parents: list[int] = []
-        self._masks = [0]
         self._sources: list[Source] = []
         self._probabilities: list[float] = []
         self._order: list[int] = []  # by row: the node of a mask row, or -1 for a candidate
+        self._masks: list[int] = []  # by node, as the next four
+        self._depths: list[int] = []
+        self._reached: list[float] = []  # probability that it is accepted
+        self._choices: list[list[_Choice]] = []  # candidates behind it, the most probable first
+        self._last: list[float] = []  # probability that it is the last accepted one
         self._openings = opening_gains(outlook.gains, config.mask_layout.lead)
-        self._nodes: dict[tuple[int, int], int] = {}  # parent and token -> node
-        self._of_masks: dict[int, Candidates] = {}  # candidates of mask slots behind each node
-        self._followers = [0]  # candidates behind each node
-        self._heap: list[tuple[float, int, Source | None, int, int, int, float]] = []
+        self._heap: list[
+            tuple[float, int, int, int]
+        ] = []  # value, number, node, rank of a candidate or -1: a mask slot
         self._numbers = count()
         self._least = outlook.rate * outlook.curve.least  # minimum value of a row in any step
         self._limited: Reason = "no_candidates"
@@ -84,21 +87,13 @@ class _Growth:
         outlook, worth, used = self._outlook, [1.0], 1
         times, slopes, rate = outlook.curve.times, outlook.curve.slopes, outlook.rate
         best_count, best, rows = 1, 1.0 - rate * times[0], min(rows, len(times))
-        self._behind(0, 0, 1.0, with_mask=True)
-        self._offer("lookup", 0, 0, 0, 1.0)
+        self._add_node(0, 1.0, outlook.last, by_mask=True, by_lookup=True)
         while used < rows and self._heap:
-            promise, _, source, node, depth, rank, probability = heappop(self._heap)
-            if -promise < rate * slopes[used - 1]:
+            negative, _, node, rank = heappop(self._heap)
+            if -negative < rate * slopes[used - 1]:
                 self._limited = "not_worth_it"
                 break
-            if source is None:
-                needed = used + self._rows_of_slot(node)
-                if needed > min(rows, outlook.mask_limit):
-                    self._limited = "budget" if needed <= rows else self._limited
-                    continue
-                values = self._add_mask(node, depth, probability)
-            else:
-                values = self._add(source, node, depth, rank, probability, -promise)
+            values = self._add_mask(node, rows - used) if rank < 0 else self._add_candidate(node, rank, -negative)
             for value in values:
                 used += 1
                 worth.append(worth[-1] + value)
@@ -117,99 +112,85 @@ class _Growth:
         )
         return draft.cut(best_count, "not_worth_it")
 
-    def _rows_of_slot(self, node: int) -> int:
-        """Rows of one more mask slot behind a node."""
-        return 1 if self._masks[node] else 1 + self._config.mask_layout.lead
+    def _add_node(self, depth: int, reached: float, token: int, *, by_mask: bool, by_lookup: bool) -> None:
+        """Add a node that is reached with this probability, and offer the rows behind it."""
+        choices, last = self._choices_behind(depth, token, by_mask, by_lookup)
+        self._masks.append(0)
+        self._depths.append(depth)
+        self._reached.append(reached)
+        self._choices.append(choices)
+        self._last.append(reached * last)
+        self._offer(len(self._masks) - 1, 0)
+        self._offer_mask(len(self._masks) - 1)
 
-    def _add_mask(self, node: int, depth: int, probability: float) -> tuple[float, ...]:
-        """Add a mask slot behind a node; returns the value of each of its rows."""
-        rows, value = self._rows_of_slot(node), probability * self._outlook.gains[self._masks[node]]
-        self._order.extend([node] * rows)
-        self._masks[node] += 1
-        self._offer_mask(node, depth, probability)
-        return (*(0.0,) * (rows - 1), value)
-
-    def _add(
-        self, source: Source, parent: int, depth: int, rank: int, reached: float, probability: float
-    ) -> tuple[float, ...]:
-        """Add a candidate behind a node, unless the other source has proposed it or the node has enough siblings."""
-        if source == "lookup":
-            token = self._lookup_tokens[depth]
-        else:
-            token = self._of_masks[parent].tokens[rank]
-            self._offer(source, parent, depth, rank + 1, reached)
-        node = self._nodes.get((parent, token))
-        fresh = node is None
-        if node is None:
-            if self._followers[parent] == self._config.siblings:
-                return ()
-            self._followers[parent] += 1
-            self._followers.append(0)
-            node = self._nodes[parent, token] = len(self._masks)
-            self._order.append(-1)
-            self._tokens.append(token)
-            self._parents.append(parent)
-            self._masks.append(0)
-            self._sources.append(source)
-            self._probabilities.append(probability)
-        else:
-            self._sources[node - 1] = "both"
-        if source == "lookup":
-            self._offer(source, node, depth + 1, 0, probability)
-            if fresh:
-                self._offer_mask(node, depth + 1, probability * (1 - self._lookup_probability(depth + 1)))
-        else:
-            self._behind(node, depth + 1, probability, with_mask=fresh)
-        return (probability,) if fresh else ()
-
-    def _behind(self, node: int, depth: int, probability: float, with_mask: bool) -> None:
-        """Offer the possible rows behind a node that is reached with this probability."""
-        last = probability
-        if depth < len(self._candidates):
-            before = self._tokens[node - 1] if node else self._outlook.last
-            behind = self._of_masks[node] = self._candidates[depth].behind(before)
-            if behind.tokens:
-                self._offer(self._config.predictor, node, depth, 0, probability)
-                last *= 1 - self._mask_probability(node, depth, 0)
-            elif self._config.grammar:
+    def _choices_behind(self, depth: int, token: int, by_mask: bool, by_lookup: bool) -> tuple[list[_Choice], float]:
+        """The candidates of all sources behind a node, and the probability that none of the best ones is accepted."""
+        choices: list[_Choice] = []
+        last, outlook = 1.0, self._outlook
+        if by_mask and depth < len(self._candidates):
+            behind = self._candidates[depth].behind(token)
+            trust = outlook.trust[min(depth, len(outlook.trust) - 1)] if outlook.trust else 1.0
+            ranked = zip(behind.probabilities, behind.tokens[: self._config.siblings], strict=False)
+            choices = [
+                (min(_MOST, probability) * trust, token, self._config.predictor) for probability, token in ranked
+            ]
+            last = 1 - choices[0][0] if choices else 1.0
+            if not choices and self._config.grammar:
                 self._limited = "grammar"
-        if node == 0 and self._lookup_tokens:
-            last *= 1 - self._lookup_probability(0)
-        if with_mask:
-            self._offer_mask(node, depth, last)
+        if by_lookup and depth < len(self._lookup_tokens):
+            token, probability = self._lookup_tokens[depth], min(_MOST, outlook.lookup[depth])
+            last *= 1 - probability
+            same = [index for index, choice in enumerate(choices) if choice[1] == token]
+            source: Source = "both" if same else "lookup"
+            for index in same:
+                probability = max(probability, choices.pop(index)[0])
+            choices.append((probability, token, source))
+            choices.sort(key=itemgetter(0), reverse=True)
+        return choices[: self._config.siblings], last
 
-    def _offer(self, source: Source, node: int, depth: int, rank: int, reached: float) -> None:
-        """Offer the candidate of this rank behind a node that is reached with this probability."""
-        if source == "lookup":
-            if depth < len(self._lookup_tokens):
-                self._push(reached * self._lookup_probability(depth), source, node, depth, rank, reached)
-        elif rank < min(self._config.siblings, len(self._of_masks[node].tokens)):
-            self._push(reached * self._mask_probability(node, depth, rank), source, node, depth, rank, reached)
+    def _add_candidate(self, parent: int, rank: int, reached: float) -> tuple[float, ...]:
+        """Add a candidate behind a node; returns its value."""
+        _, token, source = self._choices[parent][rank]
+        self._order.append(-1)
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._sources.append(source)
+        self._probabilities.append(reached)
+        self._offer(parent, rank + 1)
+        by_lookup = source in ("lookup", "both")
+        self._add_node(self._depths[parent] + 1, reached, token, by_mask=source != "lookup", by_lookup=by_lookup)
+        return (reached,)
 
-    def _offer_mask(self, node: int, depth: int, last: float) -> None:
-        """Offer one more mask slot behind a node that is the last accepted one with this probability."""
-        index, most = self._masks[node], min(self._config.mask_slots, self._remaining - 2 - depth)
+    def _add_mask(self, node: int, rows: int) -> tuple[float, ...]:
+        """Add a mask slot behind a node if there are enough rows; returns the value of each row that it needs."""
+        index = self._masks[node]
+        needed = 1 if index else 1 + self._config.mask_layout.lead
+        if needed > rows:
+            return ()
+        self._order.extend([node] * needed)
+        self._masks[node] += 1
+        self._offer_mask(node)
+        return (*(0.0,) * (needed - 1), self._last[node] * self._outlook.gains[index])
+
+    def _offer(self, node: int, rank: int) -> None:
+        """Offer the candidate of this rank behind a node."""
+        if rank < len(self._choices[node]):
+            if self._depths[node] + 1 < self._remaining:
+                self._push(self._reached[node] * self._choices[node][rank][0], node, rank)
+            else:
+                self._limited = "end_of_text"
+
+    def _offer_mask(self, node: int) -> None:
+        """Offer one more mask slot behind a node."""
+        index, most = self._masks[node], min(self._config.mask_slots, self._remaining - 2 - self._depths[node])
         if index < most:
             opens = self._config.mask_layout.lead and not index
-            gain = self._openings[most - 1] if opens else self._outlook.gains[index]
-            self._push(last * gain, None, node, depth, 0, last)
+            self._push(self._last[node] * (self._openings[most - 1] if opens else self._outlook.gains[index]), node, -1)
         elif index < self._config.mask_slots:
             self._limited = "end_of_text"
 
-    def _push(self, promise: float, source: Source | None, node: int, depth: int, rank: int, reached: float) -> None:
-        if source is not None and depth + 1 >= self._remaining:
-            self._limited = "end_of_text"
-        elif promise <= self._least:
+    def _push(self, value: float, node: int, rank: int) -> None:
+        if value > self._least:  # among equals, the first comes first
+            heappush(self._heap, (-value, next(self._numbers), node, rank))
+        else:
             self._limited = "not_worth_it"
-        else:  # among equals, the first comes first
-            heappush(self._heap, (-promise, next(self._numbers), source, node, depth, rank, reached))
-
-    def _lookup_probability(self, depth: int) -> float:
-        """Probability of a lookup token behind an accepted one."""
-        return min(_MOST, self._outlook.lookup[depth]) if depth < len(self._lookup_tokens) else 0.0
-
-    def _mask_probability(self, node: int, depth: int, rank: int) -> float:
-        """Probability of a mask slot's candidate behind an accepted node."""
-        trust = self._outlook.trust
-        factor = trust[min(depth, len(trust) - 1)] if trust else 1.0
-        return min(_MOST, self._of_masks[node].probabilities[rank]) * factor

@@ -86,7 +86,7 @@ def test_curves_rise_from_a_plain_step(most: int, threads: int, requests: int, v
 
 def test_planning_takes_longer_relative_to_a_short_step() -> None:
     short, long = (StepCosts(256, ((1, seconds), (4, 1.2 * seconds))).curve(4) for seconds in (2e-4, 2e-2))
-    assert short.planning > 0.3
+    assert short.planning > 0.1
     assert long.planning < 0.01
     assert short.times[1] > 1 + short.planning  # a draft was planned
     assert relative_costs(0.1).curve(4).planning == 0

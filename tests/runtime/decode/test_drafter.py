@@ -145,12 +145,9 @@ def plans_of(planner: DraftPlanner, fate: Fate, length: int, monkeypatch: pytest
     return plans
 
 
-@pytest.mark.parametrize(("seconds", "least", "most"), [(5e-4, 0.0, 0.3), (2e-2, 0.6, 1.0)])
-def test_short_steps_skip_planning_where_drafts_are_never_right(
-    seconds: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans = plans_of(small_model(seconds), lambda index, depth: False, 2000, monkeypatch)
-    assert least * 2000 <= plans <= most * 2000
+@pytest.mark.parametrize("seconds", [5e-4, 2e-2])
+def test_planning_is_rare_where_drafts_are_never_right(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plans_of(small_model(seconds), lambda index, depth: False, 2000, monkeypatch) <= 0.3 * 2000
 
 
 class LookupText:
@@ -203,23 +200,15 @@ def test_a_wrong_looked_up_token_ends_what_counts_as_copied(monkeypatch: pytest.
     assert copying > 0.8 > behind_two
 
 
-@pytest.mark.parametrize(("left", "fed"), [(0.25, True), (0.15, False)])  # plain steps
-def test_mask_slots_get_half_of_what_is_left_since_their_tokens_cost_a_second_time(left: float, fed: bool) -> None:
-    table = StepCosts(64, ((1, 1.0), (2, 1.1), (64, 1.2)), relative=True)
+@pytest.mark.parametrize(("left", "tokens"), [(0.0, 0), (0.15, 0), (0.25, 1), (0.45, 2), (0.65, 3)])
+def test_a_draft_spends_at_most_half_of_what_is_left(left: float, tokens: int) -> None:
+    table = StepCosts(64, ((1, 1.0), (64, 7.3)), relative=True)  # 0.1 plain steps for each row
     drafter = TreeDrafter(DraftConfig(5, lookup=0), planner(table), "")
     drafter.left = left
-    draft = drafter.draft(new_thread([1, 2, 3], 8), 100, 64, Sharing(1, 64))
-    assert (sum(draft.masks) > 0) == fed
-    assert fed or draft.limited == "budget"
-
-
-def test_tokens_at_hand_are_verified_with_all_that_is_left() -> None:
-    table = StepCosts(64, ((1, 1.0), (64, 7.3)), relative=True)  # 0.1 for each row
-    drafter = TreeDrafter(DraftConfig(5, lookup=0), planner(table), "")
-    drafter.left = 0.2
     thread = new_thread([1, 2, 3], 8)
     thread.candidates = tuple(Candidates((token,), (0.9,)) for token in (7, 8, 9))
-    assert drafter.draft(thread, 100, 64, Sharing(1, 64)).tokens == (7, 8)
+    draft = drafter.draft(thread, 100, 64, Sharing(1, 64))
+    assert (draft.tokens, draft.limited) == ((7, 8, 9)[:tokens], "budget")
 
 
 def test_a_request_without_drafts_counts_when_others_choose_the_width_of_a_call() -> None:

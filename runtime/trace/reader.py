@@ -9,12 +9,13 @@ from typing import Any, get_args
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, short
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.draft import Source
+from spaceport.runtime.decode.draft import Reason, Source
 from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.trace.record import SCHEMA, Record, RowKind, StepRecord, ThreadRecord, ThreadRows
 
 _KINDS: tuple[RowKind, ...] = get_args(RowKind)
 _SOURCES: tuple[Source, ...] = get_args(Source)
+_REASONS: tuple[Reason, ...] = get_args(Reason)
 _ENDINGS: tuple[Ending, ...] = get_args(Ending)
 _RENAMED = {"began": "started", "held": "kv_slots", "kept": "retained", "written": "generated"}  # since schema 1
 # JSON readers disagree on numbers from 2^53 on.
@@ -99,7 +100,8 @@ def _step(found: JsonField) -> StepRecord:
 
 
 def _rows(found: JsonField) -> ThreadRows:
-    given = found.entries(ThreadRows)
+    # older traces of schema 2 have no reasons
+    given = replace(found, value={"limited": None, **found.object()}).entries(ThreadRows)
     rows = ThreadRows(
         thread=given["thread"].whole(),
         anchor=given["anchor"].or_none(JsonField.whole),
@@ -112,6 +114,7 @@ def _rows(found: JsonField) -> ThreadRows:
         chosen=given["chosen"].wholes(),
         generated=given["generated"].whole(),
         pieces=given["pieces"].each(JsonField.text),
+        limited=given["limited"].or_none(lambda reason: reason.one_of(_REASONS)),
     )
     if wrong := _wrong_columns(rows) or _wrong_outcome(rows):
         found.fail(wrong)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.draft import Source
+from spaceport.runtime.decode.draft import Reason, Source
 from spaceport.runtime.decode.threads import Ending
 
 SCHEMA = 2
@@ -32,6 +32,7 @@ class ThreadRows:
     chosen: tuple[int, ...]  # accepted candidates, then the model's own next token; empty in a prefill chunk
     generated: int  # number of chosen tokens that belong to the completion: those before its end
     pieces: tuple[str, ...] = ()  # text that each generated token added; empty without a tokenizer
+    limited: Reason | None = None  # why the draft is narrower than its limits allow; None: it is not
 
     @property
     def text(self) -> tuple[int, ...]:

@@ -178,6 +178,7 @@ def rows_of(part: Part, verdict: Verdict, index: int, pieces: Sequence[Sequence[
         chosen=verdict.tokens,
         generated=generated,
         pieces=tuple(pieces[index][own : own + generated]),
+        limited=part.draft.limited,
     )
 
 

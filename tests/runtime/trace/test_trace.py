@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -384,6 +385,7 @@ BREAKS: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     (r"has the position 0 at row 1: expected its parent's plus 1", lambda d: put(writing(d)["positions"], 1, 0)),
     (r"has the source 'mask' at row 0", lambda d: put(writing(d)["sources"], 0, "mask")),
     (r"has the source None at row", lambda d: put(writing(d)["sources"], row_of(writing(d), "candidate", True), None)),
+    (r"limited is 'price': expected budget or not_worth_it or", lambda d: put(writing(d), "limited", "price")),
     (r"retained\[0\] is 1: expected true or false", lambda d: put(writing(d)["retained"], 0, 1)),
 ]
 
@@ -404,6 +406,26 @@ def test_a_trace_of_schema_1_can_still_be_read() -> None:
     assert older["schema"] == 1
     assert {"began", "held"} <= {*older["steps"][0]}
     assert trace_of(older) == trace_of(STORED)
+
+
+def test_a_trace_without_reasons_of_narrow_drafts_can_still_be_read() -> None:
+    older = json.loads(json.dumps(STORED))
+    for step_ in older["steps"]:
+        for rows in step_["rows"]:
+            del rows["limited"]
+    limited = [rows.limited for step_ in trace_of(STORED).steps for rows in step_.rows]
+    assert any(limited)
+    record = trace_of(older)
+    assert all(rows.limited is None for step_ in record.steps for rows in step_.rows)
+    assert record.generated == trace_of(STORED).generated
+
+
+def test_a_trace_has_the_reason_of_each_narrow_draft() -> None:
+    request, trace, _ = traced(Case(5, max_threads=2))
+    record = trace_of(json.loads(json.dumps(trace.as_dict())))
+    found = Counter(rows.limited for step_ in record.steps for rows in step_.rows)
+    assert {reason: count for reason, count in found.items() if reason} == request.statistics.drafts_limited
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize(("message", "spoil"), BREAKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.trace.record import Record, ThreadRecord, ThreadRows
 from spaceport.tools.report.words import counted, name_of, name_of_thread, names_of
 
@@ -99,6 +100,8 @@ def describe(record: Record, cell: Cell) -> str:
         lines.append(f"rejected: {' '.join(proposed)}")
     kinds = (f"{rows.kinds.count(kind)} {kind}" for kind in ("known", "candidate", "mask") if kind in rows.kinds)
     lines.append(f"rows: {', '.join(kinds)}")
+    if rows.limited is not None:
+        lines.append(f"draft limited: {REASONS[rows.limited]}")
     if cell.ending:
         lines.append(f"ends: {cell.ending}")
     return "\n".join(lines)

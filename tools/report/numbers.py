@@ -37,6 +37,8 @@ def _count_drafts(found: Statistics, rows: ThreadRows) -> None:
     found.tokens += rows.generated
     found.candidate_rows += len(rows.candidates)
     found.mask_rows += rows.kinds.count("mask")
+    if rows.limited is not None:
+        found.drafts_limited[rows.limited] = found.drafts_limited.get(rows.limited, 0) + 1
     accepted = [row for row in rows.candidates if rows.retained[row]][: rows.accepted]
     for row in rows.candidates:
         depth, source = rows.positions[row] - rows.position, rows.sources[row]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.draft import DraftConfig
+from spaceport.runtime.decode.draft import REASONS, DraftConfig
 from spaceport.runtime.trace.record import Record, StepRecord, ThreadRecord, ThreadRows
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
@@ -157,7 +157,7 @@ def test_a_page_shows_the_statistics_of_its_trace(sheet: Sheet) -> None:
     assert found["Tokens per step"] == f"{statistics.tokens_per_step:.2f}"
     rate = sum(statistics.accepted_by_depth) / sum(statistics.drafted_by_depth)
     assert found["Acceptance rate"] == f"{100 * rate:.1f}%"
-    by_depth, by_source, by_thread = (
+    by_depth, by_source, by_reason, by_thread = (
         [[texts_of(cell) for cell in row] for row in table.iter("tr")][1:] for table in root.iter("table")
     )
     pairs = zip(statistics.drafted_by_depth, statistics.accepted_by_depth, strict=True)
@@ -167,6 +167,8 @@ def test_a_page_shows_the_statistics_of_its_trace(sheet: Sheet) -> None:
         [SOURCES[name], str(statistics.drafted_by_source[name]), str(statistics.accepted_by_source.get(name, 0))]
         for name in sources
     ]
+    limited = sorted(statistics.drafts_limited.items(), key=lambda item: -item[1])
+    assert by_reason == [[REASONS[reason], str(steps)] for reason, steps in limited]
     assert [int(row[1]) for row in by_thread] == [
         len(t.generated) for t in sorted(request.threads, key=lambda t: t.path)
     ]
@@ -280,6 +282,7 @@ def test_the_tooltip_of_a_cell_lists_its_tokens(sheet: Sheet) -> None:
                         retained=(True, True, True, False, False),
                         chosen=(3, 6),
                         generated=1,
+                        limited="not_worth_it",
                     ),
                 ),
                 queued=(),
@@ -304,12 +307,17 @@ def test_the_tooltip_of_a_cell_lists_its_tokens(sheet: Sheet) -> None:
         "discarded after the end: [End]",
         "rejected: #4 (lookup)",
         "rows: 2 known, 2 candidate, 1 mask",
+        "draft limited: further rows are not expected to be worth their time",
         "ends: end",
     ]
     titles = [title.text for title in sheet.report(record).iter("title")]
     assert "step 1: 1 token, 1 of them accepted draft tokens" in titles
     assert "step 1: 5 KV slots, 2 for the same tokens in one thread" in titles
     assert "step 1: 250 ms in the engine, 500 ms outside of it" in titles
+
+
+def test_pages_and_drawings_have_the_same_texts_for_reasons(sheet: Sheet) -> None:
+    assert sheet.page.evaluate("words.REASONS") == REASONS
 
 
 def test_a_page_without_steps_says_so(sheet: Sheet) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
+from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
@@ -138,7 +139,8 @@ def titles(record: Any) -> list[str]:
         tokens = sum(rows.generated for rows in step.rows)
         counts = f"{tokens} token{'s' * (tokens != 1)}, {kinds.total()} row{'s' * (kinds.total() != 1)}"
         kinds_text = f"{kinds['known']} known, {kinds['candidate']} candidates, {kinds['mask']} masks"
-        found.append(f"step {number}: {counts} ({kinds_text})")
+        reasons = [f"\ndraft limited: {REASONS[rows.limited]}" for rows in step.rows if rows.limited]
+        found.append(f"step {number}: {counts} ({kinds_text}){''.join(dict.fromkeys(reasons))}")
     return found
 
 

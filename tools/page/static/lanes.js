@@ -2,7 +2,7 @@
 
 import { LABELS, add, leftOf, path, picture, scaleForLanes, ticksOf, widthOf } from './svg.js';
 import { acceptedIn, lanesOf, originsOf, rejectedIn } from './trace.js';
-import { counted, nameOf, nameOfThread, namesOf } from './words.js';
+import { REASONS, counted, nameOf, nameOfThread, namesOf } from './words.js';
 
 /** @typedef {import('./trace.js').Trace} Trace */
 /** @typedef {import('./trace.js').Lane} Lane */
@@ -81,6 +81,7 @@ export function describe(trace, cell) {
   const rejected = rejectedIn(rows).map((row) => `${nameOf(trace, rows.tokens[row])} (${rows.sources[row]})`);
   if (rejected.length) lines.push(`rejected: ${rejected.join(' ')}`);
   lines.push(`rows: ${kinds.flatMap(([kind, count]) => (count ? [`${count} ${kind}`] : [])).join(', ')}`);
+  if (rows.limited) lines.push(`draft limited: ${REASONS[rows.limited]}`);
   if (cell.ending) lines.push(`ends: ${cell.ending}`);
   return lines.join('\n');
 }

@@ -3,7 +3,7 @@
 import { drawLanes, originClass } from './lanes.js';
 import { add, addHtml, path, picture } from './svg.js';
 import { addStep, countsOf, emptyTrace, originsOf } from './trace.js';
-import { counted, number } from './words.js';
+import { REASONS, counted, number } from './words.js';
 
 /** @typedef {import('./trace.js').Trace} Trace */
 /** @typedef {import('./trace.js').StepRecord} StepRecord */
@@ -126,7 +126,9 @@ export class LiveView {
       (kind) => step.rows.flatMap((rows) => rows.kinds).filter((each) => each === kind).length,
     );
     const title = `step ${index + 1}: ${counted(tokensIn(step), 'token')}, ${counted(rowsIn(step), 'row')}`;
-    add(group, 'title', {}, `${title} (${kinds[0]} known, ${kinds[1]} candidates, ${kinds[2]} masks)`);
+    const limits = step.rows.flatMap(({ limited }) => (limited ? [`\ndraft limited: ${REASONS[limited]}`] : []));
+    const details = `(${kinds[0]} known, ${kinds[1]} candidates, ${kinds[2]} masks)${[...new Set(limits)].join('')}`;
+    add(group, 'title', {}, `${title} ${details}`);
     add(group, 'rect', { x, y: 0, width: BAR, height: TALLEST + DEEPEST, class: 'hit' });
     const thick = TALLEST / this._most.tokens;
     let y = TALLEST;

@@ -5,7 +5,7 @@ import { chartsOf } from './charts.js';
 import { drawLanes } from './lanes.js';
 import { add, addHtml, picture } from './svg.js';
 import { countsOf, lanesOf, slotsInOneThread } from './trace.js';
-import { counted, nameOfThread, number, percent, seconds, visible } from './words.js';
+import { REASONS, counted, nameOfThread, number, percent, seconds, visible } from './words.js';
 
 /** @typedef {import('./trace.js').Trace} Trace */
 /** @typedef {import('./trace.js').Counts} Counts */
@@ -162,6 +162,13 @@ function drawDrafts(parent, counts) {
   const section = headed(parent, 'Draft tokens');
   if (counts.byDepth.length) drawShares(section, counts);
   else addHtml(section, 'p', {}, 'No draft tokens.');
+  if (!counts.limited.size) return;
+  const body = table(section, ['why a draft was narrower than its limits', 'steps']);
+  for (const [reason, steps] of [...counts.limited].sort(([, one], [, other]) => other - one)) {
+    const row = addHtml(body, 'tr');
+    addHtml(row, 'th', { scope: 'row' }, REASONS[reason]);
+    addHtml(row, 'td', {}, String(steps));
+  }
 }
 
 /** @param {Element} parent @param {Trace} trace */

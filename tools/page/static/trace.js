@@ -3,10 +3,12 @@
 /**
  * @typedef {'known' | 'candidate' | 'mask'} RowKind
  * @typedef {'mask' | 'head' | 'lookup' | 'both'} Source
+ * @typedef {'budget' | 'not_worth_it' | 'no_candidates' | 'grammar' | 'end_of_text' | 'row_limit' | 'shared_call'} Reason
+ *   Why a draft is narrower than its limits allow.
  * @typedef {{
  *   thread: number, anchor: number | null, tokens: number[], parents: (number | null)[], positions: number[],
  *   kinds: RowKind[], sources: (Source | null)[], retained: boolean[], chosen: number[], generated: number,
- *   pieces: string[],
+ *   pieces: string[], limited: Reason | null,
  * }} ThreadRows The rows of one thread in a step.
  * @typedef {{
  *   rows: ThreadRows[], queued: number[], started: number[], ended: number[], kv_slots: number,
@@ -29,8 +31,8 @@
  * @typedef {{
  *   tokens: number, steps: number, promptSteps: number, rows: number,
  *   threads: number, peakThreads: number, peakSlots: number, engine: number, outside: number,
- *   byDepth: [number, number][], bySource: Map<string, [number, number]>,
- * }} Counts Counts and times; `byDepth` and `bySource` have draft tokens and accepted ones.
+ *   byDepth: [number, number][], bySource: Map<string, [number, number]>, limited: Map<Reason, number>,
+ * }} Counts Counts and times; `byDepth` and `bySource` have draft tokens and accepted ones, `limited` has steps.
  */
 
 export const SCHEMA = 2;
@@ -82,6 +84,7 @@ export function countsOf(trace) {
     ...{ threads: trace.threads.length, peakThreads: 0, peakSlots: 0, engine: 0, outside: 0 },
     byDepth: [],
     bySource: new Map(),
+    limited: new Map(),
   };
   for (const step of trace.steps) addStep(found, step);
   return found;
@@ -98,6 +101,7 @@ export function addStep(found, step) {
   for (const rows of step.rows) {
     found.rows += rows.tokens.length;
     found.tokens += rows.generated;
+    if (rows.limited) found.limited.set(rows.limited, (found.limited.get(rows.limited) ?? 0) + 1);
     addDrafts(found, rows);
   }
 }

@@ -3,6 +3,17 @@
 /** @typedef {import('./trace.js').Trace} Trace */
 /** @typedef {import('./trace.js').ThreadRecord} ThreadRecord */
 
+/** Why a draft is narrower than its limits allow. @type {Record<import('./trace.js').Reason, string>} */
+export const REASONS = {
+  budget: 'drafts may not cost the request more time',
+  not_worth_it: 'further rows are not expected to be worth their time',
+  no_candidates: 'no source proposes a token',
+  grammar: 'the grammar allows no proposed token',
+  end_of_text: 'the text reaches its token limit',
+  row_limit: 'the engine or the other threads take the rows',
+  shared_call: 'the requests of the call agreed on fewer rows',
+};
+
 const JOINERS = '\u200c\u200d'; // needed inside words and emoji
 
 /** Text with invisible and invalid characters replaced by their codes. @param {string} text */

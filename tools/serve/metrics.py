@@ -109,6 +109,9 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth in the draft.", "position"
         )
         self._by_source = counter("accepted_tokens", "Accepted draft tokens by source.", "source")
+        self._limited = counter(
+            "drafts_limited", "Steps in which a draft was narrower than its limits allow, by reason.", "reason"
+        )
         self._rows = counter("rows", "Rows of all steps by what they hold.", "kind")
         self._outside = counter("time_outside_engine_seconds", "Seconds between engine calls.")
         self._first = histogram("time_to_first_token_seconds", "Seconds to the first token.")
@@ -153,6 +156,8 @@ class Metrics:
             self._by_depth.labels(model, str(depth)).inc(count)
         for source, count in found.accepted_by_source.items():
             self._by_source.labels(model, source).inc(count)
+        for limit, count in found.drafts_limited.items():
+            self._limited.labels(model, limit).inc(count)
         for kind, count in _rows(found).items():
             self._rows.labels(model, kind).inc(count)
         self._outside.labels(model).inc(found.outside_seconds)

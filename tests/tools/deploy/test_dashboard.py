@@ -54,6 +54,9 @@ def exported(prefix: str, bundle: Path) -> Exported:
     with TestClient(app) as client:
         given = {"prompt": "import json\nimport json\n", "temperature": 0, "max_tokens": 16}
         assert client.post("/v1/completions", json={**given, "n": 2}).status_code == 200
+        assert (
+            client.post("/v1/completions", json={**given, "max_tokens": 1}).status_code == 200
+        )  # too short for drafts
         end = time.monotonic() + 60
         while f'{prefix}:exactness_equal_total{{model_name="demo"}} 0.0' in (text := client.get("/metrics").text):
             assert time.monotonic() < end, "no completion was audited"

@@ -16,6 +16,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.answers import metrics_of
 from spaceport.tools.serve.application import application
+from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.options import ServiceOptions
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -60,6 +61,15 @@ def test_the_rows_of_steps_are_counted_by_what_they_hold(client: TestClient) -> 
     assert found["rows_total/padding"] == 0
     ask(client, n=3, temperature=1, seed=3)
     assert counted(client)["rows_total/padding"] > 0
+
+
+def test_steps_with_limited_drafts_are_counted_by_reason() -> None:
+    metrics = Metrics("spaceport", dict)
+    metrics.ended("demo", "stop", Statistics(drafts_limited={"budget": 3, "not_worth_it": 12}))
+    metrics.ended("demo", "stop", Statistics(drafts_limited={"budget": 1}))
+    text = metrics.text().decode()
+    assert 'spaceport:drafts_limited_total{model_name="demo",reason="budget"} 4.0' in text
+    assert 'spaceport:drafts_limited_total{model_name="demo",reason="not_worth_it"} 12.0' in text
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.mask_layout import CAUSAL, GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import Lowering, Signature
-from spaceport.runtime.costs import relative_costs
+from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.events import Listener
 from spaceport.runtime.decode.planner import DraftPlanner
@@ -23,6 +23,7 @@ from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 
 FREE_ROWS = replace(CPU_COSTS, row=0.0)  # rows are free: drafts are as wide as their limits
+FREE_STEPS = relative_costs(FREE_ROWS.row)  # the same for a planner: a draft that is not fed shows no fault
 
 VOCAB = 15
 MASKS = (11, 12)
@@ -251,6 +252,8 @@ def request_for(
     selector: TokenSelector | None = None,
     listener: Listener | None = None,
     observers: Sequence[Observer] = (),
+    costs: StepCosts = FREE_STEPS,
+    max_rows: int | None = None,
 ) -> Request:
     """A request as the session creates it; a number of mask slots means chains of that length.
 
@@ -268,9 +271,8 @@ def request_for(
         max_length=len(prompt) + max_tokens,
         max_total=max_tokens if total is None else total,
         draft_config=replace(draft_config, mask_layout=engine.language.mask_layout),
-        planner=DraftPlanner(
-            relative_costs(0.0)
-        ),  # drafts as wide as their limits: a draft that is not fed shows no fault
+        planner=DraftPlanner(costs),
+        max_rows=max_rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),
     )

@@ -23,7 +23,7 @@ from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
-from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Cell, HashEngine, Language
+from support.hash_engine import CHILD, END, FORK, FREE_ROWS, MASKS, VOCAB, Cell, HashEngine, Language
 
 WORDS = "abcdefghij.[]{}"  # a letter for each token; "." is the end token, "[" and "]" are masks, "{" is [Fork] and "}" is [Child]
 
@@ -73,8 +73,9 @@ def hash_runtime(
     lowering: Lowering = "scatter",
     prompt_rows: int = PREFILL_ROWS,
     prefix_cache: bool = False,
+    row: float = 0.0,
 ) -> Runtime:
-    """A runtime whose model generates a language."""
+    """A runtime whose model generates a language; `row` is the cost of a further row in plain steps."""
     manifest = Manifest(
         signature=Signature(1, 1, 1, VOCAB, "float32", lowering, language.window),
         tokens=TokenIds(mask=(MASKS * 3)[:5], fork=FORK, child=CHILD, end=(END,)),
@@ -86,7 +87,8 @@ def hash_runtime(
         attention="plain",
     )
     bundle = Bundle(_folder(), manifest)
-    engine = HashEngine(language, capacity_for(manifest, max_slots or max_seq_len), requests, lowering)
+    capacity = capacity_for(manifest, max_slots or max_seq_len)
+    engine = HashEngine(language, capacity, requests, lowering, costs=replace(FREE_ROWS, row=row))
     return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows, prefix_cache=prefix_cache)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
+from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB
+
 BROKEN = "\ufffd"
 SPECIAL = ["<s>", "</s>"]
 CORPUS = [
@@ -44,6 +47,17 @@ def byte_fallback() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return tokenizer
+
+
+def small_vocabulary() -> tuple[Tokenizer, Vocabulary]:
+    """A tokenizer for the tokens of the fake engine, and its vocabulary."""
+    texts = ["a", "b", "c", "ab", "bc", "ca", "cab", "Ġ", "ÃĤ", "©"]
+    names = [*texts, "</s>", "[M1]", "[M2]", "[Fork]", "[Child]"]
+    tokenizer = Tokenizer(models.BPE({name: token for token, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(names[len(texts) :])
+    assert tokenizer.get_vocab_size() == VOCAB
+    return tokenizer, open_vocabulary(tokenizer, VOCAB, (END,), (*MASKS, FORK, CHILD))
 
 
 BYTES = byte_level()

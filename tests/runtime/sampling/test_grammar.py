@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, models
 
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
@@ -32,8 +32,8 @@ from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.grammar_compiler import constrained
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.text.tokenizer import open_tokenizer
-from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
-from support.small_tokenizers import BYTES, FALLBACK, full
+from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
+from support.small_tokenizers import BYTES, FALLBACK, full, small_vocabulary
 
 
 def with_words(*words: str) -> Tokenizer:
@@ -292,17 +292,6 @@ def test_a_position_has_the_same_token_in_any_order_of_calls(
         if data.draw(st.booleans()):
             position = 2 + end + data.draw(st.integers(0, 2))
             choose.candidates(np.stack([logits_for(seed, [n]) for n in range(3)]), thread_of(text[:known]), position, 2)
-
-
-def small_vocabulary() -> tuple[Tokenizer, Vocabulary]:
-    """A tokenizer for the fake engine's tokens."""
-    texts = ["a", "b", "c", "ab", "bc", "ca", "cab", "Ġ", "ÃĤ", "©"]
-    names = [*texts, "</s>", "[M1]", "[M2]", "[Fork]", "[Child]"]
-    tokenizer = Tokenizer(models.BPE({name: token for token, name in enumerate(names)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(names[len(texts) :])
-    assert tokenizer.get_vocab_size() == VOCAB
-    return tokenizer, open_vocabulary(tokenizer, VOCAB, (END,), (*MASKS, FORK, CHILD))
 
 
 SMALL, SMALL_VOCABULARY = small_vocabulary()

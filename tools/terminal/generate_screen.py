@@ -56,6 +56,7 @@ def show_statistics(completion: Completion) -> None:
         f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step), ending: {completion.ending}",
         f"{threads}peak {s.peak_slots} KV slots, {s.rows} rows",
         f"draft tokens: {_drafts(s)}",
+        *([f"drafts limited: {_reasons(s)}"] if s.drafts_limited else []),
         f"{s.tokens_per_second:.1f} tokens/s, {s.first_token_seconds:.3f} s to first token",
         f"{s.engine_seconds:.3f} s in the engine, {s.outside_seconds:.3f} s outside "
         f"({s.outside_seconds / max(1, steps) * 1e3:.3f} ms per step), {s.waiting_seconds:.3f} s queued",
@@ -108,3 +109,9 @@ def _drafts(s: Statistics) -> str:
     )
     depths = ", ".join(f"{a}/{d}" for a, d in zip(s.accepted_by_depth, s.drafted_by_depth, strict=True))
     return f"{accepted} of {drafted} accepted ({rates})\n  by source: {sources}; by depth: {depths}"
+
+
+def _reasons(s: Statistics) -> str:
+    """The reasons with their numbers of steps, the most frequent first."""
+    counts = sorted(s.drafts_limited.items(), key=lambda item: -item[1])
+    return ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in counts)

@@ -173,7 +173,7 @@ def test_statistics_show_the_cost_of_a_generation(forking: Path, runtime: Runtim
     s = runtime.generate(DECODER, Decoding(max_tokens=60)).statistics
     for arguments in ([], ["--json"]):
         _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", *arguments)
-        tokens, threads, drafts, sources, speed, times = err.splitlines()
+        tokens, threads, drafts, sources, limited, speed, times = err.splitlines()
         assert (
             tokens == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step), ending: length"
         )
@@ -186,10 +186,15 @@ def test_statistics_show_the_cost_of_a_generation(forking: Path, runtime: Runtim
         assert drafts == f"draft tokens: {accepted} of {drafted} accepted ({rate})"
         assert f"mask slots {s.accepted_by_source['mask']}/{s.drafted_by_source['mask']}" in sources
         assert f"by depth: {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in sources
+        assert limited.removeprefix("drafts limited: ").split(", ") == [
+            f"{reason.replace('_', ' ')} {steps}"
+            for reason, steps in sorted(s.drafts_limited.items(), key=lambda item: -item[1])
+        ]
         assert re.fullmatch(r"\d+\.\d tokens/s, \d\.\d{3} s to first token", speed)
         assert re.fullmatch(r"[\d.]+ s in the engine, [\d.]+ s outside \([\d.]+ ms per step\), [\d.]+ s queued", times)
     _, err = printed(capfd, forking, "--max-tokens", 9, "--mask-slots", 0, "--no-fork", "--stats")
     assert "draft tokens: none" in err
+    assert "drafts limited" not in err
     assert "threads" not in err
 
 

@@ -6,9 +6,11 @@ import logging
 
 import pytest
 
+from spaceport.runtime.decode.draft import REASONS
+from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.status import RuntimeStatus, TokenMeter
+from spaceport.runtime.scheduling.status import STOPPED_AFTER, DraftLog, RuntimeStatus, TokenMeter
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 from support.stepwise_engine import stepwise_runtime
@@ -87,3 +89,61 @@ def test_the_log_names_requests_and_their_endings_and_no_text(caplog: pytest.Log
 
 def test_the_log_is_silent_by_default() -> None:
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("spaceport").handlers)
+
+
+def entries_of(caplog: pytest.LogCaptureFixture, *requests: Statistics) -> list[str]:
+    """What is logged once these requests have ended, one after the other."""
+    log = DraftLog()
+    with caplog.at_level(logging.INFO, "spaceport.runtime"):
+        for request in requests:
+            log.add(request)
+    return [entry.getMessage() for entry in caplog.records]
+
+
+def without_drafts(**limited: int) -> Statistics:
+    """The statistics of a request that drafted nothing, with its steps by reason."""
+    return Statistics(drafts_limited=limited)
+
+
+DRAFTED = Statistics(mask_rows=1, drafts_limited={"row_limit": 1})
+
+
+def test_the_log_says_once_that_drafts_have_stopped_and_once_that_they_resume(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    idle = without_drafts(budget=STOPPED_AFTER)
+    assert entries_of(caplog, idle, idle, DRAFTED, DRAFTED) == [
+        f"nothing was drafted in {STOPPED_AFTER} steps: {REASONS['budget']}",
+        f"drafts resumed after {2 * STOPPED_AFTER} steps",
+    ]
+
+
+def test_the_log_names_the_usual_reason_of_all_requests_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    requests = [
+        without_drafts(budget=90, not_worth_it=60),
+        without_drafts(no_candidates=5, not_worth_it=STOPPED_AFTER - 155),
+    ]
+    assert entries_of(caplog, *requests) == [f"nothing was drafted in 256 steps: {REASONS['not_worth_it']}"]
+
+
+def test_the_log_says_nothing_before_enough_steps_in_a_row_had_no_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    idle = without_drafts(budget=STOPPED_AFTER - 1)
+    assert entries_of(caplog, idle, DRAFTED, idle, DRAFTED) == []
+
+
+def test_a_request_that_asks_for_no_drafts_does_not_count_as_one_without(caplog: pytest.LogCaptureFixture) -> None:
+    """It neither adds steps nor ends a time without drafts."""
+    idle, plain = without_drafts(budget=STOPPED_AFTER // 2), Statistics(steps=10_000, rows=10_000)
+    assert entries_of(caplog, plain, idle, plain, idle, plain) == [
+        f"nothing was drafted in {STOPPED_AFTER} steps: {REASONS['budget']}"
+    ]
+
+
+def test_a_runtime_logs_that_nothing_is_drafted_where_rows_are_expensive(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "spaceport"), hash_runtime(ENDLESS, max_seq_len=400, row=5.0) as runtime:
+        for _ in range(2):
+            runtime.generate([1, 2, 3], Decoding(max_tokens=300))
+        runtime.generate([1, 2, 3], Decoding(max_tokens=300, mask_slots=0, lookup=0))
+    drafts, closed = [entry.getMessage() for entry in caplog.records]
+    assert drafts == f"nothing was drafted in 300 steps: {REASONS['budget']}"
+    assert closed.startswith("closed ")

@@ -95,7 +95,7 @@ class Acceptance:
 
     def _learn_masks(self, added: int, candidates: int, written: int, copying: bool, weight: float) -> None:
         """Learn that mask slots added tokens to those of prompt lookup; without candidates, forget slowly."""
-        # Candidates beyond the written tokens are unknown, unless one before them was wrong.
+        # Candidates beyond the generated tokens are unknown, unless one before them was wrong.
         known = written if added >= min(candidates, written) else candidates
         masks = self.masks[copying]
         for depth, first in enumerate(self.initial):

@@ -224,9 +224,9 @@ def test_kv_buffers_are_bound_when_their_length_changes_and_not_in_each_step(tin
         engine._binding = Spy()  # type: ignore[attr-defined]
         engine._session = Unwrapping(engine._session, binding)  # type: ignore[attr-defined]
         opened.generate(DECODER, Decoding(max_tokens=96, mask_slots=0))
-        # 3 layers x key and value, each in and out; logits once, for one row
+        # 3 layers x key and value, each in and out; logits for one row at most once
         assert bound.count("bind_input") in (6, 12, 18)
-        assert bound.count("bind_output") == bound.count("bind_input") + 1
+        assert bound.count("bind_output") - bound.count("bind_input") in (0, 1)
 
 
 class Unwrapping:

@@ -304,7 +304,7 @@ def test_on_a_terminal_the_threads_are_shown_before_the_output(forking: Path, ru
     assert "root" in out
     erased = "\x1b[2K"
     assert erased not in out[out.rindex("KV slots") :]  # the threads stay
-    alone = on_a_terminal(forking, "--max-tokens", 60, "--live", "--no-fork", "--show-drafts")
+    alone = on_a_terminal(forking, "--max-tokens", 60, "--live", "--no-fork", "--show-drafts", "--step-costs", "free")
     assert erased in alone[alone.rindex("KV slots") :]  # one thread is the text itself
     assert "\x1b[32m" in alone[alone.rindex(erased) :]
 

@@ -114,14 +114,15 @@ def test_lookup_tokens_are_counted_in_the_kinds_from_which_the_runtime_learns(
 ) -> None:
     tally = LookupTally()
     tally.add(prefix, answer, most)
-    learned = Acceptance(lookup=[0.0] * LOOKUP_KINDS)
+    learned = Acceptance(0)
     lookup, text, copied = Lookup(), list(prefix), 0
     expected, correct = [0] * LOOKUP_KINDS, 0
     while len(text) < len(prefix) + len(answer):
         found, equal = lookup.following(text, most)
         written = answer[len(text) - len(prefix) :][: len(found) + 1]
-        right = learned.learn_lookup(found, written, equal, copied)
-        kinds = Acceptance(lookup=list(range(LOOKUP_KINDS))).lookup_probabilities(equal, copied, len(found))
+        learned.lookup[:] = range(LOOKUP_KINDS)
+        kinds = learned.lookup_probabilities(equal, copied, len(found))
+        right = learned.learn(found, equal, copied, (), written)
         for kind in kinds[: min(right + 1, len(written))]:
             expected[int(kind)] += 1
         correct += right

@@ -76,10 +76,10 @@ def test_a_file_that_was_swapped_there_and_back_is_noticed(bundle: Path) -> None
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "written": lambda file: file.write_bytes(bytes(2048)),
+    "written": lambda file: file.write_bytes(bytes(4096)),
     "truncated": lambda file: os.truncate(file, 100),
     "extended": lambda file: os.truncate(file, 5000),
-    "with its old times": lambda file: (file.write_bytes(bytes(2048)), os.utime(file, (0, 0))),
+    "with its old times": lambda file: (file.write_bytes(bytes(4096)), os.utime(file, (0, 0))),
 }
 
 

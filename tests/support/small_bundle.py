@@ -34,7 +34,7 @@ RECORD = EngineRecord("a" * 64, 7, ("b" * 64, "c" * 64), "tensorrt-rtx", "1.7.1.
 def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
     """Write a small bundle into an existing folder."""
     (folder / MODEL_FILE).write_bytes(content)
-    (folder / DATA_FILE).write_bytes(bytes(range(256)) * 8)
+    (folder / DATA_FILE).write_bytes(bytes(range(256)) * 16)
     (folder / TOKENIZER_FILE).write_text(Tokenizer(models.WordLevel({"a": 0}, "a")).to_str())
     manifest = Manifest(
         signature=Signature(2, 2, 16, 640, "float32", "scatter", window=32),

@@ -33,7 +33,7 @@ from support.file_server import FileServer, serving
 from support.paths import TESTS
 from support.small_bundle import ENGINE, edit, fill, new_bundle
 
-_PART = 500  # bytes; the data file has 2,048
+_PART = 1000  # bytes; the data file has 4,096
 
 # argv: an address, a folder, and the maximum size of a file in bytes or 0. Fetches, and prints what came of it.
 FETCH = """
@@ -41,7 +41,7 @@ import resource, signal, sys
 from pathlib import Path
 from spaceport.tools.fetch import transfer
 from spaceport.tools.fetch.fetching import fetch
-transfer.PART = 500
+transfer.PART = 1000
 if int(sys.argv[3]):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
@@ -168,7 +168,7 @@ def test_a_flipped_bit_is_found_and_named(bundle: Path, server: FileServer, targ
 def test_a_file_of_another_size_is_found_and_named(bundle: Path, server: FileServer, target: Path) -> None:
     with (bundle / DATA_FILE).open("ab") as stream:
         stream.truncate(700)
-    with pytest.raises(FetchError, match=f"^{DATA_FILE}: ends after 700 bytes, the manifest says 2048: upload"):
+    with pytest.raises(FetchError, match=f"^{DATA_FILE}: ends after 700 bytes, the manifest says 4096: upload"):
         fetch(server.address, target)
     (bundle / DATA_FILE).unlink()
     with pytest.raises(FetchError, match=f"^{DATA_FILE}: .*404.*: the manifest lists it: upload the bundle again"):
@@ -213,7 +213,7 @@ def test_a_server_cannot_send_more_than_was_asked_for(
     with pytest.raises(FetchError, match=expected):
         fetch(server.address, target)
     assert not target.exists()
-    most = {MANIFEST_FILE: LARGEST_MANIFEST, SIGNATURE_FILE: 2**10, DATA_FILE: 2048}[name]
+    most = {MANIFEST_FILE: LARGEST_MANIFEST, SIGNATURE_FILE: 2**10, DATA_FILE: 4096}[name]
     assert server.read.get(name, 0) < most + 2**24  # buffers of the system
 
 
@@ -247,10 +247,10 @@ def test_a_new_version_fetches_changed_files_only(bundle: Path, server: FileServ
 
 def test_a_damaged_copy_is_mended(bundle: Path, server: FileServer, target: Path) -> None:
     fetch(server.address, target)
-    (target / DATA_FILE).write_bytes(bytes(2048))
+    (target / DATA_FILE).write_bytes(bytes(4096))
     server.read.clear()
     report = fetch(server.address, target, overwrite=True)
-    assert report.fetched_bytes == server.read[DATA_FILE] == 2048
+    assert report.fetched_bytes == server.read[DATA_FILE] == 4096
     assert_copy(target, bundle)
 
 

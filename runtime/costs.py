@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-# CPU seconds of Python code around a call: for each request, for each request with a draft, and for each further row; and
+# CPU seconds of Python code around a call: for each request, for each draft, and for each further row; and
 # for planning a draft that turns out empty. Measured with `spaceport bench outside --real`, see docs/performance.md.
 _PYTHON_REQUEST, _PYTHON_DRAFT, _PYTHON_ROW, _PYTHON_EMPTY = 5e-5, 1e-4, 8e-6, 4e-5
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
@@ -66,12 +66,13 @@ class StepCosts:
         if not all(0 <= number <= _LONGEST for number in numbers) or min(s for _, s in points) < _SHORTEST:
             raise ValueError(f"step costs: expected seconds from {_SHORTEST:g} to {_LONGEST:g}")
 
-    def seconds(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
-        """Seconds of a step with this many rows for each of its requests, Python code included."""
+    def seconds(self, rows: int, requests: int = 1, visible: int | None = None, threads: int = 1) -> float:
+        """Seconds of a step with this many rows for each of its requests, in so many threads, Python code included."""
         call = self.call_seconds(rows, requests, visible)
         if self.relative:
             return call
-        return call + requests * (_PYTHON_REQUEST + (_PYTHON_DRAFT + _PYTHON_ROW * (rows - 1) if rows > 1 else 0.0))
+        drafts = threads * _PYTHON_DRAFT if rows > threads else 0.0
+        return call + requests * (_PYTHON_REQUEST + drafts + _PYTHON_ROW * (rows - 1))
 
     def call_seconds(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
         """Seconds of an engine call with this many rows for each of its requests."""
@@ -102,7 +103,7 @@ def relative_costs(row: float) -> StepCosts:
 
 @lru_cache(4096)
 def _curve(costs: StepCosts, most: int, threads: int, requests: int, visible: int) -> Curve:
-    seconds = [costs.seconds(threads * rows, requests, visible) for rows in range(1, most + 1)]
+    seconds = [costs.seconds(threads * rows, requests, visible, threads) for rows in range(1, most + 1)]
     for index in range(1, most):  # noise: a wider step is never cheaper
         seconds[index] = max(seconds[index], seconds[index - 1])
     planning = 0.0 if costs.relative else _PYTHON_EMPTY * threads * requests / seconds[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from spaceport.runtime.engine import Batch, Engine
 
 SECONDS = 2.0  # maximum time of a measurement, plus one call
 _ROUNDS, _FEWEST = 7, 3  # calls of each shape: usual and minimum number
+_MOST_ROUNDS = 60
+_QUICK = SECONDS / 4  # more rounds are run for this time: short calls are disturbed more often
 _VISIBLE, _FAR = 256, 1024  # KV slots
 # The most informative first: with a large model there is no time for all. GPU times jump at 8/9, 17, 33 and 64 rows.
 _SINGLE = (1, 4, 16, 9, 36, 2, 24, 6, 12, 64, 8, 17, 33)
@@ -49,7 +52,10 @@ def measure(
             break
         _call(engine, shape, timer)
         times[shape] = [_call(engine, shape, timer)]
-    for number in range(_ROUNDS):
+    started = clock()
+    for number in count():
+        if (number >= _ROUNDS and clock() - started > _QUICK) or number == _MOST_ROUNDS:
+            break
         for shape, found in times.items():
             if clock() + found[-1] > deadline and (number >= _FEWEST - 1 or shape.rows not in _NEEDED):
                 continue

@@ -116,9 +116,8 @@ class TreeDrafter:
             return NO_CANDIDATES if self._drafts else PLAIN
         affordable = config.rows
         if not planned.sharing.fills_up:  # else the requests of the call decide together
-            # Half of what is left: mask slots cost a second time when their tokens are verified, and a wrong draft must
-            # not end all others.
-            affordable = bisect_right(curve.times, 1 + SHARE + self.left / 2)
+            # mask slots cost a second time when their tokens are verified, so without candidates half is reserved
+            affordable = bisect_right(curve.times, 1 + SHARE + self.left / (1 if thread.candidates else 2))
         if affordable <= 1:
             return NO_BUDGET
         reach = acceptance.reach(is_copying(planned.copied))

@@ -200,15 +200,16 @@ def test_a_wrong_looked_up_token_ends_what_counts_as_copied(monkeypatch: pytest.
     assert copying > 0.8 > behind_two
 
 
-@pytest.mark.parametrize(("left", "tokens"), [(0.0, 0), (0.15, 0), (0.25, 1), (0.45, 2), (0.65, 3)])
-def test_a_draft_spends_at_most_half_of_what_is_left(left: float, tokens: int) -> None:
+@pytest.mark.parametrize(("left", "tokens", "masks"), [(0.0, 0, 0), (0.15, 1, 0), (0.25, 2, 1), (0.45, 3, 2)])
+def test_half_of_what_is_left_is_reserved_for_the_tokens_of_mask_slots(left: float, tokens: int, masks: int) -> None:
     table = StepCosts(64, ((1, 1.0), (64, 7.3)), relative=True)  # 0.1 plain steps for each row
     drafter = TreeDrafter(DraftConfig(5, lookup=0), planner(table), "")
     drafter.left = left
     thread = new_thread([1, 2, 3], 8)
-    thread.candidates = tuple(Candidates((token,), (0.9,)) for token in (7, 8, 9))
     draft = drafter.draft(thread, 100, 64, Sharing(1, 64))
-    assert (draft.tokens, draft.limited) == ((7, 8, 9)[:tokens], "budget")
+    assert (sum(draft.masks), draft.limited) == (masks, "budget")
+    thread.candidates = tuple(Candidates((token,), (0.9,)) for token in (7, 8, 9))
+    assert drafter.draft(thread, 100, 64, Sharing(1, 64)).tokens == (7, 8, 9)[:tokens]
 
 
 def test_a_request_without_drafts_counts_when_others_choose_the_width_of_a_call() -> None:

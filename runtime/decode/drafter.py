@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Protocol
 
 from spaceport.graphs.contract.draft_acceptance import is_copying
 from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, Reason, best_chain, chain
+from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, best_chain, chain
 from spaceport.runtime.decode.long_run import best_rate
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.planner import CREDIT, SHARE, DraftPlanner, Sharing, Wish
@@ -82,12 +82,17 @@ class TreeDrafter:
 
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         curve = self._planner.curve(self._config.rows, sharing)
-        planned = self._planned[thread.path] = _Planned(curve, sharing)
-        if thread.lookup is not None:
-            planned.lookup_tokens, planned.equal = thread.lookup.following(thread.tokens, self._config.lookup)
-            planned.copied = self._copied.get(thread.path, 0)
-        planned.rate = self._tokens / self._time
-        draft = self._planned_draft(thread, remaining, rows, planned)
+        planned = self._planned[thread.path] = _Planned(curve, sharing, self._tokens / self._time)
+        affordable = self._config.rows
+        if not sharing.fills_up:  # else the requests of the call decide together
+            # mask slots cost a second time when their tokens are verified, so without candidates half is reserved
+            affordable = bisect_right(curve.times, 1 + SHARE + self.left / (1 if thread.candidates else 2))
+        if affordable > 1 and self._drafts:
+            draft = self._planned_draft(thread, remaining, min(rows, affordable), planned)
+            if draft.limited == "row_limit" and affordable < rows:
+                draft = replace(draft, limited="budget")
+        else:
+            draft = NO_BUDGET if self._drafts else PLAIN
         if sharing.call is not None and sharing.fills_up:
             sharing.call.wishes.append(Wish(draft.worth or (1.0,), curve.times, planned.rate, self.left))
         return draft
@@ -101,25 +106,25 @@ class TreeDrafter:
         self.left += len(written) * (1 + SHARE) - time
         self._tokens += _PACE * (len(written) - self._tokens)
         self._time += _PACE * (time - self._time)
+        if not planned.looked_up:  # nothing is known about what would have been drafted
+            self._copied.pop(thread.path, None)
+            return
         candidates = best_chain(thread.candidates, thread.tokens[-1])
         right = self._acceptance.learn(planned.lookup_tokens, planned.equal, planned.copied, candidates, written)
         if self._acceptance.steps % _SHARE_EVERY == 0:
             self._shared.follow(self._acceptance, _SHARED)
-        if planned.lookup_tokens or planned.copied:
-            whole = right == min(len(planned.lookup_tokens), len(written))
-            self._copied[thread.path] = planned.copied + right if whole and right else 0
+        whole = right == min(len(planned.lookup_tokens), len(written))
+        self._copied[thread.path] = planned.copied + right if whole and right else 0
 
     def _planned_draft(self, thread: Thread, remaining: int, rows: int, planned: _Planned) -> Draft:
-        """The draft with the highest expected gain that the request can afford."""
+        """The draft with the highest expected gain."""
         config, acceptance, curve = self._config, self._acceptance, planned.curve
+        planned.looked_up = True
+        if thread.lookup is not None:
+            planned.lookup_tokens, planned.equal = thread.lookup.following(thread.tokens, config.lookup)
+            planned.copied = self._copied.get(thread.path, 0)
         if not (thread.candidates or planned.lookup_tokens or config.mask_slots):
-            return NO_CANDIDATES if self._drafts else PLAIN
-        affordable = config.rows
-        if not planned.sharing.fills_up:  # else the requests of the call decide together
-            # mask slots cost a second time when their tokens are verified, so without candidates half is reserved
-            affordable = bisect_right(curve.times, 1 + SHARE + self.left / (1 if thread.candidates else 2))
-        if affordable <= 1:
-            return NO_BUDGET
+            return NO_CANDIDATES
         reach = acceptance.reach(is_copying(planned.copied))
         solution = self._planner.long_run(curve, reach, config)
         planned.rate = max(solution.rate, best_rate(curve, reach) if config.heads else 0.0, planned.rate)
@@ -128,11 +133,9 @@ class TreeDrafter:
         best = [one.probabilities[0] * trust[0] for one in thread.candidates[:1] if one.tokens]
         if max(*best, *lookup[:1], *solution.gains[:1], 0.0, 0.0) <= planned.rate * curve.least:
             return NOT_WORTH_IT
-        most = min(affordable, rows)
-        limit: Reason | None = None if most >= config.rows else "budget" if affordable < rows else "row_limit"
-        outlook = Outlook(curve, planned.rate, solution.gains, trust, lookup, thread.tokens[-1], limit)
+        outlook = Outlook(curve, planned.rate, solution.gains, trust, lookup, thread.tokens[-1])
         planned.grown = True
-        return tree(thread.candidates, planned.lookup_tokens, config, remaining, min(most, config.rows), outlook)
+        return tree(thread.candidates, planned.lookup_tokens, config, remaining, min(rows, config.rows), outlook)
 
 
 @dataclass
@@ -141,10 +144,11 @@ class _Planned:
 
     curve: Curve
     sharing: Sharing
+    rate: float  # tokens per plain step that are generated otherwise
+    looked_up: bool = False  # False: the budget allowed no draft
     lookup_tokens: Sequence[int] = ()
     equal: int = 0  # number of matching tokens before the lookup tokens
     copied: int = 0  # correct lookup tokens in a row before this step
-    rate: float = 1.0  # tokens per plain step that are generated otherwise
     grown: bool = False  # whether a tree was grown, which takes time
 
     def time(self, rows: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
-from spaceport.runtime.costs import Curve, StepCosts
+from spaceport.runtime.costs import VISIBLE, Curve, StepCosts
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.long_run import LongRun, solve
@@ -79,12 +79,17 @@ class DraftPlanner:
         self._measured = measured  # acceptance rates that the bundle brings, by temperature
         self._repeatable = repeatable  # requests share nothing, so each takes the same steps every time
         self._acceptance: dict[Hashable, Acceptance] = {}
+        self._curves: dict[tuple[int, int, int, int], Curve] = {}
         self._solutions: dict[Hashable, LongRun] = {}
         self._last: dict[Hashable, LongRun] = {}  # solutions from which similar ones are found
 
     def curve(self, most: int, sharing: Sharing) -> Curve:
         """A thread's share of a step if all threads have 1 to `most` rows."""
-        return self.costs.curve(most, sharing.threads, sharing.requests, sharing.visible)
+        key = (most, sharing.threads, sharing.requests, sharing.visible // VISIBLE)
+        curve = self._curves.get(key)  # faster than the cache of the costs, which compares whole tables
+        if curve is None:
+            curve = self._curves[key] = self.costs.curve(most, sharing.threads, sharing.requests, sharing.visible)
+        return curve
 
     def acceptance(self, kind: Hashable, depths: int, temperature: float = 0.0) -> Acceptance:
         """Acceptance rates that all requests of a kind have learned."""

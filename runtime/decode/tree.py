@@ -26,7 +26,6 @@ class Outlook:
     trust: Sequence[float] = ()
     lookup: Sequence[float] = ()  # by depth: probability of a lookup token behind an accepted one
     last: int = 0  # the last known token, before the draft
-    limit: Reason | None = None  # why a draft has no more than its maximum rows
 
 
 def tree(
@@ -108,7 +107,7 @@ class _Growth:
             tuple(worth),
             tuple(self._order),
             self._config.mask_layout,
-            outlook.limit if used >= rows else self._limited,
+            self._limited if used < rows else "row_limit" if rows < self._config.rows else None,
         )
         return draft.cut(best_count, "not_worth_it")
 

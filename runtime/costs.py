@@ -16,7 +16,7 @@ from typing import Literal
 _PYTHON_REQUEST, _PYTHON_DRAFT, _PYTHON_ROW, _PYTHON_EMPTY = 5e-5, 1e-4, 8e-6, 4e-5
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
 _SHORTEST, _LONGEST = 1e-9, 1e6  # valid range of a call, in seconds
-VISIBLE = 256  # visible KV slots are rounded up to the next multiple of this for a curve
+VISIBLE = 128  # visible KV slots are rounded up to the next multiple of this for a curve
 
 # Source of a runtime's step costs; "free": rows cost nothing.
 CostSource = Literal["measured", "standard", "free"]

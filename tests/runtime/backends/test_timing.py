@@ -28,7 +28,7 @@ class TickingEngine(HashEngine):
         visible = batch.attention_mask.shape[-1]
         requests, rows = batch.input_ids.shape
         usual = self.call * (1 + 0.1 * requests * rows + requests * rows * visible / 10_000)
-        self.time += 50 * usual if self.calls <= 1 or self.calls % 7 == 0 else usual
+        self.time += 50 * usual if self.calls <= 1 or self.calls % 5 == 0 else usual
         return np.zeros((1, 1, 1), np.float32)
 
 

@@ -95,7 +95,7 @@ def test_drafts_pay_under_load_where_rows_are_cheap() -> None:
 def test_the_same_curve_serves_a_block_of_visible_slots() -> None:
     planner = DraftPlanner(INT8)
     first = planner.curve(24, Sharing(1, 64))
-    assert planner.curve(24, Sharing(1, 200)) is first
+    assert planner.curve(24, Sharing(1, 100)) is first
     assert planner.curve(24, Sharing(2, 64)) is not first
 
 

@@ -83,8 +83,9 @@ class TreeDrafter:
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         curve = self._planner.curve(self._config.rows, sharing)
         planned = self._planned[thread.path] = _Planned(curve, sharing, self._tokens / self._time)
-        affordable = self._config.rows
-        if not sharing.fills_up:  # else the requests of the call decide together
+        if sharing.fills_up:  # the requests of the call decide together what they can pay for
+            affordable = self._config.rows if self.left + SHARE >= curve.planning else 1
+        else:
             # mask slots cost a second time when their tokens are verified, so without candidates half is reserved
             affordable = bisect_right(curve.times, 1 + SHARE + self.left / (1 if thread.candidates else 2))
         if affordable > 1 and self._drafts:

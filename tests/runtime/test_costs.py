@@ -95,3 +95,11 @@ def test_planning_takes_longer_relative_to_a_short_step() -> None:
 def test_fewer_visible_slots_never_save_a_whole_step() -> None:
     costs = StepCosts(1024, ((1, 0.010),), slot=2e-5)
     assert engine_seconds(costs, 1, 1, 0) == pytest.approx(0.002)
+
+
+def test_each_thread_plans_a_draft_of_its_own() -> None:
+    costs = StepCosts(256, ((1, 1e-3), (64, 1e-3)))  # rows cost nothing in the engine
+    one, three = (costs.curve(2, threads).times for threads in (1, 3))
+    plain = 1e-3 + 5e-5
+    assert one[1] == pytest.approx(1 + (1e-4 + 8e-6) / plain)
+    assert three[1] == pytest.approx(1 + 3 * (1e-4 + 8e-6) / (plain + 2 * 8e-6))

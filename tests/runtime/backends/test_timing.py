@@ -65,6 +65,24 @@ def test_other_processes_do_not_add_to_the_costs_of_a_cpu() -> None:
     assert dict(busy.single) == pytest.approx(dict(quiet.single))
 
 
+def test_a_call_with_other_kv_buffers_than_the_one_before_is_not_timed() -> None:
+    """The first call with another number of requests or of visible KV slots binds all buffers."""
+
+    @dataclass
+    class BindingEngine(TickingEngine):
+        bound: tuple[int, int] = (0, 0)
+        cold: int = 40  # calls until caches are warm: those of the first round
+
+        def run(self, batch: Batch) -> NDArray[np.float32]:
+            buffers = len(batch.input_ids), batch.attention_mask.shape[-1]
+            self.time += 1.0 if self.bound != buffers or self.cold > 0 else 0.0
+            self.bound, self.calls, self.cold = buffers, 1, self.cold - 1  # never disturbed otherwise
+            return super().run(batch)
+
+    table = measured(BindingEngine(Language(1), 2048, 4))
+    assert max(seconds for _, seconds in (*table.single, *table.batched)) < 1.0
+
+
 def test_an_engine_with_few_slots_is_measured_too() -> None:
     engine = TickingEngine(Language(1), 16, 1)
     engine.rows = 8

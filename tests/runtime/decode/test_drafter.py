@@ -232,3 +232,25 @@ def test_a_chain_ends_before_a_mask_slot_without_a_probable_token() -> None:
     ):
         thread.candidates = candidates
         assert drafter.draft(thread, 50, 64, Sharing()).tokens == expected
+
+
+@pytest.mark.parametrize(("left", "limited"), [(0.2, "not_worth_it"), (-0.2, "budget")])
+def test_a_request_in_debt_plans_nothing_in_a_shared_call(left: float, limited: str) -> None:
+    shared, costs = SharedCall(2), StepCosts(64, ((1, 2e-4), (64, 1e-2)))
+    drafter = TreeDrafter(DraftConfig(5, lookup=0), DraftPlanner(costs), "")
+    drafter.left = left
+    draft = drafter.draft(new_thread([1, 2, 3], 8), 100, 64, Sharing(1, 64, shared))
+    assert (draft.rows, draft.limited) == (1, limited)
+    (wish,) = shared.wishes
+    assert wish.left == left
+
+
+def test_copied_text_ends_where_the_budget_allows_no_look_up() -> None:
+    text = LookupText([*range(10, 40), 77, 78, 10, 11], planner(FLOAT32))
+    text.write(*range(12, 20))
+    assert text.drafter._copied[()] >= 4
+    text.drafter.left = -9.0
+    assert text.write(20).limited == "budget"
+    text.drafter.left = 9.0
+    text.draft()
+    assert text.drafter._planned[()].copied == 0

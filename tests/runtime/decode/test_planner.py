@@ -109,10 +109,14 @@ def test_similar_acceptance_rates_have_one_solution() -> None:
 
 
 def test_a_new_runtime_starts_from_the_rates_of_its_bundle_at_the_nearest_temperature() -> None:
-    measured = (DraftAcceptance((0.9, 0.8)), DraftAcceptance((0.4, 0.1), temperature=1.0))
+    lookup = (0.1, 0.2, 0.3, 0.4, 0.5)
+    measured = (DraftAcceptance((0.9, 0.8), lookup), DraftAcceptance((0.4, 0.1), lookup, temperature=1.0))
     planner = DraftPlanner(FLAT, measured)
-    for temperature, rates in ((0.0, [0.9, 0.8]), (0.3, [0.9, 0.8]), (0.7, [0.4, 0.1])):
-        assert planner.acceptance(temperature, 2, temperature).reach(copying=False) == rates
+    for temperature, rates, near in ((0.0, [0.9, 0.8], True), (0.3, [0.9, 0.8], False), (0.8, [0.4, 0.1], True)):
+        acceptance = planner.acceptance(temperature, 2, temperature)
+        assert acceptance.reach(copying=False) == rates
+        # rates of prompt lookup hold near their temperature only
+        assert acceptance.lookup_probabilities(2, 0, 3) == ([0.1, 0.2, 0.3] if near else [0.3, 0.45, 0.6])
 
 
 def calm() -> Iterator[float]:

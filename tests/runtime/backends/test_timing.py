@@ -80,7 +80,8 @@ def test_a_call_with_other_kv_buffers_than_the_one_before_is_not_timed() -> None
             return super().run(batch)
 
     table = measured(BindingEngine(Language(1), 2048, 4))
-    assert max(seconds for _, seconds in (*table.single, *table.batched)) < 1.0
+    assert dict(table.single) == pytest.approx({rows: 0.01 * (1 + 0.1256 * rows) for rows, _ in table.single})
+    assert dict(table.batched) == pytest.approx({rows: 0.01 * (1 + 0.1256 * 4 * rows) for rows in (1, 4, 9)})
 
 
 def test_an_engine_with_few_slots_is_measured_too() -> None:

@@ -86,8 +86,10 @@ class TreeDrafter:
         if sharing.fills_up:  # the requests of the call decide together what they can pay for
             affordable = self._config.rows if self.left + SHARE >= curve.planning else 1
         else:
-            # mask slots cost a second time when their tokens are verified, so without candidates half is reserved
-            affordable = bisect_right(curve.times, 1 + SHARE + self.left / (1 if thread.candidates else 2))
+            # Threads share what is left. Mask slots cost a second time when their tokens are verified, so without
+            # candidates half of it is reserved.
+            left = self.left / sharing.threads / (1 if thread.candidates else 2)
+            affordable = bisect_right(curve.times, 1 + SHARE + left)
         if affordable > 1 and self._drafts:
             draft = self._planned_draft(thread, remaining, min(rows, affordable), planned)
             if draft.limited == "row_limit" and affordable < rows:

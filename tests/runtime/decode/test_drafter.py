@@ -212,6 +212,16 @@ def test_half_of_what_is_left_is_reserved_for_the_tokens_of_mask_slots(left: flo
     assert drafter.draft(thread, 100, 64, Sharing(1, 64)).tokens == (7, 8, 9)[:tokens]
 
 
+@pytest.mark.parametrize(("left", "tokens"), [(0.3, 0), (0.4, 1), (0.8, 2)])
+def test_threads_share_what_is_left(left: float, tokens: int) -> None:
+    table = StepCosts(64, ((1, 0.9), (2, 1.0), (64, 7.2)), relative=True)  # two threads: 0.2 for a row of each
+    drafter = TreeDrafter(DraftConfig(5, lookup=0), planner(table), "")
+    drafter.left = left
+    thread = new_thread([1, 2, 3], 8)
+    thread.candidates = tuple(Candidates((token,), (0.9,)) for token in (7, 8, 9))
+    assert drafter.draft(thread, 100, 64, Sharing(2, 64)).tokens == (7, 8, 9)[:tokens]
+
+
 def test_a_request_without_drafts_counts_when_others_choose_the_width_of_a_call() -> None:
     shared = SharedCall(2)
     drafter = drafter_for(DraftConfig(0, lookup=0), planner(FLOAT32))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
 # CPU seconds of Python code around a call: for each request, for each draft, and for each further row; and
@@ -28,6 +28,7 @@ class Curve:
     """A thread's share of the time of a step by its number of rows, in plain steps."""
 
     times: Sequence[float]  # of 1, 2, ... rows; the first is 1
+    plain: float = 1.0  # time of a plain step
     planning: float = 0.0  # time of planning a draft that turns out empty
 
     @cached_property
@@ -67,7 +68,7 @@ class StepCosts:
             raise ValueError(f"step costs: expected seconds from {_SHORTEST:g} to {_LONGEST:g}")
 
     def seconds(self, rows: int, requests: int = 1, visible: int | None = None, threads: int = 1) -> float:
-        """Seconds of a step with this many rows for each of its requests, in so many threads, Python code included."""
+        """Seconds of a step with this many rows for each of its requests, of `threads` threads, Python code included."""
         call = self.call_seconds(rows, requests, visible)
         if self.relative:
             return call
@@ -93,21 +94,17 @@ class StepCosts:
 
     def curve(self, most: int, threads: int = 1, requests: int = 1, visible: int = 1) -> Curve:
         """A thread's share of a step's time if each thread has 1 to `most` rows."""
-        return _curve(self, most, threads, requests, (visible // VISIBLE + 1) * VISIBLE)
+        visible = (visible // VISIBLE + 1) * VISIBLE
+        seconds = [self.seconds(threads * rows, requests, visible, threads) for rows in range(1, most + 1)]
+        for index in range(1, most):  # noise: a wider step is never cheaper
+            seconds[index] = max(seconds[index], seconds[index - 1])
+        plain = seconds[0] / (threads * requests)
+        return Curve([time / seconds[0] for time in seconds], plain, 0.0 if self.relative else _PYTHON_EMPTY / plain)
 
 
 def relative_costs(row: float) -> StepCosts:
     """Costs that were not measured: a step of one row costs 1 and each further row `row`."""
     return StepCosts(0, ((1, 1.0), (2, 1.0 + row)), relative=True)
-
-
-@lru_cache(4096)
-def _curve(costs: StepCosts, most: int, threads: int, requests: int, visible: int) -> Curve:
-    seconds = [costs.seconds(threads * rows, requests, visible, threads) for rows in range(1, most + 1)]
-    for index in range(1, most):  # noise: a wider step is never cheaper
-        seconds[index] = max(seconds[index], seconds[index - 1])
-    planning = 0.0 if costs.relative else _PYTHON_EMPTY * threads * requests / seconds[0]
-    return Curve([time / seconds[0] for time in seconds], planning)
 
 
 def _rows(point: tuple[int, float]) -> int:

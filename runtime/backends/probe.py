@@ -85,6 +85,8 @@ def _tokens(engine: Engine, count: int) -> NDArray[np.int64]:
 
 def _noise(got: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
     """The largest difference, relative to the largest logit of its row."""
+    if np.isnan(got).any() or np.isnan(expected).any():
+        return 1.0  # as wrong as can be
     if got.tobytes() == np.broadcast_to(expected, got.shape).tobytes():
         return 0.0
     largest = np.abs(expected).max(axis=-1, keepdims=True)

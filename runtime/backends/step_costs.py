@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 from spaceport.graphs.contract.exactness import Exactness, tolerated_noise
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends.cpus import cpu_name, usable_cpus
+from spaceport.runtime.backends.cpus import cpu_name, instruction_sets, usable_cpus
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.private_files import read_private, replace_private
 from spaceport.runtime.backends.probe import probe
@@ -113,7 +113,7 @@ def _key(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> s
         device,
         (options.capacity, options.requests, options.threads),
         [(package, _version(package)) for package in _PACKAGES],
-        (cpu_name(), usable_cpus()),
+        (cpu_name(), instruction_sets(), usable_cpus()),
     )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 from typing import Protocol
 
 from spaceport.graphs.contract.draft_acceptance import is_copying
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig, best_chain, chain
 from spaceport.runtime.decode.long_run import best_rate
 from spaceport.runtime.decode.plan import Part
@@ -19,7 +22,7 @@ from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decode.tree import Outlook, tree
 
 _PACE = 0.1  # weight of a step in the average of tokens and time
-_SHARE_EVERY, _SHARED = 8, 0.2  # steps between updates of the rates that requests share, and their weight
+_PUBLISH_EVERY, _PUBLISHED = 8, 0.2  # steps between updates of the rates that requests share, and their weight
 NO_CANDIDATES, NO_BUDGET = Draft(limited="no_candidates"), Draft(limited="budget")
 NOT_WORTH_IT = Draft(limited="not_worth_it")
 
@@ -69,20 +72,32 @@ class TreeDrafter:
     def __init__(
         self, draft_config: DraftConfig, planner: DraftPlanner, kind: Hashable = None, temperature: float = 0.0
     ) -> None:
-        self._config, self._planner = draft_config, planner
-        depths = draft_config.mask_slots or draft_config.heads
-        self._shared = planner.acceptance(kind, depths, temperature)
-        self._acceptance = self._shared.copy()
+        self._config = replace(draft_config, rows=min(draft_config.rows, STEP_ROWS))
+        self._planner, self._kind, self._temperature = planner, kind, temperature
+        self._depths = draft_config.mask_slots or draft_config.heads
+        self._drafts = draft_config.rows > 1 and bool(self._depths or draft_config.lookup)
         # plain steps that drafts may still cost; below 0 if drafts of other requests in its calls have cost more
-        self._drafts = bool(depths or draft_config.lookup)
         self.left = CREDIT if self._drafts else 0.0
+        self._plain = 0.0  # time of a plain step in which `left` is counted; 0: unknown
         self._tokens = self._time = 1.0  # of a step: moving averages
         self._planned: dict[tuple[int, ...], _Planned] = {}  # by thread
         self._copied: dict[tuple[int, ...], int] = {}  # by thread: correct lookup tokens in a row
 
+    @cached_property
+    def _shared(self) -> Acceptance:
+        return self._planner.acceptance(self._kind, self._depths, self._temperature)
+
+    @cached_property
+    def _acceptance(self) -> Acceptance:
+        """Made with the first draft, by the OS thread that runs steps: requests of the same history start alike."""
+        return self._shared.copy()
+
     def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
         curve = self._planner.curve(self._config.rows, sharing)
-        planned = self._planned[thread.path] = _Planned(curve, sharing, self._tokens / self._time)
+        if curve.plain != self._plain:  # other threads or requests share its steps, or it has a longer context
+            self.left *= (self._plain or curve.plain) / curve.plain
+            self._plain = curve.plain
+        planned = self._planned[thread.path] = _Planned(curve, sharing, max(1.0, self._tokens / self._time))
         if sharing.fills_up:  # the requests of the call decide together what they can pay for
             affordable = self._config.rows if self.left + SHARE >= curve.planning else 1
         else:
@@ -114,8 +129,8 @@ class TreeDrafter:
             return
         candidates = best_chain(thread.candidates, thread.tokens[-1])
         right = self._acceptance.learn(planned.lookup_tokens, planned.equal, planned.copied, candidates, written)
-        if self._acceptance.steps % _SHARE_EVERY == 0:
-            self._shared.follow(self._acceptance, _SHARED)
+        if self._acceptance.steps % _PUBLISH_EVERY == 0:
+            self._shared.follow(self._acceptance, _PUBLISHED)
         whole = right == min(len(planned.lookup_tokens), len(written))
         self._copied[thread.path] = planned.copied + right if whole and right else 0
 
@@ -133,8 +148,9 @@ class TreeDrafter:
         planned.rate = max(solution.rate, best_rate(curve, reach) if config.heads else 0.0, planned.rate)
         trust = [acceptance.trust(depth) for depth in range(len(thread.candidates))]
         lookup = acceptance.lookup_probabilities(planned.equal, planned.copied, len(planned.lookup_tokens))
-        best = [one.probabilities[0] * trust[0] for one in thread.candidates[:1] if one.tokens]
-        if max(*best, *lookup[:1], *solution.gains[:1], 0.0, 0.0) <= planned.rate * curve.least:
+        first = [one for one in best_chain(thread.candidates[:1], thread.tokens[-1]) if one.tokens]
+        values = (*(one.probabilities[0] * trust[0] for one in first), *lookup[:1], *solution.gains[:1])
+        if max(values, default=0.0) <= planned.rate * curve.least:
             return NOT_WORTH_IT
         outlook = Outlook(curve, planned.rate, solution.gains, trust, lookup, thread.tokens[-1])
         planned.grown = True
@@ -156,12 +172,12 @@ class _Planned:
 
     def time(self, rows: int) -> float:
         """Time of a step with this many rows of the thread, its share of the call, in plain steps."""
-        call = self.sharing.call
-        if self.sharing.fills_up and call is not None:
-            rows = max(rows, call.width or 1)
-        if rows == 1:
+        times, call, least = self.curve.times, self.sharing.call, 1
+        if self.sharing.fills_up and call is not None:  # rows that no draft could avoid are not the drafts' cost
+            rows, least = max(rows, call.width or 1), call.least
+        if rows == least:
             return 1.0 + self.curve.planning * self.grown
-        return self.curve.times[min(len(self.curve.times), rows) - 1]
+        return 1.0 + times[min(len(times), rows) - 1] - times[min(len(times), least) - 1]
 
 
 def drafter_for(

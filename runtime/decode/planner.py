@@ -15,7 +15,7 @@ from spaceport.runtime.decode.long_run import LongRun, solve
 SHARE = 0.01  # of the time of plain decoding that drafts may cost
 CREDIT = 1.6  # plain steps that drafts may cost at the start of a request
 _GRID = 10  # acceptance rates are rounded to 1 / 10 for value iteration
-_MOST_SOLUTIONS = 4096
+_MOST_KNOWN = 4096  # curves or solutions
 _NEAR = 0.25  # difference in temperature up to which measured rates of prompt lookup hold
 
 
@@ -27,31 +27,36 @@ class Wish(NamedTuple):
     rate: float  # tokens per plain step that it generates otherwise
     left: float  # remaining budget in plain steps
 
+    def extra(self, least: int, rows: int) -> float:
+        """The time that more rows than a number cost the request."""
+        return self.times[min(rows, len(self.times)) - 1] - self.times[min(least, len(self.times)) - 1]
+
+    def value(self, rows: int) -> float:
+        """Expected tokens of this many rows, less what their time yields otherwise."""
+        return self.worth[min(rows, len(self.worth)) - 1] - self.rate * self.times[min(rows, len(self.times)) - 1]
+
 
 @dataclass
 class SharedCall:
     """The requests that share an engine call; all are padded to the rows of the widest."""
 
-    requests: int = 1
+    requests: int
     wishes: list[Wish] = field(default_factory=list)
+    least: int = 1  # rows of the widest request whose draft cannot be cut
     width: int | None = None  # rows of the widest request, once decided
 
     def decide(self, least: int = 1) -> None:
         """Set the width with the highest value for all requests together that their budgets can pay for."""
-        wishes = self.wishes
-        if self.requests == 1 or not wishes:
+        self.least = self.width = least
+        if not self.wishes:
             return
-        times = wishes[0].times
-        spendable = times[0] + SHARE + sum(wish.left for wish in wishes) / self.requests
-        rate = sum(wish.rate for wish in wishes)
-        most = min(min(len(wish.times) for wish in wishes), max(least, *(len(wish.worth) for wish in wishes)))
-        best, self.width = float("-inf"), least
-        for rows in range(least, most + 1):
-            if rows > least and times[rows - 1] > spendable:
+        best, budget = float("-inf"), sum(wish.left + SHARE for wish in self.wishes)
+        for rows in range(least, max(len(wish.worth) for wish in self.wishes) + 1):
+            if sum(wish.extra(least, rows) for wish in self.wishes) > max(0.0, budget):
                 break
-            tokens = sum(wish.worth[min(rows, len(wish.worth)) - 1] for wish in wishes)
-            if tokens - rate * times[rows - 1] > best:
-                best, self.width = tokens - rate * times[rows - 1], rows
+            value = sum(wish.value(rows) for wish in self.wishes)
+            if value > best:
+                best, self.width = value, rows
 
 
 class Sharing(NamedTuple):
@@ -86,8 +91,11 @@ class DraftPlanner:
     def curve(self, most: int, sharing: Sharing) -> Curve:
         """A thread's share of a step if all threads have 1 to `most` rows."""
         key = (most, sharing.threads, sharing.requests, sharing.visible // VISIBLE)
-        curve = self._curves.get(key)  # faster than the cache of the costs, which compares whole tables
+        curve = self._curves.get(key)
         if curve is None:
+            if len(self._curves) == _MOST_KNOWN:
+                for known in (self._curves, self._solutions, self._last):
+                    known.clear()
             curve = self._curves[key] = self.costs.curve(most, sharing.threads, sharing.requests, sharing.visible)
         return curve
 
@@ -102,15 +110,15 @@ class DraftPlanner:
 
     def long_run(self, curve: Curve, reach: Sequence[float], draft_config: DraftConfig) -> LongRun:
         """The long-run values for acceptance probabilities, which are rounded so that few have to be solved."""
-        coarse = tuple([round(_GRID * rate) for rate in reach])
+        coarse = tuple([round(_GRID * rate) for rate in reach[: draft_config.mask_slots]])
         shape = (curve, draft_config.mask_slots, draft_config.mask_layout)
         key = (*shape, coarse)
         solution = self._solutions.get(key)
         if solution is None:
-            if len(self._solutions) == _MOST_SOLUTIONS:
+            if len(self._solutions) == _MOST_KNOWN:
                 self._solutions.clear()
             start = None if self._repeatable else self._last.get(shape)
-            near = [rate / _GRID for rate in coarse[: draft_config.mask_slots]]
+            near = [rate / _GRID for rate in coarse]
             solution = solve(curve, near, replace(draft_config, siblings=1), start)
             self._solutions[key] = self._last[shape] = solution
         return solution

@@ -165,6 +165,7 @@ class _Growth:
         index = self._masks[node]
         needed = 1 if index else 1 + self._config.mask_layout.lead
         if needed > rows:
+            self._limited = "row_limit"
             return ()
         self._order.extend([node] * needed)
         self._masks[node] += 1

@@ -142,7 +142,7 @@ class Admission:
             max_total=self._max_total(ids, decoding.max_total_tokens),
             draft_config=draft_config,
             planner=self.planner,
-            kind=(round(sampling.temperature, 1), decoding.grammar is not None),
+            kind=(round(min(sampling.temperature, 2.0), 1), decoding.grammar is not None),
             temperature=sampling.temperature,
             max_rows=self.engine.rows,
             max_threads=decoding.threads(self.exactness.parallel_threads),

@@ -29,10 +29,12 @@ class SlotEngine:
     costs: Costs = CPU_COSTS
     notes: tuple[str, ...] = ()
 
-    def __init__(self, order: float = 0.0, width: int = 99, capacity: int = 64, rows: int = 64) -> None:
+    def __init__(
+        self, order: float = 0.0, width: int = 99, capacity: int = 64, rows: int = 64, factor: float = 1 + 1e-4
+    ) -> None:
         self.signature = Signature(1, 1, 1, 50, "float32", "scatter")
         self.capacity, self.rows, self.requests = capacity, rows, 1
-        self._order, self._width = order, width
+        self._order, self._width, self._factor = order, width, factor
         self.slots = np.zeros(capacity, np.int64)
         self.widths: list[int] = []
 
@@ -47,7 +49,7 @@ class SlotEngine:
         weights = 1 + self._order * np.arange(seen.shape[1])
         sums = (seen * weights).sum(axis=1) + batch.input_ids[0]
         if count >= self._width:
-            sums = sums * (1 + 1e-4)
+            sums = sums * self._factor
         logits = sums[batch.logit_rows[0], None] / (1 + np.arange(50))
         return logits[None].astype(np.float32)
 
@@ -87,6 +89,11 @@ def test_logits_that_depend_on_the_number_of_rows_allow_no_drafts(width: int) ->
     assert (found.drafts, found.parallel_threads) == ("none", False)
     assert str(found) == "not exact (noise 1e-04 with the number of rows): no drafts unless they are requested"
     assert probe(SlotEngine(width=width), 1e-3).drafts == "tree"
+
+
+def test_an_engine_that_returns_no_numbers_drafts_nothing() -> None:
+    assert probe(SlotEngine(width=9, factor=float("nan")), FLOAT).drafts == "none"
+    assert probe(SlotEngine(width=1, factor=float("nan")), FLOAT).drafts == "none"
 
 
 @pytest.mark.parametrize(("capacity", "rows", "widths"), [(64, 4, (2, 3)), (8, 64, (2, 3)), (2, 64, ()), (64, 1, ())])

@@ -21,7 +21,7 @@ from spaceport.runtime.session import Runtime
 TABLE = StepCosts(256, ((1, 0.010), (4, 0.013)), 8, ((1, 0.020),), slot=1e-6, row_slot=2e-7)
 EXACT = Exactness(0.0, 1e-6, 1e-5, (2, 9, 33))
 FOUND = Measurements(EXACT, TABLE)
-VALID = {"schema": 4, "exactness": asdict(EXACT), "table": asdict(TABLE)}
+VALID = {"schema": 5, "exactness": asdict(EXACT), "table": asdict(TABLE)}
 
 
 @pytest.fixture
@@ -32,6 +32,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "valid.json").write_text(json.dumps(VALID))
+    (tmp_path / "valid.json").chmod(0o600)
+    assert load(tmp_path / "valid.json") == FOUND
     store(tmp_path / "a" / "table.json", FOUND)
     assert load(tmp_path / "a" / "table.json") == FOUND
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import Acceptance
@@ -253,6 +254,48 @@ def test_a_request_in_debt_plans_nothing_in_a_shared_call(left: float, limited: 
     assert (draft.rows, draft.limited) == (1, limited)
     (wish,) = shared.wishes
     assert wish.left == left
+
+
+def test_a_call_that_is_wide_for_other_reasons_is_not_charged() -> None:
+    shared = SharedCall(2)
+    drafter = TreeDrafter(DraftConfig(5, lookup=0), planner(INT8), "")
+    thread = new_thread([1, 2, 3], 8)
+    thread.fed = 2
+    drafter.left = -5.0  # so it drafts nothing itself
+    drafter.draft(thread, 100, 64, Sharing(1, 64, shared))
+    shared.decide(least=9)
+    drafter.learn(plan_thread(thread, Draft(), TOKENS, 512), Verdict((0,), (4,), ()))
+    assert drafter.left == pytest.approx(-5.0 + SHARE)
+
+
+def test_what_is_left_is_time_and_not_steps() -> None:
+    """Eight threads take as long as one here, so a step that they share saves the last one an eighth of a step."""
+    table = StepCosts(64, ((1, 1.0), (8, 1.0), (64, 8.0)), relative=True)
+    drafter = TreeDrafter(DraftConfig(5, lookup=0), planner(table), "")
+    thread = new_thread([1, 2, 3], 8)
+    drafter.draft(thread, 100, 64, Sharing(8, 64))
+    drafter.left = 16.0
+    drafter.draft(thread, 100, 64, Sharing(1, 64))
+    assert drafter.left == pytest.approx(2.0)
+
+
+def test_a_correction_of_the_first_candidate_counts_before_a_tree_is_grown() -> None:
+    class Corrected(Candidates):
+        def behind(self, token: int) -> Candidates:
+            return Candidates(self.tokens, (0.8,))
+
+    table = StepCosts(64, ((1, 1.0), (64, 32.5)), relative=True)  # half a plain step for each row
+    drafter = TreeDrafter(DraftConfig(1, lookup=0), planner(table), "")
+    drafter.left = 9.0
+    thread = new_thread([1, 2, 3], 8)
+    thread.candidates = (Corrected((7,), (0.3,)),)
+    assert drafter.draft(thread, 100, 64, Sharing(1, 64)).tokens == (7,)
+
+
+def test_many_rows_take_no_longer_to_plan_than_a_step_has() -> None:
+    drafter = TreeDrafter(DraftConfig(5, rows=10**6, lookup=0), planner(FLAT), "")
+    drafter.draft(new_thread([1, 2, 3], 8), 100, 64, Sharing(1, 64))
+    assert len(drafter._planned[()].curve.times) == STEP_ROWS
 
 
 def test_copied_text_ends_where_the_budget_allows_no_look_up() -> None:

@@ -56,12 +56,26 @@ def test_a_draft_that_cannot_be_cut_makes_the_call_as_wide_as_it_is() -> None:
     assert call.width == 9
 
 
-def test_a_request_alone_decides_for_itself() -> None:
-    call = SharedCall(1, [wish(1.0, 1.9)])
+def test_threads_of_one_request_stand_side_by_side() -> None:
+    assert Sharing(1, 64, SharedCall(4)).fills_up
+    assert not Sharing(2, 64, SharedCall(4)).fills_up
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_each_request_pays_by_its_own_context(turn: int) -> None:
+    """Rows cost the second one twice as much: together they can pay for two rows, in whatever order they are asked."""
+    cheap = Wish((1.0, 1.9, 2.8), (1.0, 1.2, 1.4), 1.0, 0.3)
+    dear = Wish((1.0, 1.9, 2.8), (1.0, 1.4, 1.8), 1.0, 0.4)
+    call = SharedCall(2, [cheap, dear][::turn])
     call.decide()
-    assert call.width is None
-    assert not Sharing(1, 64, call).fills_up
-    assert not Sharing(2, 64, SharedCall(4)).fills_up  # threads of one request stand side by side
+    assert call.width == 2
+
+
+def test_rows_that_no_draft_could_avoid_cost_the_budgets_nothing() -> None:
+    """Another request of the call has four threads, so all have four rows; a fifth one is a draft's."""
+    call = SharedCall(2, [wish(1.0, 1.9, 2.8, 3.7, 4.6, left=0.3)])
+    call.decide(least=4)
+    assert (call.least, call.width) == (4, 5)
 
 
 def coin(accepted: float, seed: int) -> Fate:

@@ -14,6 +14,7 @@ from typing import Literal
 # CPU seconds of Python code around a call: for each request, for each draft, and for each further row; and
 # for planning a draft that turns out empty. Measured with `spaceport bench outside --real`, see docs/performance.md.
 _PYTHON_REQUEST, _PYTHON_DRAFT, _PYTHON_ROW, _PYTHON_EMPTY = 5e-5, 1e-4, 8e-6, 4e-5
+_WARM = 1e-3  # seconds of a call; longer ones evict Python's code from the caches, which then takes up to twice as long
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest
 _SHORTEST, _LONGEST = 1e-9, 1e6  # valid range of a call, in seconds
 VISIBLE = 128  # visible KV slots are rounded up to the next multiple of this for a curve
@@ -73,7 +74,7 @@ class StepCosts:
         if self.relative:
             return call
         drafts = threads * _PYTHON_DRAFT if rows > threads else 0.0
-        return call + requests * (_PYTHON_REQUEST + drafts + _PYTHON_ROW * (rows - 1))
+        return call + self._python * requests * (_PYTHON_REQUEST + drafts + _PYTHON_ROW * (rows - 1))
 
     def call_seconds(self, rows: int, requests: int = 1, visible: int | None = None) -> float:
         """Seconds of an engine call with this many rows for each of its requests."""
@@ -85,6 +86,11 @@ class StepCosts:
             slots = max(visible - self.visible, -self.visible // 2)  # the slope does not hold for very short texts
             call = max(_LEAST_SHARE * call, call + slots * requests * (self.slot + self.row_slot * (rows - 1)))
         return call
+
+    @property
+    def _python(self) -> float:
+        """Factor for the seconds of Python code."""
+        return max(1.0, min(2.0, self.single[0][1] / _WARM))
 
     @property
     def call_rows(self) -> int:
@@ -99,7 +105,11 @@ class StepCosts:
         for index in range(1, most):  # noise: a wider step is never cheaper
             seconds[index] = max(seconds[index], seconds[index - 1])
         plain = seconds[0] / (threads * requests)
-        return Curve([time / seconds[0] for time in seconds], plain, 0.0 if self.relative else _PYTHON_EMPTY / plain)
+        return Curve(
+            [time / seconds[0] for time in seconds],
+            plain,
+            0.0 if self.relative else self._python * _PYTHON_EMPTY / plain,
+        )
 
 
 def relative_costs(row: float) -> StepCosts:

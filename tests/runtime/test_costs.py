@@ -15,7 +15,9 @@ TABLE = StepCosts(256, ((1, 0.010), (4, 0.013), (16, 0.025)), 8, ((1, 0.020), (4
 
 def engine_seconds(costs: StepCosts, rows: int, requests: int = 1, visible: int | None = None) -> float:
     """Without the Python code around a call."""
-    return costs.seconds(rows, requests, visible) - requests * (5e-5 + (1e-4 + 8e-6 * (rows - 1) if rows > 1 else 0))
+    return costs.seconds(rows, requests, visible) - 2 * requests * (
+        5e-5 + (1e-4 + 8e-6 * (rows - 1) if rows > 1 else 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,3 +105,9 @@ def test_each_thread_plans_a_draft_of_its_own() -> None:
     plain = 1e-3 + 5e-5
     assert one[1] == pytest.approx(1 + (1e-4 + 8e-6) / plain)
     assert three[1] == pytest.approx(1 + 3 * (1e-4 + 8e-6) / (plain + 2 * 8e-6))
+
+
+@pytest.mark.parametrize(("call", "factor"), [(2e-4, 1.0), (1.5e-3, 1.5), (2e-2, 2.0)])
+def test_python_code_takes_longer_behind_long_calls(call: float, factor: float) -> None:
+    costs = StepCosts(256, ((1, call),))
+    assert costs.seconds(1) == pytest.approx(call + factor * 5e-5)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.engine import Batch, Engine, Moves
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
@@ -63,11 +64,11 @@ def spoilt_runtime(
     requests: int = 1,
     prompt_rows: int | None = None,
 ) -> tuple[Runtime, SpoiltEngine]:
-    """A bundle's runtime over a spoilt engine."""
+    """A bundle's runtime over a spoilt engine; rows cost nothing, so that drafts are as wide as their limits."""
     opened = open_bundle(bundle)
     engine = open_engine(opened, "onnxruntime", EngineOptions(capacity_for(opened.manifest, LENGTH), requests, 1))
     spoilt = SpoiltEngine(engine, after, before)
-    return Runtime(opened, spoilt, LENGTH, prompt_rows=prompt_rows), spoilt
+    return Runtime(opened, spoilt, LENGTH, prompt_rows=prompt_rows, costs=relative_costs(0.0)), spoilt
 
 
 def positions_of(batch: Batch) -> NDArray[np.int64]:

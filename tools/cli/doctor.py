@@ -54,7 +54,7 @@ PACKAGES = {
 
 _EXACTNESS = (
     "bit-identical: a drafted row has the same result as the row alone. Attention adds up in the order of the KV slots: "
-    "what that means for a bundle, `spaceport inspect` shows once it was opened here."
+    "`spaceport inspect` shows the effect on a bundle after it was opened here."
 )
 FORMAT_ROWS = (1, 4, 9, 36)  # of the products of bundle formats
 

@@ -31,7 +31,8 @@ INT8 = StepCosts(64, ((1, 1.0), (4, 1.2), (9, 1.4), (16, 1.65), (36, 2.7)), rela
 INT4 = StepCosts(64, ((1, 1.0), (2, 2.1), (4, 2.3), (9, 3.0), (16, 4.0), (36, 7.0)), relative=True)
 FLAT = StepCosts(64, ((1, 1.0), (36, 1.05), (64, 1.1)), relative=True)
 JUMPS = StepCosts(64, ((1, 1.0), (8, 1.0), (9, 1.9), (16, 1.9), (17, 2.8), (64, 2.9)), relative=True)
-TABLES = st.sampled_from((FLOAT32, INT8, INT4, FLAT, JUMPS))
+SHORT = StepCosts(64, ((1, 3e-4), (4, 3.3e-4), (64, 2e-3)))  # Python code takes a part of each step
+TABLES = st.sampled_from((FLOAT32, INT8, INT4, FLAT, JUMPS, SHORT))
 
 
 def planner(table: StepCosts) -> DraftPlanner:

@@ -115,6 +115,7 @@ def test_published_acceptance_gives_the_rates_of_the_model() -> None:
 def test_drafts_that_never_pay_leave_the_plain_rate_and_no_worth() -> None:
     found = solved([1.0, 3.0, 5.0, 7.0, 9.0], [0.5, 0.2, 0.1])
     assert found.rate == pytest.approx(1.0)
+    assert max(found.gains) == pytest.approx(0.0, abs=1e-2)
 
 
 def test_more_draft_tokens_at_hand_are_worth_less_each() -> None:

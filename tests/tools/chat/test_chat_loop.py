@@ -90,7 +90,7 @@ def commanded(typist: Typist, text: str, message: str) -> None:
 def target(request: pytest.FixtureRequest, demo_bundle: Path) -> tuple[str, ...]:
     """Arguments for a chat with the bundle, or with the service that serves it."""
     if request.param == "bundle":
-        return (str(demo_bundle),)
+        return (str(demo_bundle), "--threads", "1")
     return (request.getfixturevalue("service"), "--model", "demo")
 
 
@@ -167,7 +167,7 @@ def test_a_message_may_have_several_lines(demo_bundle: Path, tmp_path: Path) -> 
 def test_draft_tokens_are_coloured_on_a_terminal_only(target: tuple[str, ...]) -> None:
     green = "\x1b[32m"
     for more, variables, coloured in (((), {}, True), (("--no-colour",), {}, False), ((), {"NO_COLOR": "1"}, False)):
-        with chat(*target, *OPTIONS, *more, **variables) as typist:
+        with chat(*target, *OPTIONS, "--max-tokens", "120", *more, **variables) as typist:
             asked(typist, QUESTION)
             assert (green in typist.raw) == coloured
 

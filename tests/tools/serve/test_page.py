@@ -68,8 +68,10 @@ class Visit:
                 self.page.fill(f"#{name}", value)
         self.page.click("text=Done")
         self.page.fill("#prompt", text)
+        turns = self.page.locator("#turns > li")
+        before = turns.count()
         self.page.keyboard.press("Enter")
-        self.page.locator('#send:has-text("Stop")').wait_for()
+        turns.nth(before).wait_for()  # "Stop" may be gone again: short answers take milliseconds
 
     def finish(self) -> None:
         """Wait until nothing runs."""

@@ -210,6 +210,8 @@ def test_a_completion_of_another_length_is_a_fault(
     kind: str, change: Callable[[tuple[int, ...]], tuple[int, ...]]
 ) -> None:
     given = replace(KINDS[kind], fork=False)  # with forks, the KV slots of all threads may run out
+    if kind == "sampled":  # with some seeds, nothing is generated
+        given = replace(given, sampling=replace(given.sampling, seed=2))
     assert offered(given, lambda found: changed(found, change)) == ["fault"]
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, get_args
 
 import click
 
+from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.decoding import MAX_THREADS, Decoding
@@ -103,7 +104,9 @@ drafts = options(
         type=click.Choice(get_args(Shape)),
         help="Draft trees of candidates (default), or a chain with one candidate per position.",
     ),
-    _int("--draft-rows", f"Maximum rows of a thread in a draft step; default: {DraftConfig.rows}."),
+    _int(
+        "--draft-rows", f"Maximum rows of a thread in a draft step, at most {STEP_ROWS}; default: {DraftConfig.rows}."
+    ),
     _int(
         "--draft-siblings",
         f"Maximum candidates per position of a draft tree; default: {DraftConfig.siblings}, "

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.chat.answers import ModeSubject
 from spaceport.tools.bench.chat.chat_prompts import ChatPrompt, check_lengths, read_chat_prompts
@@ -78,13 +77,13 @@ def _run(
     length = check_lengths(encode, prompts, options.max_tokens, limit, file)
     check_lengths(encode, forked, options.fork_max_tokens, limit, file)
 
-    def open_runtime(costs: StepCosts) -> Runtime:
-        return Runtime(base.bundle, base.engine, base.max_seq_len, costs=costs)
+    def open_runtime() -> Runtime:
+        return Runtime(base.bundle, base.engine, base.max_seq_len, costs=base.costs)
 
     ends = base.bundle.manifest.tokens.end
     together = {mode.name: mode for mode in (*forking, *listed)}
     with (
-        mode_runtimes(base, list(together.values()), open_runtime) as runtimes,
+        mode_runtimes(list(together.values()), open_runtime) as runtimes,
         running_peers(peer_options, machine, ends, (length, options.max_tokens), options.threads, on_progress) as peers,
     ):
         others = OtherProcesses(peers.workers)

@@ -8,7 +8,6 @@ from pathlib import Path
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.decode.measuring import measure
@@ -48,12 +47,12 @@ def benchmark(
             texts, prompts = synthetic_texts(base, options, [len(prompt.tokens) for prompt in prompts])
         queue = options.requests * len(prompts)
 
-        def open_runtime(costs: StepCosts) -> Runtime:
+        def open_runtime() -> Runtime:
             if texts is None:
-                return Runtime(base.bundle, base.engine, base.max_seq_len, queue_limit=queue, costs=costs)
-            return replay_runtime(base, texts, options.replay or (), queue, costs)
+                return Runtime(base.bundle, base.engine, base.max_seq_len, queue_limit=queue, costs=base.costs)
+            return replay_runtime(base, texts, options.replay or (), queue)
 
-        with mode_runtimes(base, modes, open_runtime) as runtimes:
+        with mode_runtimes(modes, open_runtime) as runtimes:
             measured = measure(modes, runtimes, prompts, options, on_progress)
     return DecodeReport(
         bundle.absolute().name,

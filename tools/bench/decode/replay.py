@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
-from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode.options import REPLAY_PROMPTS, DecodeOptions
@@ -114,16 +113,16 @@ def mask_depths(masked: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.where(masked, rows - node, 0) - 1
 
 
-def replay_runtime(
-    base: Runtime, texts: SyntheticTexts, acceptance: Sequence[float], queue_limit: int, costs: StepCosts
-) -> Runtime:
+def replay_runtime(base: Runtime, texts: SyntheticTexts, acceptance: Sequence[float], queue_limit: int) -> Runtime:
     """A runtime that generates the synthetic texts on the engine of another runtime."""
     engine, manifest = base.engine, base.bundle.manifest
     size = engine.signature.vocab_size
     heads = manifest.signature.heads
     replay = Replay(texts, manifest.tokens.mask, acceptance, engine.requests, size, manifest.mask_layout, heads)
     synthetic = SyntheticEngine(engine.signature, engine.requests, engine.capacity, replay, engine, engine.costs, heads)
-    return Runtime(without_end_tokens(base.bundle), synthetic, base.max_seq_len, queue_limit=queue_limit, costs=costs)
+    return Runtime(
+        without_end_tokens(base.bundle), synthetic, base.max_seq_len, queue_limit=queue_limit, costs=base.costs
+    )
 
 
 def synthetic_texts(

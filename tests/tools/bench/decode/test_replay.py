@@ -104,7 +104,7 @@ def test_the_inner_engine_computes_every_row(tiny_bundle: Path, monkeypatch: pyt
         run = base.engine.run
         monkeypatch.setattr(base.engine, "run", lambda batch: (fed.append(batch.input_ids.size), run(batch))[1])
         texts, (prompt,) = synthetic_texts(base, options, ())
-        runtime = replay_runtime(base, texts, (0.5,), 1, base.costs)
+        runtime = replay_runtime(base, texts, (0.5,), 1)
         found = runtime.generate(list(prompt.tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain"))
         runtime.close()
     assert sum(fed) == found.statistics.rows
@@ -120,7 +120,7 @@ def test_an_engine_that_selects_tokens_also_selects_in_a_replay(tiny_bundle: Pat
         selecting = _Selecting(base.engine)
         for engine in (base.engine, selecting):
             over = Runtime(base.bundle, engine, 64)
-            runtime = replay_runtime(over, texts, (0.7, 0.7), 1, base.costs)
+            runtime = replay_runtime(over, texts, (0.7, 0.7), 1)
             found.append(runtime.generate(list(prompt.tokens), decoding))
     assert selecting.calls >= found[1].statistics.steps > 0
     assert found[0].tokens == found[1].tokens

@@ -6,6 +6,7 @@
 # make attack   three minutes of hostile bundles and requests
 # make clients   evaluation and load tools with a service (3 GB of environments the first time)
 # make cpus   drafts of small bundles as on other CPUs; make cpus-setup gets what that needs
+# make mutants   put kept faults into the product, and see that the tests notice each
 # make docs   pages and API reference in build/docs    make clean    leaves the sources and the environment
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four CPUs (2 by default),
@@ -31,7 +32,7 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat demo-page fast test nightly attack clients cpus cpus-setup check format docs venv clean
+.PHONY: demo demo-chat demo-page fast test nightly mutants attack clients cpus cpus-setup check format docs venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
@@ -69,9 +70,14 @@ cpus-setup: venv
 cpus: venv
 	@PYTHONPATH=tests $(BIN)/python -m cpus
 
+# With the files that make test leaves out as long as they have not changed since they passed.
 nightly: venv
 	@echo "nightly: pytest"
-	@$(PYTEST) -m nightly $(TESTS)
+	@$(PYTEST) --unchanged -m "nightly or on_change" $(TESTS)
+
+# MUTANTS="--draw 60 --seed 2" draws others, TESTS="tests/runtime" tries some of the tests only.
+mutants: venv
+	@PYTHONPATH=tests $(BIN)/python -m mutants --jobs $(JOBS) $(MUTANTS) -- $(TESTS)
 
 check: format
 	@echo "check: mypy"
@@ -114,6 +120,7 @@ $(BIN)/python:
 	echo "venv: creating $(VENV) with $$chosen"; "$$chosen" -m venv $(VENV)
 
 clean:
-	@echo "clean: removing caches and build outputs"
+	@echo "clean: removing caches, build outputs and what tests have built"
 	@rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	@rm -rf "$${SPACEPORT_TEST_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/spaceport-tests}"
 	@find exporter graphs runtime tools tests src/spaceport -name __pycache__ -type d -prune -exec rm -rf {} +

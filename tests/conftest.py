@@ -1,5 +1,6 @@
 """Settings of the suite: tiers, no network, seeds, one thread per process; bundles that many tests need."""
 
+import json
 import logging
 import os
 import signal
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from spaceport.graphs.contract.signature import Lowering, Precision, Weights
 from spaceport.runtime.backends.cpus import cpu_class, cpu_name
-from support.exported import exported_once
-from support.paths import DEMO
+from support.cache import cache_folder, note
+from support.exported import bundle_of
+from support.on_change import OnChange
+from support.paths import DEMO, TINY
 from support.tiers import forbid_torch, imports_torch, needs_torch
 
 # Read by torch, tokenizers and huggingface_hub when they are imported, hence here and not in a fixture.
@@ -24,6 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads cost more than 
 _STATE = tempfile.TemporaryDirectory(prefix="spaceport-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ["XDG_CACHE_HOME"] = _STATE.name
+_NOTES = Path(os.environ.setdefault("SPACEPORT_TEST_NOTES", _STATE.name))  # of the first process, for all of them
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -33,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast", action="store_true", help="Run only quick tests that need neither torch nor an exported bundle."
     )
+    parser.addoption("--unchanged", action="store_true", help="Run also what has passed and has not changed since.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,24 +54,45 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("fast") and is_test and imports_torch(collection_path) else None
 
 
+@pytest.hookimpl(trylast=True)  # after the marks are chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files with slow tests first; leave out of the fast tier what it does not run."""
+    """Order files with slow tests first; leave out what the fast tier does not run, and what has passed as it is."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    left_out = set[pytest.Item]()
     if config.getoption("fast"):
         left_out = {item for item in items if needs_torch(item) or item.get_closest_marker("slow")}
         items[:] = [item for item in items if item not in left_out]
+    on_change = OnChange(config.getoption("unchanged"))
+    config.pluginmanager.register(on_change)
+    left_out |= {*on_change.left_out(items)}
+    items[:] = [item for item in items if item not in left_out]
+    if left_out:
         config.hook.pytest_deselected(items=[*left_out])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    times = os.times()
+    note(cpu=times.user + times.system + times.children_user + times.children_system)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Name the CPU, on which it depends what the tests have shown."""
+    """Say what the run took, and name the CPU, on which it depends what the tests have shown."""
     kernels = ""
     if not config.getoption("fast"):
         from spaceport.runtime.backends.integer_kernels import is_exact
 
         kernels = "" if is_exact(setting=False) else "; onnxruntime runs kernels for AVX2 without VNNI"
     terminalreporter.write_line(f"CPU: {cpu_name()}, {cpu_class()}{kernels}")
+    entries = [json.loads(line) for file in _NOTES.glob("*.notes") for line in file.read_text().splitlines()]
+    built = [entry["seconds"] for entry in entries if "built" in entry]
+    terminalreporter.write_line(
+        f"{sum(entry.get('cpu', 0) for entry in entries):.0f} s of CPU time, {sum(built):.0f} s of it for {len(built)} "
+        f"bundles and checkpoints that the next run finds in {cache_folder()}"
+    )
+    if unchanged := sorted({entry["unchanged"] for entry in entries if "unchanged" in entry}):
+        terminalreporter.write_line(f"passed before and unchanged, not run again: {', '.join(unchanged)}")
 
 
 @pytest.fixture(autouse=True)
@@ -81,40 +108,51 @@ def _log_as_before() -> Iterator[None]:
     ours.setLevel(levels[1])
 
 
-@pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny trained checkpoint as a bundle with the scatter lowering; a test that changes it changes a copy."""
-    return exported_once(tmp_path_factory, "scatter")
+def _bundle(
+    checkpoint: Path, lowering: Lowering = "scatter", weights: Weights = "same", dtype: Precision = "float32"
+) -> Path:
+    from spaceport.exporter.export import ExportOptions  # imports torch
+
+    return bundle_of(checkpoint, ExportOptions(lowering, dtype, weights))
+
+
+# Bundles are read-only: a test that changes one changes a copy.
 
 
 @pytest.fixture(scope="session")
-def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_bundle() -> Path:
+    """The tiny trained checkpoint as a bundle with the scatter lowering."""
+    return _bundle(TINY)
+
+
+@pytest.fixture(scope="session")
+def demo_bundle() -> Path:
     """The demo model, which forks, as a bundle."""
-    return exported_once(tmp_path_factory, "scatter", DEMO)
+    return _bundle(DEMO)
 
 
 @pytest.fixture(scope="session")
-def tiny_append_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_append_bundle() -> Path:
     """The tiny trained checkpoint with the append lowering."""
-    return exported_once(tmp_path_factory, "append")
+    return _bundle(TINY, "append")
 
 
 @pytest.fixture(scope="session")
-def half_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def half_bundle() -> Path:
     """The tiny trained checkpoint in float16."""
-    return exported_once(tmp_path_factory, "scatter", dtype="float16")
+    return _bundle(TINY, dtype="float16")
 
 
 @pytest.fixture(scope="session")
-def tiny_int8_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_int8_bundle() -> Path:
     """The tiny trained checkpoint with int8 weights and integer products."""
-    return exported_once(tmp_path_factory, "scatter", weights="int8")
+    return _bundle(TINY, weights="int8")
 
 
 @pytest.fixture(scope="session")
-def demo_int8_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_int8_bundle() -> Path:
     """The demo model with int8 weights and integer products."""
-    return exported_once(tmp_path_factory, "scatter", DEMO, weights="int8")
+    return _bundle(DEMO, weights="int8")
 
 
 # Lowerings and weights of bundles on which speculative output has to equal plain output.
@@ -123,17 +161,15 @@ _APPEND_INT8 = pytest.param(("append", "int8"), id="append int8", marks=pytest.m
 
 
 @pytest.fixture(scope="session", params=(*_FLOAT, pytest.param(("scatter", "int8"), id="scatter int8"), _APPEND_INT8))
-def any_tiny_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def any_tiny_bundle(request: pytest.FixtureRequest) -> Path:
     """The tiny trained checkpoint with each lowering and kind of weights in turn."""
-    lowering, weights = request.param
-    return exported_once(tmp_path_factory, lowering, weights=weights)
+    return _bundle(TINY, *request.param)
 
 
 @pytest.fixture(
     scope="session",
     params=(*_FLOAT, pytest.param(("scatter", "int8"), id="scatter int8", marks=pytest.mark.nightly), _APPEND_INT8),
 )
-def any_demo_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def any_demo_bundle(request: pytest.FixtureRequest) -> Path:
     """The demo model with each lowering and kind of weights in turn."""
-    lowering, weights = request.param
-    return exported_once(tmp_path_factory, lowering, DEMO, weights=weights)
+    return _bundle(DEMO, *request.param)

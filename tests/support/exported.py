@@ -1,13 +1,35 @@
-"""Exported: bundles of checkpoints, each exported once for a whole run of the suite."""
+"""Exported: bundles of checkpoints, exported once for many runs of the suite."""
 
-import fcntl
-import os
+from __future__ import annotations
+
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
+from support.cache import built
 from support.paths import TINY
+
+if TYPE_CHECKING:
+    from spaceport.exporter.export import ExportOptions
+
+
+def bundle_of(checkpoint: Path = TINY, options: ExportOptions | None = None) -> Path:
+    """The bundle of a checkpoint, from the cache if its content, the options and the exporter have not changed."""
+    # torch and transformers are imported only where a test needs a bundle
+    from spaceport.exporter.export import ExportOptions, export
+    from spaceport.exporter.quiet import quiet_libraries
+
+    chosen = options or ExportOptions()
+
+    def make(target: Path) -> None:
+        quiet_libraries()
+        export(checkpoint, target, chosen)
+
+    made_from = (checkpoint.name, checkpoint, replace(chosen, requested_activations=chosen.activations))
+    return built(f"bundle-{checkpoint.name}", made_from, ["exporter/export.py"], make)
 
 
 def exported_once(
@@ -18,21 +40,7 @@ def exported_once(
     weights: Weights = "same",
     activations: Activations | None = None,
 ) -> Path:
-    """The bundle of a checkpoint with these options, exported by the first test process that needs it."""
-    # torch and transformers are imported only where a test needs a bundle
-    from spaceport.exporter.export import ExportOptions, export
-    from spaceport.exporter.quiet import quiet_libraries
+    """The bundle of a checkpoint with these options."""
+    from spaceport.exporter.export import ExportOptions
 
-    folder = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # each worker has a folder of its own within the session's
-    if weights == "int8" and activations is None:
-        activations = "int8x2"  # the default: one bundle for both ways to ask for it
-    parts = (checkpoint.name, lowering, dtype, weights, activations)
-    target = folder / "-".join(part for part in parts if part)
-    with target.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            quiet_libraries()
-            export(checkpoint, target, ExportOptions(lowering, dtype, weights, requested_activations=activations))
-    return target
+    return bundle_of(checkpoint, ExportOptions(lowering, dtype, weights, requested_activations=activations))

@@ -1,0 +1,128 @@
+"""Cache: what tests build once for many runs, found by a hash of everything that it is made from."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from support.imports import needed_files
+from support.paths import ROOT
+
+FOLDER = "SPACEPORT_TEST_CACHE"
+MOST_BYTES = 2_000_000_000
+RECENT = 3600.0  # seconds in which an entry that was used is not removed
+
+# Set here and not where it is read, so that test processes have it although the tests hide the user's cache.
+os.environ.setdefault(FOLDER, str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spaceport-tests"))
+
+_LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "safetensors", "tokenizers")
+
+
+def built(name: str, made_from: Iterable[object], sources: Iterable[str], make: Callable[[Path], object]) -> Path:
+    """The folder that `make` has written, in this run or an earlier one, from the same things with the same sources.
+
+    It is read-only: a test that changes it works on a copy.
+    """
+    digest = digest_of((*made_from, sources_digest(*sources)))
+    target = cache_folder() / f"{name}-{digest}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        record = target.with_suffix(".json")
+        if not record.exists():
+            _build(target, make)
+            record.write_text(json.dumps(_listing(target)))
+            _make_room(target.parent)
+        elif json.loads(record.read_text()) != _listing(target):
+            record.unlink()  # so that the next run builds it again
+            raise AssertionError(f"{target}: a test has changed it, expected a test to change copies only")
+        os.utime(record)
+    return target
+
+
+def cache_folder() -> Path:
+    return Path(os.environ[FOLDER])
+
+
+def sources_digest(*modules: str) -> str:
+    """A hash of the modules, of everything of the project that they import, and of the versions of the libraries."""
+    files = {file for module in modules for file in needed_files(ROOT / "src" / "spaceport" / module, everywhere=True)}
+    contents = [(str(file.relative_to(ROOT)), file.read_bytes()) for file in sorted(files)]
+    return digest_of((contents, libraries()))
+
+
+def libraries() -> list[str]:
+    """The versions of Python and of the libraries that the results of tests depend on."""
+    return [platform.python_version(), *(version(library) for library in _LIBRARIES)]
+
+
+def digest_of(thing: object) -> str:
+    """A hash of values; a path stands for the content of its file or folder."""
+    digest = hashlib.sha256()
+    _feed(digest, thing)
+    return digest.hexdigest()[:24]
+
+
+def _feed(digest: hashlib._Hash, thing: object) -> None:
+    digest.update(type(thing).__name__.encode() + b":")
+    if isinstance(thing, Path):
+        for file in [thing] if thing.is_file() else sorted(file for file in thing.rglob("*") if file.is_file()):
+            _feed(digest, str(file.relative_to(thing)))
+            _feed(digest, file.read_bytes())
+    elif isinstance(thing, tuple | list):
+        for part in thing:
+            _feed(digest, part)
+    elif is_dataclass(thing):
+        for field in fields(thing):
+            _feed(digest, (field.name, getattr(thing, field.name)))
+    else:
+        content = thing if isinstance(thing, bytes) else repr(thing).encode()
+        digest.update(b"%d " % len(content) + content)
+
+
+def _build(target: Path, make: Callable[[Path], object]) -> None:
+    work = target.with_suffix(f".{os.getpid()}")
+    for left in (work, target):
+        shutil.rmtree(left, ignore_errors=True)
+    begin = time.process_time()
+    make(work)
+    work.rename(target)
+    note(built=target.name, seconds=time.process_time() - begin)
+
+
+def note(**entry: object) -> None:
+    """Add a line to what the test processes tell at the end of this run."""
+    if folder := os.environ.get("SPACEPORT_TEST_NOTES"):
+        with (Path(folder) / f"{os.getpid()}.notes").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def _listing(folder: Path) -> list[list[object]]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return [[str(file.relative_to(folder)), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the entries that were not used for longest, and what killed processes have left."""
+    now = time.time()
+    ages = {record: now - record.stat().st_mtime for record in folder.glob("*.json")}
+    sizes = {record: sum(size for _, size, _ in json.loads(record.read_text())) for record in ages}
+    total = sum(sizes.values())
+    for record in sorted(ages, key=lambda record: -ages[record]):
+        if total <= MOST_BYTES or ages[record] < RECENT:
+            break
+        record.unlink()
+        shutil.rmtree(record.with_suffix(""))
+        total -= sizes[record]
+    for left in folder.glob("*"):
+        if left.is_dir() and not left.with_suffix(".json").exists() and now - left.stat().st_mtime > RECENT:
+            shutil.rmtree(left, ignore_errors=True)

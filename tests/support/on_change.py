@@ -1,0 +1,63 @@
+"""On change: test files that run again only when what they test has changed since they passed.
+
+`pytestmark = pytest.mark.on_change("docs/containers.md")` at the top of a file names what it reads besides its imports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from support.cache import cache_folder, digest_of, libraries, note
+from support.imports import needed_files
+from support.paths import ROOT
+
+_SETUP = ("pyproject.toml", "constraints.txt", "tests/conftest.py")
+
+
+class OnChange:
+    """Leaves out files that have passed as they are, and records those that pass as a whole."""
+
+    def __init__(self, run_all: bool) -> None:
+        self._run_all = run_all
+        self._digests: dict[str, str] = {}  # test file -> what it has to pass with
+        self._waiting = Counter[str]()  # tests of each file that have not passed
+
+    def left_out(self, items: list[pytest.Item]) -> list[pytest.Item]:
+        marked = defaultdict[Path, list[pytest.Item]](list)
+        for item in items:
+            if item.get_closest_marker("on_change"):
+                marked[item.path].append(item)
+        found = list[pytest.Item]()
+        for file, tests in marked.items():
+            name = tests[0].nodeid.partition("::")[0]
+            self._digests[name] = _digest(file, tests)
+            if self._record(name).exists() and not self._run_all:
+                found += tests
+                note(unchanged=name)
+            else:
+                self._waiting[name] = len(tests)
+        return found
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::")[0]
+        if name in self._waiting and report.when == "teardown" and report.passed:
+            self._waiting[name] -= 1
+        if name in self._waiting and (report.failed or report.skipped):
+            self._waiting[name] += 1  # never reaches 0
+        if self._waiting.get(name) == 0:
+            self._record(name).parent.mkdir(parents=True, exist_ok=True)
+            self._record(name).touch()
+
+    def _record(self, name: str) -> Path:
+        return cache_folder() / "passed" / self._digests[name]
+
+
+def _digest(file: Path, tests: list[pytest.Item]) -> str:
+    read = {path for test in tests for marker in test.iter_markers("on_change") for path in marker.args}
+    files = sorted({*needed_files(file, everywhere=True), *(ROOT / path for path in (*_SETUP, *read))})
+    contents = [(os.path.relpath(file, ROOT), file) for file in files]
+    return digest_of((sorted(test.nodeid for test in tests), contents, libraries()))

@@ -1,0 +1,178 @@
+"""Pages: they are short, lead to each other, and name only files, modules and definitions that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import spaceport.runtime
+from spaceport.graphs.contract.manifest import SCHEMA
+from spaceport.tools.cli import exit_codes
+from support.paths import DOCS, ROOT
+
+LONGEST_PAGE = 200  # lines
+LONGEST_LINE = 120  # columns, outside tables, code and links
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "THREATS.md", "CHANGELOG.md", "tests/README.md")
+PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / ".github").rglob("*.md")), *sorted(DOCS.rglob("*.md"))]
+FOLDERS = "graphs|exporter|runtime|tools|tests|docs|src|\\.github"
+
+# `runtime/decode/step.py:step`, `tools/cli/`, also inside a command or a block of code
+PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./-]*[\w/])(?::([A-Za-z_][\w.]*\w))?")
+MODULE = re.compile(r"(?<![\w.])spaceport(?:\.[A-Za-z_]\w*)+")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+
+
+def long_lines(markdown: str) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(`+)(.+?)\1|\]\([^)\s]+\)|<a id=[^>]+></a>|https?://\S+", "`", text)
+    return [line for line in text.splitlines() if len(line) > LONGEST_LINE and not line.startswith("|")]
+
+
+def current(page: Path) -> str:
+    """What a page says; of the changelog only what is not released yet."""
+    text = page.read_text("utf-8")
+    return re.split(r"^## ", text, flags=re.MULTILINE)[1] if page.name == "CHANGELOG.md" else text
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8"))
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """What a statement defines or imports."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def definition(file: Path, name: str) -> ast.AST | None:
+    """The function, class, assignment or import of a dotted name in a file."""
+    found: ast.AST | None = tree_of(file)
+    for part in name.split("."):
+        found = next((node for node in getattr(found, "body", ()) if part in names_of(node)), None)
+    return found
+
+
+def exists(module: str) -> bool:
+    """Whether a dotted name is a module of the package, or a name in one."""
+    parts = module.split(".")[1:]
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end])
+        if (file := path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).exists():
+            return end == len(parts) or definition(file, parts[end]) is not None
+    return False
+
+
+def missing(text: str, folder: Path) -> list[str]:
+    """What a text in a folder names that does not exist."""
+    found = [module for module in MODULE.findall(text) if not exists(module)]
+    found += [target for target in LINK.findall(text) if not (folder / target).exists()]
+    for path, name in PATH.findall(text):
+        file = ROOT / path
+        if not file.exists() or (name and definition(file, name) is None):
+            found.append(f"{path}:{name}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_is_short_and_what_it_names_exists(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert long_lines(text) == []
+    assert page.name == "CHANGELOG.md" or len(text.splitlines()) <= LONGEST_PAGE
+    assert missing(current(page), page.parent) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see `runtime/decode/gone.py`",
+        "see `runtime/decode/request.py:Request.gone`",
+        "run `pytest tests/gone/test_slots.py -k share`",
+        "`spaceport.runtime.Gone`",
+        "[a page](gone.md#heading)",
+        "```\npython docs/gone.py\n```",
+    ],
+)
+def test_what_does_not_exist_is_found(text: str) -> None:
+    assert len(missing(text, DOCS)) == 1
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    reached = new = {(DOCS / "README.md").resolve()}
+    while new:
+        links = {(page.parent / target).resolve() for page in new for target in LINK.findall(page.read_text("utf-8"))}
+        new = {page for page in links if page.suffix == ".md"} - reached
+        reached = reached | new
+    assert {page.relative_to(DOCS) for page in DOCS.rglob("*.md") if page.resolve() not in reached} == set()
+
+
+def calls_in(node: ast.AST) -> set[str]:
+    """The last parts of the names that are called inside a definition."""
+    called = [inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    return {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in called}
+
+
+@pytest.mark.parametrize(
+    ("question", "called"),
+    [
+        ("Where is a rejected row's slot released?", "release"),
+        ("Where is it decided whether a draft token is accepted?", "token"),
+        ("Where does a thread fork?", "share"),
+    ],
+)
+def test_the_architecture_page_answers_with_the_function_that_does_it(question: str, called: str) -> None:
+    page = (DOCS / "architecture.md").read_text("utf-8")
+    (row,) = re.findall(rf"^\| {re.escape(question)} \| (.+) \|$", page, re.MULTILINE)
+    path, name = PATH.findall(row)[0]
+    found = definition(ROOT / path, name)
+    assert found is not None
+    assert called in calls_in(found)
+
+
+def column(page: str, heading: str) -> list[int]:
+    """The numbers in the first column of the first table below a heading."""
+    table = page[page.index(heading) :].split("|---", 1)[1].split("\n\n", 1)[0]
+    return [int(row.split("|")[1]) for row in table.splitlines()[1:]]
+
+
+def test_the_policies_name_every_exit_code_and_every_schema() -> None:
+    page = (DOCS / "policies.md").read_text("utf-8")
+    codes = {code for name, code in vars(exit_codes).items() if name.isupper()}
+    assert {*column(page, "## Exit codes")} == codes
+    assert column(page, "## The manifest schema") == list(range(1, SCHEMA + 1))
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = re.findall(r"^::: spaceport\.runtime\.(\w+)$", (DOCS / "api.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(spaceport.runtime.__all__)
+
+
+def test_a_built_page_that_loads_over_a_network_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "site"))
+    offline = import_module("offline")
+    for page in (
+        '<script src="//far.example/a.js"></script>',
+        '<link rel="canonical stylesheet" href="https://far.example/a.css">',
+        '<img alt="" src="a.png" srcset="a.png 1x, HTTP://far.example/b.png 2x">',
+        '<p style="background: url(https://far.example/a.png)">',
+        "<style>@import 'https://far.example/a.css';</style>",
+        '<svg><image xlink:href="https://far.example/a.png"/></svg>',
+    ):
+        assert len(offline.loads_of(f"<html><head>{page}</head></html>")) == 1, page
+    local = """<link rel="stylesheet" href="assets/a.css"><link rel="canonical" href="https://far.example/a">
+    <script src="a.js"></script><script>var link = "https://far.example"</script><a href="https://far.example">read</a>
+    <svg xmlns="http://www.w3.org/2000/svg"><use href="#shape"/></svg><code>url(https://far.example)</code>"""
+    assert offline.loads_of(local) == []
+    (tmp_path / "a.css").write_text("@import url('https://far.example/b.css');")
+    (tmp_path / "b.svg").write_text('<svg><image href="https://far.example/c.png"/></svg>')
+    (tmp_path / "c.js").write_text("fetch('https://far.example')")
+    assert len(list(offline.faults(tmp_path))) == 2

@@ -16,23 +16,11 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _PATIENCE = 60.0  # seconds for a text that is waited for
 
 
-def on_a_terminal(program: str) -> str:
-    """The output of a program on a terminal, without colours."""
-    reader, writer = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=writer, stdout=writer, stderr=writer, env=environment
-    ) as running:
-        os.close(writer)
-        shown = b""
-        try:
-            while piece := os.read(reader, 4096):
-                shown += piece
-        except OSError:  # the program has ended
-            pass
-        os.close(reader)
-    assert running.returncode == 0
-    return _ESCAPES.sub("", shown.decode())
+def on_a_terminal(program: str, *arguments: str, escapes: bool = False) -> str:
+    """The output of a program on a terminal, with its escape sequences only if asked for."""
+    with at_a_terminal(program, *arguments, variables={"COLUMNS": "100", "LINES": "40"}) as typist:
+        assert typist.leave() == 0
+        return typist.raw if escapes else typist.shown
 
 
 class Typist:

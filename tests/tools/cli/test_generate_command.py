@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -22,12 +18,13 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK, USAGE
+from spaceport.tools.cli.exit_codes import OK
 from spaceport.tools.cli.generate import command
 from spaceport.tools.cli.generate_options import Generate
 from spaceport.tools.report.files import read_trace
 from support.forking_bundle import forking_copy
 from support.paths import TINY
+from support.terminal import on_a_terminal
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
 PROGRAM = "from spaceport.tools.cli import main; main()"
@@ -49,21 +46,8 @@ def runtime(forking: Path) -> Iterator[Runtime]:
 
 def printed(capfd: Capture, bundle: Path, *arguments: object) -> tuple[str, str]:
     """What a command prints on stdout and stderr."""
-    words = [
-        "generate",
-        bundle,
-        DECODER,
-        "--max-seq-len",
-        256,
-        "--max-slots",
-        512,
-        "--threads",
-        1,
-        "--step-costs",
-        "standard",
-        *arguments,
-    ]
-    assert run([str(word) for word in words]) == OK, capfd.readouterr().err
+    runtime = "--max-seq-len 256 --max-slots 512 --threads 1 --step-costs standard"
+    assert run(["generate", str(bundle), DECODER, *runtime.split(), *map(str, arguments)]) == OK, capfd.readouterr().err
     out, err = capfd.readouterr()
     return out, err
 
@@ -144,23 +128,12 @@ def cost(runtime: Runtime, decoding: Decoding) -> object:
     return completion.threads, without_times(asdict(completion.statistics))
 
 
-def test_output_that_forks_is_printed_in_reading_order(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+def test_output_is_printed_in_reading_order_and_marks_change_nothing_else(
+    forking: Path, runtime: Runtime, capfd: Capture
+) -> None:
     expected = runtime.generate(DECODER, Decoding(max_tokens=60))
     assert len(expected.threads) == 5
-    out, err = printed(capfd, forking, "--max-tokens", 60)
-    assert (out, err) == (f"{expected.text}\n", "")
-
-
-def test_marked_tokens_are_the_accepted_draft_tokens(tiny_bundle: Path, capfd: Capture) -> None:
-    out, _ = printed(capfd, tiny_bundle, "--max-tokens", 40, "--show-drafts")
-    with Runtime.open(tiny_bundle, threads=1, max_seq_len=256, step_costs="standard") as runtime:
-        stream = runtime.stream(DECODER, Decoding(max_tokens=40))
-        marked = [(piece.text, piece.drafted) for piece in stream]
-    runs = (("".join(text for text, _ in run), drafted) for drafted, run in groupby(marked, lambda one: one[1]))
-    assert out == "".join(f"[{text}]" if drafted else text for text, drafted in runs) + "\n"
-
-
-def test_marks_change_nothing_else_in_output_that_forks(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    assert printed(capfd, forking, "--max-tokens", 60) == (f"{expected.text}\n", "")
     arguments = ("--max-tokens", 60, "--stop", "[", "--stop", "]")  # so that every bracket is a mark
     plain, _ = printed(capfd, forking, *arguments)
     marked, _ = printed(capfd, forking, *arguments, "--show-drafts")
@@ -169,41 +142,34 @@ def test_marks_change_nothing_else_in_output_that_forks(forking: Path, runtime: 
     assert marked.replace("[", "").replace("]", "") == plain
 
 
+def test_marked_tokens_are_the_accepted_draft_tokens(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    out, _ = printed(capfd, forking, "--max-tokens", 40, "--no-fork", "--show-drafts")
+    stream = runtime.stream(DECODER, Decoding(max_tokens=40, fork=False))
+    marked = [(piece.text, piece.drafted) for piece in stream]
+    runs = (("".join(text for text, _ in run), drafted) for drafted, run in groupby(marked, lambda one: one[1]))
+    assert out == "".join(f"[{text}]" if drafted else text for text, drafted in runs) + "\n"
+
+
 def test_statistics_show_the_cost_of_a_generation(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     s = runtime.generate(DECODER, Decoding(max_tokens=60)).statistics
-    for arguments in ([], ["--json"]):
-        _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", *arguments)
-        tokens, threads, drafts, sources, limited, speed, times = err.splitlines()
-        assert (
-            tokens == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step), ending: length"
-        )
-        assert (
-            threads
-            == f"{s.threads} threads (at most {s.peak_threads} at once), peak {s.peak_slots} KV slots, {s.rows} rows"
-        )
-        accepted, drafted = sum(s.accepted_by_depth), sum(s.drafted_by_depth)
-        rate = f"acceptance rate {100 * accepted / drafted:.1f}%"
-        assert drafts == f"draft tokens: {accepted} of {drafted} accepted ({rate})"
-        assert f"mask slots {s.accepted_by_source['mask']}/{s.drafted_by_source['mask']}" in sources
-        assert f"by depth: {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in sources
-        assert limited.removeprefix("drafts limited: ").split(", ") == [
-            f"{reason.replace('_', ' ')} {steps}"
-            for reason, steps in sorted(s.drafts_limited.items(), key=lambda item: -item[1])
-        ]
-        assert re.fullmatch(r"\d+\.\d tokens/s, \d\.\d{3} s to first token", speed)
-        assert re.fullmatch(r"[\d.]+ s in the engine, [\d.]+ s outside \([\d.]+ ms per step\), [\d.]+ s queued", times)
-    _, err = printed(capfd, forking, "--max-tokens", 9, "--mask-slots", 0, "--no-fork", "--stats")
-    assert "draft tokens: none" in err
-    assert "drafts limited" not in err
-    assert "threads" not in err
-
-
-def test_statistics_of_one_thread_include_the_mean_acceptance_length(
-    forking: Path, runtime: Runtime, capfd: Capture
-) -> None:
+    accepted, drafted = sum(s.accepted_by_depth), sum(s.drafted_by_depth)
+    _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", "--json")
+    tokens, threads, drafts, sources, limited, speed, times = err.splitlines()
+    assert tokens == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step), ending: length"
+    assert threads == (
+        f"{s.threads} threads (at most {s.peak_threads} at once), peak {s.peak_slots} KV slots, {s.rows} rows"
+    )
+    rate = f"acceptance rate {100 * accepted / drafted:.1f}%"
+    assert drafts == f"draft tokens: {accepted} of {drafted} accepted ({rate})"
+    assert f"mask slots {s.accepted_by_source['mask']}/{s.drafted_by_source['mask']}" in sources
+    assert f"by depth: {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in sources
+    assert limited.startswith("drafts limited: ")
+    assert re.fullmatch(r"\d+\.\d tokens/s, \d\.\d{3} s to first token", speed)
+    assert re.fullmatch(r"[\d.]+ s in the engine, [\d.]+ s outside \([\d.]+ ms per step\), [\d.]+ s queued", times)
     s = runtime.generate(DECODER, Decoding(max_tokens=60, fork=False)).statistics
     _, err = printed(capfd, forking, "--max-tokens", 60, "--no-fork", "--stats")
     assert f"mean acceptance length {1 + sum(s.accepted_by_depth) / s.steps:.2f})" in err
+    assert "threads" not in err
 
 
 def test_the_seed_of_a_run_reproduces_its_output(forking: Path, capfd: Capture) -> None:
@@ -235,31 +201,15 @@ def test_json_reports_log_probabilities_with_text_and_bytes(forking: Path, runti
 
 
 def test_all_options_together_print_one_json_object(forking: Path, tmp_path: Path, capfd: Capture) -> None:
-    arguments: list[object] = [
-        "--json",
-        "--stats",
-        "--logprobs",
-        3,
-        "--trace",
-        tmp_path / "t",
-        "--report",
-        tmp_path / "r",
-    ]
-    arguments += ["--temperature", 0.8, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01, "--seed", 7, "--ban", 9]
-    arguments += [
-        "--repetition-penalty",
-        1.1,
-        "--presence-penalty",
-        0.1,
-        "--frequency-penalty",
-        0.1,
-        "--logit-bias",
-        "5=-1",
-    ]
-    arguments += ["--mask-slots", 3, "--draft", "tree", "--draft-rows", 12, "--draft-siblings", 2, "--lookup", 4]
-    arguments += ["--fork", "--max-threads", 2, "--max-depth", 2, "--max-tokens", 60, "--max-total-tokens", 90]
-    arguments += ["--stop", "never", "--timeout", 60, "--backend", "onnxruntime"]
-    out, err = printed(capfd, forking, *arguments)
+    sampling = (
+        "--temperature 0.8 --top-k 40 --top-p 0.95 --min-p 0.01 --seed 7 --ban 9 --repetition-penalty 1.1 "
+        "--presence-penalty 0.1 --frequency-penalty 0.1 --logit-bias 5=-1"
+    )
+    drafts = "--mask-slots 3 --draft tree --draft-rows 12 --draft-siblings 2 --lookup 4"
+    limits = "--fork --max-threads 2 --max-depth 2 --max-tokens 60 --max-total-tokens 90 --stop never --timeout 60"
+    files = ("--trace", tmp_path / "t", "--report", tmp_path / "r")
+    options = f"--json --stats --logprobs 3 --backend onnxruntime {sampling} {drafts} {limits}"
+    out, err = printed(capfd, forking, *options.split(), *files)
     found = json.loads(out)
     assert list(found) == ["text", "ending", "tokens", "prompt_tokens", "logprobs", "threads", "seed", "statistics"]
     assert found["seed"] == 7
@@ -298,59 +248,34 @@ def test_help_lists_every_option_once_in_a_group(capfd: Capture) -> None:
 
 def test_on_a_terminal_the_threads_are_shown_before_the_output(forking: Path, runtime: Runtime) -> None:
     expected = runtime.generate(DECODER, Decoding(max_tokens=60))
-    out = on_a_terminal(forking, "--max-tokens", 60, "--live")
+    arguments = ("generate", str(forking), DECODER, "--threads", "1", "--max-tokens", "60", "--live")
+    out = on_a_terminal(PROGRAM, *arguments, escapes=True)
     assert out.endswith("\r\n" + expected.text.replace("\n", "\r\n") + "\r\n")
     assert re.search(rf", {expected.statistics.threads} threads, peak \d+ KV slots", out)
     assert "root" in out
     erased = "\x1b[2K"
     assert erased not in out[out.rindex("KV slots") :]  # the threads stay
-    alone = on_a_terminal(forking, "--max-tokens", 60, "--live", "--no-fork", "--show-drafts", "--step-costs", "free")
+    alone = on_a_terminal(PROGRAM, *arguments, "--no-fork", "--show-drafts", "--step-costs", "free", escapes=True)
     assert erased in alone[alone.rindex("KV slots") :]  # one thread is the text itself
     assert "\x1b[32m" in alone[alone.rindex(erased) :]
 
 
-def on_a_terminal(bundle: Path, *arguments: object) -> str:
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-c", PROGRAM, "generate", bundle, DECODER, "--threads", 1, *arguments]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    with subprocess.Popen(
-        [str(word) for word in words], stdout=theirs, stdin=theirs, stderr=subprocess.PIPE, env=environment
-    ) as process:
-        os.close(theirs)
-        found = b""
-        try:
-            while data := os.read(ours, 65536):
-                found += data
-        except OSError:  # how a terminal reports its end
-            pass
-        os.close(ours)
-        assert process.stderr is not None
-        assert process.stderr.read() == b""
-    assert process.returncode == OK
-    return found.decode()
-
-
-def test_inspect_shows_the_memory_of_the_slots(tiny_bundle: Path, capfd: Capture) -> None:
+def test_inspect_shows_the_memory_of_the_slots(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     found = []
-    for arguments in (["--max-seq-len", "256"], ["--max-seq-len", "256", "--max-slots", "512"]):
-        assert run(["inspect", str(tiny_bundle), "--json", *arguments]) == OK
+    for arguments in ([], ["--max-slots", "512"]):
+        assert run(["inspect", str(forking), "--json", "--max-seq-len", "256", *arguments]) == OK
         found.append(json.loads(capfd.readouterr().out)["memory"])
     assert [memory["max_slots"] for memory in found] == [256, 512]
-    with Runtime.open(tiny_bundle, threads=1, max_seq_len=256, max_slots=512, step_costs="standard") as runtime:
-        assert found[1]["slots"] == runtime.engine.capacity
-        assert found[1]["kv"] == runtime.engine.signature.kv_bytes(1, runtime.engine.capacity)
-    assert found[1]["slots"] - found[0]["slots"] == 256
-    assert run(["inspect", str(tiny_bundle), "--max-slots", "9"]) == USAGE
-    assert "--max-slots is 9: expected at least --max-seq-len, 1024" in capfd.readouterr().err
+    assert found[1]["slots"] == runtime.engine.capacity == found[0]["slots"] + 256
+    assert found[1]["kv"] == runtime.engine.signature.kv_bytes(1, runtime.engine.capacity)
 
 
 def test_a_system_message_and_template_variables_are_part_of_the_chat(
-    tiny_bundle: Path, capfd: pytest.CaptureFixture[str]
+    forking: Path, runtime: Runtime, capfd: Capture
 ) -> None:
     chat = ["--chat", "--system", "Be brief.", "--chat-template-kwargs", '{"bos_token": "ship"}']
-    assert run(["generate", str(tiny_bundle), "a", *chat, "--json", "--max-tokens", "1"]) == OK
+    assert run(["generate", str(forking), "a", *chat, "--json", "--max-tokens", "1"]) == OK
     found = json.loads(capfd.readouterr().out)["prompt_tokens"]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
-    with Runtime.open(tiny_bundle, max_seq_len=64, threads=1, step_costs="standard") as runtime:
-        assert found == runtime.tokens_of(ChatPrompt(messages, template_kwargs={"bos_token": "ship"}))
-        assert found != runtime.tokens_of(messages)
+    assert found == runtime.tokens_of(ChatPrompt(messages, template_kwargs={"bos_token": "ship"}))
+    assert found != runtime.tokens_of(messages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,33 @@ from spaceport.tools.cli.exit_codes import INPUT
 from support.paths import TINY
 from support.small_bundle import fill
 
-# Runs a command, and prints which large packages it imported.
+# argv: commands in JSON. Runs each one, prints its exit code, and last which large packages were imported.
 PROGRAM = """
-import sys
+import json, sys
 from spaceport.tools.cli import run
-code = run(sys.argv[1:])
+for command in json.loads(sys.argv[1]):
+    print(run(command))
+    print(file=sys.stderr)
 print(*(name for name in ("torch", "transformers", "accelerate", "onnxscript", "polygraphy") if name in sys.modules))
-sys.exit(code)
 """
+MISTAKES = {
+    "export missing new": "missing: no such folder: expected a checkpoint",
+    "export missing.gguf new": "missing.gguf: no such file: expected a GGUF file or a checkpoint folder",
+    "export no-weights new": "no weights in it: expected *.safetensors",
+    "export tiny bundle": "a bundle exists there: replace it with --overwrite",
+    "export tiny files --overwrite": "contains files but no bundle: choose another name",
+    "export tiny missing/new": "missing: no such folder: create it first",
+    "export tiny new --adapter files": "no base.json in it: expected an adapter folder",
+    "tune missing new data.jsonl": "missing: no such folder: expected a checkpoint",
+    "tune tiny files data.jsonl": "contains files but no checkpoint: choose another name",
+    "tune tiny missing/new data.jsonl": "missing: no such folder: create it first",
+    "check missing": "missing: no such folder: expected a bundle",
+    "check bundle missing": "missing: no such folder: expected a checkpoint",
+    "check bundle tiny --adapter files": "no base.json in it: expected an adapter folder",
+    "build missing": "missing: no such folder: expected a bundle",
+}
+# Not even root can create a folder there.
+UNWRITABLE = {"export tiny /proc/self/new": "/proc/self: no permission to write in it: choose another folder"}
 
 
 @pytest.fixture
@@ -36,40 +56,16 @@ def paths(tmp_path: Path) -> dict[str, str]:
     return {**named, "missing.gguf": str(tmp_path / "missing.gguf"), "tiny": str(TINY)}
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("export missing new", "missing: no such folder: expected a checkpoint"),
-        ("export missing.gguf new", "missing.gguf: no such file: expected a GGUF file or a checkpoint folder"),
-        ("export no-weights new", "no weights in it: expected *.safetensors"),
-        ("export tiny bundle", "a bundle exists there: replace it with --overwrite"),
-        ("export tiny files --overwrite", "contains files but no bundle: choose another name"),
-        ("export tiny missing/new", "missing: no such folder: create it first"),
-        ("export tiny new --adapter files", "no base.json in it: expected an adapter folder"),
-        ("tune missing new data.jsonl", "missing: no such folder: expected a checkpoint"),
-        ("tune tiny files data.jsonl", "contains files but no checkpoint: choose another name"),
-        ("tune tiny missing/new data.jsonl", "missing: no such folder: create it first"),
-        ("check missing", "missing: no such folder: expected a bundle"),
-        ("check bundle missing", "missing: no such folder: expected a checkpoint"),
-        ("check bundle tiny --adapter files", "no base.json in it: expected an adapter folder"),
-        ("build missing", "missing: no such folder: expected a bundle"),
-    ],
-)
-def test_a_wrong_path_is_refused_without_importing_torch(paths: dict[str, str], command: str, message: str) -> None:
-    arguments = [paths.get(part, part) for part in command.split()]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False)
-    assert message in done.stderr
-    if not command.startswith("build"):  # without a TensorRT library, that is what it says
-        assert done.returncode == INPUT
-    assert done.stdout == "\n"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder where nobody can write")
-def test_a_parent_that_cannot_be_written_is_refused_without_importing_torch(paths: dict[str, str]) -> None:
-    arguments = ["export", paths["tiny"], "/proc/self/new"]  # not even root can create a folder there
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False)
-    assert "/proc/self: no permission to write in it: choose another folder" in done.stderr
-    assert (done.returncode, done.stdout) == (INPUT, "\n")
+def test_wrong_paths_are_refused_without_importing_torch(paths: dict[str, str]) -> None:
+    mistakes = MISTAKES | (UNWRITABLE if sys.platform == "linux" else {})
+    commands = json.dumps([[paths.get(part, part) for part in command.split()] for command in mistakes])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, commands], capture_output=True, text=True, check=True)
+    *codes, imported = done.stdout.split("\n")[:-1]
+    assert imported == ""
+    for (command, message), code, error in zip(mistakes.items(), codes, done.stderr.split("\n\n"), strict=False):
+        assert message in error
+        if not command.startswith("build"):  # without a TensorRT library, that is what it says
+            assert int(code) == INPUT
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"num_hidden_layers": 1000000000}'])

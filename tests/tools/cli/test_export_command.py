@@ -1,4 +1,4 @@
-"""Export drafts: an export with published weights writes the bundle that adopting them first gives, and leaves nothing else."""
+"""`spaceport export`: published weights are adopted on the way, and --dry-run reports sizes without writing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import pytest
 
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import adopted_for_export
 from spaceport.tools.adopt.given import Paths, Request, read_given
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
 from support.killed import Commands, kill
+from support.paths import TINY
 from support.published import exact_model, write_checkpoint
 from support.published_methods import METHODS, SLOTS, PublishedModel
 
@@ -108,14 +111,6 @@ def test_an_interrupted_export_leaves_no_adopted_folder(tmp_path: Path) -> None:
         commands.close()
 
 
-def test_a_failed_export_leaves_no_adopted_folder(tmp_path: Path, capsys: Capture) -> None:
-    model = published("uno", tmp_path / "models")
-    export = ["export", str(model.base), str(tmp_path / "bundle"), "--adapter", str(model.weights), "--opset", "7"]
-    assert run(export) == USAGE
-    assert "opset" in capsys.readouterr().err
-    assert names(tmp_path) == {"models"}
-
-
 def test_a_dry_run_counts_the_weights_that_drafts_add(tmp_path: Path, capsys: Capture) -> None:
     model = published("medusa", tmp_path / "models")
     assert model.weights is not None
@@ -140,83 +135,102 @@ def test_a_dry_run_counts_the_weights_that_drafts_add(tmp_path: Path, capsys: Ca
 
 def test_new_embedding_rows_are_counted(tmp_path: Path, capsys: Capture) -> None:
     model = published("uno", tmp_path / "models")
-    export = [
-        "export",
-        str(model.base),
-        str(tmp_path / "bundle"),
-        "--adapter",
-        str(model.weights),
-        "--dry-run",
-        "--json",
-    ]
+    export = ["export", str(model.base), str(tmp_path / "bundle"), "--adapter", str(model.weights)]
     found = []
     for slots in (12, 13):  # ids 628 to 639 are rows of the base model
-        assert run([*export, "--max-mask-slots", str(slots)]) == OK
+        assert run([*export, "--dry-run", "--json", "--max-mask-slots", str(slots)]) == OK
         found.append(json.loads(capsys.readouterr().out))
     assert [one["signature"]["vocab_size"] for one in found] == [640, 704]
     assert found[1]["parameters"] - found[0]["parameters"] == 2 * 64 * 32
 
 
 @pytest.mark.parametrize(
-    ("adapter", "options", "code", "message"),
+    ("options", "code", "message"),
     [
-        ("uno", ["--fork-token", "5"], USAGE, "--fork-token has no effect with published weights: name both tokens in"),
-        ("uno", ["--mask-token", "638"], USAGE, "--mask-token has no effect: UNO has random tokens instead"),
-        ("uno", ["--method", "eagle"], USAGE, "--method is 'eagle': expected one of medusa, ssd, bita, pard"),
-        ("uno", ["--max-mask-slots", "400"], USAGE, "--max-mask-slots is 400: expected 1 to"),
-        ("uno", ["--max-mask-slots", "0"], USAGE, "--max-mask-slots is 0: expected at least 1"),
-        ("own", ["--mask-token", "5", "--dry-run"], USAGE, "--mask-token has no effect with --adapter"),
-        ("own", ["--method", "uno"], USAGE, "--method has no effect with an adapter folder: the folder says how it"),
-        ("own", ["--noise-seed", "1"], USAGE, "--noise-seed has no effect with an adapter folder"),
-        (
-            "own",
-            ["--mask-token", "638"],
-            USAGE,
-            "--mask-token has no effect with --adapter: the adapter names its tokens",
-        ),
-        (None, ["--noise-seed", "1"], USAGE, "--noise-seed has no effect without published weights: add --adapter"),
-        (None, ["--method", "uno"], INPUT, "config.json names no mask token"),
-        (
-            None,
-            ["--method", "ssd"],
-            INPUT,
-            "has nothing of --method ssd: expected a file of torch (*.pt) with the tensor",
-        ),
-        (None, ["--method", "bita"], INPUT, "has nothing of --method bita: expected prompt_num in the config.json"),
-        (None, ["--method", "medusa"], INPUT, "has nothing of --method medusa: expected medusa_lm_head.safetensors or"),
-        ("nowhere", [], INPUT, "nowhere: no such folder: expected an adapter folder, or published weights"),
-        ("models", [], INPUT, "no base.json in it: expected an adapter folder"),
+        ("--adapter uno --opset 7", USAGE, "opset"),  # an error after the adoption
+        ("--adapter uno --fork-token 5", USAGE, "--fork-token has no effect with published weights: name both tokens"),
+        ("--adapter uno --mask-token 638", USAGE, "--mask-token has no effect: UNO has random tokens instead"),
+        ("--adapter uno --method eagle", USAGE, "--method is 'eagle': expected one of medusa, ssd, bita, pard"),
+        ("--adapter uno --max-mask-slots 400", USAGE, "--max-mask-slots is 400: expected 1 to"),
+        ("--adapter own --mask-token 5 --dry-run", USAGE, "--mask-token has no effect with --adapter"),
+        ("--adapter own --method uno", USAGE, "--method has no effect with an adapter folder: the folder says how it"),
+        ("--adapter own --noise-seed 1", USAGE, "--noise-seed has no effect with an adapter folder"),
+        ("--adapter own --mask-token 638", USAGE, "with --adapter: the adapter names its tokens"),
+        ("--noise-seed 1", USAGE, "--noise-seed has no effect without published weights: add --adapter"),
+        ("--method uno", INPUT, "config.json names no mask token"),
+        ("--method ssd", INPUT, "has nothing of --method ssd: expected a file of torch (*.pt) with the tensor"),
+        ("--method bita", INPUT, "has nothing of --method bita: expected prompt_num in the config.json"),
+        ("--method medusa", INPUT, "has nothing of --method medusa: expected medusa_lm_head.safetensors or"),
+        ("--adapter nowhere", INPUT, "nowhere: no such folder: expected an adapter folder, or published weights"),
+        ("--adapter models", INPUT, "no base.json in it: expected an adapter folder"),
+        ("--gpu-memory 24GB", USAGE, "--gpu-memory has no effect without --dry-run: add --dry-run"),
+        ("--dry-run --gpu-memory 24XB", USAGE, "expected a size above 0 such as 24GB"),
+        ("--dry-run --overwrite", USAGE, "--overwrite has no effect with --dry-run"),
+        ("--dry-run --max-seq-len 100000", USAGE, "--max-seq-len is 100000: expected 2 to "),
+        ("--dry-run --max-requests 0", USAGE, "--max-requests is 0: expected at least 1"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    adapter: str | None, options: list[str], code: int, message: str, tmp_path: Path, capsys: Capture
+def test_options_that_do_not_fit_are_refused_and_leave_nothing(
+    options: str, code: int, message: str, tmp_path: Path, capsys: Capture
 ) -> None:
     model = published("uno", tmp_path / "models")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "base.json").write_text("{}")
-    paths = {
-        "uno": model.weights,
-        "own": tmp_path / "own",
-        "models": tmp_path / "models",
-        "nowhere": tmp_path / "nowhere",
-    }
-    given = [] if adapter is None else ["--adapter", str(paths[adapter])]
-    assert run(["export", str(model.base), str(tmp_path / "bundle"), *given, *options]) == code
+    paths = {name: str(tmp_path / name) for name in ("own", "models", "nowhere")} | {"uno": str(model.weights)}
+    words = options.split()
+    if "--adapter" in words:
+        words[1] = paths[words[1]]
+    assert run(["export", str(model.base), str(tmp_path / "bundle"), *words]) == code
     assert message in capsys.readouterr().err
     assert names(tmp_path) == {"models", "own"}
 
 
-def test_heads_inside_the_checkpoint_are_not_left_out_in_silence(tmp_path: Path, capsys: Capture) -> None:
+def test_heads_and_adapters_inside_the_checkpoint_are_used_if_named_and_not_left_out_in_silence(
+    tmp_path: Path, capsys: Capture
+) -> None:
     whole = write_checkpoint(tmp_path / "whole", exact_model(), medusa_num_heads=SLOTS)
     assert run(["export", str(whole), str(tmp_path / "bundle"), "--opset", "7"]) == USAGE
     assert "the checkpoint's heads are not used: add --method medusa" in capsys.readouterr().err
-
-
-def test_an_adapter_inside_the_checkpoint_is_used_if_it_is_named_or_its_method(tmp_path: Path, capsys: Capture) -> None:
     model = published("nemotron", tmp_path / "models")
     export = ["export", str(model.base), str(tmp_path / "bundle"), "--opset", "7"]
     assert run([*export, "--method", "nemotron"]) == USAGE
     assert "adopting Nemotron-Labs-Diffusion" in capsys.readouterr().err
     assert run(export) == USAGE
     assert f"{model.weights} is not used: add --adapter {model.weights} to draft with it" in capsys.readouterr().err
-    assert names(tmp_path) == {"models"}
+    assert names(tmp_path) == {"models", "whole"}
+
+
+def dry_run(capsys: Capture, *options: object) -> str:
+    assert run(["export", str(TINY), "nowhere", "--dry-run", *map(str, options)]) == OK
+    assert not Path("nowhere").exists()
+    return capsys.readouterr().out
+
+
+def test_a_dry_run_predicts_the_cache_that_the_runtime_allocates(tiny_bundle: Path, capsys: Capture) -> None:
+    limits = ("--max-seq-len", 100, "--max-requests", 3)
+    found = json.loads(dry_run(capsys, "--json", *limits))
+    with Runtime.open(tiny_bundle, backend="onnxruntime", max_seq_len=100, max_requests=3) as runtime:
+        manifest = runtime.bundle.manifest
+        slots = capacity_for(manifest, 100)
+        assert found["run"]["kv"] == manifest.signature.kv_bytes(3, slots) == slots * 3 * found["run"]["kv_slot"]
+        assert found["run"]["kv"] == runtime.engine._memory.nbytes  # type: ignore[attr-defined]
+        assert found["parameters"] == manifest.parameters
+
+
+def test_a_gpu_fits_exactly_what_the_runtime_needs(capsys: Capture) -> None:
+    need = json.loads(dry_run(capsys, "--json"))["run"]["total"]
+    for memory, fits in ((need / 1e6, True), ((need - 1) / 1e6, False)):
+        found = dry_run(capsys, "--json", "--gpu-memory", f"{memory:.6f}MB")
+        assert json.loads(found)["fits"]["gpu"] is fits
+    assert "runtime on the GPU" in dry_run(capsys, "--gpu-memory", "24GB")
+
+
+def test_weights_that_a_cpu_dequantizes_are_counted_as_float32(capsys: Capture) -> None:
+    for activations, dequantized in (("float", True), ("int8x2", False)):
+        options = ("--weights", "int8", "--activations", activations)
+        found = json.loads(dry_run(capsys, *options, "--json"))
+        weights = found["run"]["weights"]
+        assert found["run"]["cpu_weights"] == (4 * found["parameters"] if dequantized else weights)
+        assert found["run"]["cpu_total"] - found["run"]["total"] == found["run"]["cpu_weights"] - weights
+        shown = dry_run(capsys, *options)
+        assert ("in all on a CPU: weights as float32" in shown) == dequantized

@@ -8,6 +8,7 @@ from typing import Any
 
 from spaceport.tools.bench.compare.metrics import Workload, metrics_of
 from spaceport.tools.bench.compare.subjects import Subject
+from spaceport.tools.bench.compare.work_folder import Environments
 from spaceport.tools.bench.compare.worker_pool import RunOptions
 from support.paths import TESTS
 
@@ -26,3 +27,11 @@ def fake_subject(name: str, folder: Path, *, is_bundle: bool = False, step: floa
 def fake_run_options(folder: Path, rounds: int = 2, timeout: float = 20.0) -> RunOptions:
     """Options with a few small metrics."""
     return RunOptions(WORKLOAD, metrics_of(WORKLOAD), rounds, 1, folder / "logs", timeout, idle_limit=1.0)
+
+
+def installed(work: Environments, name: str) -> None:
+    """Make an environment look installed: its interpreter is this one."""
+    if not work.python(name).exists():
+        work.python(name).parent.mkdir(parents=True)
+        work.python(name).symlink_to(Path(sys.executable))
+        work.record_installed(name)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from spaceport.tools.cli.tune_data import command
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extraction_counts import count_extractions, extraction_of
 from support.paths import TINY
+from support.terminal import on_a_terminal
 
 FORK, CHILD = 630, 631  # the model has rows for them, and no text can hold them
 LIST = "Three:\n\n1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea\n\nDone."
@@ -82,12 +80,8 @@ def test_a_report_counts_what_the_extractors_found(data: Path) -> None:
     details = 2 * len(" the colour of fire the colour of grass the colour of the sea") + 4 * len(" Here it goes on.")
     assert (found.in_details, found.detail_share) == (details, details / found.characters)
     assert list(found.refusals.items()) == [("fewer than 3 paragraphs", 2), ("equals sign", 1)]
-
-
-def test_a_report_of_no_tree_has_no_means(tmp_path: Path) -> None:
-    found = count_extractions(
-        [extraction_of(c) for c in read_conversations(written(tmp_path / "a", ['{"text": "Plain."}']))]
-    )
+    (data.parent / "plain").write_text('{"text": "Plain."}', "utf-8")
+    found = count_extractions([extraction_of(c) for c in read_conversations(data.parent / "plain")])
     assert (found.answers, found.trees, found.mean_forks, found.detail_share) == (0, 0, None, None)
 
 
@@ -132,41 +126,21 @@ def test_an_example_is_chosen_by_its_line(data: Path) -> None:
     assert printed(data, "--example", 8).endswith(f"\n\n{data} line 8: no tree: no answer in it\n")
 
 
-def test_trailing_whitespace_is_not_shown(tmp_path: Path) -> None:
+def test_an_example_has_no_trailing_whitespace_and_no_control_characters(data: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "a.jsonl", [json.dumps({"prompt": "Which?", "response": PROSE + "\n"})])
     assert printed(file).endswith("  This is paragraph number 3.\n      Here it goes on.\n")
-
-
-def test_control_characters_are_not_printed(data: Path) -> None:
     assert printed(data, "--example", 7).endswith("  Done.\ufffd[2J\n")
+    written(file, ['{"prompt": "Which?", "response": "Yes."}'])
+    assert len(printed(file).split("\n\n")) == 2  # without a tree no example is shown
 
 
-def read_to_the_end(screen: int) -> bytes:
-    """Output of a program on a terminal, which buffers a few thousand bytes."""
-    parts = []
-    with suppress(OSError):  # Linux' way to say that nobody writes any more
-        while part := os.read(screen, 65536):
-            parts.append(part)
-    os.close(screen)
-    return b"".join(parts)
-
-
-def test_on_a_terminal_the_tree_is_shown_as_a_tree(data: Path) -> None:
-    screen, terminal = os.openpty()
-    environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
-    arguments = [sys.executable, "-c", PROGRAM, str(data), "--example", "7"]
-    with subprocess.Popen(arguments, stdout=terminal, stderr=subprocess.DEVNULL, env=environment) as process:
-        os.close(terminal)
-        shown = re.sub(r"\x1b\[[0-9;]*m", "", read_to_the_end(screen).decode())
-    assert process.returncode == 0
+def test_on_a_terminal_the_tree_is_shown_as_a_tree_without_importing_torch(data: Path) -> None:
+    imported = "print('imported:', *{'torch', 'transformers'} & {*sys.modules})"
+    program = f"{PROGRAM.replace('[1:])', '[1:], standalone_mode=False)')}; {imported}"
+    shown = on_a_terminal(program, str(data), "--example", "7")
     assert "├── 2. Green:\r\n│   └── the colour of grass\r\n" in shown
     assert "└── Done.\ufffd[2J\r\n" in shown
-
-
-def test_without_a_tree_no_example_is_shown(tmp_path: Path) -> None:
-    file = written(tmp_path / "a.jsonl", ['{"prompt": "Which?", "response": "Yes."}'])
-    assert printed(file).split("\n\n")[1:] == [f"Answers without a tree\nreason{' ' * 19}{file}\n"
-        f"fewer than 3 paragraphs  {'1'.rjust(len(str(file)))}\n"]  # fmt: skip
+    assert shown.endswith("imported:\r\n")
 
 
 @pytest.mark.torch
@@ -226,18 +200,14 @@ def test_rows_are_written_in_the_files_order_and_forked(data: Path, forking: Pat
 
 
 @pytest.mark.torch
-def test_rows_of_a_checkpoint_without_a_fork_token_do_not_fork(data: Path, tmp_path: Path) -> None:
+def test_rows_of_a_checkpoint_without_a_fork_token_do_not_fork_and_end_at_the_cutoff(
+    data: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "rows.jsonl"
-    result = tried(data, "--checkpoint", TINY, "--rows", target, "--json")
-    assert json.loads(result.stdout)["written"] == {"file": str(target), "rows": 7, "counts": {"unforked": 7}}
+    result = tried(data, "--checkpoint", TINY, "--rows", target, "--cutoff", 40, "--json")
+    assert json.loads(result.stdout)["written"]["rows"] == 7
     assert result.stderr.endswith(f"{TINY} has no fork token, so no row forks; `spaceport tune` adds one\n")
     assert all(row["parents"] == list(range(-1, len(row["ids"]) - 1)) for row in rows_in(target))
-
-
-@pytest.mark.torch
-def test_a_row_ends_at_the_cutoff(data: Path, tmp_path: Path) -> None:
-    target = tmp_path / "rows.jsonl"
-    printed(data, "--checkpoint", TINY, "--rows", target, "--cutoff", 40)
     assert max(len(row["ids"]) for row in rows_in(target)) == 40
     refused(OptionFault, "--cutoff is 7: expected at least 8", data, "--cutoff", 7)
 
@@ -263,31 +233,24 @@ def test_rows_overwrite_a_file_only_on_request(data: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.torch
-def test_a_failed_preparation_keeps_the_old_rows(data: Path, tmp_path: Path) -> None:
+def test_a_failed_preparation_and_a_full_disk_keep_the_old_rows(data: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint")
     (checkpoint / "chat_template.jinja").unlink()
-    target = tmp_path / "rows.jsonl"
-    target.write_text("old")
+    target = written(tmp_path / "rows.jsonl", ["old"])
     turns = [{"role": role, "content": "Yes."} for role in ("system", "user", "assistant")]
     chat = written(tmp_path / "chat.jsonl", ["", json.dumps({"messages": turns})])
-    order = ["--checkpoint", checkpoint, "--rows", target, "--overwrite"]
-    refused(InputFault, rf"{chat} line 2: has messages, but the tokenizer has no chat template", data, chat, *order)
+    order = ["--rows", target, "--overwrite", "--checkpoint"]
+    message = rf"{chat} line 2: has messages, but the tokenizer has no chat template"
+    refused(InputFault, message, data, chat, *order, checkpoint)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        result = tried(data, *order, TINY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in str(result.exception)
     assert target.read_text() == "old"
-    assert not [file for file in tmp_path.iterdir() if "partial" in file.name]
-
-
-@pytest.mark.torch
-def test_a_full_disk_keeps_the_old_rows(data: Path, tmp_path: Path) -> None:
-    target = tmp_path / "rows.jsonl"
-    target.write_text("old")
-    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY)); "
-    arguments = [str(data), "--checkpoint", str(TINY), "--rows", str(target), "--overwrite"]
-    done = subprocess.run([sys.executable, "-c", limit + PROGRAM, *arguments], capture_output=True, check=False)
-    assert done.returncode != 0
-    assert b"File too large" in done.stderr
-    assert target.read_text() == "old"
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "rows.jsonl"]
+    assert {file.name for file in tmp_path.iterdir()} == {"data.jsonl", "rows.jsonl", "chat.jsonl", "checkpoint"}
 
 
 def test_invalid_options_are_refused(data: Path, tmp_path: Path) -> None:
@@ -299,10 +262,3 @@ def test_invalid_options_are_refused(data: Path, tmp_path: Path) -> None:
         refused(OptionFault, message, data, "--example", line)
     refused(InputFault, "nowhere.jsonl: no such file", tmp_path / "nowhere.jsonl")
     refused(UsageError, "Missing parameter: files")
-
-
-def test_a_report_needs_neither_torch_nor_transformers(data: Path) -> None:
-    program = f"{PROGRAM.replace('main(sys.argv[1:])', 'main(sys.argv[1:], standalone_mode=False)')}"
-    program += "; print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program, str(data)], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("\n[]\n")

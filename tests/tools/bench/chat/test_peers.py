@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,25 +15,19 @@ from spaceport.tools.bench.compare.machine import Machine
 from spaceport.tools.bench.compare.subjects import Peer
 from spaceport.tools.bench.compare.work_folder import Environments
 from spaceport.tools.bench.compare.worker_process import WorkerFailed
-from support.fake_subjects import FAKE
+from support.fake_subjects import FAKE, installed
 from support.paths import TINY
 
+pytestmark = pytest.mark.on_change("tests/support/fake_runtime.py")  # starts processes
 MACHINE = Machine("a CPU", "model 1", 2, (), "a system")
-
-
-def quiet(_: str) -> None:
-    pass
 
 
 @contextmanager
 def running(folder: Path, *peers: Peer) -> Iterator[Peers]:
     """Fake peers in an environment that looks installed."""
-    work = Environments(folder)
-    if not work.python("ctranslate2").exists():
-        work.python("ctranslate2").parent.mkdir(parents=True)
-        work.python("ctranslate2").symlink_to(Path(sys.executable))
-        work.record_installed("ctranslate2")
-    with running_peers(PeerOptions(peers, folder, TINY, None, None, False), MACHINE, [99], (64, 6), 1, quiet) as found:
+    installed(Environments(folder), "ctranslate2")
+    options = PeerOptions(peers, folder, TINY, None, None, False)
+    with running_peers(options, MACHINE, [99], (64, 6), 1, lambda _: None) as found:
         yield found
 
 
@@ -57,7 +50,7 @@ def test_a_peer_answers_with_and_without_lookup_in_one_process(tmp_path: Path) -
     assert plain.worker.process.poll() is not None
 
 
-def test_a_peer_that_cannot_run_is_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_one_that_ends_has_failed(tmp_path: Path) -> None:
     missing = Peer("other", "openvino-genai", str(FAKE), (), "none", {})
     narrow = fake("narrow", dtype="bfloat16")
     with running(tmp_path, fake(fails="open"), missing, narrow) as peers:
@@ -66,9 +59,6 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason(tmp_path: Path) -> No
     assert "no model today" in reasons["fake"]
     assert reasons["other"].endswith("add --setup")
     assert reasons["narrow"] == "this CPU has none of avx512_bf16, amx_bf16: measure float32"
-
-
-def test_a_process_that_ends_is_a_failure_of_its_subjects(tmp_path: Path) -> None:
     with running(tmp_path, fake(fails="answer")) as peers, pytest.raises(WorkerFailed, match="no answer today"):
         peers.subjects[0].answer([5])
 
@@ -81,16 +71,12 @@ def test_the_models_that_are_given_choose_the_peers(tmp_path: Path) -> None:
     assert chosen_peers(None, TINY, gguf) == PEERS
     assert [peer.name for peer in chosen_peers("transformers bfloat16", TINY, None)] == ["transformers bfloat16"]
     assert len(chosen_peers("transformers", TINY, None)) == 2
-
-
-def test_a_peer_without_its_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionFault, match=r"--peers names 'llama\.cpp': expected --gguf FILE"):
-        chosen_peers("llama.cpp", TINY, None)
-    with pytest.raises(OptionFault, match="--peers names 'transformers float32': expected --checkpoint FOLDER"):
-        chosen_peers("transformers", None, None)
-    with pytest.raises(OptionFault, match="--peers names 'vllm'"):
-        chosen_peers("vllm", TINY, None)
-    with pytest.raises(InputFault, match=r"--checkpoint .*: expected a Hugging Face checkpoint folder"):
-        chosen_peers(None, tmp_path, None)
-    with pytest.raises(InputFault, match=r"--gguf .*none.gguf: expected a GGUF file"):
-        chosen_peers(None, None, tmp_path / "none.gguf")
+    for fault, message, chosen in (
+        (OptionFault, r"--peers names 'llama\.cpp': expected --gguf FILE", ("llama.cpp", TINY, None)),
+        (OptionFault, "names 'transformers float32': expected --checkpoint FOLDER", ("transformers", None, None)),
+        (OptionFault, "--peers names 'vllm'", ("vllm", TINY, None)),
+        (InputFault, r"--checkpoint .*: expected a Hugging Face checkpoint folder", (None, tmp_path, None)),
+        (InputFault, r"--gguf .*none.gguf: expected a GGUF file", (None, None, tmp_path / "none.gguf")),
+    ):
+        with pytest.raises(fault, match=message):
+            chosen_peers(*chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spaceport.runtime.decode.statistics import Statistics
+from spaceport.tools.bench.chat.forks import fork_figures
 from spaceport.tools.bench.chat.summary import ALL, drafts_of, figures_of, peer_ratios, prompt_figures, rounds_of
 from spaceport.tools.bench.decode.summary import Rate
 from support.chat_subjects import chat_answer, chat_measured, chat_prompt
@@ -39,8 +40,6 @@ def test_a_speedup_is_the_geometric_mean_over_prompts_by_kind() -> None:
     assert overall.speedup.low < overall.speedup.mean < overall.speedup.high
     assert (overall.losses, by_kind["lists"].losses) == (1, 0)
     assert overall.tokens_per_second == pytest.approx(33 / 16.5)
-    again = figures_of(found, ["default"], ["code", "lists"], 0)
-    assert [one.speedup for one in again] == [one.speedup for one in by_kind.values()]
 
 
 def test_decoding_of_a_mode_begins_at_the_first_token_of_plain_decoding() -> None:
@@ -60,7 +59,7 @@ def test_decoding_of_a_mode_begins_at_the_first_token_of_plain_decoding() -> Non
     assert plain.speedup is plain.cpu_speedup is None
 
 
-def test_the_answers_of_a_conversation_count_as_one_prompt() -> None:
+def test_the_answers_of_a_conversation_count_as_one_prompt_and_one_token_has_no_decode_speed() -> None:
     chat = chat_prompt(5, "chat", turns=2)
     found = chat_measured(
         ("plain", 1, chat, chat_answer(2.0, tokens=5, complete=False, statistics=MODE)),
@@ -71,24 +70,15 @@ def test_the_answers_of_a_conversation_count_as_one_prompt() -> None:
     assert (times.complete, times.answers) == (1, 2)
     (figures,) = figures_of(found, ["plain"], [], 0)
     assert (figures.prompts, figures.answers, figures.complete) == (1, 2, 1)
-
-
-def test_an_answer_of_one_token_has_no_decode_speed() -> None:
     found = chat_measured(("plain", 1, CODE, chat_answer(1.0, tokens=1, statistics=MODE)))
     (figures,) = figures_of(found, ["plain"], [], 0)
-    assert figures.decode_tokens_per_second is None
-    assert figures.tokens_per_second == 1.0
-    (prompt,) = prompt_figures(found, ["plain"])
-    assert prompt.decode_tokens_per_second is None
+    assert (figures.decode_tokens_per_second, figures.tokens_per_second) == (None, 1.0)
+    assert [prompt.decode_tokens_per_second for prompt in prompt_figures(found, ["plain"])] == [None]
 
 
 def test_medians_over_rounds_decide_and_incomplete_rounds_are_left_out() -> None:
     found = chat_measured(
-        *(
-            ("plain", number, prompt, chat_answer(6.0, statistics=MODE))
-            for number in (1, 2, 3)
-            for prompt in (CODE, LIST)
-        ),
+        *(("plain", n, prompt, chat_answer(6.0, statistics=MODE)) for n in (1, 2, 3) for prompt in (CODE, LIST)),
         *(("peer", number, CODE, chat_answer(seconds)) for number, seconds in ((1, 3.0), (2, 2.0), (3, 60.0))),
         ("peer", 1, LIST, chat_answer(0.1)),  # failed in the second round
     )
@@ -114,3 +104,24 @@ def test_acceptance_rates_by_depth_are_those_of_the_trace() -> None:
     assert drafts.by_source == {"mask": Rate(27, 11)}
     assert drafts_of([Statistics(steps=4, tokens=4)]) is None
     assert drafts_of([]) is None
+
+
+def test_answers_that_are_complete_with_and_without_forks_have_a_speedup_of_their_own() -> None:
+    one, two, steps = chat_prompt(1, "lists"), chat_prompt(2, "lists"), Statistics(steps=5)
+    found = chat_measured(
+        ("plain", 1, one, chat_answer(8.0, statistics=steps)),
+        ("plain", 1, two, chat_answer(8.0, complete=False, statistics=steps)),
+        ("forked", 1, one, chat_answer(4.0, tokens=10, threads=3, statistics=steps)),
+        ("forked", 1, two, chat_answer(1.0, tokens=20, threads=5, statistics=steps)),
+    )
+    plain, forked = fork_figures(found, ["plain", "forked"], 0)
+    assert (plain.answer_speedup, plain.complete_speedup) == (None, None)
+    assert (forked.answers, forked.complete, plain.complete) == (2, 2, 1)
+    assert (forked.threads, forked.most_threads, forked.tokens, forked.seconds) == (4.0, 5, 15.0, 2.5)
+    assert forked.tokens_per_second == pytest.approx(30 / 5)
+    assert forked.tokens_per_step == pytest.approx(3.0)
+    assert forked.answer_speedup is not None
+    assert forked.answer_speedup.mean == pytest.approx((2 * 8) ** 0.5)
+    assert forked.complete_speedup is not None
+    assert (forked.complete_speedup.mean, forked.complete_speedup.prompts) == (pytest.approx(2.0), 1)
+    assert fork_figures(chat_measured(), ["plain"], 0) == ()

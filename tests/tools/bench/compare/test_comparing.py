@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from spaceport.tools.bench.compare.subjects import Peer
 from spaceport.tools.bench.compare.work_folder import WorkFolder
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
-from support.fake_subjects import FAKE
+from support.fake_subjects import FAKE, installed
 from support.paths import TINY
 
 SMALL = ["--context", "12", "--tokens", "4", "--rows", "1,4", "--prefill", "16", "--requests", "2"]
@@ -24,8 +23,7 @@ SMALL += ["--request-context", "6", "--request-tokens", "5", "--rounds", "2"]
 WORKLOAD = Workload(12, 4, (1, 4), 3, 16, 2, 6, 5)
 
 
-def quiet(_: str) -> None:
-    pass
+pytestmark = pytest.mark.on_change("tests/support/fake_runtime.py", "tools/bench/compare/adapters")  # starts processes
 
 
 def test_the_command_measures_a_bundle_and_reports_skipped_runtimes(
@@ -52,12 +50,9 @@ def test_the_command_measures_a_bundle_and_reports_skipped_runtimes(
 
 
 def test_a_peer_is_measured_together_with_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
-    work = WorkFolder(tmp_path, TINY)
-    work.python("ctranslate2").parent.mkdir(parents=True)
-    work.python("ctranslate2").symlink_to(Path(sys.executable))
-    work.record_installed("ctranslate2")
+    installed(WorkFolder(tmp_path, TINY), "ctranslate2")
     peer = Peer("fake int4", "ctranslate2", str(FAKE), (), "none", {"step": 10.0})
-    found = compare(CompareOptions(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), quiet)
+    found = compare(CompareOptions(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), print)
     ours, fake = found.subjects
     assert (ours.name, fake.name) == ("spaceport float32", "fake int4")
     assert found.references == ("spaceport float32",)
@@ -85,12 +80,10 @@ def test_mistakes_are_reported_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
-def test_lengths_beyond_the_positions_of_a_bundle_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
-    workload = Workload(prefill=10**6)
-    with pytest.raises(InputFault, match="1000001 are needed: lower --prefill"):
-        compare(CompareOptions(TINY, tmp_path, (tiny_bundle,), (), None, workload, 1, 1, setup=False), quiet)
-
-
-def test_a_bundle_of_another_checkpoint_is_refused(demo_bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputFault, match=r"has \d+ layers, .*tiny has \d+: expected a bundle of it"):
-        compare(CompareOptions(TINY, tmp_path, (demo_bundle,), (), None, WORKLOAD, 1, 1, setup=False), quiet)
+def test_bundles_that_cannot_be_measured_are_refused(tiny_bundle: Path, demo_bundle: Path, tmp_path: Path) -> None:
+    for bundle, workload, message in (
+        (tiny_bundle, Workload(prefill=10**6), "1000001 are needed: lower --prefill"),
+        (demo_bundle, WORKLOAD, r"has \d+ layers, .*tiny has \d+: expected a bundle of it"),
+    ):
+        with pytest.raises(InputFault, match=message):
+            compare(CompareOptions(TINY, tmp_path, (bundle,), (), None, workload, 1, 1, setup=False), print)

@@ -1,4 +1,4 @@
-"""Subjects: bundles are named after their weights, and a missing peer is skipped with advice."""
+"""Subjects: bundles are named after their weights, missing peers are skipped with advice, and models converted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.compare.pins import ENVIRONMENTS, UNWANTED
+from spaceport.tools.bench.compare.setup import (
+    CommandFailed,
+    conversion,
+    convert,
+    give_begin_token,
+    group_size,
+    set_up,
+)
 from spaceport.tools.bench.compare.subjects import (
     ADAPTERS,
     PEERS,
@@ -21,15 +30,44 @@ from spaceport.tools.bench.compare.subjects import (
     peer_subject,
 )
 from spaceport.tools.bench.compare.work_folder import WorkFolder, fingerprint
+from support.fake_subjects import installed
 from support.paths import TINY
 
 BY_NAME = {peer.name: peer for peer in PEERS}
 
 
-def ready(work: WorkFolder, environment: str) -> None:
-    """Create an empty environment that counts as installed."""
-    work.python(environment).parent.mkdir(parents=True)
-    work.record_installed(environment)
+CONVERTER = """#!{python}
+import json, pathlib, sys
+target = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+target.mkdir()
+(target / "config.json").write_text(json.dumps({{"bos_token": None, "eos_token": "</s>"}}))
+print("converted")
+sys.exit({code})
+"""
+
+
+def converting(folder: Path, code: int = 0) -> WorkFolder:
+    """A work folder whose converter is a script."""
+    work = WorkFolder(folder, TINY)
+    for name in ("ctranslate2", "convert", "openvino-genai"):
+        installed(work, name)
+    script = work.python("convert").parent / "ct2-transformers-converter"
+    script.write_text(CONVERTER.format(python=sys.executable, code=code), "utf-8")
+    script.chmod(0o755)
+    return work
+
+
+def skipped(peer: str, work: WorkFolder) -> str:
+    """Why a peer is skipped."""
+    found = peer_subject(BY_NAME[peer], work, None)
+    assert isinstance(found, Skipped)
+    return found.reason
+
+
+def subject(peer: str, work: WorkFolder, gguf: Path | None = None) -> Subject:
+    found = peer_subject(BY_NAME[peer], work, gguf)
+    assert isinstance(found, Subject)
+    return found
 
 
 def test_every_peer_has_an_adapter_pins_and_a_unique_name() -> None:
@@ -66,63 +104,28 @@ def test_bundles_are_named_after_their_weights(tiny_bundle: Path, half_bundle: P
 
 
 def test_a_peer_is_skipped_until_its_environment_and_model_exist(tmp_path: Path) -> None:
-    work, peer = WorkFolder(tmp_path, TINY), BY_NAME["ctranslate2 int8"]
-    missing = peer_subject(peer, work, None)
-    assert isinstance(missing, Skipped)
-    assert f"at {tmp_path}/environments/ctranslate2: add --setup" in missing.reason
-    ready(work, peer.environment)
-    missing = peer_subject(peer, work, None)
-    assert isinstance(missing, Skipped)
-    assert f"no converted model at {work.models}/ctranslate2-int8: add --setup" in missing.reason
+    work = WorkFolder(tmp_path, TINY)
+    assert f"at {tmp_path}/environments/ctranslate2: add --setup" in skipped("ctranslate2 int8", work)
+    installed(work, "ctranslate2")
+    assert f"no converted model at {work.models}/ctranslate2-int8: add --setup" in skipped("ctranslate2 int8", work)
     work.model("ctranslate2-int8").mkdir(parents=True)
-    found = peer_subject(peer, work, None)
-    assert isinstance(found, Subject)
+    found = subject("ctranslate2 int8", work)
     assert (found.name, found.options, found.is_bundle) == ("ctranslate2 int8", {"compute_type": "int8"}, False)
-
-
-def test_an_environment_with_other_pins_is_not_used(tmp_path: Path) -> None:
-    work = WorkFolder(tmp_path, TINY)
-    ready(work, "ctranslate2")
-    assert work.installed("ctranslate2")
     (record,) = work.environment("ctranslate2").glob("*.json")
-    record.write_text(json.dumps(["ctranslate2==1.0"]), "utf-8")
+    record.write_text(json.dumps(["ctranslate2==1.0"]), "utf-8")  # other pins
     assert not work.installed("ctranslate2")
-
-
-def test_onnxruntime_genai_has_a_second_model_for_steps_of_several_rows(tmp_path: Path) -> None:
-    work, peer = WorkFolder(tmp_path, TINY), BY_NAME["onnxruntime-genai int4"]
-    ready(work, peer.environment)
+    installed(work, "onnxruntime-genai")
     work.model("genai-int4-pruned").mkdir(parents=True)
-    missing = peer_subject(peer, work, None)
-    assert isinstance(missing, Skipped)
-    assert missing.reason.endswith("genai-int4: add --setup")
-    work.model("genai-int4").mkdir()
-    found = peer_subject(peer, work, None)
-    assert isinstance(found, Subject)
+    assert skipped("onnxruntime-genai int4", work).endswith("genai-int4: add --setup")
+    work.model("genai-int4").mkdir()  # for steps of several rows
+    found = subject("onnxruntime-genai int4", work)
     assert (found.model.name, found.options) == ("genai-int4-pruned", {"rows_model": str(work.model("genai-int4"))})
-
-
-def test_llama_cpp_needs_a_gguf_file_and_is_named_after_its_format(tmp_path: Path) -> None:
-    work, peer = WorkFolder(tmp_path, TINY), BY_NAME["llama.cpp"]
-    missing = peer_subject(peer, work, None)
-    assert isinstance(missing, Skipped)
-    assert "add --gguf FILE" in missing.reason
-    ready(work, "llama.cpp")
+    assert "add --gguf FILE" in skipped("llama.cpp", work)
+    installed(work, "llama.cpp")
     (tmp_path / "Some-Model.Q4_1.gguf").write_bytes(b"GGUF")
-    found = peer_subject(peer, work, tmp_path / "Some-Model.Q4_1.gguf")
-    assert isinstance(found, Subject)
-    assert found.name == "llama.cpp Q4_1"
-
-
-def test_transformers_reads_the_checkpoint_itself(tmp_path: Path) -> None:
-    work = WorkFolder(tmp_path, TINY)
-    ready(work, "transformers")
-    found = peer_subject(BY_NAME["transformers float32"], work, None)
-    assert isinstance(found, Subject)
-    assert found.model == TINY
-
-
-def test_the_work_folder_needs_a_checkpoint(tmp_path: Path) -> None:
+    assert subject("llama.cpp", work, tmp_path / "Some-Model.Q4_1.gguf").name == "llama.cpp Q4_1"
+    installed(work, "transformers")
+    assert subject("transformers float32", work).model == TINY  # it reads the checkpoint itself
     with pytest.raises(InputFault, match=r"has no config\.json: expected a Hugging Face checkpoint folder"):
         WorkFolder(tmp_path, tmp_path)
 
@@ -135,3 +138,68 @@ def test_the_fingerprint_depends_on_config_and_weights(tmp_path: Path) -> None:
     second = fingerprint(tmp_path)
     (tmp_path / "config.json").write_text("{} ", "utf-8")
     assert len({first, second, fingerprint(tmp_path)}) == 3
+
+
+GENAI = "python -m onnxruntime_genai.models.builder -m C -i C -o t -p int4 -e cpu"
+OPENVINO = "optimum-cli export openvino --model C --task text-generation-with-past --weight-format"
+
+
+@pytest.mark.parametrize(
+    ("model", "command"),
+    [
+        ("genai-int4", GENAI),
+        ("genai-int4-pruned", f"{GENAI} --extra_options prune_lm_head=true"),
+        ("openvino-int8", f"{OPENVINO} int8 t"),
+        ("openvino-int4", f"{OPENVINO} int4 --group-size 64 t"),
+        ("ctranslate2-int8", "ct2-transformers-converter --model C --output_dir t --quantization int8"),
+    ],
+)
+def test_conversions_are_the_documented_commands(model: str, command: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 576, "intermediate_size": 1536}', "utf-8")
+    expected = [str(tmp_path) if word == "C" else word for word in f"e/bin/{command}".split()]
+    assert conversion(model, Path("e/bin/python"), tmp_path, Path("t")) == expected
+
+
+@pytest.mark.parametrize(("width", "size"), [(768, 128), (576, 64), (96, 32), (80, 16)])
+def test_the_group_size_divides_the_widths_of_the_checkpoint(width: int, size: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": width, "intermediate_size": 4096}), "utf-8")
+    assert group_size(tmp_path) == size
+
+
+def test_a_model_is_converted_once(tmp_path: Path) -> None:
+    work, messages = converting(tmp_path), []
+    assert set_up(work, chosen("ctranslate2"), messages.append) == []
+    assert set_up(work, chosen("ctranslate2"), messages.append) == []
+    assert messages == [f"convert {TINY.name} to ctranslate2-int8"]
+    config = json.loads((work.model("ctranslate2-int8") / "config.json").read_text("utf-8"))
+    assert config["bos_token"] == "</s>"
+    assert "converted" in (work.logs / "convert-ctranslate2-int8.log").read_text("utf-8")
+
+
+def test_a_conversion_that_fails_leaves_no_model_and_the_others_continue(tmp_path: Path) -> None:
+    work = converting(tmp_path, code=3)
+    failed = set_up(work, chosen("openvino-genai int8,ctranslate2"), lambda _: None)
+    assert [peer.name for peer in failed] == ["openvino-genai int8", "ctranslate2 int8"]
+    assert "optimum-cli: No such file or directory" in failed[0].reason
+    assert "exit code 3: … " in failed[1].reason
+    assert "converted" in failed[1].reason
+    assert not work.model("ctranslate2-int8").exists()
+    with pytest.raises(CommandFailed):
+        convert(work, "ctranslate2-int8")
+    (tmp_path / "config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}', "utf-8")
+    give_begin_token(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text("utf-8"))["bos_token"] == "<s>"  # it is not replaced
+
+
+def test_the_first_cpu_of_cpuinfo_is_described(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    one = (
+        "processor: 0\nmodel name: Fast CPU 3\ncpu family: 6\nmodel: 207\nflags: fpu avx2 avx512_vnni amx_int8 sse\n\n"
+    )
+    file.write_text(one.replace(":", "\t:") + one.replace("Fast", "Other"), "utf-8")
+    found = this_machine(file)
+    assert (found.cpu, found.model) == ("Fast CPU 3", "family 6, model 207")
+    assert found.flags == ("avx2", "avx512_vnni", "amx_int8")
+    assert found.cores >= 1
+    assert this_machine().cpu
+    assert "Python 3" in this_machine().system

@@ -1,18 +1,23 @@
-"""Summary: medians and ranges over the rounds, ratios within a round, tables and JSON."""
+"""Summary: prompts and units of metrics, medians and ratios over the rounds, tables, JSON and picture."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from spaceport.tools.bench.compare.machine import this_machine
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.bench.compare.machine import Machine, this_machine
 from spaceport.tools.bench.compare.markdown import markdown_of, number
-from spaceport.tools.bench.compare.metrics import metrics_of
+from spaceport.tools.bench.compare.metrics import Metric, Workload, arguments, metrics_of, value_of
+from spaceport.tools.bench.compare.plot import plot_of
 from spaceport.tools.bench.compare.subjects import Skipped
 from spaceport.tools.bench.compare.summary import Comparison, Spread, as_json, paired, spread, summarized
 from spaceport.tools.bench.compare.worker_pool import Measurement, Record
+from support.decode_report import SVG, assert_text_is_inside
 from support.fake_subjects import WORKLOAD, fake_subject
 
 OPENED = {"versions": {"fake": "1.2", "numpy": "2"}, "import_seconds": 0.5, "open_seconds": 1.25}
@@ -45,11 +50,8 @@ def comparison(tmp_path: Path) -> Comparison:
     )
 
 
-def test_a_spread_is_the_median_and_the_range() -> None:
-    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
-
-
 def test_ratios_are_paired_by_round_and_above_one_is_slower() -> None:
+    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)  # the median and the range
     assert paired("ms", measurements(15, 20, 24), measurements(10, 20, 12)) == Spread(1.5, 1.0, 2.0)
     assert paired("tokens/s", measurements(50, 200, 50), measurements(100, 100, 50)) == Spread(1.0, 0.5, 2.0)
     assert paired("ms", {1: Measurement(30, 1, 0)}, measurements(10, 20)) == Spread(1.5, 1.5, 1.5)
@@ -84,10 +86,76 @@ def test_markdown_has_medians_ratios_resources_and_reasons(comparison: Compariso
     assert "- spaceport int8, prefill: its process ended" in lines
     assert "- Other processes of the machine used 0.25 cores in the median measurement." in lines
     assert "- 1 measurements were repeated because another worker was computing meanwhile." in lines
-    tables = [line for line in lines if line.startswith("|")]
-    assert all(line.count("|") in (7, 9, 10, 8) for line in tables)
+    for value, text in ((1234.5, "1234"), (12.345, "12.3"), (1.2345, "1.23")):
+        assert number(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(1234.5, "1234"), (12.345, "12.3"), (1.2345, "1.23")])
-def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
-    assert number(value) == text
+def test_the_picture_is_well_formed_and_has_a_bar_for_each_value_inside(tmp_path: Path) -> None:
+    records = {}
+    for index, name in enumerate(("ours", "other")):
+        record = Record(fake_subject(name, tmp_path, is_bundle=not index), OPENED, 5_000_000, 5_000_000)
+        record.measurements = {"decode": measurements(10.0 + index), "1 row": measurements(10)}
+        if not index:
+            record.measurements["4 rows"] = measurements(20)
+        records[name] = record
+    machine = Machine("A & B", "model 1", 2, (), "Linux")
+    summaries = summarized(records, metrics_of(WORKLOAD))
+    picture = plot_of(Comparison("c<1>", machine, 1, 1, WORKLOAD, metrics_of(WORKLOAD), summaries, (), 0))
+    root = ElementTree.fromstring(picture)
+    assert root.tag == f"{SVG}svg"
+    texts = [element.text or "" for element in root.iter(f"{SVG}text")]
+    assert "c<1>, 1 thread(s), A & B" in texts
+    assert {"decode, ms (lower is better)", "prefill, tokens/s (higher is better)"} <= {*texts}
+    assert texts.count("ours") == 3  # decode, memory, and the lines' legend
+    widths = [float(bar.attrib["width"]) for bar in root.iter(f"{SVG}rect") if bar.get("height") == "14"]
+    assert len(widths) == 4
+    assert widths[0] < widths[1]
+    assert widths[2] == widths[3]
+    lines = [p for p in root.iter(f"{SVG}path") if p.get("stroke-width") == "2"]
+    assert [line.attrib["d"].count("L") for line in lines] == [1, 0]
+    assert_text_is_inside(root)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "expected"),
+    [
+        (Metric("decode", "decode", "ms"), [0.5, 0.001, 0.002], 2.0),
+        (Metric("4 rows", "rows", "ms", 4), [0.004], 4.0),
+        (Metric("prefill", "prefill", "tokens/s", 100), 0.5, 200.0),
+        (Metric("8 requests", "requests", "tokens/s"), [30, 2.0], 15.0),
+    ],
+)
+def test_a_value_is_a_median_step_time_or_a_rate(metric: Metric, value: Any, expected: float) -> None:
+    assert value_of(metric, value) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"requests": 0}, "too small"), ({"tokens": 1}, "2 of --tokens"), ({"context": 36}, "longer --context")],
+)
+def test_workloads_that_cannot_be_measured_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(OptionFault, match=message):
+        Workload(**options)
+
+
+def test_prompts_have_the_lengths_of_the_workload_and_differ_by_round_and_metric() -> None:
+    lengths = {"context": 40, "tokens": 5, "rows": (1, 9), "prefill": 60, "requests": 3}
+    workload = Workload(**lengths, request_context=6, request_tokens=7)  # type: ignore[arg-type]
+    metrics = metrics_of(workload)
+    units = {"decode": "ms", "1 row": "ms", "9 rows": "ms", "prefill": "tokens/s", "3 requests": "tokens/s"}
+    assert {metric.name: metric.unit for metric in metrics} == units
+    prompts = []
+    for round_ in range(-1, 3):
+        for metric in metrics:
+            call = arguments(metric, workload, round_)
+            assert call == arguments(metric, workload, round_)
+            assert json.loads(json.dumps(call)) == call
+            prompts += call.get("prompts", [call.get("prompt")])
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+    assert all(3 <= token < 200 for prompt in prompts for token in prompt)
+    decode, _, rows, prefill, requests = (arguments(metric, workload, 0) for metric in metrics)
+    assert (len(decode["prompt"]), decode["tokens"]) == (40, 5)
+    assert (len(rows["prompt"]), len(rows["rows"]), rows["repeats"]) == (40, 9, 3)
+    assert len(prefill["prompt"]) == 60
+    assert ([len(prompt) for prompt in requests["prompts"]], requests["tokens"]) == ([6, 6, 6], 7)
+    assert workload.length == 61

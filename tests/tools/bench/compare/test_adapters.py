@@ -14,6 +14,7 @@ from spaceport.tools.bench.compare.adapters.worker import adapter_at
 from spaceport.tools.bench.compare.subjects import ADAPTERS
 from support.paths import TINY
 
+pytestmark = pytest.mark.on_change()
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
 
 

@@ -1,15 +1,19 @@
-"""Measuring: differences between completions with threads, and the order of the modes."""
+"""Measuring: the modes of a bundle, their order, and differences between completions with threads."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode.measuring import difference, measure
-from spaceport.tools.bench.decode.modes import DecodeMode, modes_for
+from spaceport.tools.bench.decode.modes import MODES, DecodeMode, modes_for, parse_modes
 from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.thread_tokens import ThreadTokens
@@ -75,3 +79,51 @@ class _RecordingRuntime:
         self._used.append(self._mode.name)
         assert decoding.mask_slots == self._mode.decoding.mask_slots
         return self._runtime.generate(prompt, decoding)
+
+
+def names_of(manifest: Manifest, names: tuple[str, ...] | None = None, fixed: tuple[int, ...] = ()) -> list[str]:
+    return [mode.name for mode in modes_for(manifest, 8, names, fixed)]
+
+
+def test_a_bundle_that_drafts_and_forks_has_all_modes_and_references_are_always_included(demo_bundle: Path) -> None:
+    manifest = read_manifest(demo_bundle)
+    assert names_of(manifest) == list(MODES)
+    assert names_of(manifest, fixed=(3, 1, 3)) == [*MODES, "fixed 3", "fixed 1"]
+    assert names_of(manifest, ("default",)) == ["plain", "default"]
+    assert names_of(manifest, ("forked+drafted",)) == ["plain", "forked", "forked+drafted"]
+    assert [mode.reference for mode in modes_for(manifest, 8)] == ["plain"] * 4 + ["forked"] * 2
+
+
+def test_unsupported_modes_are_left_out_or_refused(tiny_bundle: Path) -> None:
+    manifest = read_manifest(tiny_bundle)
+    assert names_of(manifest) == ["plain", "lookup", "masks", "default"]
+    untuned = replace(manifest, max_mask_slots=0)
+    assert names_of(untuned) == ["plain", "default"]
+    for refused, message in (
+        (lambda: names_of(manifest, ("forked+drafted",)), "expected a bundle with a fork token"),
+        (lambda: names_of(untuned, ("masks",)), "expected a bundle with mask slots"),
+        (lambda: names_of(manifest, fixed=(6,)), r"--fixed names 6: .* this one has 5"),
+        (lambda: parse_modes("plain,fast"), "--modes names 'fast': expected comma-separated names"),
+    ):
+        with pytest.raises(OptionFault, match=message):
+            refused()
+
+
+def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
+    decodings: dict[str, Decoding] = {
+        mode.name: mode.decoding for mode in modes_for(read_manifest(demo_bundle), 8, fixed=(2,))
+    }
+    drafts = {name: decoding.draft_config(5) for name, decoding in decodings.items()}
+    assert {name: (draft.mask_slots, draft.lookup > 0) for name, draft in drafts.items()} == {
+        "plain": (0, False),
+        "lookup": (0, True),
+        "masks": (5, False),
+        "default": (5, True),
+        "forked": (0, False),
+        "forked+drafted": (5, True),
+        "fixed 2": (2, False),
+    }
+    assert drafts["default"] == Decoding().draft_config(5)
+    assert drafts["fixed 2"].shape == "chain"
+    assert [name for name, decoding in decodings.items() if decoding.fork] == ["forked", "forked+drafted"]
+    assert {decoding.max_tokens for decoding in decodings.values()} == {8}

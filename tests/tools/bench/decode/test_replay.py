@@ -24,6 +24,7 @@ from spaceport.tools.bench.decode.replay import (
 )
 from spaceport.tools.bench.decode.summary import DecodeReport
 
+pytestmark = pytest.mark.on_change()  # runs thousands of steps
 VOCABULARY = np.arange(10, 500)
 
 
@@ -50,12 +51,9 @@ def test_mask_slots_are_right_with_the_rates_of_the_table() -> None:
     assert (right != SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=2).right).any()
 
 
-def test_depths_of_mask_rows_count_from_the_token_of_their_group() -> None:
+def test_depths_of_mask_rows_count_from_the_token_of_their_group_and_a_table_implies_tokens_per_step() -> None:
     masked = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]], np.bool_)
     assert mask_depths(masked).tolist() == [[-1, 0, 1, -1, 0, -1], [-1, -1, -1, 0, 1, 2]]
-
-
-def test_a_table_implies_tokens_per_step() -> None:
     assert implied_tokens_per_step((0.79,) * 5) == pytest.approx(1 + sum(0.79**depth for depth in range(1, 6)))
     assert implied_tokens_per_step((0.5, 0.5)) == 1.75
 
@@ -89,59 +87,46 @@ def test_a_replay_is_repeatable_also_with_concurrent_requests(tiny_bundle: Path)
     assert replayed(tiny_bundle, (0.6, 0.3), seed=1, **given).modes[1].by_depth != alone.by_depth
 
 
-@pytest.mark.parametrize(("acceptance", "rates"), [((0.0, 0.5), [0.0, 0.0]), ((1.0, 1.0), [1.0, 1.0])])
-def test_rates_of_zero_and_one_accept_nothing_and_everything(
-    tiny_bundle: Path, acceptance: tuple[float, ...], rates: list[float]
-) -> None:
-    chain = replayed(tiny_bundle, acceptance, modes=("plain",), fixed=(2,), limit=2).modes[1]
-    assert [rate.rate for rate in chain.by_depth] == rates
+def test_rates_of_zero_and_one_accept_nothing_and_everything(tiny_bundle: Path) -> None:
+    for acceptance, rates in (((0.0, 0.5), [0.0, 0.0]), ((1.0, 1.0), [1.0, 1.0])):
+        chain = replayed(tiny_bundle, acceptance, modes=("plain",), fixed=(2,), limit=2).modes[1]
+        assert [rate.rate for rate in chain.by_depth] == rates
 
 
-def test_the_inner_engine_computes_every_row(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = DecodeOptions(replay=(0.5,), limit=1, context=8, max_tokens=20)
-    with Runtime.open(tiny_bundle, threads=1, max_seq_len=64) as base:
-        fed: list[int] = []
-        run = base.engine.run
-        monkeypatch.setattr(base.engine, "run", lambda batch: (fed.append(batch.input_ids.size), run(batch))[1])
-        texts, (prompt,) = synthetic_texts(base, options, ())
-        runtime = replay_runtime(base, texts, (0.5,), 1)
-        found = runtime.generate(list(prompt.tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain"))
-        runtime.close()
-    assert sum(fed) == found.statistics.rows
-    assert found.tokens == tuple(texts.tokens[0, 8:28].tolist())
-
-
-def test_an_engine_that_selects_tokens_also_selects_in_a_replay(tiny_bundle: Path) -> None:
+def test_the_inner_engine_computes_every_row_whether_it_selects_tokens_or_not(tiny_bundle: Path) -> None:
     options = DecodeOptions(replay=(0.7, 0.7), limit=1, context=8, max_tokens=40)
-    decoding = Decoding(max_tokens=40, mask_slots=2, draft="chain")
     found = []
     with Runtime.open(tiny_bundle, threads=1, max_seq_len=64) as base:
         texts, (prompt,) = synthetic_texts(base, options, ())
-        selecting = _Selecting(base.engine)
-        for engine in (base.engine, selecting):
-            over = Runtime(base.bundle, engine, 64)
-            runtime = replay_runtime(over, texts, (0.7, 0.7), 1)
+        for selects in (False, True):
+            engine = _Recording(base.engine, selects)
+            runtime = replay_runtime(Runtime(base.bundle, engine, 64), texts, (0.7, 0.7), 1)
+            decoding = Decoding(max_tokens=40, mask_slots=2, draft="chain")
             found.append(runtime.generate(list(prompt.tokens), decoding))
-    assert selecting.calls >= found[1].statistics.steps > 0
-    assert found[0].tokens == found[1].tokens
+            assert (sum(engine.fed), engine.selected > 0) == (found[-1].statistics.rows, selects)
+    assert found[0].tokens == found[1].tokens == tuple(texts.tokens[0, 8:48].tolist())
     assert found[0].statistics.accepted_by_depth == found[1].statistics.accepted_by_depth
 
 
-class _Selecting:
-    """An engine that claims to select tokens, and counts the calls."""
+class _Recording:
+    """An engine that counts the rows of each call, and may claim to select tokens."""
 
-    selects = True
-
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, selects: bool) -> None:
         self._engine = engine
-        self.calls = 0
+        self.selects = selects
+        self.fed: list[int] = []
+        self.selected = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def run(self, batch: Batch) -> Any:
+        self.fed.append(batch.input_ids.size)
+        return self._engine.run(batch)
+
     def select(self, batch: Batch) -> list[SelectedRows]:
-        self.calls += 1
-        self._engine.run(batch)
+        self.selected += 1
+        self.run(batch)
         return []
 
 

@@ -1,19 +1,24 @@
-"""GPU benchmark: every variant is measured, and one that fails does not stop the others."""
+"""GPU, load and start benchmarks: variants that are measured or fail, requests, and files in the page cache."""
 
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import sys
+from pathlib import Path
 
 import pytest
 
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import device
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.tools.bench import gpu
+from spaceport.tools.bench import gpu, load
 from spaceport.tools.bench.checkpoint import make_checkpoint
 from spaceport.tools.bench.engines import EngineMeasurement, EngineVariant
 from spaceport.tools.bench.gpu_page import GpuPage, MeasuredModel, markdown, table
 from spaceport.tools.bench.outside import RoundCost
+from spaceport.tools.bench.start.page_cache import cached_share, drop, read
 from spaceport.tools.bench.steps import StepCost
 from spaceport.tools.cli.bench.gpu import run_command
 
@@ -45,6 +50,7 @@ def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(opti
     assert "| tensorrt-rtx | " in page
 
 
+@pytest.mark.nightly
 def test_a_variant_that_fails_does_not_stop_the_others(
     options: gpu.GpuBenchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,10 +59,10 @@ def test_a_variant_that_fails_does_not_stop_the_others(
 
     monkeypatch.setattr(gpu, "measure", failing)
     model = gpu.measure_model(options, options.work / "tiny", run_command, lambda what: None)
-    assert model.failed["onnxruntime"] == "the engine failed"
-    assert not model.measured
+    assert (model.failed["onnxruntime"], model.measured) == ("the engine failed", [])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="tensorrt-rtx is there for Linux only")
 def test_a_build_that_fails_is_reported_with_its_error(options: gpu.GpuBenchOptions) -> None:
     if device.no_gpu() is None:
@@ -86,7 +92,30 @@ def test_the_page_has_a_row_for_each_variant_and_each_note() -> None:
     assert r"| tensorrt, CUDA graphs | a\|note |" in lines
     assert "| onnxruntime-cuda | no |" in lines
     assert "| audit | lossless |" in lines
-
-
-def test_each_table_row_is_one_line() -> None:
     assert table(("a", "b"), [("x\ny", "z")]) == "| a | b |\n| --- | --- |\n| x y | z |"
+
+
+def test_load_repeats_the_prompts_of_a_checkpoint_in_order() -> None:
+    load_requests = load.prompt_requests(["a", "b"], 3, Decoding(max_tokens=5))
+    assert [request.prompt for request in load_requests] == ["a", "b", "a"]
+    lengths = [len(request.prompt) for request in load.random_requests(50, 10, Decoding())]
+    assert min(lengths) >= 5
+    assert max(lengths) <= 15
+    assert len(set(lengths)) > 3
+
+
+def test_a_folder_that_was_read_is_in_memory_and_a_mapped_file_cannot_be_dropped(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").write_bytes(bytes(1 << 20))
+    (tmp_path / "empty").touch()
+    read(tmp_path)
+    assert cached_share(tmp_path / "inner" / "file") == 1.0
+    assert cached_share(tmp_path / "empty") == 0.0
+    file = tmp_path / "inner" / "file"
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0  # now all pages are in use
+        with pytest.raises(
+            OptionFault, match="stays in the page cache, so reading it from its disk cannot be measured"
+        ):
+            drop(tmp_path)
+        assert cached_share(file) == 1.0

@@ -13,11 +13,8 @@ LARGE = StepCosts(0, ((1, 1.0), (2, 1.13), (4, 1.22), (9, 1.64), (16, 2.45), (36
 
 def test_step_times_are_those_of_the_cost_table() -> None:
     found = rows_of(relative_costs(0.1), 1, 256)
-    assert [(each.rows, each.ratio) for each in found[:3]] == [
-        (1, 1.0),
-        (2, pytest.approx(1.1)),
-        (4, pytest.approx(1.3)),
-    ]
+    times = [(1, 1.0), (2, pytest.approx(1.1)), (4, pytest.approx(1.3))]
+    assert [(each.rows, each.ratio) for each in found[:3]] == times
     assert found[0].milliseconds == 1000
 
 
@@ -35,20 +32,14 @@ def test_expensive_rows_alternate_between_drafting_and_verifying() -> None:
     assert sum(found.steps[5].masks) < 5
 
 
-def test_nearly_free_rows_fill_the_step() -> None:
+def test_nearly_free_rows_fill_the_step_and_drafts_that_do_not_pay_are_plain_steps() -> None:
     found = drafts_of(relative_costs(0.001), (0.79,), 5, 1, 256)
     assert min(found.steps[5].masks) == 5
     assert found.speedup > 3.3
-
-
-def test_drafts_that_do_not_pay_are_plain_steps() -> None:
     found = drafts_of(relative_costs(1.0), (0.3,), 3, 1, 64)
     assert (found.speedup, found.tokens_per_step) == (pytest.approx(1.0), pytest.approx(1.0))
     assert [step.rows for step in found.steps] == [1] * 4
-
-
-def test_deeper_mask_slots_have_the_last_acceptance_rate() -> None:
-    assert drafts_of(relative_costs(0.1), (0.9, 0.5), 4, 1, 64).acceptance == (0.9, 0.5, 0.5, 0.5)
+    assert drafts_of(relative_costs(0.1), (0.9, 0.5), 4, 1, 64).acceptance == (0.9, 0.5, 0.5, 0.5)  # the last one
 
 
 def test_speedup_is_tokens_per_step_divided_by_step_time() -> None:
@@ -66,8 +57,5 @@ def test_heads_leave_all_their_tokens_to_every_step_and_take_no_rows() -> None:
     assert (step.tokens, step.time) == (pytest.approx(2.35), pytest.approx(1.175))
     assert (found.tokens_per_step, found.speedup) == (pytest.approx(2.35), pytest.approx(2.35 / 1.175))
     assert found.acceptance == (0.9, 0.5, 0.1, 0.1, 0.1)
-
-
-def test_heads_that_are_wrong_are_not_verified() -> None:
     found = drafts_of_heads(relative_costs(0.5), (0.2,), 3, 1, 64)
     assert (found.steps[0].rows, found.speedup) == (1, 1.0)

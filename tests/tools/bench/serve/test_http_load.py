@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from spaceport.tools.bench.serve.exchange import Exchange
 from spaceport.tools.bench.serve.http_client import Address, address_of
 from spaceport.tools.bench.serve.http_load import Target, get_json, model_of, sender
 from spaceport.tools.bench.serve.load_run import LoadRun, run_load
-from spaceport.tools.bench.serve.workload import Behaviour, PlannedRequest, Workload
+from spaceport.tools.bench.serve.workload import Behaviour, PlannedRequest, Workload, planned
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 PROMPTS: list[Prompt] = [[{"role": "user", "content": "a"}], "text", [1, 2]]
@@ -48,9 +50,7 @@ def with_server(answer: Answer, check: Callable[[Address], Awaitable[None]]) -> 
                 seen.bodies.append(json.loads(body or b"{}"))
                 seen.keys.append(headers.get("authorization", ""))
                 await answer(writer)
-        except asyncio.IncompleteReadError:
-            seen.left.append("closed")
-        except BrokenPipeError:
+        except (asyncio.IncompleteReadError, BrokenPipeError):
             seen.left.append("closed")
         except ConnectionResetError:
             seen.left.append("reset")
@@ -82,13 +82,10 @@ def events(*contents: Any) -> bytes:
 
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 DELTAS = [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in ("", "on", "e")]
+METRICS = {"speculative_decoding": {"num_spec_steps": 2}}
 ENDING = [
     {"choices": [{"delta": {}, "finish_reason": "stop", "token_ids": [7]}]},
-    {
-        "choices": [],
-        "usage": {"completion_tokens": 3},
-        "metrics": {"speculative_decoding": {"num_spec_steps": 2}},
-    },
+    {"choices": [], "usage": {"completion_tokens": 3}, "metrics": METRICS},
 ]
 
 
@@ -108,13 +105,15 @@ def requests(count: int, behaviour: Behaviour = "read", streamed: bool = True) -
     return [PlannedRequest(number, number % 3, behaviour, streamed, 3, 0.0) for number in range(count)]
 
 
-def load(answer: Answer, planned: list[PlannedRequest], key: str = "", clients: int = 1) -> tuple[Seen, LoadRun]:
-    workload = Workload(clients=clients, requests=len(planned), max_tokens=9, pause=0.01)
+def load(
+    answer: Answer, given: list[PlannedRequest], key: str = "", workload: Workload | None = None
+) -> tuple[Seen, LoadRun]:
+    work = workload or Workload(clients=1, requests=len(given), max_tokens=9, pause=0.01)
     runs: list[LoadRun] = []
 
     async def check(address: Address) -> None:
         target = Target(address, "m", key)
-        runs.append(await run_load(workload, iter(planned), lambda clock: sender(target, workload, PROMPTS, clock)))
+        runs.append(await run_load(work, iter(given), lambda clock: sender(target, work, PROMPTS, clock)))
 
     return with_server(answer, check), runs[0]
 
@@ -124,13 +123,20 @@ def one(run: LoadRun) -> Exchange:
     return found
 
 
-def test_a_stream_is_read_to_its_end() -> None:
+def test_streams_and_whole_answers_are_read_to_their_end() -> None:
     seen, run = load(stream, requests(1), key="sk-1")
     found = one(run)
     assert (found.text, found.tokens, found.ending, found.outcome) == ("one", 3, "stop", "answered")
     assert (found.token_ids, found.drafts) == ([7], {"num_spec_steps": 2})
     assert len(found.text_times) == 2
     assert seen.keys == ["Bearer sk-1"]
+
+    async def whole(writer: asyncio.StreamWriter) -> None:
+        choice = {"text": "abc", "finish_reason": "length", "token_ids": [1, 2]}
+        writer.write(reply(json.dumps({"choices": [choice], "usage": {"completion_tokens": 2}}).encode()))
+
+    found = one(load(whole, requests(1, streamed=False))[1])
+    assert (found.text, found.token_ids, found.tokens, found.outcome) == ("abc", [1, 2], 2, "answered")
 
 
 def test_prompts_are_sent_to_the_endpoint_for_their_kind() -> None:
@@ -139,44 +145,22 @@ def test_prompts_are_sent_to_the_endpoint_for_their_kind() -> None:
     assert [body.get("messages", body.get("prompt")) for body in seen.bodies] == PROMPTS
     assert {(body["max_tokens"], body["temperature"], body["model"]) for body in seen.bodies} == {(9, 0, "m")}
     assert [body["disable_spec_decode"] for body in seen.bodies] == [False] * 3
-    assert len(run.exchanges) == 3
-    assert seen.connections == 1  # reused
+    assert (len(run.exchanges), seen.connections) == (3, 1)  # reused
 
 
-def test_a_whole_answer_is_read() -> None:
-    content = {
-        "choices": [{"text": "abc", "finish_reason": "length", "token_ids": [1, 2]}],
-        "usage": {"completion_tokens": 2},
-    }
-
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        writer.write(reply(json.dumps(content).encode()))
-
-    _, run = load(answer, requests(1, streamed=False))
-    found = one(run)
-    assert (found.text, found.token_ids, found.tokens, found.outcome) == ("abc", [1, 2], 2, "answered")
-
-
-def test_clients_leave_after_some_events() -> None:
+def test_clients_leave_after_some_events_or_while_a_whole_answer_is_generated_or_are_slow() -> None:
     for behaviour, how in (("cancel", "closed"), ("drop", "reset")):
         seen, run = load(endless, requests(1, behaviour))  # type: ignore[arg-type]
         found = one(run)
         assert (found.outcome, len(found.text_times), found.text) == ("left", 3, "ononon"), behaviour
         assert seen.left == [how]
 
-
-def test_clients_of_whole_answers_leave_while_these_are_generated() -> None:
-    async def never(writer: asyncio.StreamWriter) -> None:
-        del writer
+    async def never(_: asyncio.StreamWriter) -> None:
+        pass
 
     seen, run = load(never, requests(1, "cancel", streamed=False))
-    assert one(run).outcome == "left"
-    assert seen.left == ["closed"]
-
-
-def test_slow_clients_pause_after_each_event() -> None:
-    _, run = load(stream, requests(1, "slow"))
-    found = one(run)
+    assert (one(run).outcome, seen.left) == ("left", ["closed"])
+    found = one(load(stream, requests(1, "slow"))[1])
     assert (found.outcome, found.text) == ("answered", "one")
     assert found.ended - found.text_times[-1] >= 0.01
 
@@ -203,37 +187,21 @@ def test_refusals_differ_from_failures() -> None:
         assert message in str(found.error)
 
 
-def test_several_clients_send_at_a_time() -> None:
+def test_several_clients_send_at_a_time_and_start_one_after_the_other() -> None:
     running: list[int] = []
     most: list[int] = []
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         running.append(1)
         most.append(len(running))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
         running.pop()
         await stream(writer)
 
-    seen, run = load(answer, requests(12), clients=4)
+    seen, run = load(answer, requests(12), workload=Workload(clients=4, requests=12, ramp=0.08))
     assert (len(run.exchanges), max(most), seen.connections) == (12, 4, 4)
-
-
-def test_clients_start_one_after_the_other() -> None:
-    workload = Workload(clients=4, requests=4, ramp=0.2)
-    runs: list[LoadRun] = []
-
-    async def late(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.3)  # so that each client sends one request
-        await stream(writer)
-
-    async def check(address: Address) -> None:
-        target = Target(address, "m")
-        work = run_load(workload, iter(requests(4)), lambda clock: sender(target, workload, PROMPTS, clock))
-        runs.append(await work)
-
-    with_server(late, check)
-    started = [each.started for each in runs[0].exchanges]
-    assert all(begun >= 0.05 * number for number, begun in enumerate(started))
+    started = sorted(each.started for each in run.exchanges)
+    assert all(begun >= 0.02 * number for number, begun in enumerate(started[:4]))
 
 
 def test_random_arrivals_do_not_wait_for_answers() -> None:
@@ -245,16 +213,9 @@ def test_random_arrivals_do_not_wait_for_answers() -> None:
             for each in waiting:
                 await stream(each)
 
-    planned = [PlannedRequest(number, 0, "read", True, 0, 0.001) for number in range(5)]
-    workload = Workload(requests=5, rate=1000.0)
-    runs: list[LoadRun] = []
-
-    async def check(address: Address) -> None:
-        target = Target(address, "m")
-        runs.append(await run_load(workload, iter(planned), lambda clock: sender(target, workload, PROMPTS, clock)))
-
-    with_server(answer, check)
-    assert [each.outcome for each in runs[0].exchanges] == ["answered"] * 5
+    arriving = [PlannedRequest(number, 0, "read", True, 0, 0.001) for number in range(5)]
+    _, run = load(answer, arriving, workload=Workload(requests=5, rate=1000.0))
+    assert [each.outcome for each in run.exchanges] == ["answered"] * 5
 
 
 def test_the_first_model_of_a_service_is_found() -> None:
@@ -274,3 +235,47 @@ def test_addresses_are_those_of_http_services() -> None:
     for url in ("https://host:1", "host:8000", "http://", "http://host:99999", ""):
         with pytest.raises(OptionFault, match="expected http://HOST:PORT"):
             address_of(url)
+
+
+def test_each_service_gets_the_same_requests() -> None:
+    workload = Workload(requests=200, cancelled=0.3, dropped=0.1, slow=0.2, unstreamed=0.25, seed=3)
+    found = list(planned(workload, 7, first=5))
+    assert found == list(planned(workload, 7, first=5))
+    assert [one.prompt for one in found[:4]] == [5, 6, 0, 1]
+    assert [one.number for one in found] == list(range(200))
+
+
+def test_clients_behave_as_the_shares_say() -> None:
+    workload = Workload(requests=4000, cancelled=0.3, dropped=0.1, slow=0.2, unstreamed=0.25)
+    found = list(planned(workload, 7))
+    counts = Counter(one.behaviour for one in found)
+    expected = {"cancel": 0.3, "drop": 0.1, "slow": 0.2, "read": 0.4}
+    assert {name: counts[name] / 4000 for name in expected} == pytest.approx(expected, abs=0.03)
+    assert sum(not one.streamed for one in found) / 4000 == pytest.approx(0.25, abs=0.03)
+    assert {one.behaviour for one in found if one.leaves} == {"cancel", "drop"}
+
+
+def test_random_arrivals_have_the_mean_rate() -> None:
+    found = list(islice(planned(Workload(seconds=60, rate=20.0), 3), 4000))
+    assert sum(one.gap for one in found) / 4000 == pytest.approx(1 / 20, rel=0.1)
+    assert len({one.gap for one in found}) > 3000
+    assert {one.gap for one in planned(Workload(requests=5), 3)} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "expected one of --requests and --seconds"),
+        ({"requests": 1, "seconds": 1.0}, "expected one of --requests and --seconds"),
+        ({"requests": 0}, "requests is 0"),
+        ({"requests": 1, "clients": 0}, "clients is 0"),
+        ({"seconds": 0.0}, "seconds is 0"),
+        ({"seconds": 1.0, "ramp": -1.0}, "ramp is -1"),
+        ({"seconds": float("nan")}, "seconds is nan"),
+        ({"requests": 1, "cancelled": 1.5}, "cancelled is 1.5: expected a share"),
+        ({"requests": 1, "cancelled": 0.6, "slow": 0.6}, "add up to 1.2"),
+    ],
+)
+def test_invalid_workloads_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionFault, match=message):
+        Workload(**given)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import uvicorn
 
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.chat.chat_loop import Chat
 from spaceport.tools.chat.conversation import Conversation
 from spaceport.tools.chat.service_model import ServiceFault
+from spaceport.tools.cli import run
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.terminal.lanes import Span
@@ -30,10 +32,17 @@ from support.terminal import Typist, at_a_terminal
 
 pytestmark = pytest.mark.slow
 
+SLOW = """
+import time
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
+run = OnnxRuntimeEngine.run
+OnnxRuntimeEngine.run = lambda *given: (time.sleep(0.02), run(*given))[1]
+"""
 PROGRAM = "import sys; from spaceport.tools.cli import main; sys.argv = ['spaceport', 'chat', *sys.argv[1:]]; main()"
 QUESTION = json.loads((DEMO / "prompts.json").read_text("utf-8"))["triangular"]["user"].replace("\n", " ")
 OPTIONS = ("--max-tokens", "24", "--temperature", "0")
 KEY = "sk-right"
+DRAFTED = "\x1b[32m"  # green
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +71,8 @@ def service(demo_bundle: Path) -> Iterator[str]:
 
 
 @contextmanager
-def chat(*arguments: str, **variables: str) -> Iterator[Typist]:
-    with at_a_terminal(PROGRAM, *arguments, variables={"SPACEPORT_API_KEY": KEY, **variables}) as typist:
+def chat(*arguments: str, program: str = PROGRAM) -> Iterator[Typist]:
+    with at_a_terminal(program, *arguments, variables={"SPACEPORT_API_KEY": KEY}) as typist:
         typist.wait_for("Ctrl-D exits")
         typist.wait_for("> ")
         yield typist
@@ -94,101 +103,93 @@ def target(request: pytest.FixtureRequest, demo_bundle: Path) -> tuple[str, ...]
     return (request.getfixturevalue("service"), "--model", "demo")
 
 
-def test_the_second_turn_continues_the_first_one_and_uses_its_prefix(
-    target: tuple[str, ...], expected: tuple[str, str]
-) -> None:
+def test_a_conversation_on_a_terminal(target: tuple[str, ...], expected: tuple[str, str], tmp_path: Path) -> None:
+    """The second turn continues the first one and uses its prefix; commands change the conversation."""
+    file = tmp_path / "chat.json"
     with chat(*target, *OPTIONS) as typist:
         answer, line = asked(typist, QUESTION)
         assert answer.strip() == expected[0].strip()
-        assert "24 tokens, " in line
-        assert "tokens/s" in line
-        assert "tokens per step" in line
+        for part in ("24 tokens, ", "tokens/s", "tokens per step"):
+            assert part in line
         answer, line = asked(typist, "again")
         assert answer.strip() == expected[1].strip()
         assert int(line.split(", ")[-1].split(" of ")[0]) > 20
-        typist.type("\x04")
-        assert typist.leave() == 0
-
-
-def test_commands_change_the_conversation(target: tuple[str, ...], expected: tuple[str, str], tmp_path: Path) -> None:
-    file = tmp_path / "chat.json"
-    with chat(*target, *OPTIONS) as typist:
-        asked(typist, QUESTION)
-        asked(typist, "again")
         commanded(typist, "/undo", "the last turn is removed")
         assert asked(typist, "again")[0].strip() == expected[1].strip()
         commanded(typist, f"/save {file}", "saved 2 turns")
         commanded(typist, "/reset", "the conversation is empty")
-        assert asked(typist, QUESTION)[0].strip() == expected[0].strip()
         commanded(typist, f"/load {tmp_path}/none", "none cannot be read")
         commanded(typist, "/nonsense", "/nonsense is no command")
-        commanded(typist, "/stats", "1 turns, 4 answers")
-        typist.type("/exit")
+        typist.type('"""')
+        for text in ("one", "two", '"""'):
+            typist.wait_for(". ")
+            typist.type(text)
+        typist.wait_for("prompt tokens cached")
+        typist.wait_for("> ")
+        typist.type("three\\")
+        typist.wait_for(". ")
+        asked(typist, "four")
+        commanded(typist, "/stats", "2 turns, 5 answers")
+        commanded(typist, f"/save {file}.lines", "saved 2 turns")
+        assert DRAFTED in typist.raw
+        typist.type("\x04")
         assert typist.leave() == 0
+    lines = json.loads(Path(f"{file}.lines").read_text("utf-8"))
+    assert [one["content"] for one in lines[::2]] == ["one\ntwo", "three\nfour"]
     found = json.loads(file.read_text("utf-8"))
     assert [message["role"] for message in found] == ["user", "assistant"] * 2
     assert found[0]["content"] == QUESTION
-    with chat(*target, *OPTIONS, "--load", str(file), "--system", "Be short.") as typist:
-        commanded(typist, f"/save {file}", "saved 2 turns")
-        commanded(typist, f"/save {tmp_path}", "exists: choose another name")
-    assert json.loads(file.read_text("utf-8")) == [{"role": "system", "content": "Be short."}, *found]
 
 
-def test_ctrl_c_ends_the_answer_but_not_the_chat(target: tuple[str, ...], expected: tuple[str, str]) -> None:
-    with chat(*target, "--temperature", "0", "--no-drafts") as typist:
+def test_ctrl_c_ends_the_answer_but_not_the_chat(
+    target: tuple[str, ...], expected: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02)
+        return run_engine(*given)
+
+    run_engine = OnnxRuntimeEngine.run
+    monkeypatch.setattr(OnnxRuntimeEngine, "run", slow)  # that of the service, so that the answer lasts
+    file, turns = tmp_path / "chat.json", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps(turns), "utf-8")
+    loaded = ("--load", str(file), "--system", "Be short.", "--no-colour")
+    with chat(*target, "--temperature", "0", "--no-drafts", *loaded, program=SLOW + PROGRAM) as typist:
         typist.interrupt("Ctrl-D or /exit exits")
+        typist.wait_for("> ")
+        commanded(typist, f"/save {file}", "saved 1 turns")
+        commanded(typist, f"/save {tmp_path}", "exists: choose another name")
+        commanded(typist, "/reset", "is empty")
+        commanded(typist, "/system", "")
         typist.type(QUESTION)
         typist.wait_for("\n")
         typist.wait_for(expected[0].strip()[:3])
         typist.interrupt("(ended)")
         commanded(typist, "/stats", "1 turns, 0 answers")
-        commanded(typist, "/reset", "is empty")
+        assert DRAFTED not in typist.raw
         typist.type("/exit")
         assert typist.leave() == 0
+    assert json.loads(file.read_text("utf-8")) == [{"role": "system", "content": "Be short."}, *turns]
 
 
-def test_a_message_may_have_several_lines(demo_bundle: Path, tmp_path: Path) -> None:
-    file = tmp_path / "chat.json"
-    with chat(str(demo_bundle), "--max-tokens", "1") as typist:
-        typist.type('"""')
-        typist.wait_for(". ")
-        typist.type("one")
-        typist.wait_for(". ")
-        typist.type("two")
-        typist.wait_for(". ")
-        asked(typist, '"""')
-        typist.type("three\\")
-        typist.wait_for(". ")
-        asked(typist, "four")
-        commanded(typist, f"/save {file}", "saved 2 turns")
-    assert [one["content"] for one in json.loads(file.read_text("utf-8"))[::2]] == ["one\ntwo", "three\nfour"]
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a chat with a text in a pipe: its exit code, stdout and stderr."""
+
+    def run_piped(*arguments: str, text: str = f"{QUESTION}\n", key: str = KEY) -> tuple[int, str, str]:
+        monkeypatch.setenv("SPACEPORT_API_KEY", key)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return run(["chat", *arguments]), *capfd.readouterr()
+
+    return run_piped
 
 
-def test_draft_tokens_are_coloured_on_a_terminal_only(target: tuple[str, ...]) -> None:
-    green = "\x1b[32m"
-    for more, variables, coloured in (((), {}, True), (("--no-colour",), {}, False), ((), {"NO_COLOR": "1"}, False)):
-        with chat(*target, *OPTIONS, "--max-tokens", "120", *more, **variables) as typist:
-            asked(typist, QUESTION)
-            assert (green in typist.raw) == coloured
+def test_a_pipe_gets_the_answer_alone(
+    target: tuple[str, ...], expected: tuple[str, str], piped: Callable[..., tuple[int, str, str]]
+) -> None:
+    assert piped(*target, *OPTIONS) == (0, f"{expected[0]}\n", "")
 
 
-def piped(*arguments: str, text: str = f"{QUESTION}\n", key: str = KEY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "SPACEPORT_API_KEY": key},
-    )
-
-
-def test_a_pipe_gets_the_answer_alone(target: tuple[str, ...], expected: tuple[str, str]) -> None:
-    done = piped(*target, *OPTIONS)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected[0]}\n", "")
-
-
-def test_errors_of_a_service_are_sentences(service: str, tmp_path: Path) -> None:
+def test_errors_of_a_service_are_sentences(service: str, piped: Callable[..., tuple[int, str, str]]) -> None:
     for arguments, key, code, message in (
         ((service,), "wrong", 1, "wants a valid key: give its file with --api-key-file"),
         ((service,), KEY, 2, "serves 2 models: choose one with --model: demo, other"),
@@ -198,11 +199,11 @@ def test_errors_of_a_service_are_sentences(service: str, tmp_path: Path) -> None
         (("http://127.0.0.1:9",), KEY, 1, "no service answers at http://127.0.0.1:9/v1"),
         (("ftp://127.0.0.1",), KEY, 2, "expected one such as http://127.0.0.1:8000"),
     ):
-        done = piped(*arguments, key=key)
-        assert (done.returncode, done.stdout) == (code, ""), done.stderr
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
-    assert "standard input is empty" in piped(service, "--model", "demo", text="").stderr
+        found, shown, errors = piped(*arguments, key=key)
+        assert (found, shown) == (code, ""), errors
+        assert message in errors
+        assert "Traceback" not in errors
+    assert "standard input is empty" in piped(service, "--model", "demo", text="")[2]
 
 
 class Scripted:
@@ -254,11 +255,10 @@ def test_what_came_before_ctrl_c_stays_and_what_came_before_an_error_does_not() 
 
 
 def test_output_that_fails_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Scripted([Span("a", False), Span("b", False)])
-
     def fail() -> None:
         raise BrokenPipeError
 
+    model = Scripted([Span("a", False), Span("b", False)])
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "flush", fail)
         with pytest.raises(BrokenPipeError) as caught:

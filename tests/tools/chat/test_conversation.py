@@ -33,23 +33,22 @@ def test_undo_removes_the_last_turn_and_reset_all_but_the_system_prompt() -> Non
     found.reset()
     assert contents(found) == ["sys"]
     assert not found.undo()
+    found.add("user", "one")
+    for system, first in (("a", "a"), ("b", "b"), (None, "one")):  # it is replaced and comes first
+        found.set_system(system)
+        assert contents(found)[0] == first
 
 
-def test_the_system_prompt_is_replaced_and_comes_first() -> None:
-    found = conversation()
-    found.set_system("a")
-    found.set_system("b")
-    assert contents(found)[:2] == ["b", "one"]
-    found.set_system(None)
-    assert contents(found)[0] == "one"
-
-
-def test_a_file_has_the_messages(tmp_path: Path) -> None:
+def test_a_file_has_the_messages_and_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     file, found = tmp_path / "chat.json", conversation("é\n")
     found.save(file)
     loaded = Conversation("other")
     loaded.load(file)
     assert loaded.messages == found.messages
+    with pytest.raises(InputFault, match="cannot be read"):
+        loaded.load(tmp_path / "none")
+    with pytest.raises(InputFault, match="cannot be written"):
+        loaded.save(tmp_path / "none" / "file")
 
 
 @pytest.mark.parametrize(
@@ -70,10 +69,3 @@ def test_a_file_with_other_content_changes_nothing(tmp_path: Path, content: str,
     with pytest.raises(InputFault, match=message):
         found.load(file)
     assert found.messages == before
-
-
-def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputFault, match="cannot be read"):
-        Conversation().load(tmp_path / "none")
-    with pytest.raises(InputFault, match="cannot be written"):
-        Conversation().save(tmp_path / "none" / "file")

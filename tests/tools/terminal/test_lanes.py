@@ -42,7 +42,7 @@ def marks(spans: Sequence[Span]) -> list[tuple[str, bool]]:
 
 @BOTH
 def test_the_spans_are_the_readable_text_in_every_order_of_tokens(tokenizer: Tokenizer) -> None:
-    @settings(max_examples=100)
+    @settings(max_examples=60)
     @given(case=cases(tokenizer), seed=st.integers(0, 10**6))
     def holds(case: tuple[Script, list[str]], seed: int) -> None:
         writing = Writing(tokenizer, *case)
@@ -59,7 +59,7 @@ def test_the_spans_are_the_readable_text_in_every_order_of_tokens(tokenizer: Tok
     holds()
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(script=trees(2), seed=st.integers(0, 10**6))
 def test_each_character_is_marked_as_its_token_is(script: Script, seed: int) -> None:
     writing, random, pieces = Writing(BYTES, script), Random(seed), list[Piece]()
@@ -74,7 +74,7 @@ def test_each_character_is_marked_as_its_token_is(script: Script, seed: int) -> 
     assert marks(spans) == expected
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(script=trees(2), seed=st.integers(0, 10**6), steps=st.integers(0, 4))
 def test_a_cancelled_generation_shows_all_text_so_far(script: Script, seed: int, steps: int) -> None:
     """All threads end at once, before the pieces of their last step are taken: marks may be lost, but no text."""
@@ -95,20 +95,14 @@ def test_a_lane_marks_its_child_threads() -> None:
     assert list(texts) == ["root", "thread 0", "thread 0.0", "thread 1"]
 
 
-def test_drafted_spans_are_in_brackets_that_may_stay_open_between_calls() -> None:
+def test_drafted_spans_are_in_brackets_or_underlined_and_green_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [Span("a", False), Span("b", True), Span("c", True), Span("d", False), Span("e", True)]
-    assert marked(spans, terminal=False) == ("a[bc]d[e", True)
+    assert marked(spans, terminal=False) == ("a[bc]d[e", True)  # brackets may stay open between calls
     assert marked(spans[2:], terminal=False, open_bracket=True) == ("c]d[e", True)
     assert marked([], terminal=False, open_bracket=True) == ("", True)
-
-
-@pytest.mark.parametrize(("no_color", "green"), [("", "\x1b[32m"), ("1", "")])
-def test_drafted_spans_are_underlined_on_a_terminal_and_green_unless_colours_are_off(
-    monkeypatch: pytest.MonkeyPatch, no_color: str, green: str
-) -> None:
-    monkeypatch.setenv("NO_COLOR", no_color)
-    text, open_bracket = marked([Span("a", False), Span("b", True)], terminal=True)
-    assert (text, open_bracket) == (f"a{green}\x1b[4mb\x1b[0m", False)
+    for no_color, green in (("", "\x1b[32m"), ("1", "")):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert marked(spans[:2], terminal=True) == (f"a{green}\x1b[4mb\x1b[0m", False)
 
 
 def rendered(view: View, height: int, width: int = 40) -> list[str]:
@@ -144,7 +138,7 @@ def test_a_growing_view_is_never_higher_than_the_terminal(script: Script, height
     assert len(rendered(view, height, width)) <= height
 
 
-def test_a_short_terminal_shows_the_ends_of_the_most_recent_threads() -> None:
+def test_a_short_terminal_shows_the_ends_of_the_most_recent_threads_and_at_the_end_all_text() -> None:
     view = view_of("abcdefghijklmnopqrstuvwxyz" * 9, line("x" * 99 + "!"), line("y" * 99 + "?"))
     rows = rendered(view, 5, 30)
     assert len(rows) == 4
@@ -155,16 +149,10 @@ def test_a_short_terminal_shows_the_ends_of_the_most_recent_threads() -> None:
     rows = rendered(view, 3, 60)
     assert rows[0].endswith("y?")
     assert "threads, 2 not shown" in rows[1]
-
-
-def test_the_complete_view_shows_all_text() -> None:
     view = view_of("X" * 99, line("Y" * 99))
     view.complete = True
     text = "".join(rendered(view, 3, 30))
     assert (text.count("X"), text.count("Y")) == (99, 99)
-
-
-def test_a_generation_without_text_is_shown() -> None:
-    assert rendered(View(Lanes(FORK), Statistics()), 5)[0] == "root"
+    assert rendered(View(Lanes(FORK), Statistics()), 5)[0] == "root"  # without text
     assert [lane.path for lane in Lanes(None)] == [()]
     assert list(Lane(()).spans) == []

@@ -34,7 +34,12 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> gpu.GpuBenchOptions:
 
 
 @pytest.mark.nightly
-def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(options: gpu.GpuBenchOptions) -> None:
+def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(
+    options: gpu.GpuBenchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: object) -> EngineMeasurement:
+        raise EngineFault("the engine failed")
+
     messages: list[str] = []
     model = gpu.measure_model(options, options.work / "tiny", run_command, messages.append)
     (found,) = model.measured
@@ -48,15 +53,6 @@ def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(opti
     page = markdown(GpuPage({"GPU": "none"}, [model]))
     assert "| onnxruntime |" in page
     assert "| tensorrt-rtx | " in page
-
-
-@pytest.mark.nightly
-def test_a_variant_that_fails_does_not_stop_the_others(
-    options: gpu.GpuBenchOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*arguments: object) -> EngineMeasurement:
-        raise EngineFault("the engine failed")
-
     monkeypatch.setattr(gpu, "measure", failing)
     model = gpu.measure_model(options, options.work / "tiny", run_command, lambda what: None)
     assert (model.failed["onnxruntime"], model.measured) == ("the engine failed", [])

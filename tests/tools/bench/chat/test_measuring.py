@@ -28,10 +28,6 @@ def encode(prompt: Prompt) -> list[int]:
     return [len(message["content"]) for message in prompt]  # type: ignore[index]
 
 
-def quiet(_: str) -> None:
-    pass
-
-
 def subjects(*changes: int) -> list[FakeSubject]:
     log: list[tuple[str, tuple[int, ...]]] = []
     plain = FakeSubject("plain", log=log)
@@ -50,15 +46,9 @@ def test_a_user_turn_without_an_answer_is_answered_and_the_conversation_continue
     assert first == turns("su")
     assert chat.prompt(["yes"]) == [*first, {"role": "assistant", "content": "yes"}, turns("suu")[2]]
     assert plain.prompt([]) == "plain"
-
-
-def test_the_held_out_prompts_have_eight_kinds_that_alternate() -> None:
-    prompts = read_chat_prompts(HELD_OUT, 2)
-    kinds = [prompt.kind for prompt in prompts]
-    assert (len(kinds), len(set(kinds))) == (16, 8)
-    assert kinds[:8] == kinds[8:]
-    assert {(len(prompt.parts), len(prompt.parts[0])) for prompt in prompts} == {(1, 1), (1, 3)}
-    assert [prompt.line for prompt in read_chat_prompts(HELD_OUT, 1)] == list(range(1, 201, 25))
+    prompts = read_chat_prompts(HELD_OUT, 1)  # one of each kind
+    assert [prompt.line for prompt in prompts] == list(range(1, 201, 25))
+    assert len({prompt.kind for prompt in prompts}) == 8
 
 
 def test_the_length_of_a_conversation_counts_all_its_answers() -> None:
@@ -75,7 +65,7 @@ def test_the_length_of_a_conversation_counts_all_its_answers() -> None:
 
 def test_all_subjects_answer_a_prompt_before_the_next_one_and_the_order_rotates() -> None:
     modes = subjects(0, 0)
-    found = measure([Job(chat_prompt(line), modes) for line in (1, 22)], encode, 2, quiet)
+    found = measure([Job(chat_prompt(line), modes) for line in (1, 22)], encode, 2, print)
     names = [mode.name for mode in modes]
     rotated = [names[shift:] + names[:shift] for shift in (0, 1, 2, 2, 0)]  # the first one is the warm-up
     assert [name for name, _ in modes[0].log] == [name for order in rotated for name in order]
@@ -86,7 +76,7 @@ def test_all_subjects_answer_a_prompt_before_the_next_one_and_the_order_rotates(
 
 def test_a_conversation_continues_with_the_plain_answers_and_a_difference_names_its_place() -> None:
     modes = subjects(5)
-    found = measure([Job(chat_prompt(7, turns=3), modes)], encode, 1, quiet)
+    found = measure([Job(chat_prompt(7, turns=3), modes)], encode, 1, print)
     prompts = {name: [prompt for other, prompt in modes[0].log[2:] if other == name] for name in ("plain", "mode 0")}
     assert prompts["plain"] == prompts["mode 0"] == [(3,), (3, 8, 3), (3, 8, 3, 9, 3)]  # "answer 3", "answer 14"
     assert found.different == {"mode 0": 3}
@@ -97,17 +87,10 @@ def test_a_conversation_continues_with_the_plain_answers_and_a_difference_names_
 
 def test_a_subject_that_fails_is_not_asked_again() -> None:
     plain, peer = FakeSubject("plain"), FakeSubject("peer", fails=3)
-    found = measure([Job(chat_prompt(line), [plain, peer]) for line in (1, 2, 3, 4)], encode, 1, quiet)
+    lines: list[str] = []
+    found = measure([Job(chat_prompt(line), [plain, peer]) for line in (1, 2, 3, 4)], encode, 1, lines.append)
+    assert lines[0].startswith("4 prompts, 2 modes and runtimes, 1 rounds: at most ")
     assert found.failed == {"peer": "no answer today"}
     assert len(peer.log) == 3  # the warm-up, one answer, the failure
     assert [one.prompt.line for one in found.answers if one.subject == "peer"] == [1]
     assert [one.prompt.line for one in found.answers if one.subject == "plain"] == [1, 2, 3, 4]
-
-
-def test_the_longest_duration_is_announced_after_the_warm_up() -> None:
-    lines: list[str] = []
-    measure([Job(chat_prompt(1, turns=2), [FakeSubject("plain", max_tokens=400)])], encode, 3, lines.append)
-    duration = (
-        "at most 10 min if every answer has the maximum length"  # 0.25 s a token, 400 tokens, 2 answers, 3 rounds
-    )
-    assert lines[0] == f"1 prompts, 1 modes and runtimes, 3 rounds: {duration}"

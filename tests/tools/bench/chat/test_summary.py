@@ -12,14 +12,6 @@ from support.chat_subjects import chat_answer, chat_measured, chat_prompt
 
 CODE, OTHER, LIST = chat_prompt(3), chat_prompt(4), chat_prompt(9, "lists")
 MODE = Statistics()  # marks an answer as that of a mode
-TRACE = Statistics(
-    steps=10,
-    tokens=21,
-    drafted_by_depth=[9, 9, 9],
-    accepted_by_depth=[6, 3, 2],
-    drafted_by_source={"mask": 27},
-    accepted_by_source={"mask": 11},
-)
 
 
 def test_a_speedup_is_the_geometric_mean_over_prompts_by_kind() -> None:
@@ -35,8 +27,7 @@ def test_a_speedup_is_the_geometric_mean_over_prompts_by_kind() -> None:
     assert means == pytest.approx(expected)
     overall = by_kind[ALL]
     assert overall.speedup is not None
-    assert overall.speedup.worst == pytest.approx(0.5)
-    assert overall.speedup.worst_line == 4
+    assert (overall.speedup.worst, overall.speedup.worst_line) == (pytest.approx(0.5), 4)
     assert overall.speedup.low < overall.speedup.mean < overall.speedup.high
     assert (overall.losses, by_kind["lists"].losses) == (1, 0)
     assert overall.tokens_per_second == pytest.approx(33 / 16.5)
@@ -50,9 +41,7 @@ def test_decoding_of_a_mode_begins_at_the_first_token_of_plain_decoding() -> Non
         ("peer", 1, CODE, chat_answer(4.0, first=2.0, first_tokens=3)),
     )
     plain, lookup, peer = figures_of(found, ["plain", "lookup", "peer"], [], 0)
-    assert plain.decode_tokens_per_second == pytest.approx(10 / 5)
-    assert lookup.decode_tokens_per_second == pytest.approx(10 / 2)
-    assert peer.decode_tokens_per_second == pytest.approx(8 / 2)
+    assert [one.decode_tokens_per_second for one in (plain, lookup, peer)] == pytest.approx([10 / 5, 10 / 2, 8 / 2])
     assert lookup.decode_speedup is not None
     assert lookup.decode_speedup.mean == pytest.approx(2.5)
     assert lookup.cpu_speedup == lookup.speedup
@@ -95,7 +84,10 @@ def test_medians_over_rounds_decide_and_incomplete_rounds_are_left_out() -> None
 
 
 def test_acceptance_rates_by_depth_are_those_of_the_trace() -> None:
-    drafts = drafts_of([TRACE, Statistics(steps=10, tokens=12, drafted_by_depth=[3], accepted_by_depth=[1])])
+    by_depth = {"drafted_by_depth": [9, 9, 9], "accepted_by_depth": [6, 3, 2]}
+    by_source = {"drafted_by_source": {"mask": 27}, "accepted_by_source": {"mask": 11}}
+    trace = Statistics(steps=10, tokens=21, **by_depth, **by_source)  # type: ignore[arg-type]
+    drafts = drafts_of([trace, Statistics(steps=10, tokens=12, drafted_by_depth=[3], accepted_by_depth=[1])])
     assert drafts is not None
     assert drafts.by_depth == (Rate(12, 7), Rate(9, 3), Rate(9, 2))
     assert drafts.mean_acceptance_length == pytest.approx(1 + 12 / 20)
@@ -118,8 +110,7 @@ def test_answers_that_are_complete_with_and_without_forks_have_a_speedup_of_thei
     assert (plain.answer_speedup, plain.complete_speedup) == (None, None)
     assert (forked.answers, forked.complete, plain.complete) == (2, 2, 1)
     assert (forked.threads, forked.most_threads, forked.tokens, forked.seconds) == (4.0, 5, 15.0, 2.5)
-    assert forked.tokens_per_second == pytest.approx(30 / 5)
-    assert forked.tokens_per_step == pytest.approx(3.0)
+    assert (forked.tokens_per_second, forked.tokens_per_step) == (pytest.approx(6), pytest.approx(3))
     assert forked.answer_speedup is not None
     assert forked.answer_speedup.mean == pytest.approx((2 * 8) ** 0.5)
     assert forked.complete_speedup is not None

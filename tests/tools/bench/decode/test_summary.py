@@ -81,7 +81,6 @@ def test_json_has_all_results_and_a_replay_is_labelled_in_json_and_markdown() ->
     data = json.loads(json.dumps(report(different=1).as_dict()))
     assert (data["kind"], data["identical"], data["prompts"]) == ("measured", False, 2)
     assert data["modes"][1]["by_depth"][0] == {"drafted": 8, "accepted": 6, "rate": 0.75}
-    assert data["modes"][1]["by_source"]["mask"] == {"drafted": 10, "accepted": 6, "rate": 0.6}
     assert data["differences"][0]["found"] == 99
     replay = report(options=DecodeOptions(rounds=2, replay=(0.79, 0.5)))
     assert (replay.as_dict()["kind"], replay.as_dict()["label"]) == ("replay", REPLAY_LABEL)

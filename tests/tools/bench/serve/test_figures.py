@@ -19,29 +19,23 @@ EXPECTED = [([1, 2, 3], "abc"), ([4], "d")]
 
 
 def exchange(**fields: Any) -> Exchange:
-    given: dict[str, Any] = {
-        "behaviour": "read",
-        "streamed": True,
-        "started": 1.0,
-        "ended": 2.0,
-        "status": 200,
-        "text": "abc",
-        "tokens": 3,
-        "ending": "stop",
-        "text_times": [1.1, 1.4, 1.5],
-    }
+    answered = {"status": 200, "text": "abc", "tokens": 3, "ending": "stop", "text_times": [1.1, 1.4, 1.5]}
+    given: dict[str, Any] = {"behaviour": "read", "streamed": True, "started": 1.0, "ended": 2.0, **answered}
     return Exchange(0, **{"prompt": 0, **given, **fields})
 
 
 def test_the_outcome_of_a_request_follows_from_its_answer() -> None:
-    assert exchange().outcome == "answered"
-    assert exchange(ending=None, behaviour="cancel").outcome == "left"
-    assert exchange(ending=None, behaviour="drop").outcome == "left"
-    assert exchange(ending=None).outcome == "failed"  # the stream ended without its last event
-    assert exchange(status=503).outcome == "refused"
-    assert exchange(status=429).outcome == "refused"
-    assert exchange(status=500).outcome == "failed"
-    assert exchange(error="the engine failed").outcome == "failed"
+    for fields, outcome in (
+        ({}, "answered"),
+        ({"ending": None, "behaviour": "cancel"}, "left"),
+        ({"ending": None, "behaviour": "drop"}, "left"),
+        ({"ending": None}, "failed"),  # the stream ended without its last event
+        ({"status": 503}, "refused"),
+        ({"status": 429}, "refused"),
+        ({"status": 500}, "failed"),
+        ({"error": "the engine failed"}, "failed"),
+    ):
+        assert exchange(**fields).outcome == outcome
 
 
 def test_wrong_and_late_answers_are_no_goodput() -> None:
@@ -93,16 +87,11 @@ def test_acceptance_and_cpu_time_are_those_of_all_answers() -> None:
     assert figures.main_thread_per_token == pytest.approx(10)
 
 
-def test_rounds_are_summarized_field_by_field() -> None:
-    runs = [LoadRun([exchange(text_times=[1.0 + first, 2.0])], 1.0) for first in (0.1, 0.2, 0.9)]
-    found = medians([figures_of(run, None, None, None) for run in runs])
-    assert found.first_token.p50 == pytest.approx(200)
-    assert found.answered == 1
-    assert found.drafts is None
-
-
 def test_ratios_compare_runs_of_the_same_round() -> None:
     """The median of ratios is not the ratio of medians."""
+    runs = [LoadRun([exchange(text_times=[1.0 + first, 2.0])], 1.0) for first in (0.1, 0.2, 0.9)]
+    found = medians([figures_of(run, None, None, None) for run in runs])  # field by field
+    assert (found.first_token.p50, found.answered, found.drafts) == (pytest.approx(200), 1, None)
 
     def load(name: str, *seconds: float) -> LoadFigures:
         rounds = tuple(figures_of(LoadRun([exchange()], each), None, None, None) for each in seconds)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from xml.etree.ElementTree import Element
-
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.tools.bench.compare.machine import Machine
@@ -13,7 +11,6 @@ from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.bench.decode.summary import DecodeReport, summarized
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 
-SVG = "{http://www.w3.org/2000/svg}"
 MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
 OPTIONS = DecodeOptions(rounds=2, temperatures=(0.0,))
@@ -56,11 +53,3 @@ def decode_report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_o
     machine = Machine("a CPU", "model 1", 2, (), "a system")
     summaries = summarized(found, MODES, PROMPTS, options)
     return DecodeReport("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.differences))
-
-
-def assert_text_is_inside(root: Element) -> None:
-    """Assert that all text of a picture is inside it."""
-    height, width = float(root.attrib["height"]), float(root.attrib["width"])
-    for element in root.iter(f"{SVG}text"):
-        assert 0 <= float(element.attrib["y"]) <= height
-        assert 0 <= float(element.attrib["x"]) <= width

@@ -23,23 +23,18 @@ from spaceport.tools.bench.steps import StepCost
 from spaceport.tools.cli.bench.gpu import run_command
 
 
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> gpu.GpuBenchOptions:
-    """The CPU instead of a GPU: the same bundles and calls."""
-    work = tmp_path_factory.mktemp("bench")
-    make_checkpoint(work / "tiny", "tiny", dtype="float16")
-    return gpu.GpuBenchOptions(
-        work, backends=("onnxruntime", "tensorrt-rtx"), flavours=(), rows=(1, 4), rounds=2, requests=2, length=96
-    )
-
-
 @pytest.mark.nightly
 def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(
-    options: gpu.GpuBenchOptions, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On the CPU instead of a GPU: the same bundles and calls."""
+
     def failing(*arguments: object) -> EngineMeasurement:
         raise EngineFault("the engine failed")
 
+    make_checkpoint(tmp_path / "tiny", "tiny", dtype="float16")
+    backends = ("onnxruntime", "tensorrt-rtx")
+    options = gpu.GpuBenchOptions(tmp_path, backends, flavours=(), rows=(1, 4), rounds=2, requests=2, length=96)
     messages: list[str] = []
     model = gpu.measure_model(options, options.work / "tiny", run_command, messages.append)
     (found,) = model.measured
@@ -57,18 +52,12 @@ def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(
     model = gpu.measure_model(options, options.work / "tiny", run_command, lambda what: None)
     assert (model.failed["onnxruntime"], model.measured) == ("the engine failed", [])
 
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="tensorrt-rtx is there for Linux only")
-def test_a_build_that_fails_is_reported_with_its_error(options: gpu.GpuBenchOptions) -> None:
-    if device.no_gpu() is None:
-        pytest.skip("there is a GPU: the build does not fail")
-    bundle = gpu.bundle_of(options, options.work / "tiny", "append")
-    outcomes = gpu.build(
-        dataclasses.replace(options, flavours=("tensorrt-rtx",)), bundle, run_command, lambda what: None
-    )
-    assert "exit code" in outcomes["tensorrt-rtx"]
-    assert "NVIDIA" in outcomes["tensorrt-rtx"]
+    if sys.platform == "linux" and device.no_gpu() is not None:  # a build that fails is reported with its error
+        bundle = gpu.bundle_of(options, options.work / "tiny", "append")
+        building = dataclasses.replace(options, flavours=("tensorrt-rtx",))
+        outcomes = gpu.build(building, bundle, run_command, lambda what: None)
+        assert "exit code" in outcomes["tensorrt-rtx"]
+        assert "NVIDIA" in outcomes["tensorrt-rtx"]
 
 
 def test_the_page_has_a_row_for_each_variant_and_each_note() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.tools.bench.compare.machine import this_machine
-from spaceport.tools.bench.compare.pins import ENVIRONMENTS, UNWANTED
+from spaceport.tools.bench.compare.pins import ENVIRONMENTS
 from spaceport.tools.bench.compare.setup import (
     conversion,
     group_size,
@@ -26,7 +26,7 @@ from spaceport.tools.bench.compare.subjects import (
     chosen,
     peer_subject,
 )
-from spaceport.tools.bench.compare.work_folder import WorkFolder, fingerprint
+from spaceport.tools.bench.compare.work_folder import WorkFolder
 from support.fake_subjects import installed
 from support.paths import TINY
 
@@ -67,14 +67,12 @@ def subject(peer: str, work: WorkFolder, gguf: Path | None = None) -> Subject:
     return found
 
 
-def test_every_peer_has_an_adapter_pins_and_a_unique_name() -> None:
-    assert len(BY_NAME) == len(PEERS)
+def test_every_peer_has_an_adapter_and_pins() -> None:
     for peer in PEERS:
         assert (ADAPTERS / peer.adapter).is_file()
         assert peer.environment in ENVIRONMENTS
     for name, requirements in ENVIRONMENTS.items():
         assert all(re.fullmatch(r"[\w.-]+(\[\w+\])?==[\w.]+", one) for one in requirements), name
-    assert set(UNWANTED) <= set(ENVIRONMENTS)
 
 
 def test_the_name_of_a_runtime_selects_all_its_formats() -> None:
@@ -124,15 +122,6 @@ def test_a_peer_is_skipped_until_its_environment_and_model_exist(tmp_path: Path)
         WorkFolder(tmp_path, tmp_path)
 
 
-def test_the_fingerprint_depends_on_config_and_weights(tmp_path: Path) -> None:
-    found = set()
-    for config, weights in ((b"{}", bytes(9_999)), (b"{}", bytes(9_998) + b"1"), (b"{} ", bytes(9_999))):
-        (tmp_path / "config.json").write_bytes(config)
-        (tmp_path / "model.safetensors").write_bytes(weights)
-        found.add(fingerprint(tmp_path))
-    assert len(found) == 3
-
-
 def test_conversions_are_commands_and_the_group_size_divides_the_widths_of_the_checkpoint(tmp_path: Path) -> None:
     for width, size in ((768, 128), (576, 64), (96, 32), (80, 16)):
         (tmp_path / "config.json").write_text(json.dumps({"hidden_size": width, "intermediate_size": 4096}), "utf-8")
@@ -144,34 +133,25 @@ def test_conversions_are_commands_and_the_group_size_divides_the_widths_of_the_c
     assert (command[0], command[-1]) == ("e/bin/python", "prune_lm_head=true")
 
 
-def test_a_model_is_converted_once(tmp_path: Path) -> None:
-    work, messages = converting(tmp_path), []
-    assert set_up(work, chosen("ctranslate2"), messages.append) == []
-    assert set_up(work, chosen("ctranslate2"), messages.append) == []
-    assert messages == [f"convert {TINY.name} to ctranslate2-int8"]
-    config = json.loads((work.model("ctranslate2-int8") / "config.json").read_text("utf-8"))
-    assert config["bos_token"] == "</s>"
-    assert "converted" in (work.logs / "convert-ctranslate2-int8.log").read_text("utf-8")
-
-
-def test_a_conversion_that_fails_leaves_no_model_and_the_others_continue(tmp_path: Path) -> None:
-    work = converting(tmp_path, code=3)
+def test_a_model_is_converted_once_and_a_failure_leaves_no_model_and_the_others_continue(tmp_path: Path) -> None:
+    work = converting(tmp_path / "broken", code=3)
     failed = set_up(work, chosen("openvino-genai int8,ctranslate2"), print)
     assert [peer.name for peer in failed] == ["openvino-genai int8", "ctranslate2 int8"]
     assert "optimum-cli: No such file or directory" in failed[0].reason
     assert "exit code 3: … " in failed[1].reason
     assert not work.model("ctranslate2-int8").exists()
+    work, messages = converting(tmp_path / "works"), list[str]()
+    for _ in range(2):
+        assert set_up(work, chosen("ctranslate2"), messages.append) == []
+    assert messages == [f"convert {TINY.name} to ctranslate2-int8"]
+    config = json.loads((work.model("ctranslate2-int8") / "config.json").read_text("utf-8"))
+    assert config["bos_token"] == "</s>"
 
 
 def test_the_first_cpu_of_cpuinfo_is_described(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
-    one = (
-        "processor: 0\nmodel name: Fast CPU 3\ncpu family: 6\nmodel: 207\nflags: fpu avx2 avx512_vnni amx_int8 sse\n\n"
-    )
-    file.write_text(one.replace(":", "\t:") + one.replace("Fast", "Other"), "utf-8")
+    one = "processor\t: 0\nmodel name\t: Fast CPU 3\ncpu family\t: 6\nmodel\t: 207\nflags\t: fpu avx2 amx_int8 sse\n\n"
+    file.write_text(one + one.replace("Fast", "Other"), "utf-8")
     found = this_machine(file)
     assert (found.cpu, found.model) == ("Fast CPU 3", "family 6, model 207")
-    assert found.flags == ("avx2", "avx512_vnni", "amx_int8")
-    assert found.cores >= 1
-    assert this_machine().cpu
-    assert "Python 3" in this_machine().system
+    assert (found.flags, found.cores >= 1) == (("avx2", "amx_int8"), True)

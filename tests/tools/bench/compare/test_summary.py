@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.compare.machine import Machine, this_machine
+from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.compare.markdown import markdown_of, number
 from spaceport.tools.bench.compare.metrics import Metric, Workload, arguments, metrics_of, value_of
-from spaceport.tools.bench.compare.plot import plot_of
 from spaceport.tools.bench.compare.subjects import Skipped
 from spaceport.tools.bench.compare.summary import Comparison, Spread, as_json, paired, spread, summarized
 from spaceport.tools.bench.compare.worker_pool import Measurement, Record
-from support.decode_report import SVG, assert_text_is_inside
 from support.fake_subjects import WORKLOAD, fake_subject
 
 OPENED = {"versions": {"fake": "1.2", "numpy": "2"}, "import_seconds": 0.5, "open_seconds": 1.25}
@@ -81,32 +78,6 @@ def test_markdown_has_medians_ratios_resources_and_reasons(comparison: Compariso
         assert number(value) == text
 
 
-def test_the_picture_is_well_formed_and_has_a_bar_for_each_value_inside(tmp_path: Path) -> None:
-    records = {}
-    for index, name in enumerate(("ours", "other")):
-        record = Record(fake_subject(name, tmp_path, is_bundle=not index), OPENED, 5_000_000, 5_000_000)
-        record.measurements = {"decode": measurements(10.0 + index), "1 row": measurements(10)}
-        if not index:
-            record.measurements["4 rows"] = measurements(20)
-        records[name] = record
-    machine = Machine("A & B", "model 1", 2, (), "Linux")
-    summaries = summarized(records, metrics_of(WORKLOAD))
-    picture = plot_of(Comparison("c<1>", machine, 1, 1, WORKLOAD, metrics_of(WORKLOAD), summaries, (), 0))
-    root = ElementTree.fromstring(picture)
-    assert root.tag == f"{SVG}svg"
-    texts = [element.text or "" for element in root.iter(f"{SVG}text")]
-    assert "c<1>, 1 thread(s), A & B" in texts
-    assert {"decode, ms (lower is better)", "prefill, tokens/s (higher is better)"} <= {*texts}
-    assert texts.count("ours") == 3  # decode, memory, and the lines' legend
-    widths = [float(bar.attrib["width"]) for bar in root.iter(f"{SVG}rect") if bar.get("height") == "14"]
-    assert len(widths) == 4
-    assert widths[0] < widths[1]
-    assert widths[2] == widths[3]
-    lines = [p for p in root.iter(f"{SVG}path") if p.get("stroke-width") == "2"]
-    assert [line.attrib["d"].count("L") for line in lines] == [1, 0]
-    assert_text_is_inside(root)
-
-
 def test_a_value_is_a_median_step_time_or_a_rate_and_workloads_have_a_least_size() -> None:
     for metric, value, expected in (
         (Metric("decode", "decode", "ms"), [0.5, 0.001, 0.002], 2.0),
@@ -126,14 +97,11 @@ def test_prompts_have_the_lengths_of_the_workload_and_differ_by_round_and_metric
     metrics = metrics_of(workload)
     units = {"decode": "ms", "1 row": "ms", "9 rows": "ms", "prefill": "tokens/s", "3 requests": "tokens/s"}
     assert {metric.name: metric.unit for metric in metrics} == units
-    prompts = []
-    for round_ in range(-1, 3):
-        for metric in metrics:
-            call = arguments(metric, workload, round_)
-            assert call == arguments(metric, workload, round_)
-            assert json.loads(json.dumps(call)) == call
-            prompts += call.get("prompts", [call.get("prompt")])
-    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+    calls = [arguments(metric, workload, round_) for round_ in range(-1, 3) for metric in metrics]
+    assert calls == [arguments(metric, workload, round_) for round_ in range(-1, 3) for metric in metrics]
+    assert json.loads(json.dumps(calls)) == calls
+    prompts = [tuple(prompt) for call in calls for prompt in call.get("prompts", [call.get("prompt")])]
+    assert len(set(prompts)) == len(prompts)
     assert all(3 <= token < 200 for prompt in prompts for token in prompt)
     decode, _, rows, prefill, requests = (arguments(metric, workload, 0) for metric in metrics)
     assert (len(decode["prompt"]), decode["tokens"]) == (40, 5)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.selection import SelectedRows
@@ -124,16 +123,3 @@ class _Recording:
         self.selected += 1
         self.run(batch)
         return []
-
-
-def test_options_that_cannot_be_replayed_are_refused(tiny_bundle: Path) -> None:
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"acceptance": (0.5,) * 6}, "--replay has 6 depths: expected at most 5"),
-        ({"modes": ("masks",)}, "'masks' with --replay: expected plain and default"),
-        ({"context": 4000}, "--context 4000 and --max-tokens 96 make 4096"),
-        ({"limit": 100_000}, "100000 prompts in a replay: expected at most"),
-        ({"temperatures": (0.0, 0.5)}, "--temperatures with --replay"),
-    )
-    for given, message in refused:
-        with pytest.raises(OptionFault, match=message):
-            replayed(tiny_bundle, **{"acceptance": (0.5,), **given})

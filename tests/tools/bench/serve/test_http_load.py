@@ -94,13 +94,6 @@ async def stream(writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM + chunk(content[:50]) + chunk(content[50:]) + chunk(b""))  # an event may come in two parts
 
 
-async def endless(writer: asyncio.StreamWriter) -> None:
-    writer.write(STREAM)
-    while not writer.transport.is_closing():
-        writer.write(chunk(events(DELTAS[1])))
-        await asyncio.sleep(0.005)
-
-
 def requests(count: int, behaviour: Behaviour = "read", streamed: bool = True) -> list[PlannedRequest]:
     return [PlannedRequest(number, number % 3, behaviour, streamed, 3, 0.0) for number in range(count)]
 
@@ -123,40 +116,19 @@ def one(run: LoadRun) -> Exchange:
     return found
 
 
-def test_streams_and_whole_answers_are_read_to_their_end() -> None:
-    seen, run = load(stream, requests(1), key="sk-1")
-    found = one(run)
-    assert (found.text, found.tokens, found.ending, found.outcome) == ("one", 3, "stop", "answered")
-    assert (found.token_ids, found.drafts) == ([7], {"num_spec_steps": 2})
-    assert len(found.text_times) == 2
-    assert seen.keys == ["Bearer sk-1"]
-
-    async def whole(writer: asyncio.StreamWriter) -> None:
-        choice = {"text": "abc", "finish_reason": "length", "token_ids": [1, 2]}
-        writer.write(reply(json.dumps({"choices": [choice], "usage": {"completion_tokens": 2}}).encode()))
-
-    found = one(load(whole, requests(1, streamed=False))[1])
-    assert (found.text, found.token_ids, found.tokens, found.outcome) == ("abc", [1, 2], 2, "answered")
-
-
-def test_prompts_are_sent_to_the_endpoint_for_their_kind() -> None:
-    seen, run = load(stream, requests(3))
+def test_prompts_are_sent_to_the_endpoint_for_their_kind_and_streams_are_read_to_their_end() -> None:
+    seen, run = load(stream, requests(3), key="sk-1")
     assert seen.paths == ["/v1/chat/completions", "/v1/completions", "/v1/completions"]
     assert [body.get("messages", body.get("prompt")) for body in seen.bodies] == PROMPTS
-    fields = [
-        [body[name] for name in ("max_tokens", "temperature", "model", "disable_spec_decode")] for body in seen.bodies
-    ]
-    assert fields == [[9, 0, "m", False]] * 3
-    assert (len(run.exchanges), seen.connections) == (3, 1)  # reused
+    for body in seen.bodies:
+        assert {"max_tokens": 9, "temperature": 0, "model": "m", "disable_spec_decode": False}.items() <= body.items()
+    assert (seen.keys, seen.connections) == (["Bearer sk-1"] * 3, 1)  # the connection is reused
+    for found in run.exchanges:
+        assert (found.text, found.tokens, found.ending, found.outcome) == ("one", 3, "stop", "answered")
+        assert (found.token_ids, found.drafts, len(found.text_times)) == ([7], {"num_spec_steps": 2}, 2)
 
 
-def test_clients_leave_after_some_events_or_while_a_whole_answer_is_generated_or_are_slow() -> None:
-    for behaviour, how in (("cancel", "closed"), ("drop", "reset")):
-        seen, run = load(endless, requests(1, behaviour))  # type: ignore[arg-type]
-        found = one(run)
-        assert (found.outcome, len(found.text_times), found.text) == ("left", 3, "ononon"), behaviour
-        assert seen.left == [how]
-
+def test_clients_of_whole_answers_leave_while_these_are_generated_and_slow_ones_pause() -> None:
     async def never(_: asyncio.StreamWriter) -> None:
         pass
 
@@ -187,23 +159,6 @@ def test_refusals_differ_from_failures() -> None:
         found = one(load(answer, requests(1))[1])
         assert found.outcome == "failed"
         assert message in str(found.error)
-
-
-def test_several_clients_send_at_a_time_and_start_one_after_the_other() -> None:
-    running: list[int] = []
-    most: list[int] = []
-
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        running.append(1)
-        most.append(len(running))
-        await asyncio.sleep(0.1)
-        running.pop()
-        await stream(writer)
-
-    seen, run = load(answer, requests(12), workload=Workload(clients=4, requests=12, ramp=0.08))
-    assert (len(run.exchanges), max(most), seen.connections) == (12, 4, 4)
-    started = sorted(each.started for each in run.exchanges)
-    assert all(begun >= 0.02 * number for number, begun in enumerate(started[:4]))
 
 
 def test_random_arrivals_do_not_wait_for_answers() -> None:

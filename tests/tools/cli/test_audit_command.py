@@ -143,66 +143,45 @@ def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    for content, message in (
         (b"", "has no prompt: expected at least one line"),
         (b"a\n\xff\n", "line 2: not UTF-8 text"),
         (b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*expected an object on each line"),
         (b'{"text": "a"}\nplain\n', r'line 2: not JSON .*write plain text as {"text"'),
         (b'{"text": "a"}\n3\n', 'line 2: has none of them: expected one of "messages", "prompt" and "text"'),
         (b'{"text": "a", "prompt": "b"}\n', 'line 1: has "prompt" and "text": expected one of'),
-        (b'{"text": 3}\n', 'line 1: "text" is 3: expected text'),
         (b'{"prompt": " "}\n', "line 1: \"prompt\" is ' ': expected text"),
         (b'{"text": "a", "kind": 7}\n', 'line 1: "kind" is 7: expected text, such as "code"'),
-        (b'{"messages": []}\n', r'line 1: "messages" is \[\]: expected a list of turns'),
         (b'{"messages": ["a"]}\n', r"line 1: \"messages\" is \['a'\]: expected a list of turns"),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),
-    ],
-)
-def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
-    file = tmp_path / "prompts"
-    file.write_bytes(content)
-    with pytest.raises(InputFault, match=message) as caught:
-        read_prompts(file)
-    assert str(caught.value).startswith(str(file))
+    ):
+        file.write_bytes(content)
+        with pytest.raises(InputFault, match=message) as caught:
+            read_prompts(file)
+        assert str(caught.value).startswith(str(file))
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        (["--max-tokens", 0], USAGE, "--max-tokens is 0: expected at least 1"),
-        (["--limit", 0], USAGE, "--limit is 0: expected at least 1"),
-        (["--backend", "fortran"], USAGE, "'fortran' is not one of 'auto', "),
-        (["--max-requests", 0], USAGE, "--max-requests is 0: expected 1 to 1024"),
-        (["--max-seq-len", 5000], USAGE, "--max-seq-len is 5000: expected 2 to 1024"),
-        (["--max-seq-len", 60], INPUT, r"line 1: 4\d prompt tokens and --max-tokens 16 make 6\d, --max-seq-len is 60:"),
-    ],
-)
-def test_an_invalid_option_is_an_error_in_one_line(
-    tiny_bundle: Path, prompts: Path, capfd: Capture, options: list[object], code: int, message: str
-) -> None:
-    assert run(arguments(tiny_bundle, prompts, *options)) == code
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert re.search(message, err)
-    assert "Traceback" not in err
-
-
-def test_missing_bundles_and_prompt_files_are_errors_before_an_audit(
+def test_mistakes_are_one_line_before_an_audit(
     tiny_bundle: Path, prompts: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    bundle, prompt_file = "none: no such folder: expected a bundle", "expected a prompt file with one prompt per line"
-    for paths, message in (
-        ([tmp_path / "none", prompts], bundle),
-        ([tiny_bundle, tmp_path / "none", prompts], bundle),
-        ([tiny_bundle, tmp_path], prompt_file),
-        ([tiny_bundle, tmp_path / "none"], prompt_file),
+    none, no_bundle, no_prompts = tmp_path / "none", "none: no such folder: expected a bundle", "expected a prompt file"
+    for words, code, message in (
+        (arguments(tiny_bundle, prompts, "--max-tokens", 0), USAGE, "--max-tokens is 0: expected at least 1"),
+        (arguments(tiny_bundle, prompts, "--limit", 0), USAGE, "--limit is 0: expected at least 1"),
+        (arguments(tiny_bundle, prompts, "--max-requests", 0), USAGE, "--max-requests is 0: expected 1 to 1024"),
+        (arguments(tiny_bundle, prompts, "--max-seq-len", 60), INPUT, r"line 1: 4\d prompt tokens and .* is 60:"),
+        (arguments(none, prompts), INPUT, no_bundle),
+        (["audit", str(tiny_bundle), str(none), str(prompts)], INPUT, no_bundle),
+        (arguments(tiny_bundle, tmp_path), INPUT, no_prompts),
+        (arguments(tiny_bundle, none), INPUT, no_prompts),
     ):
-        assert run(["audit", *map(str, paths)]) == INPUT
-        errors = capfd.readouterr().err
-        assert message in errors
-        assert "auditing" not in errors
+        assert run(words) == code
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert re.search(message, err)
+        assert "auditing" not in err
 
 
 def test_the_programs_of_the_page_run(

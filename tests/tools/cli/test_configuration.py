@@ -88,34 +88,32 @@ def test_what_is_printed_can_be_read_again(capsys: Shown, tmp_path: Path) -> Non
     assert unset | set(values) == options | {"models", "limits"}
 
 
-def test_keys_are_counted_and_never_shown(capsys: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_are_counted_and_never_shown_and_a_variable_with_a_typing_error_is_reported(
+    capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPACEPORT_API_KEY", "sk-secret-1,sk-secret-2")
+    monkeypatch.setenv("SPACEPORT_MAX_REQUSTS", "1")
+    monkeypatch.setenv("SPACEPORT_SERVICE_HOST", "10.0.0.1")  # set by Kubernetes
     assert run(["serve", "--print-config"]) == OK
     shown = capsys.readouterr()
     assert "# keys that clients may send: 2" in shown.out
     assert "secret" not in shown.out + shown.err
+    (warning,) = shown.err.splitlines()
+    assert "SPACEPORT_MAX_REQUSTS has no effect: SPACEPORT_MAX_REQUESTS is an option" in warning
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("prot = 1", "`prot` is not an option: `port` is one"),
-        ("[modles]\na = 'b'", "`modles` is not an option: `models` is one"),
         ("xyzzy = 1", "`xyzzy` is not an option: expected one of host, port,"),
-        ("bundles = ['x']", "`bundles` is not an option"),
         ("port = '1'", "`port` is a string ('1'): expected a whole number"),
         ("port = true", "`port` is a boolean ('True'): expected a whole number"),
-        ("max_requests = 1.5", "`max_requests` is a number ('1.5'): expected a whole number"),
-        ("drain_timeout = 'long'", "`drain_timeout` is a string ('long'): expected a number"),
         ("strict = 1", "`strict` is a whole number ('1'): expected true or false"),
-        ("host = ['a']", "`host` is a list: expected a string"),
-        ("[port]\na = 1", "`port` is a table: expected a whole number"),
-        ("models = 'x'", "`models` is a string ('x'): expected a table"),
         ("[models]\na = {b = 1}", "`models`: `a` is a table: expected a string"),
         ("[limits]\nstop_stings = 3", "expected NAME=N with one of prompt_chars"),
         ("[limits]\nstop_strings = -1", "--limit is 'stop_strings=-1'"),
         ("port = 70000", "`port`: 70000 is not in the range 0<=x<=65535"),
-        ("backend = 'cuda'", "`backend`: 'cuda' is not one of"),
         ("port = 1\nport = 2", "is not TOML: "),
         ("max-requests = 1\nmax_requests = 2", "`max_requests` is given twice"),
         ("api_key = 'sk-secret'", "`api_key` is not an option: `api_key_file` is one"),
@@ -144,14 +142,6 @@ def test_an_error_names_the_variable_the_flag_or_the_file(capsys: Shown, monkeyp
     assert "Invalid value for SPACEPORT_LIMITS: --limit is 'stop_stings=3'" in refused(capsys)
     monkeypatch.delenv("SPACEPORT_LIMITS")
     assert "'--port': 'x'" in refused(capsys, "--port", "x")
-
-
-def test_a_variable_with_a_typing_error_is_reported(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPACEPORT_MAX_REQUSTS", "1")
-    monkeypatch.setenv("SPACEPORT_SERVICE_HOST", "10.0.0.1")  # set by Kubernetes
-    assert run(["serve", "--print-config"]) == OK
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert "SPACEPORT_MAX_REQUSTS has no effect: SPACEPORT_MAX_REQUESTS is an option" in warning
 
 
 @pytest.mark.parametrize("value", ['a"b\\c\n\x7f\x01é', True, 3, -2.5, float("inf"), ["a", 1], Path("/x y")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -27,8 +27,7 @@ from spaceport.tools.cli.demo_tables import (
 )
 from spaceport.tools.cli.exit_codes import INPUT, MISSING, USAGE
 from spaceport.tools.demo import chat_model
-from spaceport.tools.demo.chat_model import CHAT, base_model
-from spaceport.tools.demo.prompts import prompts_of
+from spaceport.tools.demo.chat_model import base_model
 from spaceport.tools.demo.timing import MODES, TimedModes, TimedRun, timed
 from support.adapters import train
 from support.forking_bundle import forking_copy
@@ -51,12 +50,8 @@ def runtime(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def found(runtime: Runtime) -> TimedModes:
-    return next(timed(runtime, [DECODER], 60, 4, growing_clock()))
-
-
-def growing_clock() -> Callable[[], float]:
-    """A clock with which every run takes longer than the one before it: 0 s, 1 s, 4 s, 9 s, ..."""
-    return map(float, (n * n for n in count())).__next__
+    clock = map(float, (n * n for n in count())).__next__  # every run takes longer than the one before it
+    return next(timed(runtime, [DECODER], 60, 4, clock))
 
 
 def lasting(runs: Sequence[TimedRun], *seconds: float) -> list[TimedRun]:
@@ -150,14 +145,10 @@ def test_one_table_for_all_prompts_ends_with_the_sums_of_modes_that_all_have(fou
     a = {**found, PLAIN: lasting(found[PLAIN], 1, 2, 3, 4), SPECULATIVE: lasting(found[SPECULATIVE], 1, 1, 1, 1)}
     b = {PLAIN: lasting(found[PLAIN], 3, 2, 3, 2), SPECULATIVE: lasting(found[SPECULATIVE], 1, 1, 1, 2)}
     rows = list(chat_rows({"a": a, "b": b}))
-    assert [row[:2] for row in rows] == [
-        *(("a" if mode is PLAIN else "", mode.name) for mode in MODES),
-        *(("b", "plain"), ("", "speculative"), ("all", "plain"), ("", "speculative")),
-    ]
+    both = [("b", "plain"), ("", "speculative"), ("all", "plain"), ("", "speculative")]
+    assert [row[:2] for row in rows] == [*(("a" if mode is PLAIN else "", mode.name) for mode in MODES), *both]
     tokens, steps = found[SPECULATIVE][0].tokens, found[SPECULATIVE][0].steps
-    assert rows[-1][2:5] == (2 * tokens, 2 * steps, rows[1][4])
-    assert rows[-1][5] == tokens  # two completions in 2, 2, 2 and 3 s
-    assert rows[-1][6] == "2.00 (2.00-3.00)"
+    assert rows[-1][2:7] == (2 * tokens, 2 * steps, rows[1][4], tokens, "2.00 (2.00-3.00)")  # in 2, 2, 2 and 3 s
     assert rows[-3][6] == "2.50 (1.00-3.00)"
     assert [row[-1] for row in rows] == ["-", "identical"] * 4
     other = {**b, SPECULATIVE: found[PARALLEL]}
@@ -167,32 +158,29 @@ def test_one_table_for_all_prompts_ends_with_the_sums_of_modes_that_all_have(fou
 def test_output_is_shown_by_thread_with_accepted_draft_tokens_in_brackets(runtime: Runtime, capfd: Capture) -> None:
     show_generation(runtime, DECODER, 60)
     rows = capfd.readouterr().out.splitlines()
-    assert [row[:10].rstrip() for row in rows if row[:10].strip()] == [
-        "root",
-        *(f"thread {number}" for number in range(4)),
-    ]
+    names = [row[:10].rstrip() for row in rows if row[:10].strip()]
+    assert names == ["root", *(f"thread {number}" for number in range(4))]
     shown = "".join(row[10:] for row in rows)
-    assert [shown.count(f"<{number}>") for number in range(4)] == [1, 1, 1, 1]
-    assert shown.count("[") > 5
-
-
-def test_prompts_that_begin_alike_are_all_decoded() -> None:
     prompts = ("Write a Python function that adds", "Write a Python function that sorts", "import os")
     assert names_of(prompts) == ["1 Write a Python funct", "2 Write a Python funct", "import os"]
+    assert [shown.count(f"<{number}>") for number in range(4)] == [1, 1, 1, 1]
+    assert shown.count("[") > 5
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GGUF file in an installed package that stands in for that of the chat model."""
-    site = tmp_path / "site"
-    (site / "tiny_chat-1.0.dist-info").mkdir(parents=True)
-    (site / "tiny_chat").mkdir()
-    (site / "tiny_chat-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.2\nName: tiny-chat\nVersion: 1.0\n")
-    (site / "tiny_chat-1.0.dist-info" / "RECORD").write_text("tiny_chat/__init__.py,,\ntiny_chat/tiny.gguf,,\n")
-    (site / "tiny_chat" / "__init__.py").write_text("raise RuntimeError('the package was imported')\n")
-    monkeypatch.syspath_prepend(site)
+    files = {
+        "tiny_chat-1.0.dist-info/METADATA": "Metadata-Version: 2.2\nName: tiny-chat\nVersion: 1.0\n",
+        "tiny_chat-1.0.dist-info/RECORD": "tiny_chat/__init__.py,,\ntiny_chat/tiny.gguf,,\n",
+        "tiny_chat/__init__.py": "raise RuntimeError('the package was imported')\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(chat_model, "PACKAGE", "tiny-chat")
-    return site / "tiny_chat" / "tiny.gguf"
+    return tmp_path / "tiny_chat" / "tiny.gguf"
 
 
 @pytest.mark.nightly
@@ -234,15 +222,3 @@ def test_the_model_file_is_found_without_importing_its_package_and_mistakes_come
     refused(INPUT, "adapter: no base.json in it: expected the adapter of the chat demo; name another", "--chat")
     refused(USAGE, "--chat with the checkpoint model: expected one of them", "--chat", "model")
     refused(USAGE, "--page with --prompt", "--page", "--prompt", "x")
-
-
-def test_the_demo_has_a_prompt_of_each_kind_that_is_not_an_evaluation_prompt() -> None:
-    prompts = prompts_of(CHAT)
-    assert len(prompts) == 8
-    heldout = (CHAT / "heldout.jsonl").read_text("utf-8")
-    for name, prompt in prompts.items():
-        assert f'"kind": "{name}"' in heldout
-        assert not isinstance(prompt, str)
-        for message in prompt:
-            assert not isinstance(message, int)
-            assert message["content"] not in heldout

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
-import click
 import pytest
 
 from spaceport.runtime.decoding import Decoding
@@ -19,8 +18,6 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
-from spaceport.tools.cli.generate import command
-from spaceport.tools.cli.generate_options import Generate
 from spaceport.tools.report.files import read_trace
 from support.forking_bundle import forking_copy
 from support.paths import TINY
@@ -102,8 +99,7 @@ def test_an_option_has_the_effect_of_the_python_option(
     found = json.loads(printed(capfd, forking, "--json", *arguments)[0])
     assert (found["text"], found["ending"]) == (expected.text, expected.ending)
     assert tuple(found["tokens"]) == expected.tokens
-    assert tuple(found["prompt_tokens"]) == expected.prompt_tokens
-    assert found["seed"] == decoding.sampling.seed
+    assert (tuple(found["prompt_tokens"]), found["seed"]) == (expected.prompt_tokens, decoding.sampling.seed)
     assert [len(thread.pop("logprobs")) for thread in found["threads"]] == [len(t.logprobs) for t in expected.threads]
     threads = [asdict(replace(thread, logprobs=())) for thread in expected.threads]
     assert [{**thread, "logprobs": []} for thread in found["threads"]] == json.loads(json.dumps(threads))
@@ -140,14 +136,10 @@ def test_output_is_printed_in_reading_order_and_marks_change_nothing_else(
     assert len(plain) > 30
     assert marked.count("[") == marked.count("]") > 0
     assert marked.replace("[", "").replace("]", "") == plain
-
-
-def test_marked_tokens_are_the_accepted_draft_tokens(forking: Path, runtime: Runtime, capfd: Capture) -> None:
-    out, _ = printed(capfd, forking, "--max-tokens", 40, "--no-fork", "--show-drafts")
-    stream = runtime.stream(DECODER, Decoding(max_tokens=40, fork=False))
-    marked = [(piece.text, piece.drafted) for piece in stream]
-    runs = (("".join(text for text, _ in run), drafted) for drafted, run in groupby(marked, lambda one: one[1]))
-    assert out == "".join(f"[{text}]" if drafted else text for text, drafted in runs) + "\n"
+    marked, _ = printed(capfd, forking, "--max-tokens", 40, "--no-fork", "--show-drafts")
+    pieces = [(piece.text, piece.drafted) for piece in runtime.stream(DECODER, Decoding(max_tokens=40, fork=False))]
+    runs = [("".join(text for text, _ in run), drafted) for drafted, run in groupby(pieces, lambda one: one[1])]
+    assert marked == "".join(f"[{text}]" if drafted else text for text, drafted in runs) + "\n"
 
 
 def test_statistics_show_the_cost_of_a_generation(forking: Path, runtime: Runtime, capfd: Capture) -> None:
@@ -187,34 +179,18 @@ def test_the_seed_of_a_run_reproduces_its_output(forking: Path, capfd: Capture) 
 def test_json_reports_log_probabilities_with_text_and_bytes(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     expected = runtime.generate(DECODER, Decoding(max_tokens=60, logprobs=2))
     found = json.loads(printed(capfd, forking, "--max-tokens", 60, "--json", "--logprobs", 2)[0])
-    assert [one["token"] for one in found["logprobs"]] == found["tokens"]
-    assert [one["logprob"] for one in found["logprobs"]] == [one.logprob for one in expected.logprobs]
+    assert [(one["token"], one["logprob"]) for one in found["logprobs"]] == [
+        (token, one.logprob) for token, one in zip(found["tokens"], expected.logprobs, strict=True)
+    ]
+    assert (
+        {*found["logprobs"][0]}
+        == {*found["logprobs"][0]["top"][0], "top"}
+        == {"token", "logprob", "text", "bytes", "top"}
+    )
     assert {len(one["top"]) for one in found["logprobs"]} == {2}
-    assert {*found["logprobs"][0]} == {"token", "logprob", "text", "bytes", "top"}
-    assert {*found["logprobs"][0]["top"][0]} == {"token", "logprob", "text", "bytes"}
     root = found["threads"][0]
     joined = b"".join(bytes(one["bytes"]) for one in root["logprobs"] if one["text"] != "\n")  # its [Fork] token
     assert joined.decode() == root["text"]
-    for thread in found["threads"]:
-        assert [one["token"] for one in thread["logprobs"]] == thread["tokens"]
-    assert json.loads(printed(capfd, forking, "--max-tokens", 9, "--json")[0])["logprobs"] == []
-
-
-def test_all_options_together_print_one_json_object(forking: Path, tmp_path: Path, capfd: Capture) -> None:
-    sampling = (
-        "--temperature 0.8 --top-k 40 --top-p 0.95 --min-p 0.01 --seed 7 --ban 9 --repetition-penalty 1.1 "
-        "--presence-penalty 0.1 --frequency-penalty 0.1 --logit-bias 5=-1"
-    )
-    drafts = "--mask-slots 3 --draft tree --draft-rows 12 --draft-siblings 2 --lookup 4"
-    limits = "--fork --max-threads 2 --max-depth 2 --max-tokens 60 --max-total-tokens 90 --stop never --timeout 60"
-    files = ("--trace", tmp_path / "t", "--report", tmp_path / "r")
-    options = f"--json --stats --logprobs 3 --backend onnxruntime {sampling} {drafts} {limits}"
-    out, err = printed(capfd, forking, *options.split(), *files)
-    found = json.loads(out)
-    assert list(found) == ["text", "ending", "tokens", "prompt_tokens", "logprobs", "threads", "seed", "statistics"]
-    assert found["seed"] == 7
-    assert len(found["threads"]) > 1
-    assert "seed 7" in err
 
 
 def test_trace_report_and_picture_are_written(forking: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -232,18 +208,6 @@ def test_trace_report_and_picture_are_written(forking: Path, tmp_path: Path, cap
     printed(capfd, forking, "--max-tokens", 5, "--report", report)
     assert report.exists()
     assert read_trace(trace) == record
-
-
-def test_help_lists_every_option_once_in_a_group(capfd: Capture) -> None:
-    assert run(["generate", "--help"]) == OK
-    out, err = capfd.readouterr()
-    assert err == ""
-    headings = re.findall(r"^(\S.*):$", out, re.MULTILINE)
-    assert headings == [*Generate.headings.values(), "Help"]
-    for option in command.params:
-        if isinstance(option, click.Option):
-            assert len(re.findall(rf"^  {option.opts[0]}[ ,\n]", out, re.MULTILINE)) == 1
-            assert option.help
 
 
 def test_on_a_terminal_the_threads_are_shown_before_the_output(forking: Path, runtime: Runtime) -> None:

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from spaceport.exporter.checkpoint_files import require_checkpoint
+from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
 from spaceport.runtime import EngineFault
 from spaceport.runtime.bundle import read_manifest
-from spaceport.tools.cli import Commands, cli, main, run
+from spaceport.tools.cli import cli, main, run
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
 from support.paths import TINY
-from support.small_bundle import edit
+from support.small_bundle import edit, fill
 
 # its output goes on for 1,000 tokens
 LONG = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
@@ -36,6 +38,32 @@ for package, command in json.loads(sys.argv[1]):
 """
 
 Capture = pytest.CaptureFixture[str]
+
+
+# argv: commands in JSON. Runs each one, prints its exit code, and last which large packages were imported.
+IMPORTS = """
+import json, sys
+from spaceport.tools.cli import run
+for command in json.loads(sys.argv[1]):
+    print(run(command))
+    print(file=sys.stderr)
+print(*(name for name in ("torch", "transformers", "accelerate", "onnxscript", "polygraphy") if name in sys.modules))
+"""
+MISTAKES = {
+    "export missing new": "missing: no such folder: expected a checkpoint",
+    "export missing.gguf new": "missing.gguf: no such file: expected a GGUF file or a checkpoint folder",
+    "export no-weights new": "no weights in it: expected *.safetensors",
+    "export tiny bundle": "a bundle exists there: replace it with --overwrite",
+    "export tiny files --overwrite": "contains files but no bundle: choose another name",
+    "export tiny new --adapter files": "no base.json in it: expected an adapter folder",
+    "tune tiny files data.jsonl": "contains files but no checkpoint: choose another name",
+    "check missing": "missing: no such folder: expected a bundle",
+    "check bundle missing": "missing: no such folder: expected a checkpoint",
+    "check bundle tiny --adapter files": "no base.json in it: expected an adapter folder",
+    "build missing": "missing: no such folder: expected a bundle",
+}
+# Not even root can create a folder there.
+UNWRITABLE = {"export tiny /proc/self/new": "/proc/self: no permission to write in it: choose another folder"}
 
 
 def fails(capfd: Capture, code: int, message: str, *arguments: object) -> None:
@@ -64,19 +92,13 @@ def put(bundle: Path, name: str, content: bytes) -> None:
     ("arguments", "message"),
     [
         ("frobnicate", "No such command 'frobnicate'"),
-        ("--frobnicate", "No such option.*--frobnicate"),
         ("generate", "Missing argument 'BUNDLE'"),
-        ("inspect BUNDLE --requests 0", "--requests is 0: expected at least 1"),
         ("inspect BUNDLE --max-slots 9", "--max-slots is 9: expected at least --max-seq-len, 1024"),
-        ("check BUNDLE TINY --long-context 3", "--long-context is 3: expected at least 32"),
         ("check BUNDLE TINY --long-context 1025", "--long-context is 1025: expected at most 1024, the maximum of the"),
         ("check BUNDLE TINY --print-polygraphy --json", "--json has no effect with --print-polygraphy"),
-        ("check BUNDLE TINY --print-polygraphy --threads 1", "--threads has no effect with --print-polygraphy"),
         ("check BUNDLE TINY --save-outputs o --layers", "--layers has no effect with --save-outputs"),
-        ("check BUNDLE TINY --seed -3", "-3 is not in the range"),
         ("check BUNDLE TINY --threads -1", "--threads is -1: expected 0"),
         ("bench steps BUNDLE --rows a", "--rows is 'a': expected comma-separated numbers"),
-        ("bench steps BUNDLE --threads -1", "--threads is -1: expected 0"),
         ("demo TINY --threads -2", "^spaceport: --threads is -2: expected 0"),
         ("demo TINY --max-tokens 0", "^spaceport: --max-tokens is 0: expected at least 1"),
     ],
@@ -84,13 +106,6 @@ def put(bundle: Path, name: str, content: bytes) -> None:
 def test_every_command_reports_invalid_options(tiny_bundle: Path, capfd: Capture, arguments: str, message: str) -> None:
     paths = {"BUNDLE": str(tiny_bundle), "TINY": str(TINY)}
     fails(capfd, USAGE, message, *(paths.get(part, part) for part in arguments.split()))
-
-
-def test_without_a_command_the_commands_are_listed(capfd: Capture) -> None:
-    assert run([]) == USAGE
-    output, errors = capfd.readouterr()
-    assert output == ""
-    assert all(name in errors for name in Commands.summaries)
 
 
 # Found only when text is generated: other damage is that of any bundle that is opened.
@@ -148,20 +163,20 @@ def test_a_damaged_bundle_is_an_input_error_in_every_command(damaged: Path, capf
 
 
 def test_a_check_report_of_another_graph_is_ignored(damaged: Path, capfd: Capture) -> None:
-    def shown(content: str) -> str:
-        (damaged / ACCURACY_FILE).write_text(content)
-        assert run(["inspect", str(damaged)]) == OK
-        return capfd.readouterr().out.splitlines()[-1].removeprefix("Accuracy: ")
-
     graph, weights = read_manifest(damaged).graph
-    assert shown(json.dumps({"passed": True, "graph": [graph, weights]})) == "passed"
-    assert shown(json.dumps({"passed": "no", "graph": [graph, weights]})) == "FAILED"
-    for other in (["0" * 64, weights], [graph, "0" * 64]):
-        assert shown(json.dumps({"passed": True, "graph": other})) == "not checked yet (spaceport check)"
-    assert shown("[" * 100_000) == "FAILED"
-    (damaged / ACCURACY_FILE).unlink()
-    assert run(["inspect", str(damaged)]) == OK
-    assert capfd.readouterr().out.endswith("Accuracy: not checked yet (spaceport check)\n")
+    unchecked = "not checked yet (spaceport check)"
+    for content, expected in (
+        (json.dumps({"passed": True, "graph": [graph, weights]}), "passed"),
+        (json.dumps({"passed": "no", "graph": [graph, weights]}), "FAILED"),
+        (json.dumps({"passed": True, "graph": ["0" * 64, weights]}), unchecked),
+        (json.dumps({"passed": True, "graph": [graph, "0" * 64]}), unchecked),
+        ("[" * 100_000, "FAILED"),
+        (None, unchecked),
+    ):
+        file = damaged / ACCURACY_FILE
+        file.unlink(missing_ok=True) if content is None else file.write_text(content)
+        assert run(["inspect", str(damaged)]) == OK
+        assert capfd.readouterr().out.endswith(f"\nAccuracy: {expected}\n")
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tiny_bundle: Path) -> None:
@@ -178,14 +193,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tiny_bundl
     assert (lines[1::2], done.stdout) == ([str(MISSING)] * len(expected), "")
     for line, (*_, message) in zip(lines[::2], expected, strict=True):
         assert re.fullmatch(f"spaceport: .*{message}", line)
-
-
-def test_with_json_there_is_json_on_stdout_and_nothing_else(tiny_bundle: Path, capfd: Capture) -> None:
-    for arguments in (["generate", str(tiny_bundle), LONG, "--max-tokens", "9"], ["inspect", str(tiny_bundle)]):
-        assert run([*arguments, "--json"]) == OK
-        output, errors = capfd.readouterr()
-        assert isinstance(json.loads(output), dict)
-        assert errors == ""
 
 
 def test_a_closed_pipe_is_no_error_message(tiny_bundle: Path) -> None:
@@ -241,3 +248,34 @@ def test_only_unexpected_errors_are_called_a_bug(
     errors = capfd.readouterr().err
     assert ("this is a bug in spaceport" in errors) != known
     assert (errors == f"spaceport: {error}\n") == known
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, str]:
+    """Wrong and right paths by name."""
+    for name in ("bundle", "files", "no-weights"):
+        (tmp_path / name).mkdir()
+    fill(tmp_path / "bundle")
+    (tmp_path / "files" / "notes").write_text("kept")
+    (tmp_path / "no-weights" / "config.json").write_text("{}")
+    named = {name: str(tmp_path / name) for name in ("bundle", "files", "no-weights", "new", "missing", "missing/new")}
+    return {**named, "missing.gguf": str(tmp_path / "missing.gguf"), "tiny": str(TINY)}
+
+
+def test_wrong_paths_are_refused_without_importing_torch(paths: dict[str, str]) -> None:
+    mistakes = MISTAKES | (UNWRITABLE if sys.platform == "linux" else {})
+    commands = json.dumps([[paths.get(part, part) for part in command.split()] for command in mistakes])
+    done = subprocess.run([sys.executable, "-c", IMPORTS, commands], capture_output=True, text=True, check=True)
+    *codes, imported = done.stdout.split("\n")[:-1]
+    assert (len(codes), imported) == (len(mistakes), "")
+    for (command, message), code, error in zip(mistakes.items(), codes, done.stderr.split("\n\n"), strict=False):
+        assert message in error
+        if not command.startswith("build"):  # without a TensorRT library, that is what it says
+            assert int(code) == INPUT
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"num_hidden_layers": 1000000000}'])
+def test_a_configuration_is_checked_before_transformers_reads_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json: .*: expected|not valid JSON"):
+        require_checkpoint(tmp_path)

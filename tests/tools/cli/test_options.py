@@ -102,16 +102,11 @@ def test_only_option_names_of_the_command_become_flags(message: str, expected: s
     assert name_flags(message, None) == message
 
 
-@pytest.mark.parametrize("arguments", [["generate", "{bundle}", "a"], ["inspect", "{bundle}"], ["audit", "{bundle}"]])
-def test_errors_of_the_runtime_name_flags(
-    tiny_bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    prompts = tmp_path / "prompts"
-    prompts.write_text("a\n")
-    words = [str(tiny_bundle) if word == "{bundle}" else word for word in arguments]
-    words += [str(prompts)] * (arguments[0] == "audit")
-    assert run([*words, "--max-seq-len", "1"]) == USAGE
-    assert "spaceport: --max-seq-len is 1: expected 2 to 1024" in capfd.readouterr().err
+def test_errors_of_the_runtime_name_flags(tiny_bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts").write_text("a\n")
+    for name, rest in (("generate", ["a"]), ("inspect", []), ("audit", [str(tmp_path / "prompts")])):
+        assert run([name, str(tiny_bundle), *rest, "--max-seq-len", "1"]) == USAGE
+        assert "spaceport: --max-seq-len is 1: expected 2 to 1024" in capfd.readouterr().err
 
 
 def given(*arguments: str) -> dict[str, Any]:

@@ -87,25 +87,18 @@ def test_a_report_counts_what_the_extractors_found(data: Path) -> None:
 
 def test_output_without_a_terminal_is_plain_text(data: Path) -> None:
     blocks = printed(data).split("\n\n")
-    table = [re.split(r"  +", line) for line in blocks[0].splitlines()]
-    assert table == [
-        ["what", str(data)],
-        ["conversations", "7"],
-        ["answers", "6"],
-        ["marked as unforked", "0"],
-        ["forked as a list", "2"],
-        ["forked as paragraphs", "1"],
-        ["forks per tree, mean", "3.33"],
-        ["forks per tree, max", "4"],
-        ["characters of answers", str(sum(map(len, ANSWERS)))],
-        ["fraction in details", "0.47"],
-    ]
-    assert [re.split(r"  +", line) for line in blocks[1].splitlines()] == [
-        ["Answers without a tree"],
-        ["reason", str(data)],
-        ["fewer than 3 paragraphs", "2"],
-        ["equals sign", "1"],
-    ]
+    table, reasons = (
+        dict(re.split(r"  +", line) for line in block.splitlines() if "  " in line) for block in blocks[:2]
+    )
+    counts = {"conversations": "7", "answers": "6", "marked as unforked": "0", "forked as a list": "2"}
+    counts |= {"forked as paragraphs": "1", "forks per tree, mean": "3.33", "forks per tree, max": "4"}
+    counts |= {"characters of answers": str(sum(map(len, ANSWERS))), "fraction in details": "0.47"}
+    assert table == {"what": str(data), **counts}
+    assert reasons == {"reason": str(data), "fewer than 3 paragraphs": "2", "equals sign": "1"}
+    found = json.loads(printed(data, "--json", "--example", 2))
+    assert found["files"] == [{"file": str(data), **found["all"]}]
+    joined = "".join(piece["head"] + (piece["detail"] or "") for piece in found["example"]["paragraphs"])
+    assert (found["example"]["line"], found["example"]["kind"], joined) == (2, "list", LIST)
     assert blocks[2] == (
         f"{data} line 2: a list, 3 forks\n"
         "  Three: 1. Red:\n      the colour of fire\n"
@@ -115,32 +108,20 @@ def test_output_without_a_terminal_is_plain_text(data: Path) -> None:
     )
 
 
-def test_an_example_is_chosen_by_its_line(data: Path) -> None:
+def test_an_example_is_chosen_by_its_line_without_control_characters(data: Path, tmp_path: Path) -> None:
     tree = printed(data, "--example", 4).split("\n\n")[-1].splitlines()
-    assert tree[:3] == [
-        f"{data} line 4: paragraphs, 4 forks",
-        "  This is paragraph number 0.",
-        "      Here it goes on.",
-    ]
+    first = ["  This is paragraph number 0.", "      Here it goes on."]
+    assert tree[:3] == [f"{data} line 4: paragraphs, 4 forks", *first]
     assert printed(data, "--example", 5).endswith(f"\n\n{data} line 5: no tree: equals sign\n")
     assert printed(data, "--example", 8).endswith(f"\n\n{data} line 8: no tree: no answer in it\n")
-
-
-def test_an_example_has_no_trailing_whitespace_and_no_control_characters(data: Path, tmp_path: Path) -> None:
-    file = written(tmp_path / "a.jsonl", [json.dumps({"prompt": "Which?", "response": PROSE + "\n"})])
-    assert printed(file).endswith("  This is paragraph number 3.\n      Here it goes on.\n")
     assert printed(data, "--example", 7).endswith("  Done.\ufffd[2J\n")
-    written(file, ['{"prompt": "Which?", "response": "Yes."}'])
+    file = written(tmp_path / "a.jsonl", ['{"prompt": "Which?", "response": "Yes."}'])
     assert len(printed(file).split("\n\n")) == 2  # without a tree no example is shown
-
-
-def test_on_a_terminal_the_tree_is_shown_as_a_tree_without_importing_torch(data: Path) -> None:
     imported = "print('imported:', *{'torch', 'transformers'} & {*sys.modules})"
     program = f"{PROGRAM.replace('[1:])', '[1:], standalone_mode=False)')}; {imported}"
     shown = on_a_terminal(program, str(data), "--example", "7")
     assert "├── 2. Green:\r\n│   └── the colour of grass\r\n" in shown
-    assert "└── Done.\ufffd[2J\r\n" in shown
-    assert shown.endswith("imported:\r\n")
+    assert shown.endswith("└── Done.\ufffd[2J\r\nimported:\r\n")
 
 
 @pytest.mark.torch
@@ -152,30 +133,6 @@ def test_a_line_marked_unforked_has_no_tree(forking: Path, tmp_path: Path) -> No
     assert printed(file, "--example", 1).endswith(' line 1: no tree: the line has "fork": false\n')
     printed(file, "--checkpoint", forking, "--rows", tmp_path / "rows")
     assert [row["ids"].count(FORK) for row in rows_in(tmp_path / "rows")] == [0, 3]
-
-
-def test_several_files_are_counted_separately_and_together(data: Path, tmp_path: Path) -> None:
-    other = written(tmp_path / "b.jsonl", ['{"prompt": "Which?", "response": "https"}'])
-    table = [re.split(r"  +", line) for line in printed(data, other).splitlines()]
-    assert table[:3] == [
-        ["what", str(data), str(other), "all"],
-        ["conversations", "7", "1", "8"],
-        ["answers", "6", "1", "7"],
-    ]
-    assert ["forks per tree, mean", "3.33", "-", "3.33"] in table
-    assert ["link", "0", "1", "1"] in table
-
-
-def test_json_output_has_every_result_and_nothing_else_is_on_stdout(data: Path) -> None:
-    found = json.loads(printed(data, "--json", "--example", 2))
-    assert found["files"] == [{"file": str(data), **found["all"]}]
-    assert found["all"]["forked"] == {"list": 2, "paragraphs": 1}
-    assert found["all"]["forks_per_tree"] == {"mean": 10 / 3, "max": 4}
-    assert found["all"]["refusals"] == {"fewer than 3 paragraphs": 2, "equals sign": 1}
-    joined = "".join(piece["head"] + (piece["detail"] or "") for piece in found["example"]["paragraphs"])
-    assert (found["example"]["line"], found["example"]["kind"], joined) == (2, "list", LIST)
-    assert found["written"] is None
-    assert json.loads(printed(data, "--json", "--example", 3))["example"]["reason"] == "fewer than 3 paragraphs"
 
 
 @pytest.mark.torch
@@ -214,19 +171,16 @@ def test_rows_of_a_checkpoint_without_a_fork_token_do_not_fork_and_end_at_the_cu
 
 @pytest.mark.torch
 def test_rows_overwrite_a_file_only_on_request(data: Path, tmp_path: Path) -> None:
-    target = tmp_path / "rows.jsonl"
-    target.write_text("mine")
+    target, link, kept = written(tmp_path / "rows.jsonl", ["mine"]), tmp_path / "link.jsonl", data.read_bytes()
     order = [data, "--checkpoint", TINY, "--rows"]
     refused(InputFault, f"{target}: exists already: use --overwrite to replace it", *order, target)
     assert target.read_text() == "mine"
     printed(*order, target, "--overwrite")
     assert len(rows_in(target)) == 7
-    kept = data.read_bytes()
-    link = tmp_path / "link.jsonl"
     link.symlink_to(target)
     refused(OptionFault, "is an input file and would be overwritten: choose another name", *order, data, "--overwrite")
-    refused(InputFault, "link.jsonl: exists and is not a file: choose another name", *order, link, "--overwrite")
-    refused(InputFault, "exists and is not a file: choose another name", *order, tmp_path, "--overwrite")
+    for other in (link, tmp_path):
+        refused(InputFault, "exists and is not a file: choose another name", *order, other, "--overwrite")
     refused(InputFault, "nowhere: no such folder: create it first", *order, tmp_path / "nowhere" / "rows.jsonl")
     assert data.read_bytes() == kept
     assert {file.name for file in tmp_path.iterdir()} == {"data.jsonl", "rows.jsonl", "link.jsonl"}

@@ -1,4 +1,4 @@
-"""Report: a self-contained page that shows all of its trace, whatever the tokens are."""
+"""Report: a self-contained page and picture that show all of a trace, whatever the tokens are."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import REASONS, DraftConfig
 from spaceport.runtime.trace.record import Record, StepRecord, ThreadRecord, ThreadRows
 from spaceport.runtime.trace.trace import Trace
+from spaceport.tools.report.figure import figure_of
 from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
 from spaceport.tools.report.lanes import describe, lanes_of
 from spaceport.tools.report.numbers import statistics_of
@@ -32,6 +33,13 @@ from support.traced import CASES, TOKENIZER, Case, traced
 
 FORKED = Case(44, max_threads=2)
 SOURCES = {"mask": "mask slots", "lookup": "prompt lookup", "both": "both"}
+
+
+ODD = (
+    *("<b>&amp;", "</script>", "]]>", "\x00", "\x1b[31m", "\u202eabc", "\ud800", "\ufffe", "\n"),
+    *("\t", "\ufffd", "'\"", "\x85", "é", ""),
+)
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +174,6 @@ def test_a_page_shows_the_statistics_of_its_trace(sheet: Sheet) -> None:
     assert [int(row[1]) for row in by_thread] == [
         len(t.generated) for t in sorted(request.threads, key=lambda t: t.path)
     ]
-
-
-ODD = (
-    *("<b>&amp;", "</script>", "]]>", "\x00", "\x1b[31m", "\u202eabc", "\ud800", "\ufffe", "\n"),
-    *("\t", "\ufffd", "'\"", "\x85", "é", ""),
-)
 
 
 def odd(record: Record) -> Record:
@@ -417,3 +419,45 @@ def test_what_is_no_trace_is_an_error_with_its_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputFault, match=message):
             read_trace(tmp_path / name)
+
+
+def in_cells(root: Element, kind: str) -> list[Element]:
+    """The elements of a class inside the cells, without those of names and of the legend."""
+    cells = [element for element in root.iter() if "cell" in element.get("class", "").split()]
+    return [part for cell in cells for part in cell.iter() if kind in part.get("class", "").split()]
+
+
+@settings(max_examples=40)
+@given(case=CASES)
+def test_a_picture_marks_every_token_of_the_trace_once(case: Case) -> None:
+    request, trace, _ = traced(case)
+    root = ElementTree.fromstring(figure_of(trace.record(TOKENIZER), "title"))
+    statistics = request.statistics
+    accepted = sum(statistics.accepted_by_depth)
+    assert len(in_cells(root, "accepted")) == accepted
+    assert len(in_cells(root, "own")) == statistics.tokens - accepted
+    assert len([part for part in root.iter() if part.get("class") == "name"]) == statistics.threads
+    (summary,) = re.findall(r">(\d+ tokens? in [^<]+)<", figure_of(trace.record(), "title"))
+    assert f"; {accepted} of {sum(statistics.drafted_by_depth)} draft token" in summary
+    assert summary.startswith(f"{statistics.tokens} token")
+
+
+def test_a_picture_has_colours_for_light_and_dark_a_legend_inside_and_loads_nothing() -> None:
+    picture = figure_of(traced(Case(44, max_threads=2))[1].record(TOKENIZER), "a < b & \x1b")
+    root = ElementTree.fromstring(picture)
+    assert root.tag == f"{SVG}svg"
+    assert root.get("aria-label") == "a < b & ⟨1B⟩"
+    assert "@media (prefers-color-scheme: dark)" in picture
+    assert not [element for element in root.iter() if element.tag == f"{SVG}a" or element.get("href")]
+    assert "url(" not in picture
+    variables = set(re.findall(r"var\((--\w+)\)", picture))
+    for palette in re.findall(r":root \{(.*?)\}", picture, re.DOTALL):
+        assert variables - {"--c"} <= set(re.findall(r"(--\w+):", palette))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    keys = [part for part in root if part.get("viewBox") == "0 0 20 12"]  # of the legend
+    assert len(keys) >= 4
+    for key in keys:
+        assert float(key.attrib["x"]) + 20 <= width
+        assert float(key.attrib["y"]) + 12 <= height
+    for title in ("", "title"):
+        assert ElementTree.fromstring(figure_of(Trace().record(), title)).tag == f"{SVG}svg"

@@ -1,4 +1,4 @@
-"""GPU, load and start benchmarks: variants that are measured or fail, requests, and files in the page cache."""
+"""GPU, load and start benchmarks, and the best drafts for step costs and acceptance rates."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import device
+from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.tools.bench import gpu, load
@@ -18,9 +19,13 @@ from spaceport.tools.bench.checkpoint import make_checkpoint
 from spaceport.tools.bench.engines import EngineMeasurement, EngineVariant
 from spaceport.tools.bench.gpu_page import GpuPage, MeasuredModel, markdown, table
 from spaceport.tools.bench.outside import RoundCost
+from spaceport.tools.bench.planning import drafts_of, drafts_of_heads, rows_of
 from spaceport.tools.bench.start.page_cache import cached_share, drop, read
 from spaceport.tools.bench.steps import StepCost
 from spaceport.tools.cli.bench.gpu import run_command
+
+# Seconds per step by rows, of a 1.2B float32 model.
+LARGE = StepCosts(0, ((1, 1.0), (2, 1.13), (4, 1.22), (9, 1.64), (16, 2.45), (36, 5.0), (64, 8.6)), relative=True)
 
 
 @pytest.mark.nightly
@@ -104,3 +109,53 @@ def test_a_folder_that_was_read_is_in_memory_and_a_mapped_file_cannot_be_dropped
         ):
             drop(tmp_path)
         assert cached_share(file) == 1.0
+
+
+def test_step_times_are_those_of_the_cost_table() -> None:
+    found = rows_of(relative_costs(0.1), 1, 256)
+    times = [(1, 1.0), (2, pytest.approx(1.1)), (4, pytest.approx(1.3))]
+    assert [(each.rows, each.ratio) for each in found[:3]] == times
+    assert found[0].milliseconds == 1000
+
+
+def test_a_request_that_shares_a_step_with_others_gets_fewer_rows() -> None:
+    alone, shared = (drafts_of(relative_costs(0.2), (0.6,), 5, requests, 64) for requests in (1, 8))
+    assert alone.speedup > shared.speedup
+    assert alone.steps[-1].rows > shared.steps[-1].rows
+
+
+def test_expensive_rows_alternate_between_drafting_and_verifying() -> None:
+    found = drafts_of(LARGE, (0.79,), 5, 1, 256)
+    assert found.speedup == pytest.approx(1.659, abs=0.01)
+    assert found.steps[0].masks in ((4,), (5,))  # the fifth one is worth almost nothing
+    assert len(found.steps[5].masks) - 1 == 5
+    assert sum(found.steps[5].masks) < 5
+
+
+def test_nearly_free_rows_fill_the_step_and_drafts_that_do_not_pay_are_plain_steps() -> None:
+    found = drafts_of(relative_costs(0.001), (0.79,), 5, 1, 256)
+    assert min(found.steps[5].masks) == 5
+    assert found.speedup > 3.3
+    found = drafts_of(relative_costs(1.0), (0.3,), 3, 1, 64)
+    assert (found.speedup, found.tokens_per_step) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert [step.rows for step in found.steps] == [1] * 4
+    assert drafts_of(relative_costs(0.1), (0.9, 0.5), 4, 1, 64).acceptance == (0.9, 0.5, 0.5, 0.5)  # the last one
+
+
+def test_speedup_is_tokens_per_step_divided_by_step_time() -> None:
+    """With free rows every step takes the time of a plain one; a prediction counts as at most 97 % certain."""
+    found = drafts_of(relative_costs(0.0), (1.0,), 2, 1, 64)
+    assert found.tokens_per_step == pytest.approx(found.speedup, abs=0.01)
+    assert found.speedup == pytest.approx(1 + 0.97 + 0.97**2, abs=0.01)
+
+
+def test_heads_leave_all_their_tokens_to_every_step_and_take_no_rows() -> None:
+    found = drafts_of_heads(LARGE, (0.9, 0.5, 0.1), 5, 1, 256)
+    # 1 token in 1.0, 1.9 in 1.13, 2.35 in 1.175, 2.395 in 1.22, and less for more
+    (step,) = found.steps
+    assert (step.at_hand, len(step.masks) - 1, step.rows) == (5, 2, 3)
+    assert (step.tokens, step.time) == (pytest.approx(2.35), pytest.approx(1.175))
+    assert (found.tokens_per_step, found.speedup) == (pytest.approx(2.35), pytest.approx(2.35 / 1.175))
+    assert found.acceptance == (0.9, 0.5, 0.1, 0.1, 0.1)
+    found = drafts_of_heads(relative_costs(0.5), (0.2,), 3, 1, 64)
+    assert (found.steps[0].rows, found.speedup) == (1, 1.0)

@@ -1,4 +1,4 @@
-"""Service model: services that are not Spaceport's, that fail, or that send what they should not."""
+"""Conversations, and services that are not Spaceport's, that fail, or that send what they should not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -13,12 +14,76 @@ import pytest
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.tools.chat.chat_model import AnswerOptions
+from spaceport.tools.chat.conversation import Conversation
 from spaceport.tools.chat.service_model import ServiceFault, ServiceModel, root_of
 from spaceport.tools.terminal.lanes import Span
 
 MODELS = json.dumps({"data": [{"id": "m", "owned_by": "someone"}]}).encode()
 OURS = json.dumps({"data": [{"id": "m", "owned_by": "spaceport"}]}).encode()
 ASKED = [{"role": "user", "content": "a"}]
+END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
+
+
+def conversation(system: str | None = None) -> Conversation:
+    found = Conversation(system)
+    for text in ("one", "two"):
+        found.add("user", text)
+        found.add("assistant", f"re: {text}")
+    return found
+
+
+def contents(found: Conversation) -> list[str]:
+    return [message["content"] for message in found.messages]
+
+
+def test_undo_removes_the_last_turn_and_reset_all_but_the_system_prompt() -> None:
+    found = conversation("sys")
+    assert found.turns == 2
+    assert found.undo()
+    assert contents(found) == ["sys", "one", "re: one"]
+    found.add("user", "unanswered")
+    assert found.undo()
+    assert contents(found) == ["sys", "one", "re: one"]
+    found.reset()
+    assert contents(found) == ["sys"]
+    assert not found.undo()
+    found.add("user", "one")
+    for system, first in (("a", "a"), ("b", "b"), (None, "one")):  # it is replaced and comes first
+        found.set_system(system)
+        assert contents(found)[0] == first
+
+
+def test_a_file_has_the_messages_and_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    file, found = tmp_path / "chat.json", conversation("é\n")
+    found.save(file)
+    loaded = Conversation("other")
+    loaded.load(file)
+    assert loaded.messages == found.messages
+    with pytest.raises(InputFault, match="cannot be read"):
+        loaded.load(tmp_path / "none")
+    with pytest.raises(InputFault, match="cannot be written"):
+        loaded.save(tmp_path / "none" / "file")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("{}", "has other content"),
+        ('[{"role": "user"}]', "has other content"),
+        ('[{"role": "nobody", "content": "a"}]', "has other content"),
+        ('[{"role": "user", "content": 3}]', "has other content"),
+    ],
+)
+def test_a_file_with_other_content_changes_nothing(tmp_path: Path, content: str, message: str) -> None:
+    file, found = tmp_path / "chat.json", conversation()
+    file.write_text(content, "utf-8")
+    before = found.messages
+    with pytest.raises(InputFault, match=message):
+        found.load(file)
+    assert found.messages == before
 
 
 def events(*contents: Any, done: bool = True) -> bytes:
@@ -28,10 +93,6 @@ def events(*contents: Any, done: bool = True) -> bytes:
 
 def delta(text: str, **more: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **more}]}
-
-
-END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
-USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
 
 
 @contextmanager

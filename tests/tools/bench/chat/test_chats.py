@@ -1,0 +1,277 @@
+"""Chats: prompts, the order of subjects, differences and failures, other runtimes, and figures of measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.bench.chat.chat_prompts import NO_KIND, check_lengths, parts_of, read_chat_prompts
+from spaceport.tools.bench.chat.forks import fork_figures
+from spaceport.tools.bench.chat.measuring import Job, measure
+from spaceport.tools.bench.chat.options import PeerOptions
+from spaceport.tools.bench.chat.peers import PEERS, Peers, chosen_peers, running_peers
+from spaceport.tools.bench.chat.summary import ALL, drafts_of, figures_of, peer_ratios, prompt_figures, rounds_of
+from spaceport.tools.bench.compare.machine import Machine
+from spaceport.tools.bench.compare.subjects import Peer
+from spaceport.tools.bench.compare.work_folder import Environments
+from spaceport.tools.bench.compare.worker_process import WorkerFailed
+from spaceport.tools.bench.decode.summary import Rate
+from support.chat_subjects import FakeSubject, chat_answer, chat_measured, chat_prompt
+from support.fake_subjects import FAKE, installed
+from support.paths import ROOT, TINY
+
+HELD_OUT = ROOT / "tools" / "demo" / "chat" / "heldout.jsonl"
+
+
+pytestmark = pytest.mark.on_change("tests/support/fake_runtime.py")  # starts processes
+MACHINE = Machine("a CPU", "model 1", 2, (), "a system")
+CODE, OTHER, LIST = chat_prompt(3), chat_prompt(4), chat_prompt(9, "lists")
+MODE = Statistics()  # marks an answer as that of a mode
+
+
+def turns(roles: str) -> list[dict[str, str]]:
+    """Messages by the first letters of their roles."""
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": names[letter], "content": f"{letter}{number}"} for number, letter in enumerate(roles)]
+
+
+def encode(prompt: Prompt) -> list[int]:
+    """A token for each message: its length."""
+    return [len(message["content"]) for message in prompt]  # type: ignore[index]
+
+
+def subjects(*changes: int) -> list[FakeSubject]:
+    log: list[tuple[str, tuple[int, ...]]] = []
+    plain = FakeSubject("plain", log=log)
+    return [plain, *(FakeSubject(f"mode {n}", "plain", change=change, log=log) for n, change in enumerate(changes))]
+
+
+def test_a_user_turn_without_an_answer_is_answered_and_the_conversation_continues_with_it(tmp_path: Path) -> None:
+    for roles, expected in (("u", "u"), ("uuu", "u u u"), ("suu", "su u"), ("uau", "uau"), ("uauu", "uau u")):
+        parts = ["".join(message["content"][0] for message in part) for part in parts_of(turns(roles))]
+        assert parts == expected.split()
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": turns("suu")}) + "\n" + json.dumps({"text": "plain"}) + "\n", "utf-8")
+    chat, plain = read_chat_prompts(file, None)
+    assert chat.kind == plain.kind == NO_KIND
+    first = chat.prompt([])
+    assert first == turns("su")
+    assert chat.prompt(["yes"]) == [*first, {"role": "assistant", "content": "yes"}, turns("suu")[2]]
+    assert plain.prompt([]) == "plain"
+    prompts = read_chat_prompts(HELD_OUT, 1)  # one of each kind
+    assert [prompt.line for prompt in prompts] == list(range(1, 201, 25))
+    assert len({prompt.kind for prompt in prompts}) == 8
+
+
+def test_the_length_of_a_conversation_counts_all_its_answers() -> None:
+    prompts = [chat_prompt(4), chat_prompt(7, turns=3)]
+
+    def ten_each(prompt: Prompt) -> list[int]:
+        return [0] * (10 * len(prompt))
+
+    # Three user turns and two empty answers before the last one; three answers of 7 tokens.
+    assert check_lengths(ten_each, prompts, 7, 71, HELD_OUT) == 71
+    with pytest.raises(InputFault, match=r"line 7: 50 prompt tokens and 3 answers of 7 tokens .* make 71, .* is 70"):
+        check_lengths(ten_each, prompts, 7, 70, HELD_OUT)
+
+
+def test_all_subjects_answer_a_prompt_before_the_next_one_and_the_order_rotates() -> None:
+    modes = subjects(0, 0)
+    found = measure([Job(chat_prompt(line), modes) for line in (1, 22)], encode, 2, print)
+    names = [mode.name for mode in modes]
+    rotated = [names[shift:] + names[:shift] for shift in (0, 1, 2, 2, 0)]  # the first one is the warm-up
+    assert [name for name, _ in modes[0].log] == [name for order in rotated for name in order]
+    assert len(found.answers) == 2 * 2 * 3
+    assert found.compared == {"mode 0": 4, "mode 1": 4}
+    assert not found.differences
+
+
+def test_a_conversation_continues_with_the_plain_answers_and_a_difference_names_its_place() -> None:
+    modes = subjects(5)
+    found = measure([Job(chat_prompt(7, turns=3), modes)], encode, 1, print)
+    prompts = {name: [prompt for other, prompt in modes[0].log[2:] if other == name] for name in ("plain", "mode 0")}
+    assert prompts["plain"] == prompts["mode 0"] == [(3,), (3, 8, 3), (3, 8, 3, 9, 3)]  # "answer 3", "answer 14"
+    assert found.different == {"mode 0": 3}
+    assert [one.turn for one in found.differences] == [1, 2, 3]
+    one = found.differences[0].difference
+    assert (one.mode, one.reference, one.line, one.token, one.expected, one.found) == ("mode 0", "plain", 7, 1, 3, 8)
+
+
+def test_a_subject_that_fails_is_not_asked_again() -> None:
+    plain, peer = FakeSubject("plain"), FakeSubject("peer", fails=3)
+    lines: list[str] = []
+    found = measure([Job(chat_prompt(line), [plain, peer]) for line in (1, 2, 3, 4)], encode, 1, lines.append)
+    assert lines[0].startswith("4 prompts, 2 modes and runtimes, 1 rounds: at most ")
+    assert found.failed == {"peer": "no answer today"}
+    assert len(peer.log) == 3  # the warm-up, one answer, the failure
+    assert [one.prompt.line for one in found.answers if one.subject == "peer"] == [1]
+    assert [one.prompt.line for one in found.answers if one.subject == "plain"] == [1, 2, 3, 4]
+
+
+@contextmanager
+def running(folder: Path, *peers: Peer) -> Iterator[Peers]:
+    """Fake peers in an environment that looks installed."""
+    installed(Environments(folder), "ctranslate2")
+    options = PeerOptions(peers, folder, TINY, None, None, False)
+    with running_peers(options, MACHINE, [99], (64, 6), 1, lambda _: None) as found:
+        yield found
+
+
+def fake(name: str = "fake", **options: object) -> Peer:
+    return Peer(name, "ctranslate2", str(FAKE), (), "none", {"step": 2.0, **options})
+
+
+def test_a_peer_answers_with_and_without_lookup_in_one_process(tmp_path: Path) -> None:
+    with running(tmp_path, fake()) as peers:
+        plain, lookup = peers.subjects
+        assert plain.worker is lookup.worker
+        found = plain.answer([5, 6, 7])
+        assert (found.tokens, found.seconds, found.first_token_seconds, found.first_tokens) == (4, 8.0, 2.0, 1)
+        assert (found.complete, found.statistics) == (True, None)
+        assert lookup.answer([5, 6, 7]).seconds == 5.0
+        (opened,) = peers.opened
+        assert (opened.name, opened.model, opened.versions) == ("fake", TINY.name, {})
+    assert plain.worker.process.poll() is not None
+
+
+def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_one_that_ends_has_failed(tmp_path: Path) -> None:
+    missing = Peer("other", "openvino-genai", str(FAKE), (), "none", {})
+    narrow = fake("narrow", dtype="bfloat16")
+    with running(tmp_path, fake(fails="open"), missing, narrow) as peers:
+        assert peers.subjects == []
+        reasons = {skipped.name: skipped.reason for skipped in peers.skipped}
+    assert "no model today" in reasons["fake"]
+    assert reasons["other"].endswith("add --setup")
+    assert reasons["narrow"] == "this CPU has none of avx512_bf16, amx_bf16: measure float32"
+    with running(tmp_path, fake(fails="answer")) as peers, pytest.raises(WorkerFailed, match="no answer today"):
+        peers.subjects[0].answer([5])
+
+
+def test_the_models_that_are_given_choose_the_peers(tmp_path: Path) -> None:
+    gguf = tmp_path / "model.Q4_1.gguf"
+    gguf.write_bytes(b"GGUF")
+    assert chosen_peers(None, None, None) == ()
+    assert [peer.name for peer in chosen_peers(None, None, gguf)] == ["llama.cpp"]
+    assert chosen_peers(None, TINY, gguf) == PEERS
+    assert [peer.name for peer in chosen_peers("transformers bfloat16", TINY, None)] == ["transformers bfloat16"]
+    assert len(chosen_peers("transformers", TINY, None)) == 2
+    for fault, message, chosen in (
+        (OptionFault, r"--peers names 'llama\.cpp': expected --gguf FILE", ("llama.cpp", TINY, None)),
+        (OptionFault, "names 'transformers float32': expected --checkpoint FOLDER", ("transformers", None, None)),
+        (OptionFault, "--peers names 'vllm'", ("vllm", TINY, None)),
+        (InputFault, r"--checkpoint .*: expected a Hugging Face checkpoint folder", (None, tmp_path, None)),
+        (InputFault, r"--gguf .*none.gguf: expected a GGUF file", (None, None, tmp_path / "none.gguf")),
+    ):
+        with pytest.raises(fault, match=message):
+            chosen_peers(*chosen)
+
+
+def test_a_speedup_is_the_geometric_mean_over_prompts_by_kind() -> None:
+    found = chat_measured(
+        *(("plain", 1, prompt, chat_answer(6.0, statistics=MODE)) for prompt in (CODE, OTHER, LIST)),
+        ("default", 1, CODE, chat_answer(3.0, statistics=MODE)),
+        ("default", 1, OTHER, chat_answer(12.0, statistics=MODE)),
+        ("default", 1, LIST, chat_answer(1.5, statistics=MODE)),
+    )
+    by_kind = {one.kind: one for one in figures_of(found, ["default"], ["code", "lists"], 0)}
+    expected = {"code": (2 * 0.5) ** 0.5, "lists": 4.0, ALL: (2 * 0.5 * 4) ** (1 / 3)}
+    means = {kind: one.speedup.mean for kind, one in by_kind.items() if one.speedup}
+    assert means == pytest.approx(expected)
+    overall = by_kind[ALL]
+    assert overall.speedup is not None
+    assert (overall.speedup.worst, overall.speedup.worst_line) == (pytest.approx(0.5), 4)
+    assert overall.speedup.low < overall.speedup.mean < overall.speedup.high
+    assert (overall.losses, by_kind["lists"].losses) == (1, 0)
+    assert overall.tokens_per_second == pytest.approx(33 / 16.5)
+
+
+def test_decoding_of_a_mode_begins_at_the_first_token_of_plain_decoding() -> None:
+    found = chat_measured(
+        ("plain", 1, CODE, chat_answer(6.0, first=1.0, statistics=MODE)),
+        # Its first step takes longer and may generate several tokens: both count as decoding.
+        ("lookup", 1, CODE, chat_answer(3.0, first=2.0, statistics=MODE)),
+        ("peer", 1, CODE, chat_answer(4.0, first=2.0, first_tokens=3)),
+    )
+    plain, lookup, peer = figures_of(found, ["plain", "lookup", "peer"], [], 0)
+    assert [one.decode_tokens_per_second for one in (plain, lookup, peer)] == pytest.approx([10 / 5, 10 / 2, 8 / 2])
+    assert lookup.decode_speedup is not None
+    assert lookup.decode_speedup.mean == pytest.approx(2.5)
+    assert lookup.cpu_speedup == lookup.speedup
+    assert plain.speedup is plain.cpu_speedup is None
+
+
+def test_the_answers_of_a_conversation_count_as_one_prompt_and_one_token_has_no_decode_speed() -> None:
+    chat = chat_prompt(5, "chat", turns=2)
+    found = chat_measured(
+        ("plain", 1, chat, chat_answer(2.0, tokens=5, complete=False, statistics=MODE)),
+        ("plain", 1, chat, chat_answer(4.0, tokens=7, statistics=MODE)),
+    )
+    (times,) = rounds_of(found, "plain")[chat]
+    assert (times.tokens, times.seconds, times.decode_tokens, times.decode_seconds) == (12, 6.0, 10, 4.0)
+    assert (times.complete, times.answers) == (1, 2)
+    (figures,) = figures_of(found, ["plain"], [], 0)
+    assert (figures.prompts, figures.answers, figures.complete) == (1, 2, 1)
+    found = chat_measured(("plain", 1, CODE, chat_answer(1.0, tokens=1, statistics=MODE)))
+    (figures,) = figures_of(found, ["plain"], [], 0)
+    assert (figures.decode_tokens_per_second, figures.tokens_per_second) == (None, 1.0)
+    assert [prompt.decode_tokens_per_second for prompt in prompt_figures(found, ["plain"])] == [None]
+
+
+def test_medians_over_rounds_decide_and_incomplete_rounds_are_left_out() -> None:
+    found = chat_measured(
+        *(("plain", n, prompt, chat_answer(6.0, statistics=MODE)) for n in (1, 2, 3) for prompt in (CODE, LIST)),
+        *(("peer", number, CODE, chat_answer(seconds)) for number, seconds in ((1, 3.0), (2, 2.0), (3, 60.0))),
+        ("peer", 1, LIST, chat_answer(0.1)),  # failed in the second round
+    )
+    (peer,) = figures_of(found, ["peer"], [], 0)
+    assert peer.speedup is not None
+    assert peer.speedup.mean == pytest.approx(2.0)
+    assert peer.prompts == 1
+    ratios = {ratio.kind: ratio for ratio in peer_ratios(found, ["plain"], ["peer", "none"], ["code", "lists"], 0)}
+    assert ratios[ALL].speedup == ratios["code"].speedup
+    assert ratios["lists"].speedup is None
+    overall = ratios[ALL].speedup
+    assert overall is not None
+    assert overall.mean == pytest.approx(0.5)
+
+
+def test_acceptance_rates_by_depth_are_those_of_the_trace() -> None:
+    by_depth = {"drafted_by_depth": [9, 9, 9], "accepted_by_depth": [6, 3, 2]}
+    by_source = {"drafted_by_source": {"mask": 27}, "accepted_by_source": {"mask": 11}}
+    trace = Statistics(steps=10, tokens=21, **by_depth, **by_source)  # type: ignore[arg-type]
+    drafts = drafts_of([trace, Statistics(steps=10, tokens=12, drafted_by_depth=[3], accepted_by_depth=[1])])
+    assert drafts is not None
+    assert drafts.by_depth == (Rate(12, 7), Rate(9, 3), Rate(9, 2))
+    assert drafts.mean_acceptance_length == pytest.approx(1 + 12 / 20)
+    assert drafts.tokens_per_step == pytest.approx(33 / 20)
+    assert drafts.given_previous == pytest.approx((7 / 12, 3 / 7, 2 / 3))
+    assert drafts.by_source == {"mask": Rate(27, 11)}
+    assert drafts_of([Statistics(steps=4, tokens=4)]) is None
+    assert drafts_of([]) is None
+
+
+def test_answers_that_are_complete_with_and_without_forks_have_a_speedup_of_their_own() -> None:
+    one, two, steps = chat_prompt(1, "lists"), chat_prompt(2, "lists"), Statistics(steps=5)
+    found = chat_measured(
+        ("plain", 1, one, chat_answer(8.0, statistics=steps)),
+        ("plain", 1, two, chat_answer(8.0, complete=False, statistics=steps)),
+        ("forked", 1, one, chat_answer(4.0, tokens=10, threads=3, statistics=steps)),
+        ("forked", 1, two, chat_answer(1.0, tokens=20, threads=5, statistics=steps)),
+    )
+    plain, forked = fork_figures(found, ["plain", "forked"], 0)
+    assert (plain.answer_speedup, plain.complete_speedup) == (None, None)
+    assert (forked.answers, forked.complete, plain.complete) == (2, 2, 1)
+    assert (forked.threads, forked.most_threads, forked.tokens, forked.seconds) == (4.0, 5, 15.0, 2.5)
+    assert (forked.tokens_per_second, forked.tokens_per_step) == (pytest.approx(6), pytest.approx(3))
+    assert forked.answer_speedup is not None
+    assert forked.answer_speedup.mean == pytest.approx((2 * 8) ** 0.5)
+    assert forked.complete_speedup is not None
+    assert (forked.complete_speedup.mean, forked.complete_speedup.prompts) == (pytest.approx(2.0), 1)
+    assert fork_figures(chat_measured(), ["plain"], 0) == ()

@@ -1,0 +1,394 @@
+"""Comparison of runtimes: which are measured, the same prompts for all, figures, and a bundle beside a fake runtime."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.tools.bench.compare.adapters.worker import adapter_at
+from spaceport.tools.bench.compare.comparing import CompareOptions, compare
+from spaceport.tools.bench.compare.machine import this_machine
+from spaceport.tools.bench.compare.markdown import markdown_of, number
+from spaceport.tools.bench.compare.metrics import Metric, Workload, arguments, metrics_of, value_of
+from spaceport.tools.bench.compare.pins import ENVIRONMENTS
+from spaceport.tools.bench.compare.setup import conversion, group_size, set_up
+from spaceport.tools.bench.compare.subjects import (
+    ADAPTERS,
+    PEERS,
+    Peer,
+    Skipped,
+    Subject,
+    bundle_subjects,
+    chosen,
+    peer_subject,
+)
+from spaceport.tools.bench.compare.summary import Comparison, Spread, paired, spread, summarized
+from spaceport.tools.bench.compare.work_folder import WorkFolder
+from spaceport.tools.bench.compare.worker_pool import Measurement, Record, WorkerPool, measure_all, read_files
+from spaceport.tools.bench.compare.worker_process import WorkerFailed, start
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from support.fake_subjects import FAKE, WORKLOAD, fake_run_options, fake_subject, installed
+from support.paths import TINY
+
+pytestmark = pytest.mark.on_change("tests/support/fake_runtime.py", "tools/bench/compare/adapters")
+BY_NAME = {peer.name: peer for peer in PEERS}
+
+
+CONVERTER = """#!{python}
+import json, pathlib, sys
+target = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+target.mkdir()
+(target / "config.json").write_text(json.dumps({{"bos_token": None, "eos_token": "</s>"}}))
+print("converted")
+sys.exit({code})
+"""
+
+
+OPENED = {"versions": {"fake": "1.2", "numpy": "2"}, "import_seconds": 0.5, "open_seconds": 1.25}
+SMALL = "--context 12 --tokens 4 --rows 1,4 --prefill 16 --requests 2 --request-context 6 --request-tokens 5 --rounds 2"
+PROMPT = [5, 6, 7, 5, 6, 7, 5]
+
+
+def converting(folder: Path, code: int = 0) -> WorkFolder:
+    """A work folder whose converter is a script."""
+    work = WorkFolder(folder, TINY)
+    for name in ("ctranslate2", "convert", "openvino-genai"):
+        installed(work, name)
+    script = work.python("convert").parent / "ct2-transformers-converter"
+    script.write_text(CONVERTER.format(python=sys.executable, code=code), "utf-8")
+    script.chmod(0o755)
+    return work
+
+
+def skipped(peer: str, work: WorkFolder) -> str:
+    """Why a peer is skipped."""
+    found = peer_subject(BY_NAME[peer], work, None)
+    assert isinstance(found, Skipped)
+    return found.reason
+
+
+def subject(peer: str, work: WorkFolder, gguf: Path | None = None) -> Subject:
+    found = peer_subject(BY_NAME[peer], work, gguf)
+    assert isinstance(found, Subject)
+    return found
+
+
+def test_every_peer_has_an_adapter_and_pins() -> None:
+    for peer in PEERS:
+        assert (ADAPTERS / peer.adapter).is_file()
+        assert peer.environment in ENVIRONMENTS
+    for name, requirements in ENVIRONMENTS.items():
+        assert all(re.fullmatch(r"[\w.-]+(\[\w+\])?==[\w.]+", one) for one in requirements), name
+
+
+def test_the_name_of_a_runtime_selects_all_its_formats() -> None:
+    assert [peer.name for peer in chosen("openvino-genai")] == ["openvino-genai int8", "openvino-genai int4"]
+    assert [peer.name for peer in chosen("ctranslate2, openvino-genai int4")] == [
+        *("openvino-genai int4", "ctranslate2 int8")
+    ]
+    assert chosen("") == ()
+    with pytest.raises(OptionFault, match="names 'vllm': expected any of ctranslate2, ctranslate2 int8"):
+        chosen("vllm")
+
+
+def test_bundles_are_named_after_their_weights(tiny_bundle: Path, half_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "again").symlink_to(tiny_bundle)
+    found = bundle_subjects([tiny_bundle, half_bundle, tmp_path / "again"])
+    names = ["spaceport float32", "spaceport float16", "spaceport float32 (again)"]
+    assert [subject.name for subject in found] == names
+    assert all(subject.is_bundle and subject.python == Path(sys.executable) for subject in found)
+    with pytest.raises(OptionFault, match="given twice"):
+        bundle_subjects([tiny_bundle, tmp_path / "again", tmp_path / "again"])
+
+
+def test_a_peer_is_skipped_until_its_environment_and_model_exist(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path, TINY)
+    assert f"at {tmp_path}/environments/ctranslate2: add --setup" in skipped("ctranslate2 int8", work)
+    installed(work, "ctranslate2")
+    assert f"no converted model at {work.models}/ctranslate2-int8: add --setup" in skipped("ctranslate2 int8", work)
+    work.model("ctranslate2-int8").mkdir(parents=True)
+    found = subject("ctranslate2 int8", work)
+    assert (found.name, found.options, found.is_bundle) == ("ctranslate2 int8", {"compute_type": "int8"}, False)
+    (record,) = work.environment("ctranslate2").glob("*.json")
+    record.write_text(json.dumps(["ctranslate2==1.0"]), "utf-8")  # other pins
+    assert not work.installed("ctranslate2")
+    installed(work, "onnxruntime-genai")
+    work.model("genai-int4-pruned").mkdir(parents=True)
+    assert skipped("onnxruntime-genai int4", work).endswith("genai-int4: add --setup")
+    work.model("genai-int4").mkdir()  # for steps of several rows
+    found = subject("onnxruntime-genai int4", work)
+    assert (found.model.name, found.options) == ("genai-int4-pruned", {"rows_model": str(work.model("genai-int4"))})
+    assert "add --gguf FILE" in skipped("llama.cpp", work)
+    installed(work, "llama.cpp")
+    (tmp_path / "Some-Model.Q4_1.gguf").write_bytes(b"GGUF")
+    assert subject("llama.cpp", work, tmp_path / "Some-Model.Q4_1.gguf").name == "llama.cpp Q4_1"
+    installed(work, "transformers")
+    assert subject("transformers float32", work).model == TINY  # it reads the checkpoint itself
+    with pytest.raises(InputFault, match=r"has no config\.json: expected a Hugging Face checkpoint folder"):
+        WorkFolder(tmp_path, tmp_path)
+
+
+def test_conversions_are_commands_and_the_group_size_divides_the_widths_of_the_checkpoint(tmp_path: Path) -> None:
+    for width, size in ((768, 128), (576, 64), (96, 32), (80, 16)):
+        (tmp_path / "config.json").write_text(json.dumps({"hidden_size": width, "intermediate_size": 4096}), "utf-8")
+        assert group_size(tmp_path) == size
+    command = conversion("openvino-int4", Path("e/bin/python"), tmp_path, Path("t"))
+    assert command[:5] == ["e/bin/optimum-cli", "export", "openvino", "--model", str(tmp_path)]
+    assert command[-3:] == ["--group-size", "16", "t"]
+    command = conversion("genai-int4-pruned", Path("e/bin/python"), tmp_path, Path("t"))
+    assert (command[0], command[-1]) == ("e/bin/python", "prune_lm_head=true")
+
+
+def test_a_model_is_converted_once_and_a_failure_leaves_no_model_and_the_others_continue(tmp_path: Path) -> None:
+    work = converting(tmp_path / "broken", code=3)
+    failed = set_up(work, chosen("openvino-genai int8,ctranslate2"), print)
+    assert [peer.name for peer in failed] == ["openvino-genai int8", "ctranslate2 int8"]
+    assert "optimum-cli: No such file or directory" in failed[0].reason
+    assert "exit code 3: … " in failed[1].reason
+    assert not work.model("ctranslate2-int8").exists()
+    work, messages = converting(tmp_path / "works"), list[str]()
+    for _ in range(2):
+        assert set_up(work, chosen("ctranslate2"), messages.append) == []
+    assert messages == [f"convert {TINY.name} to ctranslate2-int8"]
+    config = json.loads((work.model("ctranslate2-int8") / "config.json").read_text("utf-8"))
+    assert config["bos_token"] == "</s>"
+
+
+def measurements(*values: float) -> dict[int, Measurement]:
+    return {number: Measurement(value, 1.0, 0.25) for number, value in enumerate(values)}
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Comparison:
+    """A bundle, a slower peer without steps of several rows, and a skipped peer."""
+    ours = Record(fake_subject("spaceport int8", tmp_path, is_bundle=True), OPENED, 2_000_000, 3_000_000)
+    ours.measurements = {
+        "decode": measurements(10, 20, 12),
+        "4 rows": measurements(11, 11, 11),
+        "2 requests": measurements(100, 100, 50),
+    }
+    ours.skipped = {"prefill": "its process ended"}
+    peer = Record(fake_subject("peer <int4>", tmp_path), OPENED, 9_000_000, 9_000_000)
+    peer.measurements = {"decode": measurements(15, 20, 24), "2 requests": measurements(50, 200, 50)}
+    peer.skipped = {"1 row": "it cannot", "4 rows": "it cannot"}
+    records = {record.subject.name: record for record in (ours, peer)}
+    return Comparison(
+        *("c110", this_machine(), 2, 3, WORKLOAD),
+        metrics_of(WORKLOAD),
+        summarized(records, metrics_of(WORKLOAD)),
+        (Skipped("llama.cpp", "no GGUF file: add --gguf FILE"),),
+        repeated_measurements=1,
+    )
+
+
+def test_ratios_are_paired_by_round_and_above_one_is_slower() -> None:
+    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)  # the median and the range
+    assert paired("ms", measurements(15, 20, 24), measurements(10, 20, 12)) == Spread(1.5, 1.0, 2.0)
+    assert paired("tokens/s", measurements(50, 200, 50), measurements(100, 100, 50)) == Spread(1.0, 0.5, 2.0)
+    assert paired("ms", {1: Measurement(30, 1, 0)}, measurements(10, 20)) == Spread(1.5, 1.5, 1.5)
+    assert paired("ms", {5: Measurement(30, 1, 0)}, measurements(10, 20)) is None
+
+
+def test_markdown_has_medians_ratios_resources_and_reasons(comparison: Comparison) -> None:
+    lines = markdown_of(comparison).splitlines()
+    assert "Checkpoint c110, 2 thread(s), 3 rounds" in lines[0]
+    assert "| spaceport int8 | 12.0 | - | 11.0 | - | 100 |" in lines
+    assert "| peer <int4> | 20.0 | - | - | - | 50.0 |" in lines
+    assert "| peer <int4> | 1.50 (1.00-2.00) | - | - | - | 1.00 (0.50-2.00) |" in lines
+    assert "| spaceport int8 | 2 | 3 | 0 | 0.50 | 1.25 | fake 1.2; fake |" in lines
+    assert "- peer <int4>, 1 row, 4 rows: it cannot" in lines
+    assert "- Other processes of the machine used 0.25 cores in the median measurement." in lines
+    for value, text in ((1234.5, "1234"), (12.345, "12.3"), (1.2345, "1.23")):
+        assert number(value) == text
+
+
+def test_a_value_is_a_median_step_time_or_a_rate_and_workloads_have_a_least_size() -> None:
+    for metric, value, expected in (
+        (Metric("decode", "decode", "ms"), [0.5, 0.001, 0.002], 2.0),
+        (Metric("4 rows", "rows", "ms", 4), [0.004], 4.0),
+        (Metric("prefill", "prefill", "tokens/s", 100), 0.5, 200.0),
+        (Metric("8 requests", "requests", "tokens/s"), [30, 2.0], 15.0),
+    ):
+        assert value_of(metric, value) == pytest.approx(expected)
+    for options, message in (({"requests": 0}, "too small"), ({"tokens": 1}, "2 of"), ({"context": 36}, "longer")):
+        with pytest.raises(OptionFault, match=message):
+            Workload(**options)  # type: ignore[arg-type]
+
+
+def test_prompts_have_the_lengths_of_the_workload_and_differ_by_round_and_metric() -> None:
+    lengths = {"context": 40, "tokens": 5, "rows": (1, 9), "prefill": 60, "requests": 3}
+    workload = Workload(**lengths, request_context=6, request_tokens=7)  # type: ignore[arg-type]
+    metrics = metrics_of(workload)
+    units = {"decode": "ms", "1 row": "ms", "9 rows": "ms", "prefill": "tokens/s", "3 requests": "tokens/s"}
+    assert {metric.name: metric.unit for metric in metrics} == units
+    calls = [arguments(metric, workload, round_) for round_ in range(-1, 3) for metric in metrics]
+    assert calls == [arguments(metric, workload, round_) for round_ in range(-1, 3) for metric in metrics]
+    assert json.loads(json.dumps(calls)) == calls
+    prompts = [tuple(prompt) for call in calls for prompt in call.get("prompts", [call.get("prompt")])]
+    assert len(set(prompts)) == len(prompts)
+    assert all(3 <= token < 200 for prompt in prompts for token in prompt)
+    decode, _, rows, prefill, requests = (arguments(metric, workload, 0) for metric in metrics)
+    assert (len(decode["prompt"]), decode["tokens"]) == (40, 5)
+    assert (len(rows["prompt"]), len(rows["rows"]), rows["repeats"]) == (40, 9, 3)
+    assert len(prefill["prompt"]) == 60
+    assert ([len(prompt) for prompt in requests["prompts"]], requests["tokens"]) == ([6, 6, 6], 7)
+    assert workload.length == 61
+
+
+def test_the_command_measures_a_bundle_and_reports_skipped_runtimes(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "compare", str(TINY), "--work", str(tmp_path), "--bundle", str(tiny_bundle), *SMALL.split()]
+    outputs = ["--json", "--plot", str(tmp_path / "plot.svg"), "--markdown", str(tmp_path / "page.md")]
+    assert run([*command, *outputs]) == OK
+    data = json.loads(capsys.readouterr().out)
+    (ours,) = data["subjects"]
+    assert ours["name"] == "spaceport float32"
+    assert ours["skipped"] == {}
+    assert set(ours["versions"]) == {"spaceport", "onnxruntime", "numpy"}
+    for name in ("decode", "1 row", "4 rows", "prefill", "2 requests"):
+        result = ours["results"][name]
+        assert len(result["values"]) == 2
+        assert 0 < result["spread"]["low"] <= result["spread"]["median"] <= result["spread"]["high"]
+        assert result["ratios"] == {"spaceport float32": {"median": 1, "low": 1, "high": 1}}
+    assert ours["resident_bytes_open"] > 10_000_000
+    assert len(data["skipped"]) == 6
+    assert all("add --" in skipped["reason"] for skipped in data["skipped"])
+    assert (tmp_path / "plot.svg").read_text("utf-8").startswith("<svg")
+    assert "| spaceport float32 |" in (tmp_path / "page.md").read_text("utf-8")
+
+
+def test_a_peer_is_measured_together_with_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+    installed(WorkFolder(tmp_path, TINY), "ctranslate2")
+    peer = Peer("fake int4", "ctranslate2", str(FAKE), (), "none", {"step": 10.0})
+    found = compare(CompareOptions(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), print)
+    ours, fake = found.subjects
+    assert (ours.name, fake.name) == ("spaceport float32", "fake int4")
+    assert found.references == ("spaceport float32",)
+    assert fake.results["decode"].ratios["spaceport float32"].median > 100
+    assert fake.results["prefill"].ratios["spaceport float32"].median > 100
+    assert fake.skipped == {"1 row": "it cannot", "4 rows": "it cannot"}
+    assert "Time relative to spaceport float32" in markdown_of(found)
+
+
+def test_mistakes_are_reported_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, code, message in (
+        ("", INPUT, "has no bundle of tiny: give --bundle, or add --setup"),
+        ("--rounds 0", USAGE, "expected at least 1 of each"),
+        ("--rows 1,x", USAGE, "expected comma-separated numbers"),
+        ("--peers nobody", USAGE, "--peers names 'nobody'"),
+        ("--gguf none.gguf", INPUT, "none.gguf: no such file: expected a GGUF file"),
+        ("--plot none/there.svg", USAGE, "does not exist: create it first"),
+    ):
+        assert run(["bench", "compare", str(TINY), "--work", str(tmp_path), *options.split()]) == code
+        assert message in capsys.readouterr().err
+
+
+def test_bundles_that_cannot_be_measured_are_refused(tiny_bundle: Path, demo_bundle: Path, tmp_path: Path) -> None:
+    for bundle, workload, message in (
+        (tiny_bundle, Workload(prefill=10**6), "1000001 are needed: lower --prefill"),
+        (demo_bundle, WORKLOAD, r"has \d+ layers, .*tiny has \d+: expected a bundle of it"),
+    ):
+        with pytest.raises(InputFault, match=message):
+            compare(CompareOptions(TINY, tmp_path, (bundle,), (), None, workload, 1, 1, setup=False), print)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_transformers_answers_alike_with_and_without_prompt_lookup() -> None:
+    adapter = adapter_at(str(ADAPTERS / "on_transformers.py"))
+    runner = adapter.open_runner({"model": str(TINY), "threads": 1, "length": 64})
+    plain, lookup = (runner.answer(PROMPT, 12, [], drafts) for drafts in (0, 10))
+    assert plain["tokens"] == lookup["tokens"]
+    assert len(plain["tokens"]) == 12
+    assert plain["first_tokens"] == 1 <= lookup["first_tokens"]
+    for answer in (plain, lookup):
+        assert 0 < answer["first_token_seconds"] < answer["seconds"]
+    ended = runner.answer(PROMPT, 12, [plain["tokens"][3]], 0)
+    assert ended["tokens"] == plain["tokens"][: plain["tokens"].index(plain["tokens"][3]) + 1]
+
+
+def measure(folder: Path, *options: dict[str, object], rounds: int = 2) -> WorkerPool:
+    subjects = [fake_subject(f"fake{i}", folder, **given) for i, given in enumerate(options)]  # type: ignore[arg-type]
+    return measure_all(fake_run_options(folder, rounds), subjects, lambda _: None)
+
+
+def test_a_call_that_fails_is_reported_with_the_last_output_line_and_the_log(tmp_path: Path) -> None:
+    for option, message in (
+        ({"fails": "decode"}, "exit code 1 and printed last: RuntimeError: no decode today"),
+        ({"hangs": "decode"}, r"no answer within 0\.5 s"),
+    ):
+        subject = fake_subject("fake", tmp_path, **option)
+        with closing(start(subject, 1, tmp_path / "logs", 20.0)) as worker:
+            worker.call("open", {"model": "m", "threads": 1, **subject.options})
+            worker.timeout = 0.5
+            with pytest.raises(WorkerFailed, match=message) as caught:
+                worker.call("decode", {"prompt": [3, 4, 5], "tokens": 3})
+        assert str(worker.log) in str(caught.value)
+
+
+def test_adapters_import_only_the_standard_library_at_module_level() -> None:
+    for script in ADAPTERS.glob("*.py"):
+        tree = ast.parse(script.read_text("utf-8"))
+        top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {(node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top}
+        assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+        if script.stem not in ("on_spaceport", "__init__"):
+            assert "spaceport." not in script.read_text("utf-8").split('"""', 2)[2]
+
+
+def test_measurements_never_overlap_and_every_round_but_the_warm_up_is_recorded(tmp_path: Path) -> None:
+    log = tmp_path / "calls.txt"
+    pool = measure(tmp_path, {"log": str(log), "step": 0.25}, {"log": str(log), "spins": 0.05})
+    calls = [line.split() for line in log.read_text("utf-8").splitlines()]
+    assert len(calls) == 3 * 3 * 2  # rounds with the warm-up, metrics, subjects
+    times = [(float(begun), float(ended)) for *_, begun, ended in calls]
+    assert all(ended <= begun for (_, ended), (begun, _) in pairwise(times))
+    first = [Path(model).name for name, model, *_ in calls if name == "decode"][::2]
+    assert first == ["fake1", "fake0", "fake1"]
+    for earlier, later in zip(calls[::2], calls[1::2], strict=True):
+        assert (earlier[0], earlier[2]) == (later[0], later[2])  # the same metric with the same prompt
+        assert earlier[1] != later[1]
+    record = pool.records["fake0"]
+    values = {name: [by_round[0].value, len(by_round)] for name, by_round in record.measurements.items()}
+    assert values == {"decode": [250, 2], "prefill": [4, 2], "2 requests": [8, 2]}
+    assert record.skipped == {"1 row": "it cannot", "4 rows": "it cannot"}
+    assert record.resident_bytes_decode > 0
+    assert (pool.repeated, pool.workers) == (0, {})  # spinning threads were waited for, and all workers have ended
+
+
+def test_what_fails_is_skipped_and_a_worker_is_restarted(tmp_path: Path) -> None:
+    pool = measure(tmp_path, {"fails": "prefill"}, {}, {"fails": "open"}, rounds=1)
+    failed, whole = pool.records.values()
+    assert "no prefill today" in failed.skipped["prefill"]
+    assert list(failed.measurements) == ["decode", "2 requests"]
+    assert list(whole.measurements) == ["decode", "prefill", "2 requests"]
+    (skipped,) = pool.skipped
+    assert (skipped.name, "no model today" in skipped.reason) == ("fake2", True)
+    read_files(tmp_path / "fake0")
+    read_files(tmp_path / "fake0" / "weights")
+
+
+def test_a_measurement_during_which_another_worker_computes_is_repeated(tmp_path: Path) -> None:
+    pool = WorkerPool(fake_run_options(tmp_path, rounds=1), lambda _: None)
+    try:
+        pool.add(fake_subject("first", tmp_path))
+        pool.add(fake_subject("second", tmp_path, spins=60.0))
+        pool.workers["second"].call("decode", {"prompt": [3], "tokens": 2})  # its thread continues after the answer
+        pool.run_round(0)
+    finally:
+        pool.close()
+    first, second = pool.records.values()
+    assert pool.repeated == 1
+    assert list(first.measurements) == ["decode", "prefill", "2 requests"]
+    assert second.measurements == {}
+    assert "still busy 1 s after its measurement" in second.skipped["decode"]

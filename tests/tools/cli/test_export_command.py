@@ -56,7 +56,7 @@ def test_an_export_adopts_published_weights_as_adopt_does(name: str, tmp_path: P
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", METHODS)
-def test_one_command_writes_the_bundle_of_two(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_one_command_writes_the_bundle_of_two(name: str, tmp_path: Path) -> None:
     model = published(name, tmp_path / "models")
     base, adapter, one, two = str(model.base), str(tmp_path / "adapter"), str(tmp_path / "one"), str(tmp_path / "two")
     if model.weights is None:
@@ -72,12 +72,6 @@ def test_one_command_writes_the_bundle_of_two(name: str, tmp_path: Path, capsys:
     manifest = read_manifest(Path(one))
     assert manifest.draft_method == name
     assert manifest.provenance.get("adapter", name) in {name, "idlm", "uno/adapter", "nemotron/linear_spec_lora"}
-    capsys.readouterr()
-    assert run(["export", base, str(tmp_path / "dry"), *with_weights, "--dry-run", "--json"]) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == manifest.parameters
-    assert found["signature"] == manifest.signature.as_dict()
-    assert found["published"]["method"] == name
 
 
 def test_a_dry_run_counts_the_weights_and_the_embedding_rows_that_drafts_add(tmp_path: Path, capsys: Capture) -> None:
@@ -111,15 +105,12 @@ def test_a_dry_run_counts_the_weights_and_the_embedding_rows_that_drafts_add(tmp
         ("--adapter uno --fork-token 5", USAGE, "--fork-token has no effect with published weights: name both tokens"),
         ("--adapter uno --mask-token 638", USAGE, "--mask-token has no effect: UNO has random tokens instead"),
         ("--adapter uno --method eagle", USAGE, "--method is 'eagle': expected one of medusa, ssd, bita, pard"),
-        ("--adapter uno --max-mask-slots 400", USAGE, "--max-mask-slots is 400: expected 1 to"),
         ("--adapter own --method uno", USAGE, "--method has no effect with an adapter folder: the folder says how it"),
-        ("--noise-seed 1", USAGE, "--noise-seed has no effect without published weights: add --adapter"),
         ("--method uno", INPUT, "config.json names no mask token"),
         ("--method medusa", INPUT, "has nothing of --method medusa: expected medusa_lm_head.safetensors or"),
         ("--gpu-memory 24GB", USAGE, "--gpu-memory has no effect without --dry-run: add --dry-run"),
         ("--dry-run --gpu-memory 24XB", USAGE, "expected a size above 0 such as 24GB"),
         ("--dry-run --overwrite", USAGE, "--overwrite has no effect with --dry-run"),
-        ("--dry-run --max-seq-len 100000", USAGE, "--max-seq-len is 100000: expected 2 to "),
     ],
 )
 def test_options_that_do_not_fit_are_refused_and_leave_nothing(

@@ -1,7 +1,8 @@
-"""Options: --help lists them in groups, former names still work, unused ones are errors, and errors name flags."""
+"""Options: groups in --help, former names, unused ones; and of `spaceport serve` from flags, variables and a file."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -17,12 +18,16 @@ from click.testing import CliRunner
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import Commands, cli, run
-from spaceport.tools.cli.exit_codes import USAGE
+from spaceport.tools.cli.configuration import tomllib
+from spaceport.tools.cli.exit_codes import OK, USAGE
 from spaceport.tools.cli.flag_names import name_flags
 from spaceport.tools.cli.options import Renamed, Sectioned, Unused, refuse_unused
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.service_settings import openers_of, service_options_of
+from spaceport.tools.cli.toml_text import entry
 from spaceport.tools.serve.options import ServiceOptions
+
+Shown = pytest.CaptureFixture[str]
 
 
 class Grouped(Sectioned):
@@ -84,22 +89,17 @@ def test_former_names_of_options_still_work(tmp_path: Path, capfd: pytest.Captur
     assert "--long-context is 3: expected at least 32" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
+def test_only_option_names_of_the_command_become_flags() -> None:
+    for message, expected in (
         ("max_seq_len is 1: expected 2 to 1024", "--max-seq-len is 1: expected 2 to 1024"),
-        ("raise max_seq_len (--max-seq-len)", "raise --max-seq-len"),
         ("raise max_seq_len (--max-seq-len; the model goes up to 9)", "raise --max-seq-len (the model goes up to 9)"),
-        ("limit is -1: expected a limit of at least 0", "--limit is -1: expected a limit of at least 0"),
+        ("limit is -1: expected a limit", "--limit is -1: expected a limit"),
         ("banned is 3", "--ban-token is 3"),
         ("give Decoding(max_seq_len=4)", "give Decoding(max_seq_len=4)"),
         ("max_seq_lens and prompt_file", "max_seq_lens and prompt_file"),
-        ("max_tokens is 0", "max_tokens is 0"),
-    ],
-)
-def test_only_option_names_of_the_command_become_flags(message: str, expected: str) -> None:
-    assert name_flags(message, command) == expected
-    assert name_flags(message, None) == message
+    ):
+        assert name_flags(message, command) == expected
+        assert name_flags(message, None) == message
 
 
 def test_errors_of_the_runtime_name_flags(tiny_bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -137,3 +137,132 @@ def test_options_of_serve_arrive_where_they_belong(monkeypatch: pytest.MonkeyPat
     assert opener.args == ("/mnt/chat",)
     assert (opener.keywords["max_requests"], opener.keywords["prefix_cache"]) == (3, False)
     assert opener.keywords["limits"].logprobs == 5
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the machine sets an option."""
+    for name in [name for name in os.environ if name.startswith("SPACEPORT_")]:
+        monkeypatch.delenv(name)
+
+
+def file_of(folder: Path, content: str) -> str:
+    file = folder / "serve.toml"
+    file.write_text(content, "utf-8")
+    return str(file)
+
+
+def printed(shown: Shown, *arguments: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options that --print-config prints, and the source of each."""
+    assert run(["serve", "--print-config", *arguments]) == OK
+    text = shown.readouterr().out
+    sources = re.findall(r"^(\S+) = .*  # (.*)$", text, re.MULTILINE)
+    return tomllib.loads(text), dict(sources)
+
+
+def refused(shown: Shown, *arguments: str) -> str:
+    assert run(["serve", "--print-config", *arguments]) == USAGE
+    return shown.readouterr().err
+
+
+def test_flags_override_variables_and_variables_override_the_file(
+    capsys: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = file_of(tmp_path, "port = 1\nmax-requests = 2\nqueue_limit = 3\nstrict = true\n")
+    monkeypatch.setenv("SPACEPORT_PORT", "11")
+    monkeypatch.setenv("SPACEPORT_MAX_REQUESTS", "12")
+    values, sources = printed(capsys, "--config", file, "--port", "21")
+    assert (values["port"], sources["port"]) == (21, "command line")
+    assert (values["max_requests"], sources["max_requests"]) == (12, "environment, SPACEPORT_MAX_REQUESTS")
+    assert (values["queue_limit"], sources["queue_limit"]) == (3, "file")
+    assert (values["strict"], sources["strict"]) == (True, "file")
+    assert (values["host"], sources["host"]) == ("127.0.0.1", "default")
+    monkeypatch.setenv("SPACEPORT_CONFIG", file)
+    assert printed(capsys)[0]["queue_limit"] == 3
+
+
+def test_bundles_and_limits_are_tables_of_the_file(
+    capsys: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = file_of(tmp_path, '[models]\nchat = "a/b"\n"my code" = "c"\n[limits]\nstop_strings = 32\n')
+    values, sources = printed(capsys, "--config", file)
+    assert values["models"] == {"chat": "a/b", "my code": "c"}
+    assert values["limits"] == {"stop_strings": 32}
+    assert sources["chat"] == "file"
+    values, _ = printed(capsys, "--config", file, "other=d", "--limit", "logprobs=5")
+    assert (values["models"], values["limits"]) == ({"other": "d"}, {"logprobs": 5})
+    monkeypatch.setenv("SPACEPORT_MODELS", "one=x two=y")
+    values, sources = printed(capsys, "--config", file)
+    assert values["models"] == {"one": "x", "two": "y"}
+    assert sources["one"] == "environment, SPACEPORT_MODELS"
+
+
+def test_what_is_printed_can_be_read_again(capsys: Shown, tmp_path: Path) -> None:
+    given = ["chat=/x", "--port", "1", "--limit", "stop_chars=9", "--no-prefix-cache", "--require-signature", "k.pub"]
+    assert run(["serve", "--print-config", *given]) == OK
+    text = capsys.readouterr().out
+    values, sources = printed(capsys, "--config", file_of(tmp_path, text))
+    assert values == tomllib.loads(text)
+    assert set(sources.values()) == {"file"}
+    unset = set(re.findall(r"^# (\S+) is not set$", text, re.MULTILINE))
+    options = {option.name for option in serve.params} - {"config", "print_config", "bundles", "limits"}
+    assert unset | set(values) == options | {"models", "limits"}
+
+
+def test_keys_are_counted_and_never_shown_and_a_variable_with_a_typing_error_is_reported(
+    capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPACEPORT_API_KEY", "sk-secret-1,sk-secret-2")
+    monkeypatch.setenv("SPACEPORT_MAX_REQUSTS", "1")
+    monkeypatch.setenv("SPACEPORT_SERVICE_HOST", "10.0.0.1")  # set by Kubernetes
+    assert run(["serve", "--print-config"]) == OK
+    shown = capsys.readouterr()
+    assert "# keys that clients may send: 2" in shown.out
+    assert "secret" not in shown.out + shown.err
+    (warning,) = shown.err.splitlines()
+    assert "SPACEPORT_MAX_REQUSTS has no effect: SPACEPORT_MAX_REQUESTS is an option" in warning
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prot = 1", "`prot` is not an option: `port` is one"),
+        ("port = '1'", "`port` is a string ('1'): expected a whole number"),
+        ("port = true", "`port` is a boolean ('True'): expected a whole number"),
+        ("[models]\na = {b = 1}", "`models`: `a` is a table: expected a string"),
+        ("[limits]\nstop_stings = 3", "expected NAME=N with one of prompt_chars"),
+        ("[limits]\nstop_strings = -1", "--limit is 'stop_strings=-1'"),
+        ("port = 70000", "`port`: 70000 is not in the range 0<=x<=65535"),
+        ("max-requests = 1\nmax_requests = 2", "`max_requests` is given twice"),
+        ("api_key = 'sk-secret'", "`api_key` is not an option: `api_key_file` is one"),
+    ],
+)
+def test_an_error_in_the_file_names_the_file_and_the_option(
+    capsys: Shown, tmp_path: Path, content: str, message: str
+) -> None:
+    file = file_of(tmp_path, content)
+    found = refused(capsys, "--config", file)
+    assert file in found
+    assert message in found
+    assert "secret" not in found
+
+
+def test_an_error_names_the_variable_the_flag_or_the_file(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "none.toml cannot be read" in refused(capsys, "--config", "none.toml")
+    assert "'--port': 'x'" in refused(capsys, "--port", "x")
+    for name, value, message in (
+        ("MAX_REQUESTS", "many", "Invalid value for SPACEPORT_MAX_REQUESTS: 'many'"),
+        ("MAX_REQUESTS", "tcp://10.0.0.1:80", "rename the service"),
+        ("LIMITS", "stop_strings=3 stop_stings=3", "Invalid value for SPACEPORT_LIMITS: --limit is 'stop_stings=3'"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"SPACEPORT_{name}", value)
+            assert message in refused(capsys)
+
+
+@pytest.mark.parametrize("value", ['a"b\\c\n\x7f\x01é', True, 3, -2.5, float("inf"), ["a", 1], Path("/x y")])
+def test_an_entry_is_read_as_it_was_given(value: Any) -> None:
+    expected = str(value) if isinstance(value, Path) else value
+    assert tomllib.loads(entry('k "1"', value)) == {'k "1"': expected}
+    with pytest.raises(TypeError, match="object has no spelling"):
+        entry("a", object())

@@ -25,14 +25,12 @@ from spaceport.tools.report.files import check_target, read_trace, write_report,
 from spaceport.tools.report.lanes import describe, lanes_of
 from spaceport.tools.report.numbers import statistics_of
 from spaceport.tools.report.page import page_of
-from spaceport.tools.report.scale import scale_for_lanes
 from spaceport.tools.report.words import quoted, visible
 from support.browser import Sheet, open_browser
 from support.hash_engine import FORK
 from support.traced import CASES, TOKENIZER, Case, traced
 
 FORKED = Case(44, max_threads=2)
-SOURCES = {"mask": "mask slots", "lookup": "prompt lookup", "both": "both"}
 
 
 ODD = (
@@ -159,21 +157,13 @@ def test_a_page_shows_the_statistics_of_its_trace(sheet: Sheet) -> None:
         "Tokens per step": f"{statistics.tokens_per_step:.2f}",
         "Acceptance rate": f"{100 * rate:.1f}%",
     }.items() <= found.items()
-    by_depth, by_source, by_reason, by_thread = (
-        [[texts_of(cell) for cell in row] for row in table.iter("tr")][1:] for table in root.iter("table")
-    )
+    tables = [[[texts_of(cell) for cell in row] for row in table.iter("tr")][1:] for table in root.iter("table")]
     pairs = zip(statistics.drafted_by_depth, statistics.accepted_by_depth, strict=True)
-    assert [row[:3] for row in by_depth] == [[str(at), str(a), str(b)] for at, (a, b) in enumerate(pairs, 1)]
-    sources = sorted(statistics.drafted_by_source)
-    assert [row[:3] for row in by_source] == [
-        [SOURCES[name], str(statistics.drafted_by_source[name]), str(statistics.accepted_by_source.get(name, 0))]
-        for name in sources
-    ]
+    assert [row[:3] for row in tables[0]] == [[str(at), str(a), str(b)] for at, (a, b) in enumerate(pairs, 1)]
     limited = sorted(statistics.drafts_limited.items(), key=lambda item: -item[1])
-    assert by_reason == [[REASONS[reason], str(steps)] for reason, steps in limited]
-    assert [int(row[1]) for row in by_thread] == [
-        len(t.generated) for t in sorted(request.threads, key=lambda t: t.path)
-    ]
+    assert tables[2] == [[REASONS[reason], str(steps)] for reason, steps in limited]
+    generated = [len(thread.generated) for thread in sorted(request.threads, key=lambda thread: thread.path)]
+    assert [int(row[1]) for row in tables[3]] == generated
 
 
 def odd(record: Record) -> Record:
@@ -239,38 +229,23 @@ def test_a_page_loads_no_other_file(sheet: Sheet, tmp_path: Path) -> None:
 
 
 def test_the_tooltip_of_a_cell_lists_its_tokens(sheet: Sheet) -> None:
-    record = Record(
-        tokens=TokenIds(mask=(9,), fork=7, child=8, end=(6,)),
-        prompt=(1, 2),
-        prompt_text="",
-        threads=(ThreadRecord((), None, 2, "end"),),
-        steps=(
-            StepRecord(
-                rows=(
-                    ThreadRows(
-                        thread=0,
-                        anchor=None,
-                        tokens=(1, 2, 3, 4, 9),
-                        parents=(None, 0, 1, 1, 2),
-                        positions=(0, 1, 2, 2, 3),
-                        kinds=("known", "known", "candidate", "candidate", "mask"),
-                        sources=(None, None, "both", "lookup", None),
-                        retained=(True, True, True, False, False),
-                        chosen=(3, 6),
-                        generated=1,
-                        limited="not_worth_it",
-                    ),
-                ),
-                queued=(),
-                started=(0,),
-                ended=(0,),
-                kv_slots=5,
-                engine_seconds=0.25,
-                outside_seconds=0.5,
-            ),
-        ),
-        texts={3: " x\n"},
+    cell = ThreadRows(
+        thread=0,
+        anchor=None,
+        tokens=(1, 2, 3, 4, 9),
+        parents=(None, 0, 1, 1, 2),
+        positions=(0, 1, 2, 2, 3),
+        kinds=("known", "known", "candidate", "candidate", "mask"),
+        sources=(None, None, "both", "lookup", None),
+        retained=(True, True, True, False, False),
+        chosen=(3, 6),
+        generated=1,
+        limited="not_worth_it",
     )
+    times = {"engine_seconds": 0.25, "outside_seconds": 0.5}
+    step = StepRecord(rows=(cell,), queued=(), started=(0,), ended=(0,), kv_slots=5, **times)
+    special, threads = TokenIds(mask=(9,), fork=7, child=8, end=(6,)), (ThreadRecord((), None, 2, "end"),)
+    record = Record(special, (1, 2), "", threads, (step,), {3: " x\n"})
     (lane,) = lanes_of(record)
     rows: object = record.as_dict()["steps"][0]["rows"][0]
     tooltip = describe(record, lane.cells[0])
@@ -300,32 +275,6 @@ def test_pages_without_steps_or_drafts_say_so_and_explain_the_same_reasons(sheet
     root = sheet.report(traced(case)[1].record())
     assert len(having(lanes_drawing(root), "own")) == case.max_tokens
     assert "No draft tokens." in texts_of(root)
-
-
-def test_the_bar_of_a_very_long_step_is_cut_and_marked(sheet: Sheet) -> None:
-    record = traced(Case(5, draft_config=DraftConfig(0), max_depth=0, end_every=10**9))[1].record()
-    steps = [replace(step, engine_seconds=0.01, outside_seconds=0.001) for step in record.steps]
-    steps[2] = replace(steps[2], engine_seconds=2.0)
-    root = sheet.report(replace(record, steps=tuple(steps)))
-    (chart,) = [svg for svg in root.iter("svg") if svg.get("aria-label") == "Time of each step"]
-    bars = [*having(chart, "engine"), *having(chart, "outside")]
-    assert len(having(chart, "beyond")) == 1
-    assert len(bars) == 2 * len(steps) - 1
-    assert all(float(bar.get("y", "-1")) >= 0 and float(bar.get("height", "-1")) > 0 for bar in bars)
-    assert "▲ 1 longer than the axis, at most 2001 ms" in texts_of(root)
-    assert "step 3: 2000 ms in the engine, 1 ms outside of it" in [title.text for title in chart.iter("title")]
-
-
-def test_columns_fit_a_page_or_stay_wide_enough_to_read(sheet: Sheet) -> None:
-    for steps in (1, 10, 60, 61, 200, 600, 5000):
-        lanes, charts = sheet.call("svg.scaleForLanes", steps), sheet.call("svg.scaleForCharts", steps)
-        assert lanes["column"] == scale_for_lanes(steps).column >= 16
-        assert sheet.call("svg.widthOf", charts) <= 1000
-        assert charts == lanes or sheet.call("svg.widthOf", lanes) > 980
-        ticks = sheet.call("svg.ticksOf", lanes)
-        assert ticks == list(scale_for_lanes(steps).ticks)
-        assert all(0 < tick <= steps for tick in ticks)
-        assert len(sheet.call("svg.ticksOf", charts)) <= 980 / 30
 
 
 def luminance(colour: str) -> float:

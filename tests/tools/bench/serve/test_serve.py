@@ -1,4 +1,4 @@
-"""Load of services: what clients send, read and leave, against a server that does what a test says, and figures."""
+"""Load of services: what clients send and read, against a server that does what a test says, and figures."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.serve.exchange import Exchange
-from spaceport.tools.bench.serve.figures import drafts_of, figures_of, medians, quantiles, statuses
+from spaceport.tools.bench.serve.figures import figures_of, medians, quantiles, statuses
 from spaceport.tools.bench.serve.http_client import Address, address_of
 from spaceport.tools.bench.serve.http_load import Target, get_json, model_of, sender
 from spaceport.tools.bench.serve.load_run import LoadRun, run_load
 from spaceport.tools.bench.serve.options import ServeOptions
-from spaceport.tools.bench.serve.processes import Resources
 from spaceport.tools.bench.serve.report import LoadFigures, ServeReport
 from spaceport.tools.bench.serve.workload import Behaviour, PlannedRequest, Workload, planned
 
@@ -134,17 +133,6 @@ def test_prompts_are_sent_to_the_endpoint_for_their_kind_and_streams_are_read_to
         assert (found.token_ids, found.drafts, len(found.text_times)) == ([7], {"num_spec_steps": 2}, 2)
 
 
-def test_clients_of_whole_answers_leave_while_these_are_generated_and_slow_ones_pause() -> None:
-    async def never(_: asyncio.StreamWriter) -> None:
-        pass
-
-    seen, run = load(never, requests(1, "cancel", streamed=False))
-    assert (one(run).outcome, seen.left) == ("left", ["closed"])
-    found = one(load(stream, requests(1, "slow"))[1])
-    assert (found.outcome, found.text) == ("answered", "one")
-    assert found.ended - found.text_times[-1] >= 0.01
-
-
 def test_refusals_differ_from_failures() -> None:
     async def full(writer: asyncio.StreamWriter) -> None:
         writer.write(reply(b"{}", "503 Service Unavailable", "Retry-After: 0.01\r\n"))
@@ -203,10 +191,7 @@ def test_each_service_gets_the_same_requests_with_the_shares_that_were_asked_for
 def test_invalid_workloads_are_refused() -> None:
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "expected one of --requests and --seconds"),
-        ({"requests": 1, "seconds": 1.0}, "expected one of --requests and --seconds"),
         ({"requests": 0}, "requests is 0"),
-        ({"requests": 1, "clients": 0}, "clients is 0"),
-        ({"seconds": 1.0, "ramp": -1.0}, "ramp is -1"),
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"requests": 1, "cancelled": 1.5}, "cancelled is 1.5: expected a share"),
         ({"requests": 1, "cancelled": 0.6, "slow": 0.6}, "add up to 1.2"),
@@ -262,27 +247,13 @@ def test_wrong_and_late_answers_are_no_goodput() -> None:
 
 def test_latency_counts_tokens_and_events_apart() -> None:
     one, whole = exchange(tokens=5), exchange(streamed=False, text_times=[])
-    assert one.first_token_seconds == pytest.approx(0.1)
-    assert one.seconds_per_token == pytest.approx(0.4 / 4)
+    assert (one.first_token_seconds, one.seconds_per_token) == pytest.approx((0.1, 0.4 / 4))
     assert one.gaps == pytest.approx([0.3, 0.1])
     assert (whole.first_token_seconds, whole.seconds_per_token, whole.gaps) == (None, None, [])
-    assert exchange(ending=None, behaviour="cancel").seconds_per_token is None
     assert quantiles([None]) is None
     found = quantiles([0.1, None, 0.3])
     assert found is not None
     assert (found.p50, found.highest) == (pytest.approx(200), pytest.approx(300))
-
-
-def test_acceptance_and_cpu_time_are_those_of_all_answers() -> None:
-    drafts = [{"num_spec_steps": steps, "num_draft_tokens": 8, "num_accepted_draft_tokens": 4} for steps in (2, 6)]
-    found = drafts_of([exchange(drafts=one) for one in drafts] + [exchange()])
-    assert found is not None
-    assert (found.mean_acceptance_length, found.acceptance_rate) == (2.0, 0.5)
-    assert drafts_of([exchange()]) is None
-    used = Resources(0, 0, 0, 1.0, 0.5), Resources(0, 0, 0, 1.3, 0.53)
-    figures = figures_of(LoadRun([exchange()], 1.0), EXPECTED, used, None)
-    assert figures.cpu_per_token == pytest.approx(100)
-    assert figures.main_thread_per_token == pytest.approx(10)
 
 
 def test_ratios_compare_runs_of_the_same_round() -> None:

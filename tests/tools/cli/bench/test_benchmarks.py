@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spaceport.runtime.backends import device
 from spaceport.runtime.backends.step_costs import cache_folder
 from spaceport.tools.bench.decode.summary import REPLAY_LABEL
-from spaceport.tools.bench.gpu import CommandResult
 from spaceport.tools.bench.serve.processes import ProcessFailed
-from spaceport.tools.bench.serve.subjects import EmbeddedRuntime
 from spaceport.tools.bench.start.service_start import measured
 from spaceport.tools.cli import run
 from spaceport.tools.cli.bench import Benchmarks
-from spaceport.tools.cli.bench.gpu import run_command
 from spaceport.tools.cli.bench.start import page_caches_of
-from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, MISSING, OK, USAGE
+from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
 from support.paths import DEMO, TINY
 from support.planted import ignore_the_mask, planted
 
@@ -36,39 +31,22 @@ DECODE, CHAT, SERVE = "decode TINY P", "chat DEMO P", "serve P"
 MISTAKES = (
     ("load TINY --max-requests 1,0", USAGE, "--max-requests is '1,0': expected comma-separated numbers"),
     ("load TINY --places a", USAGE, "--max-requests is 'a': expected comma-separated numbers"),  # its former name
-    ("prefix TINY --history 0", USAGE, "--history"),
     ("start none", INPUT, "no such folder"),
-    ("start none --page-cache hot", USAGE, "expected warm, cold or warm,cold"),
     ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
-    ("decode TINY none", INPUT, "none: No such file or directory: expected a prompt file"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
     (f"{DECODE} --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
-    (f"{DECODE} --rounds 0", USAGE, "--rounds is 0: expected at least 1"),
-    (f"{DECODE} --temperatures 0,hot", USAGE, "--temperatures is '0,hot': expected comma-separated numbers from 0"),
-    (f"{DECODE} --fixed 0", USAGE, "--fixed is '0': expected comma-separated whole numbers of at least 1"),
     (f"{DECODE} --context 9", USAGE, "--context has no effect with PROMPTS"),
-    (f"{DECODE} --plot none/decode.svg", USAGE, "does not exist: create it first"),
     ("decode TINY --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
     ("decode TINY --replay 0.5 --temperatures 1", USAGE, "a replay is greedy"),
     ("decode TINY --replay 1,1,1,1,1,1", USAGE, "--replay has 6 depths: expected at most 5"),
-    ("decode TINY --replay 0.5 --modes masks", USAGE, "'masks' with --replay: expected plain and default"),
     ("decode TINY --replay 0.5 --context 4000 --max-tokens 96", USAGE, "--max-tokens 96 make 4096"),
-    ("decode TINY --replay 0.5 --limit 100000", USAGE, "100000 prompts in a replay: expected at most"),
-    (f"{CHAT} --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
-    (f"{CHAT} --modes masks,all", USAGE, "--modes names 'all': expected names among plain, lookup, masks, default"),
     (f"{CHAT} --modes forked", USAGE, "forked threads are measured on --fork-kinds"),
-    (f"{CHAT} --fixed 9", USAGE, "--fixed names 9: expected 1 to the number of mask slots"),
-    (f"{CHAT} --max-tokens 5000", INPUT, "line 1: "),
     (f"{CHAT} --work folder", USAGE, "--work has no effect without other runtimes: add --checkpoint FOLDER"),
     (f"{CHAT} --checkpoint MODEL", USAGE, "no --work: expected the folder with the environments"),
-    (f"{CHAT} --checkpoint MODEL --work w --peer-sample 0", USAGE, "--peer-sample is 0: expected at least 1"),
     (SERVE, USAGE, "nothing to measure: expected --bundle BUNDLE, --url URL or both"),
     (f"{SERVE} --url localhost:8000", USAGE, "'localhost:8000' is no address of a service"),
-    (f"{SERVE} --url =http://localhost:8000", USAGE, "has an empty name"),
     (f"{SERVE} --url http://127.0.0.1:1", INPUT, "expected a running service"),
-    (f"{SERVE} --bundle x --setup", USAGE, "add --gguf FILE"),
     (f"{SERVE} --bundle x --gguf none.gguf", INPUT, "expected a GGUF file"),
-    (f"{SERVE} --bundle x --rounds 0", USAGE, "--rounds is 0"),
 )
 EXPLAIN = "Explain the parameters of {}"
 LIST = EXPLAIN.format("triangular( low = 0.0, high = 1.0, mode = None )")
@@ -130,22 +108,6 @@ def test_steps_of_bench_outside_have_the_stated_numbers_of_requests_and_rows(
             assert 0 < cost["milliseconds"] <= cost["p95_milliseconds"]
 
 
-def test_without_a_gpu_the_gpu_benchmark_says_so_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
-    if (reason := device.no_gpu()) is None:
-        pytest.skip("there is a GPU")
-    assert run(["bench", "gpu", str(tmp_path / "gpu.md"), "--work", str(tmp_path / "work")]) == MISSING
-    assert capsys.readouterr().err == f"skipped: {reason}\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_gpu_benchmark_reads_the_json_of_a_command_or_its_last_error(tiny_bundle: Path, tmp_path: Path) -> None:
-    found = run_command(["inspect", str(tiny_bundle)])
-    assert (found.exit_code, found.failure, found.answer["model_type"]) == (OK, "", "llama")
-    failed = run_command(["inspect", str(tmp_path / "none")])
-    assert replace(failed, failure="") == CommandResult(INPUT, None, "")
-    assert failed.failure.startswith("spaceport: ")
-
-
 def test_phases_of_a_start_add_up(demo_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     before = set(cache_folder().glob("*"))
     options = "--rounds 1 --page-cache warm --threads 1 --max-requests 2 --max-seq-len 256"
@@ -195,22 +157,6 @@ def test_all_answers_of_services_are_right_while_clients_leave(
     assert last["file_descriptors"] <= most < first["file_descriptors"] + left
     assert "answers equal those of `Runtime.generate`" in table.read_text("utf-8")
     assert {one["reference"] for one in found["ratios"]} == {"embedded"}
-
-
-def test_a_wrong_answer_of_a_service_is_reported(
-    prompts: Path, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    def swapped(self: EmbeddedRuntime, workload: Any) -> Any:
-        found = right(self, workload)
-        return [found[1], found[0], *found[2:]]
-
-    right = EmbeddedRuntime.expected
-    monkeypatch.setattr(EmbeddedRuntime, "expected", swapped)
-    load = "--clients 2 --requests 4 --max-tokens 8 --rounds 1 --ramp 0 --no-embedded"
-    assert run(["bench", "serve", str(prompts), "--bundle", str(demo_bundle), *load.split()]) == ACCURACY
-    shown = capsys.readouterr().out
-    assert "2 of 4 answers equal" in shown
-    assert "spaceport, 2 clients, prompt 1:" in shown
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)
@@ -268,25 +214,15 @@ def test_modes_kinds_drafts_and_forks_are_reported(
     names = ["plain", "lookup", "masks", "default", "fixed 2"]
     assert list(figures) == [(name, kind) for name in names for kind in ("lists", "code", "all")]
     chain = figures["fixed 2", "all"]["drafts"]
-    assert len(chain["by_depth"]) == 2
     assert chain["by_depth"][0]["drafted"] > chain["by_depth"][1]["accepted"]
     assert chain["mean_acceptance_length"] > 1
-    assert figures["plain", "all"]["drafts"] is None
-    assert (figures["plain", "code"]["answers"], figures["plain", "code"]["prompts"]) == (2, 1)
     forks = {one["mode"]: one for one in found["forks"]}
     assert list(forks) == ["plain", "default", "forked", "forked+drafted"]
     assert forks["forked"]["threads"] > 1 == forks["plain"]["threads"]
     assert forks["forked"]["complete"] == 1
-    assert 0 < found["options"]["rounds"] == 1
     page = file.read_text("utf-8")
-    titles = [line[4:] for line in page.splitlines() if line.startswith("### ")]
-    assert titles == [
-        "Speed by mode",
-        "Answer speedup by kind of prompt (95 % interval)",
-        "Acceptance of 2 mask slots in every step",
-        "Mean acceptance length of planned drafts",
-        "Forked threads: lists",
-    ]
+    for title in ("Speed by mode", "Acceptance of 2 mask slots in every step", "Forked threads: lists"):
+        assert f"### {title}\n" in page
     assert "- All 14 compared answers are identical to those without drafts." in page
 
 
@@ -316,15 +252,12 @@ def test_forked_completions_are_compared_with_forked_ones(demo_bundle: Path, tmp
     assert (modes["forked+drafted"]["compared"], modes["forked+drafted"]["different"]) == (2, 0)
 
 
-def test_a_replay_is_labelled(tiny_bundle: Path, texts: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_replay_is_labelled(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "replay.md"
     assert run(decode(tiny_bundle, "--replay", "0.7,0.7", "--limit", 2, "--json", "--markdown", file)) == OK
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["label"], found["options"]["replay"]) == ("replay", REPLAY_LABEL, [0.7, 0.7])
     assert file.read_text("utf-8").startswith(f"**{REPLAY_LABEL}** (0.7, 0.7 by depth).\n")
-    assert run(decode(tiny_bundle, texts, "--replay", "0.7", "--json")) == OK
-    lengths = [prompt["prompt_tokens"] for prompt in json.loads(capsys.readouterr().out)["modes"][0]["prompts"]]
-    assert len(set(lengths)) == 2  # those of the prompts in the file
 
 
 def test_what_differs_is_reported_with_exit_code_4(

@@ -1,0 +1,348 @@
+"""Acceptance and audit: equal numbers for a checkpoint and its bundles, tables, plots, faults, prompt files and errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.runtime.decode import step as loop
+from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.tools.cli import cli, run
+from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
+from spaceport.tools.verify.audit.bundle_audit import requests_for
+from spaceport.tools.verify.audit.prompts import AuditPrompt, read_prompts
+from support.paths import DOCS, TINY
+from support.small_bundle import RECORD, fill
+
+FORK, CHILD = 630, 631  # rows of the tiny model that no text uses
+
+
+TEXTS = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())
+HEAVY = ("torch", "transformers", "onnx", "polygraphy", "tensorrt", "tensorrt_rtx")
+# argv: arguments. The program without the packages that only exports need.
+LIGHT = f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); from spaceport.tools.cli import main; main()"
+Capture = pytest.CaptureFixture[str]
+
+
+def data_file(folder: Path, *lines: dict[str, Any]) -> Path:
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return file
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+LINES = (
+    chat("How does json/scanner.py begin?", '"""JSON token scanner\n"""\nimport re\ntry:\n'),
+    {"text": "import re\n\nFLAGS = re.VERBOSE | re.MULTILINE | re.DOTALL\n\nNaN = float('nan')\n" * 3},
+    chat("What is JSON?", "A format."),
+)
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["acceptance", *map(str, arguments)])
+
+
+def numbers(*arguments: object) -> dict[str, Any]:
+    result = call(*arguments, "--json")
+    if result.exception:
+        raise result.exception
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def tiny_copy(folder: Path, **config: Any) -> Path:
+    """The tiny checkpoint with another draft configuration, or without one."""
+    copy = shutil.copytree(TINY, folder / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "sar_config.json").unlink()
+    if config:
+        (copy / "sar_config.json").write_text(json.dumps(config))
+    return copy
+
+
+def test_a_checkpoint_and_its_bundles_have_the_same_acceptance_alone_and_in_a_table(
+    tmp_path: Path, tiny_bundle: Path, tiny_append_bundle: Path
+) -> None:
+    file = data_file(tmp_path, *LINES)
+    ours = numbers(TINY, file, "--max-tokens", 40)
+    assert ours == numbers(tiny_bundle, file, "--max-tokens", 40, "--threads", 1)
+    assert (ours["samples"], ours["mask_slots"], ours["forks"]) == (3, 5, None)
+    assert ours["generated"]["accuracy"][0] == 1.0
+    assert ours["reference"]["predictions"][0] - ours["reference"]["tokens"] == 3  # the end tokens
+    assert ours["generated"]["tokens_per_step"][5] > 1.5
+    models = [tiny_bundle, tiny_append_bundle]
+    rows = numbers(*models, file, "--max-tokens", 40, "--threads", 1)["models"]
+    assert [row["model"] for row in rows] == [str(model) for model in models]
+    assert ours.pop("max_tokens") == 40
+    for row in rows:
+        assert ours.items() <= row.items()
+        assert row["lookup"]["tokens"] == row["together"]["tokens"] == row["generated"]["tokens"]
+        assert row["together"]["steps"] <= row["lookup"]["steps"]
+
+
+def test_the_tables_and_the_plots_show_every_mask_slot(tmp_path: Path, tiny_bundle: Path) -> None:
+    file = data_file(tmp_path, *LINES)
+    options = ("--max-tokens", 8, "--limit", 1, "--max-mask-slots", 3, "--threads", 1)
+    plots = [tmp_path / "plot.png", tmp_path / "plot.svg"]
+    lines, same = (call(tiny_bundle, file, *options, "--plot", plot).stdout.splitlines() for plot in plots)
+    assert lines == same
+    assert lines[0].startswith("1 samples (1 unforked), 8 generated tokens, ")
+    assert [line.split("  ")[0] for line in lines[2:6]] == ["next token", "mask slot 1", "mask slot 2", "mask slot 3"]
+    assert plots[0].read_bytes().startswith(b"\x89PNG")
+    assert xml.etree.ElementTree.parse(plots[1]).getroot().tag.endswith("svg")
+    lines = call(tiny_bundle, tiny_bundle, file, *options).stdout.splitlines()
+    names = "model method drafts exact own lookup together depth 1 depth 2 depth 3"
+    assert lines[1].split() == names.split()
+    assert lines[2].split()[1:7] == ["unknown", "3", "mask", "slots", "100.0", "%"]
+
+
+@pytest.mark.torch
+def test_forks_are_counted_in_reference_answers_with_and_without_threads(tmp_path: Path) -> None:
+    tokens = {"mask_tokens": ["[M]"], "mask_slots": 2, "fork_token": str(FORK), "child_token": str(CHILD)}
+    checkpoint = tiny_copy(tmp_path, **tokens)
+    items = [f"{number}. Item: a detail that is long enough" for number in (1, 2, 3)]
+    file = data_file(tmp_path, chat("List three.", "\n".join(items)), LINES[2])
+    found = numbers(checkpoint, file, "--max-tokens", 8)
+    assert (found["forks"]["expected"], found["forks"]["recall"]) == (3, 0.0)
+    assert found["reference"]["segments"] == 1 + 3 + 1
+    assert found["forks"]["positions"] < found["reference"]["predictions"][0]
+    shown = call(checkpoint, file, "--max-tokens", 8).stdout
+    assert "3 expected, 0 predicted, 0 correct (precision -, recall 0.0 %)" in shown
+
+
+@pytest.mark.torch
+def test_saved_rates_are_those_along_generated_answers(tmp_path: Path) -> None:
+    before = json.loads((TINY / "sar_config.json").read_text("utf-8"))
+    checkpoint = tiny_copy(tmp_path, **before)
+    file = data_file(tmp_path, *LINES)
+    found = numbers(checkpoint, file, "--max-tokens", 40, "--save")
+    entries = json.loads((checkpoint / "sar_config.json").read_text("utf-8"))
+    (measured,) = entries.pop("acceptance")
+    assert entries == before
+    generated, lookup = found["generated"], found["lookup_tokens"]
+    assert measured["rates"] == [round(rate, 4) for rate in accumulate(generated["acceptance"], min)]
+    assert (measured["tokens"], measured["data"], measured["temperature"]) == (generated["tokens"], "data.jsonl", 0.0)
+    assert sum(lookup["tokens"]) > 0
+    for rate, count, good in zip(measured["lookup"], lookup["tokens"], lookup["accepted"], strict=True):
+        assert good / (count + 10) <= rate <= (good + 10) / (count + 10)
+    numbers(checkpoint, file, "--max-tokens", 8, "--save", "--limit", 1)
+    (newer,) = json.loads((checkpoint / "sar_config.json").read_text("utf-8"))["acceptance"]
+    assert newer["tokens"] < measured["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "message"),
+    [
+        ("B", "--max-mask-slots 6", "--max-mask-slots is 6: expected 1 to 5"),
+        ("B", "--max-seq-len 1", "--max-seq-len is 1: expected 2 to 1024"),
+        ("B", "--save", "expected a checkpoint, "),
+        ("TINY", "--backend onnxruntime", "is a checkpoint and runs in PyTorch: leave --backend out"),
+        ("GGUF", "--save", "expected a checkpoint folder, or --adapter"),
+        ("TINY TINY", "--save", "--save with several models: expected one CHECKPOINT with it"),
+        ("B B", "--plot a.svg", "--plot with several models: expected"),
+        ("B TINY", "--adapter folder", "--adapter with several models: expected one"),
+    ],
+)
+def test_an_invalid_option_is_an_error_before_a_model_is_measured(
+    tmp_path: Path, tiny_bundle: Path, models: str, options: str, message: str
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    paths = {"B": tiny_bundle, "TINY": TINY, "GGUF": tmp_path / "model.gguf"}
+    before = (tiny_bundle / "manifest.json").read_bytes()
+    result = call(*(paths[name] for name in models.split()), data_file(tmp_path, *LINES), *options.split())
+    assert isinstance(result.exception, OptionFault)
+    assert message in str(result.exception)
+    assert "opening" not in result.output or " " not in models
+    assert (tiny_bundle / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.torch
+def test_models_and_data_that_cannot_be_measured_are_errors(tmp_path: Path, tiny_bundle: Path) -> None:
+    plain = tiny_copy(tmp_path)
+    for models, lines, message in (
+        ([tmp_path], LINES, "expected a checkpoint .* or a bundle"),
+        ([tiny_bundle, tmp_path / "none"], LINES, "none: expected a checkpoint .* or a bundle"),
+        ([plain], LINES, "has no mask token and no heads, so there are no draft tokens.*spaceport tune"),
+        ([tiny_bundle], (), "contains no conversation"),
+        (
+            [tiny_bundle],
+            (chat("What is [M]?", "A mask."),),
+            r"none of its|no answer of its 1 conversations .*1 dropped",
+        ),
+    ):
+        result = call(*models, data_file(tmp_path, *lines))
+        assert isinstance(result.exception, InputFault)
+        with pytest.raises(InputFault, match=f"(?s){message}"):
+            raise result.exception
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[::2]), "utf-8")
+    return file
+
+
+def arguments(bundle: Path, prompts: Path, *more: object) -> list[str]:
+    words = ("audit", bundle, prompts, "--threads", 1, "--max-seq-len", 128, "--max-tokens", 16, *more)
+    return [str(one) for one in words]
+
+
+def first_candidate(part: Part, logits: np.ndarray, choose: TokenSelector, *limits: int) -> Verdict:
+    """Accept the first draft token, whatever it is."""
+    verdict = accept(part, logits, choose, *limits)
+    if not part.draft.tokens or verdict.accepted:
+        return verdict
+    row = part.layout.nodes[1]
+    following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, ())
+    return Verdict((*verdict.retained, row), (part.draft.tokens[0], following), ())
+
+
+def test_it_runs_without_the_packages_of_exports(tiny_bundle: Path, prompts: Path) -> None:
+    command = [sys.executable, "-c", LIGHT, *arguments(tiny_bundle, prompts, "--max-requests", 2)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == OK, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == (
+        "Noise of other step widths and KV slots, against steps of one row (OnnxRuntimeEngine, cpu, float32, scatter)"
+    )
+    assert any(re.match(r"2 x 9 rows +\d+  \d\.\de[+-]\d\d  \d\.\de-0[34]  rounding$", line) for line in lines)
+    assert any(re.match(r"tree with lookup, sampled +2 +2 +32 +\d+  2 +0 +0$", line) for line in lines)
+    assert re.fullmatch(r"lossless: 20 completions, 320 tokens, 0 faults, 0 near-ties \(noise .*\)", lines[-1])
+
+
+def test_a_fault_is_shown_with_its_position_and_has_its_own_exit_code(
+    tiny_bundle: Path, prompts: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "accept", first_candidate)
+    assert run(arguments(tiny_bundle, prompts, "--max-requests", 1)) == ACCURACY
+    out, _ = capfd.readouterr()
+    fault = r"FAULT: prompt 2 \(line 2\), chain k = 5, token \d+: expected '.*', found '.*' \(margin \d\.\de"
+    assert re.search(fault + r"[+-]\d\d\)\n  after '.*nobody", out)
+    assert re.search(r"\n\d+ more mismatches: --json lists them\n", out)
+    assert out.splitlines()[-1].startswith("NOT LOSSLESS: 8 completions, 128 tokens, ")
+    assert run(arguments(tiny_bundle, prompts, "--max-requests", 1, "--limit", 1, "--json")) == ACCURACY
+    report = json.loads(capfd.readouterr().out)
+    assert report["passed"] is False
+    assert report["summary"].startswith("NOT LOSSLESS: 4 completions, 64 tokens, ")
+    widths = [width["rows"] for width in report["noise_by_width"]]
+    assert widths == [1, 2, 4, 9, 16, 36, 64][: len(widths)]
+    assert {mode["completions"] for mode in report["modes"]} == {1}
+    faults = [one for one in report["mismatches"] if one["grade"] == "FAULT"]
+    assert sum(mode["faults"] for mode in report["modes"]) == len(faults) > 0
+    assert faults[0]["expected"]["id"] != faults[0]["found"]["id"]
+    assert faults[0]["margin"] > 2 * report["noise"]
+
+
+def test_several_bundles_have_one_table_and_a_fault_of_one_is_the_exit_code(
+    tiny_bundle: Path, tiny_append_bundle: Path, prompts: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*arguments(tiny_bundle, prompts, "--max-requests", 1, "--limit", 1)]
+    words.insert(2, str(tiny_append_bundle))
+    assert run([*words, "--json"]) == OK
+    found = json.loads(capfd.readouterr().out)
+    assert found["passed"]
+    assert [one["model"] for one in found["models"]] == [str(tiny_bundle), str(tiny_append_bundle)]
+    monkeypatch.setattr(loop, "accept", first_candidate)
+    assert run(words) == ACCURACY
+    lines = capfd.readouterr().out.splitlines()
+    rows = [re.match(r"(\S+) +unknown  5 mask slots +4 .*  NOT LOSSLESS", line) for line in lines[2:4]]
+    assert [row and row[1] for row in rows] == [str(tiny_bundle), str(tiny_append_bundle)]
+    assert f"{tiny_bundle}: NOT LOSSLESS: 4 completions" in "\n".join(lines)
+    assert sum(line.startswith("FAULT: prompt 1 (line 1)") for line in lines) >= 2
+
+
+def test_concurrent_requests_are_limited_to_those_of_the_engines(tmp_path: Path) -> None:
+    """Otherwise the bundle would be opened on a backend without that limit, and that backend would be audited."""
+    manifest = fill(tmp_path)
+    assert [record.requests for record in manifest.engines.values()] == [4]
+    assert requests_for(replace(manifest, engines={})) == 4
+    few = {name: replace(RECORD, requests=requests) for name, requests in (("a", 2), ("b", 1))}
+    assert requests_for(replace(manifest, engines=few)) == 2
+    assert requests_for(replace(manifest, engines={"a": replace(RECORD, requests=8)})) == 4
+
+
+def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(b"\xef\xbb\xbfimport os\r\n\n  def f():\n")
+    assert read_prompts(file) == [AuditPrompt(1, "import os"), AuditPrompt(3, "  def f():")]
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    lines: list[tuple[dict[str, object], AuditPrompt]] = [
+        ({"messages": [user, answer]}, AuditPrompt(1, (user,))),
+        ({"messages": [user, answer, user, answer]}, AuditPrompt(2, (user, answer, user))),
+        ({"kind": "chat", "messages": [user]}, AuditPrompt(3, (user,), kind="chat")),
+        ({"prompt": "c", "response": "d"}, AuditPrompt(4, ({"role": "user", "content": "c"},), "c")),
+        ({"text": "{"}, AuditPrompt(5, "{")),
+    ]
+    file.write_text("\n".join(json.dumps(one) for one, _ in lines), "utf-8")
+    assert read_prompts(file) == [expected for _, expected in lines]
+
+
+def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    for content, message in (
+        (b"", "has no prompt: expected at least one line"),
+        (b"a\n\xff\n", "line 2: not UTF-8 text"),
+        (b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*expected an object on each line"),
+        (b'{"text": "a"}\n3\n', 'line 2: has none of them: expected one of "messages", "prompt" and "text"'),
+        (b'{"text": "a", "prompt": "b"}\n', 'line 1: has "prompt" and "text": expected one of'),
+        (b'{"prompt": " "}\n', "line 1: \"prompt\" is ' ': expected text"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(InputFault, match=message) as caught:
+            read_prompts(file)
+        assert str(caught.value).startswith(str(file))
+
+
+def test_mistakes_are_one_line_before_an_audit(
+    tiny_bundle: Path, prompts: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    none, no_bundle, no_prompts = tmp_path / "none", "none: no such folder: expected a bundle", "expected a prompt file"
+    for words, code, message in (
+        (arguments(tiny_bundle, prompts, "--max-tokens", 0), USAGE, "--max-tokens is 0: expected at least 1"),
+        (arguments(tiny_bundle, prompts, "--max-requests", 0), USAGE, "--max-requests is 0: expected 1 to 1024"),
+        (arguments(tiny_bundle, prompts, "--max-seq-len", 60), INPUT, r"line 1: 4\d prompt tokens and .* is 60:"),
+        (arguments(none, prompts), INPUT, no_bundle),
+        (["audit", str(tiny_bundle), str(none), str(prompts)], INPUT, no_bundle),
+        (arguments(tiny_bundle, tmp_path), INPUT, no_prompts),
+        (arguments(tiny_bundle, none), INPUT, no_prompts),
+    ):
+        assert run(words) == code
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert re.search(message, err)
+        assert "auditing" not in err
+
+
+def test_the_programs_of_the_page_run(
+    tiny_bundle: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo.bundle").symlink_to(tiny_bundle)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Explain the parameters of f(a, b)"}), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "audit.md").read_text("utf-8")
+    reproduce, program = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    record = {"prompt": [5, 6, 7], "options": {"temperature": 0.5}, "seed": 3}
+    (tmp_path / "audit.jsonl").write_text(json.dumps(record) + "\n", "utf-8")
+    exec(compile(reproduce, "docs", "exec"), {})
+    assert capfd.readouterr().out == "True\n"
+    exec(compile(program, "docs", "exec"), {})
+    assert re.fullmatch(r"lossless: 10 completions, 160 tokens, 0 faults, .*\n", capfd.readouterr().out)

@@ -197,7 +197,7 @@ def decode(bundle: Path, *more: object) -> list[str]:
     return [str(one) for one in message]
 
 
-def chat(bundle: Path, chats: Path, *more: object) -> list[str]:
+def chat(bundle: Path, prompts: Path, *more: object) -> list[str]:
     return [str(one) for one in ("bench", "chat", bundle, prompts, "--max-tokens", 12, "--rounds", 1, *more)]
 
 

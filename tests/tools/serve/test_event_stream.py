@@ -1,38 +1,48 @@
-"""Event stream: pings, errors, clients that leave and clients that do not read."""
+"""Event stream: pings, errors, clients that leave or do not read; pieces of several choices, of which none is lost."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.stream import AsyncStream
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.piece import Piece
 from spaceport.tools.serve.event_stream import DONE, EventStream, event
+from spaceport.tools.serve.generations import Generations
 
 
 class Client:
-    """A client of an application: records what it is sent, and leaves when asked."""
+    """A client of an application: records what it is sent, stops reading after some parts, and leaves when asked."""
 
-    def __init__(self, reads: bool = True) -> None:
+    def __init__(self, reads: float = float("inf"), broken: bool = False) -> None:
         self.sent: list[bytes] = []
         self.ended = False
         self.left = asyncio.Event()
-        self._reads = reads
+        self._reads, self._broken = reads, broken
 
     async def receive(self) -> dict[str, Any]:
         await self.left.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
+        if self._broken:
+            raise OSError("the connection is closed")
         if message["type"] == "http.response.body":
-            if not self._reads:
+            if len(self.sent) >= self._reads:
                 await asyncio.Event().wait()
             self.sent.append(message["body"])
             self.ended = not message["more_body"]
 
 
 class Events:
-    """Events that come when they are released, and whether they were closed."""
+    """Events, one of which may be an error or never come (None), and whether they were closed."""
 
     def __init__(self, *contents: bytes | Exception | None) -> None:
         self.closed = False  # by the end of the generator
@@ -55,98 +65,92 @@ class Events:
             self.closed = True
 
 
-async def run(events: Events, client: Client, leave_after: float | None = None) -> None:
-    stream = EventStream(events.generate(), events.close, ping=0.05, send_timeout=0.1)
-    if leave_after is not None:
-        asyncio.get_running_loop().call_later(leave_after, client.left.set)
-    await asyncio.wait_for(stream({}, client.receive, client.send), 10)  # type: ignore[arg-type]
+def exchange(
+    *contents: bytes | Exception | None, leave_after: float | None = None, **client: Any
+) -> tuple[Client, Events]:
+    """A client after a stream of these events, and the events."""
+
+    async def run() -> tuple[Client, Events]:
+        events, reader = Events(*contents), Client(**client)
+        stream = EventStream(events.generate(), events.close, ping=0.05, send_timeout=0.1)
+        if leave_after is not None:
+            asyncio.get_running_loop().call_later(leave_after, reader.left.set)
+        await asyncio.wait_for(stream({}, reader.receive, reader.send), 10)  # type: ignore[arg-type]
+        return reader, events
+
+    return asyncio.run(run())
 
 
 def test_events_are_sent_in_order_and_the_response_ends() -> None:
-    async def check() -> None:
-        events, client = Events(b"1", b"2"), Client()
-        await run(events, client)
-        assert (client.sent, client.ended, events.closed) == ([b"1", b"2", b""], True, True)
-
-    asyncio.run(check())
+    client, events = exchange(b"1", b"2")
+    assert (client.sent, client.ended, events.closed) == ([b"1", b"2", b""], True, True)
 
 
 def test_a_silent_stream_sends_comments_until_its_client_leaves() -> None:
-    async def check() -> None:
-        events, client = Events(b"1", None), Client()
-        await run(events, client, leave_after=0.3)
-        assert client.sent[0] == b"1"
-        assert set(client.sent[1:]) == {b": ping\n\n"}
-        assert len(client.sent) > 2
-        assert (client.ended, events.closed) == (False, True)
-
-    asyncio.run(check())
+    client, events = exchange(b"1", None, leave_after=0.3)
+    assert client.sent[0] == b"1"
+    assert set(client.sent[1:]) == {b": ping\n\n"}
+    assert len(client.sent) > 2
+    assert (client.ended, events.closed) == (False, True)
 
 
 def test_an_error_is_the_last_event() -> None:
-    async def check() -> None:
-        events, client = Events(b"1", OptionFault("no token can follow")), Client()
-        await run(events, client)
-        expected = {
-            "error": {"message": "no token can follow", "type": "invalid_request_error", "param": None, "code": None}
-        }
-        assert client.sent == [b"1", event(expected), DONE, b""]
-        assert events.closed
-
-    asyncio.run(check())
+    client, events = exchange(b"1", OptionFault("no token can follow"))
+    error = {"message": "no token can follow", "type": "invalid_request_error", "param": None, "code": None}
+    assert client.sent == [b"1", event({"error": error}), DONE, b""]
+    assert events.closed
 
 
-def test_a_client_that_does_not_read_loses_its_stream() -> None:
-    async def check() -> None:
-        events, client = Events(b"1", b"2"), Client(reads=False)
-        await run(events, client)
-        assert (client.sent, events.closed) == ([], True)
-
-    asyncio.run(check())
+@pytest.mark.parametrize("reads", [0, 3])
+def test_a_client_that_stops_reading_loses_its_stream(reads: int) -> None:
+    client, events = exchange(b"1", b"2", b"3", b"4", b"5", reads=reads)
+    assert (client.sent, client.ended) == ([b"1", b"2", b"3"][:reads], False)
+    assert (events.closed, events.ended) == (True, True)
 
 
 def test_a_client_that_left_before_the_first_event_ends_the_request() -> None:
-    class Broken(Client):
-        async def send(self, message: Any) -> None:
-            raise OSError("the connection is closed")
-
-    async def check() -> None:
-        events = Events(b"1")
-        await run(events, Broken())
-        assert (events.closed, events.ended) == (False, True)
-
-    asyncio.run(check())
+    _, events = exchange(b"1", broken=True)
+    assert (events.closed, events.ended) == (False, True)
 
 
-def test_events_take_no_task_of_their_own() -> None:
+def test_events_take_no_task_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[Any] = []
+    create = asyncio.BaseEventLoop.create_task
+    monkeypatch.setattr(
+        asyncio.BaseEventLoop, "create_task", lambda *given, **more: created.append(1) or create(*given, **more)
+    )
+
     def tasks_for(count: int) -> int:
-        created: list[Any] = []
-
-        def create(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-            created.append(work)
-            return asyncio.Task(work, loop=loop, **options)
-
-        async def check() -> None:
-            asyncio.get_running_loop().set_task_factory(create)
-            events, client = Events(*[b"1"] * count), Client()
-            await run(events, client)
-            assert len(client.sent) == count + 1
-
-        asyncio.run(check())
+        created.clear()
+        client, _ = exchange(*[b"1"] * count)
+        assert len(client.sent) == count + 1
         return len(created)
 
-    assert tasks_for(2) == tasks_for(200)
+    assert tasks_for(2) == tasks_for(200) > 0
 
 
-def test_a_client_that_stops_reading_loses_its_stream() -> None:
-    class Slow(Client):
-        async def send(self, message: Any) -> None:
-            self._reads = len(self.sent) < 3
-            await super().send(message)
+class Ready:
+    """A stream whose pieces have all come already, some of them at a time."""
 
-    async def check() -> None:
-        events, client = Events(b"1", b"2", b"3", b"4", b"5"), Slow()
-        await run(events, client)
-        assert (client.sent, client.ended, events.closed, events.ended) == ([b"1", b"2", b"3"], False, True, True)
+    def __init__(self, batches: int) -> None:
+        self.statistics = Statistics()
+        self._left = batches
 
-    asyncio.run(check())
+    async def pieces(self) -> list[Piece]:
+        self._left -= 1
+        return [Piece("a", 1, False)] if self._left >= 0 else []
+
+    async def completion(self) -> Completion:
+        return Completion("a", (1,), "end", Statistics())
+
+
+@pytest.mark.parametrize("counts", [[0], [5], [3, 3], [0, 7, 1]])
+def test_each_choice_ends_after_all_its_pieces(counts: list[int]) -> None:
+    async def batches() -> list[tuple[int, int]]:
+        running = Generations(cast(Runtime, None), [], lambda *_: None)
+        running.streams = [cast(AsyncStream, Ready(count)) for count in counts]
+        return [(index, len(pieces)) async for index, pieces in running.pieces()]
+
+    found = asyncio.run(batches())
+    for index, count in enumerate(counts):
+        assert [size for other, size in found if other == index] == [1] * count + [0]

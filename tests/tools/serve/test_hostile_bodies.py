@@ -15,11 +15,11 @@ from hypothesis import strategies as some
 from starlette.testclient import TestClient
 
 from spaceport.runtime.limits import Limits
-from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.fields import IGNORED, REFUSED, SUPPORTED
 from spaceport.tools.serve.openapi import BODIES
 from spaceport.tools.serve.options import ServiceOptions
+from support.chat_runtime import chat_runtime
 
 MOST_GROWTH = 400 << 20  # bytes of resident memory that all bodies of a test may add
 
@@ -66,21 +66,19 @@ SCHEMAS = some.sampled_from(
         {"const": 10**50},
     ]
 )
+FUNCTIONS: list[dict[str, Any]] = [
+    {"name": "a" * 3000, "parameters": {"type": "object"}},
+    {"name": "a", "parameters": {"$ref": "#"}},
+]
+CALL = {"id": 1, "type": "function", "function": {"name": 1, "arguments": "{"}}
 PARTS = some.sampled_from(
     [
         [{"role": "user", "content": None}],
         [{"role": "user", "content": [{"type": "text", "text": 3}]}],
         [{"role": "\x00", "content": "a"}],
         [{"role": "tool", "content": "a", "tool_call_id": 3}],
-        [{"role": "assistant", "content": "", "tool_calls": [{}]}],
-        [
-            {
-                "role": "assistant",
-                "tool_calls": [{"id": 1, "type": "function", "function": {"name": 1, "arguments": "{"}}],
-            }
-        ],
-        [{"type": "function", "function": {"name": "a" * 3000, "parameters": {"type": "object"}}}],
-        [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#"}}}],
+        *([{"role": "assistant", "content": "", "tool_calls": [call]}] for call in ({}, CALL)),
+        *([{"type": "function", "function": function}] for function in FUNCTIONS),
         [{"type": "function"}],
         {"type": "function", "function": {"name": "b"}},
     ]
@@ -207,11 +205,9 @@ ANY = some.one_of(RIGHT, RIGHT, RIGHT, DAMAGED, some.tuples(some.sampled_from([*
 
 
 @pytest.fixture(scope="module")
-def client(demo_bundle: Path) -> Iterator[TestClient]:
+def client() -> Iterator[TestClient]:
     limits = Limits(prompt_chars=4000, queued_prompt_tokens=20_000)
-    opener = partial(
-        Runtime.open, demo_bundle, max_seq_len=128, max_requests=4, limits=limits, prefix_cache=True, step_costs="free"
-    )
+    opener = partial(chat_runtime, max_seq_len=128, limits=limits)
     options = ServiceOptions(most_bytes=300_000, request_timeout=5.0)
     with TestClient(application({"demo": opener}, options), raise_server_exceptions=False) as found:
         yield found
@@ -242,8 +238,7 @@ def survives(client: TestClient, send: Callable[[], None]) -> None:
     ask = {"prompt": "import json\n", "max_tokens": 20, "temperature": 0}
     before, memory = client.post("/v1/completions", json=ask).json()["choices"], resident()
     send()
-    load = client.get("/load").json()
-    assert load["server_load"] == 0
+    assert client.get("/load").json()["server_load"] == 0
     assert client.get("/health").status_code == 200
     assert client.post("/v1/completions", json=ask).json()["choices"] == before
     assert resident() - memory < MOST_GROWTH
@@ -253,13 +248,7 @@ def test_each_endpoint_that_takes_a_body_is_tried() -> None:
     assert BASES.keys() == BODIES.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
-def test_hostile_bodies_are_answered_or_refused(client: TestClient) -> None:
-    survives(client, settings(max_examples=220)(given(ANY)(lambda body: check(client, *body))))
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_many_hostile_bodies_are_answered_or_refused(client: TestClient) -> None:
-    survives(client, settings(max_examples=1500)(given(ANY)(lambda body: check(client, *body))))
+@pytest.mark.parametrize("examples", [150, pytest.param(1500, marks=pytest.mark.nightly)])
+def test_hostile_bodies_are_answered_or_refused(client: TestClient, examples: int) -> None:
+    survives(client, settings(max_examples=examples)(given(ANY)(lambda body: check(client, *body))))

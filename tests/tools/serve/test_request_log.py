@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.log_format import JsonLines, TextLines, configure_logging
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.request_record import MOST_CHARACTERS
+from support.chat_runtime import chat_runtime
 
 KEY = "sk-planted-key"
-AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+SECRET = re.compile("planted", re.IGNORECASE)
 
 
 @contextmanager
@@ -49,10 +48,9 @@ def entries(text: io.StringIO, message: str = "request ended") -> list[dict[str,
 
 
 @pytest.fixture(scope="module")
-def client(demo_bundle: Path) -> Iterator[TestClient]:
-    opener = partial(Runtime.open, demo_bundle, max_requests=4, prefix_cache=True, step_costs="free")
-    with TestClient(application({"demo": opener}, ServiceOptions(keys=(KEY,), audit_rate=1.0))) as found:
-        found.headers.update(AUTHORIZED)
+def client() -> Iterator[TestClient]:
+    with TestClient(application({"demo": chat_runtime}, ServiceOptions(keys=(KEY,), audit_rate=1.0))) as found:
+        found.headers.update({"Authorization": f"Bearer {KEY}"})
         yield found
 
 
@@ -61,7 +59,9 @@ def complete(client: TestClient, headers: dict[str, str] | None = None, **fields
     return client.post("/v1/completions", json=given, headers=headers or {})
 
 
-@pytest.mark.slow
+# Ids
+
+
 def test_an_id_of_the_client_is_in_the_response_the_answer_and_the_log(client: TestClient) -> None:
     with logged(JsonLines()) as text:
         response = complete(client, {"X-Request-Id": "order-7"})
@@ -71,47 +71,40 @@ def test_an_id_of_the_client_is_in_the_response_the_answer_and_the_log(client: T
     assert (entry["id"], entry["answer"]) == ("order-7", "cmpl-order-7")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("given", ["", "a b", "x" * (MOST_CHARACTERS + 1), "sé", "\x7f"])
 def test_an_id_that_is_long_or_not_printable_is_replaced(client: TestClient, given: str) -> None:
-    response = client.get("/v1/models", headers={"X-Request-Id": given.encode("latin-1")})  # type: ignore[dict-item]
-    assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
-
-
-@pytest.mark.slow
-def test_requests_have_ids_of_their_own(client: TestClient) -> None:
-    one, two = (complete(client) for _ in range(2))
+    one, two = (
+        client.get("/v1/models", headers={"X-Request-Id": given.encode("latin-1")})  # type: ignore[dict-item]
+        for _ in range(2)
+    )
+    assert re.fullmatch("[0-9a-f]{32}", one.headers["x-request-id"])
     assert one.headers["x-request-id"] != two.headers["x-request-id"]
-    assert one.json()["id"] == f"cmpl-{one.headers['x-request-id']}"
 
 
-@pytest.mark.slow
 def test_a_field_of_the_body_sets_the_id_of_the_answer(client: TestClient) -> None:
-    only = complete(client, request_id="mine")
-    assert (only.json()["id"], only.headers["x-request-id"]) == ("cmpl-mine", "mine")
+    longest = "x" * MOST_CHARACTERS
+    only = complete(client, request_id=longest)
+    assert (only.json()["id"], only.headers["x-request-id"]) == (f"cmpl-{longest}", longest)
     both = complete(client, {"X-Request-Id": "proxy"}, request_id="mine")
     assert (both.json()["id"], both.headers["x-request-id"]) == ("cmpl-mine", "proxy")
-    chat = client.post(
-        "/v1/chat/completions",
-        json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "request_id": "mine", "stream": True},
-    )
-    assert '"id":"chatcmpl-mine"' in chat.text
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "request_id": "mine", "stream": True}
+    assert '"id":"chatcmpl-mine"' in client.post("/v1/chat/completions", json=body).text
     wrong = complete(client, request_id="a b")
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "request_id")
 
 
-@pytest.mark.slow
 def test_errors_have_an_id_too(client: TestClient) -> None:
-    for response in (
-        complete(client, {"X-Request-Id": "wrong"}, temperature=-1),
-        client.get("/nothing", headers={"X-Request-Id": "wrong"}),
-        client.get("/v1/models", headers={"X-Request-Id": "wrong", "Authorization": "Bearer no"}),
+    for status, response in (
+        (400, complete(client, {"X-Request-Id": "wrong"}, temperature=-1)),
+        (404, client.get("/nothing", headers={"X-Request-Id": "wrong"})),
+        (401, client.get("/v1/models", headers={"X-Request-Id": "wrong", "Authorization": "Bearer no"})),
     ):
-        assert response.status_code in (400, 404, 401)
-        assert response.headers["x-request-id"] == "wrong"
+        assert (response.status_code, response.headers["x-request-id"]) == (status, "wrong")
 
 
-@pytest.mark.slow
+# Entries
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_entry_has_the_counts_of_the_answer(client: TestClient, stream: bool) -> None:
     with logged(JsonLines(), logging.INFO) as text:
@@ -130,32 +123,28 @@ def test_an_entry_has_the_counts_of_the_answer(client: TestClient, stream: bool)
     assert entry["draft_tokens"] >= entry["accepted_tokens"] > 0
 
 
-SECRET = re.compile("planted", re.IGNORECASE)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
 def test_nothing_that_a_client_sends_is_logged(client: TestClient, level: int) -> None:
     planted = "planted secret"
     schema = {"type": "object", "properties": {planted: {"const": planted}}, "required": [planted]}
     tool = {"type": "function", "function": {"name": "planted", "description": planted, "parameters": schema}}
     messages = [{"role": "user", "content": planted, "name": "planted"}]
-    fields: list[dict[str, Any]] = [
-        {"messages": messages, "user": planted, "tools": [tool], "cache_salt": planted, "stop": [planted]},
-        {"messages": messages, "chat_template_kwargs": {"planted": planted}},
-        {"messages": messages, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
-        {
-            "messages": messages,
-            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": planted}}},
-        },
-        {"messages": messages, "structured_outputs": {"regex": "planted("}},
-        {"messages": messages, "model": "planted"},
-        {"messages": messages, "logit_bias": {"planted": 1}},
-        {"messages": messages, "tool_choice": "planted"},
-        {"messages": messages, "request_id": planted},
+    with_messages: list[dict[str, Any]] = [
+        {"user": planted, "tools": [tool], "cache_salt": planted, "stop": [planted]},
+        {"chat_template_kwargs": {"planted": planted}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": planted}}}},
+        {"structured_outputs": {"regex": "planted("}},
+        {"model": "planted"},
+        {"logit_bias": {"planted": 1}},
+        {"tool_choice": "planted"},
+        {"request_id": planted},
         {"messages": [{"role": "planted", "content": planted}]},
         {"messages": [{"planted": planted}]},
         {"messages": planted},
+    ]
+    fields: list[dict[str, Any]] = [
+        *({"messages": messages, **each} for each in with_messages),
         {"input": planted, "instructions": planted, "metadata": {"planted": planted}, "safety_identifier": planted},
         {"input": [{"type": planted, "content": planted}]},
         {"prompt": planted, "max_tokens": planted},
@@ -178,7 +167,6 @@ def test_nothing_that_a_client_sends_is_logged(client: TestClient, level: int) -
     assert SECRET.findall(text.getvalue() + lines.getvalue()) == []
 
 
-@pytest.mark.slow
 def test_an_unknown_error_is_answered_and_logged_without_its_message(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +191,9 @@ def test_an_unknown_error_is_answered_and_logged_without_its_message(
     assert [each["status"] for each in entries(text)] == [500]
 
 
+# Lines
+
+
 def entry_of(error: Exception, **fields: Any) -> logging.LogRecord:
     record = logging.makeLogRecord({"name": "a", "levelname": "ERROR", "msg": "it %s", "args": ("failed",), **fields})
     try:
@@ -212,15 +203,12 @@ def entry_of(error: Exception, **fields: Any) -> logging.LogRecord:
     return record
 
 
-def test_a_line_of_text_has_its_fields_and_the_stack_of_its_error() -> None:
+def test_a_line_has_its_fields_and_the_stack_of_its_error() -> None:
     line = TextLines().format(entry_of(EngineFault("out of memory"), fields={"status": 500, "route": "/x"}))
     first, *stack = line.splitlines()
     assert first.endswith("ERROR a: it failed status=500 route=/x")
     assert stack[-1] == "EngineFault: out of memory"
     assert SECRET.findall(TextLines().format(entry_of(ValueError("planted")))) == []
-
-
-def test_a_line_of_json_is_one_object() -> None:
     line = JsonLines().format(entry_of(ValueError("planted\n"), fields={"path": Path("a")}))
     assert "\n" not in line
     found = json.loads(line)
@@ -229,18 +217,13 @@ def test_a_line_of_json_is_one_object() -> None:
     assert found["exception"].endswith("ValueError")
 
 
-@pytest.mark.parametrize(("level", "root"), [("debug", "INFO"), ("info", "INFO"), ("error", "ERROR")])
+@pytest.mark.parametrize(("level", "root"), [("debug", "INFO"), ("error", "ERROR")])
 def test_other_libraries_log_no_debug_entries(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, level: str, root: str
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [])
-    before, ours = logging.root.level, logging.getLogger("spaceport")
-    try:
-        configure_logging("json", level)
-        assert logging.getLevelName(logging.root.level) == root
-        assert logging.getLevelName(ours.level) == level.upper()
-        logging.getLogger("spaceport.x").error("one")
-        assert json.loads(capsys.readouterr().err)["message"] == "one"
-    finally:
-        logging.root.setLevel(before)
-        ours.setLevel(logging.NOTSET)
+    configure_logging("json", level)
+    assert logging.getLevelName(logging.root.level) == root
+    assert logging.getLevelName(logging.getLogger("spaceport").level) == level.upper()
+    logging.getLogger("spaceport.x").error("one")
+    assert json.loads(capsys.readouterr().err)["message"] == "one"

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from threading import Thread
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.options import ServiceOptions
+from support.chat_runtime import chat_runtime
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
-def traced(demo_bundle: Path) -> Iterator[tuple[TestClient, Any]]:
+def traced() -> Iterator[tuple[TestClient, Any]]:
     """A client of a service, and the memory that its spans are in."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -34,17 +32,10 @@ def traced(demo_bundle: Path) -> Iterator[tuple[TestClient, Any]]:
 
     memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
-    opener = partial(Runtime.open, demo_bundle, max_requests=4, prefix_cache=True, step_costs="free")
-    with TestClient(application({"demo": opener}, ServiceOptions(), spans=RequestSpans(provider))) as client:
+    with TestClient(application({"demo": chat_runtime}, spans=RequestSpans(provider))) as client:
         yield client, memory
 
 
-def attributes(span: Any) -> dict[str, Any]:
-    assert isinstance(span.attributes, MappingProxyType | dict)
-    return dict(span.attributes)
-
-
-@pytest.mark.slow
 def test_a_span_has_the_options_and_counts_of_its_request_and_no_text(traced: tuple[TestClient, Any]) -> None:
     client, memory = traced
     given = {"prompt": "planted " * 40, "max_tokens": 12, "temperature": 0.5, "seed": 3, "n": 2, "stop": "planted-stop"}
@@ -53,61 +44,63 @@ def test_a_span_has_the_options_and_counts_of_its_request_and_no_text(traced: tu
     asked()
     answer = asked().json()
     span = memory.get_finished_spans()[-1]
-    assert span.name == "text_completion demo"
-    assert span.kind.name == "SERVER"
+    assert (span.name, span.kind.name) == ("text_completion demo", "SERVER")
     assert f"{span.context.trace_id:032x}-{span.parent.span_id:016x}" == PARENT[3:-3]
-    found = attributes(span)
-    assert found["gen_ai.operation.name"] == "text_completion"
-    assert (found["gen_ai.request.model"], found["gen_ai.response.model"]) == ("demo", "demo")
-    assert found["gen_ai.request.max_tokens"] == 12
-    assert (found["gen_ai.request.temperature"], found["gen_ai.request.seed"]) == (0.5, 3)
-    assert found["gen_ai.request.choice.count"] == 2
-    assert found["gen_ai.response.id"] == answer["id"]
-    assert found["gen_ai.response.finish_reasons"] == tuple(one["finish_reason"] for one in answer["choices"])
-    assert found["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
-    assert found["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
-    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert found["gen_ai.usage.cache_read.input_tokens"] == cached > 0
+    found = dict(span.attributes)
+    usage = answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.request.model": "demo",
+        "gen_ai.request.max_tokens": 12,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.response.model": "demo",
+        "gen_ai.response.id": answer["id"],
+        "gen_ai.response.finish_reasons": tuple(one["finish_reason"] for one in answer["choices"]),
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": cached,
+        "http.response.status_code": 200,
+    }
+    assert {name: found[name] for name in expected} == expected
     assert 0 < found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
-    assert found["http.response.status_code"] == 200
     assert span.status.status_code.name == "UNSET"
     assert "planted" not in span.to_json()
 
 
-@pytest.mark.slow
-def test_spans_of_streams_and_of_errors_end_with_the_response(traced: tuple[TestClient, Any]) -> None:
-    client, memory = traced
-    messages = [{"role": "user", "content": "a"}]
-    client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3, "stream": True})
-    client.post("/v1/chat/completions", json={"messages": messages, "temperature": -1, "max_tokens": 3})
-    client.post("/v1/chat/completions", json={"messages": messages, "model": "planted"})
-    client.post("/planted", json={})
-    client.get("/v1/models")
-    streamed, wrong, unknown, lost = memory.get_finished_spans()
-    assert streamed.name == wrong.name == "chat demo"
-    assert attributes(streamed)["gen_ai.response.time_to_first_chunk"] > 0
-    assert attributes(streamed)["gen_ai.usage.output_tokens"] == 3
-    assert attributes(wrong)["http.response.status_code"] == 400
-    assert attributes(wrong)["error.type"] == "invalid_request_error"
-    assert (unknown.name, attributes(unknown)["error.type"]) == ("POST /v1/chat/completions", "model_not_found")
-    assert (lost.name, attributes(lost)["http.response.status_code"]) == ("POST -", 404)
-    assert len({span.context.trace_id for span in (streamed, wrong, unknown, lost)}) == 4
-    assert "planted" not in "".join(span.to_json() for span in memory.get_finished_spans())
-
-
-@pytest.mark.slow
-def test_an_engine_that_fails_is_an_error_of_the_span(
+def test_spans_of_streams_and_of_errors_end_with_the_response(
     traced: tuple[TestClient, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr("spaceport.tools.serve.completions.decodings_of", fail)
     client, memory = traced
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    for more in ({"stream": True}, {"temperature": -1}, {"model": "planted"}):
+        client.post("/v1/chat/completions", json={**chat, **more})
+    client.post("/planted", json={})
+    client.get("/v1/models")
+    monkeypatch.setattr("spaceport.tools.serve.completions.decodings_of", fail)
     client.post("/v1/completions", json={"prompt": "a"})
-    (span,) = memory.get_finished_spans()
-    assert (span.status.status_code.name, attributes(span)["error.type"]) == ("ERROR", "server_error")
-    assert "planted" not in span.to_json()
+    spans = memory.get_finished_spans()
+    found = [
+        (one.name, one.attributes.get("http.response.status_code"), one.attributes.get("error.type")) for one in spans
+    ]
+    assert found == [
+        ("chat demo", 200, None),
+        ("chat demo", 400, "invalid_request_error"),
+        ("POST /v1/chat/completions", 404, "model_not_found"),
+        ("POST -", 404, None),
+        ("text_completion demo", 500, "server_error"),
+    ]
+    assert [one.status.status_code.name for one in spans] == ["UNSET"] * 4 + ["ERROR"]
+    assert spans[0].attributes["gen_ai.response.time_to_first_chunk"] > 0
+    assert spans[0].attributes["gen_ai.usage.output_tokens"] == 3
+    assert len({one.context.trace_id for one in spans}) == 5
+    assert "planted" not in "".join(one.to_json() for one in spans)
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -145,18 +138,14 @@ def test_spans_are_exported_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> N
         server.shutdown()
     ((path, body),) = received
     assert path == "/v1/traces"
-    (resource,) = ExportTraceServiceRequest.FromString(_plain(body)).resource_spans
+    (resource,) = ExportTraceServiceRequest.FromString(
+        gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body
+    ).resource_spans
     names = {each.key: each.value.string_value for each in resource.resource.attributes}
     assert names["service.name"] == "spaceport"
     (exported,) = resource.scope_spans[0].spans
     assert exported.name == "POST -"
     assert exported.trace_id.hex() == record.trace
-
-
-def _plain(body: bytes) -> bytes:
-    import gzip
-
-    return gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body
 
 
 def test_nothing_of_opentelemetry_is_imported_unless_asked_for() -> None:

@@ -1,15 +1,13 @@
-"""Tool bundle: the demo model with a chat template that renders tools and calls, as those of other families do."""
+"""Tool files: tokenizer and chat templates that render tools and calls as those of families of models do."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE
-from support.small_bundle import edit
+from support.paths import DEMO
 
 _HEAD = """\
 {%- if tools %}{{- '<|start|>system\\n' }}{%- for tool in tools %}{{- tool.function | tojson }}{{- '\\n' }}{%- endfor %}
@@ -40,24 +38,16 @@ TEMPLATES = {
 }
 
 
-def tool_bundle(bundle: Path, copy: Path, name: str) -> Path:
-    """A copy of the demo bundle with the chat template of a family; Mistral's calls begin with a special token."""
-    shutil.copytree(bundle, copy)
-    _replace(copy, TEMPLATE_FILE, _HEAD + TEMPLATES[name] + _TAIL)
+def tool_files(folder: Path, name: str) -> Path:
+    """A new folder with the demo model's tokenizer and the template of a family; Mistral's calls begin with a special token."""
+    folder.mkdir()
+    (folder / TEMPLATE_FILE).write_text(_HEAD + TEMPLATES[name] + _TAIL, "utf-8")
+    tokenizer: dict[str, Any] = json.loads((DEMO / TOKENIZER_FILE).read_text("utf-8"))
     if name == "mistral":
-        tokenizer: dict[str, Any] = json.loads((copy / TOKENIZER_FILE).read_text("utf-8"))
         tokenizer["model"]["merges"].pop()  # the one of the last token
-        word, token = tokenizer["model"]["vocab"].popitem()
+        _, token = tokenizer["model"]["vocab"].popitem()
         tokenizer["model"]["vocab"]["[TOOL_CALLS]"] = token
         added = {**tokenizer["added_tokens"][0], "id": token, "content": "[TOOL_CALLS]"}
         tokenizer["added_tokens"] = sorted([*tokenizer["added_tokens"], added], key=lambda entry: int(entry["id"]))
-        assert word
-        _replace(copy, TOKENIZER_FILE, json.dumps(tokenizer))
-    return copy
-
-
-def _replace(bundle: Path, file: str, text: str) -> None:
-    content = text.encode()
-    (bundle / file).write_bytes(content)
-    record = {"sha256": sha256(content).hexdigest(), "size": len(content)}
-    edit(bundle, lambda entries: entries["files"].update({file: record}))
+    (folder / TOKENIZER_FILE).write_text(json.dumps(tokenizer), "utf-8")
+    return folder

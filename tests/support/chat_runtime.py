@@ -1,0 +1,135 @@
+"""Chat runtime: the demo model's tokenizer and chat template over a fake engine, so that a service needs no bundle."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.file_records import FileRecord
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.contract.signature import Signature
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.engine import Batch, Moves
+from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.session import Runtime
+from support.hash_engine import FREE_ROWS
+from support.paths import DEMO
+
+_VOCAB = 1280
+_BEGIN, _MASK, _FORK, _CHILD = 0, 1264, 1265, 1266
+_END = (1, 3)
+_WORDS = slice(4, _MASK - 1)  # tokens with text; the one before the mask token may be a special one of tool files
+_FORKING = 40  # after one token in this many, a thread forks
+_RIGHT = 0.7  # share of the tokens after which mask slots predict what follows
+_REPEATED = 32  # positions in which the same tokens follow each other
+
+
+@functools.cache
+def _table() -> NDArray[np.float32]:
+    """Logits after each token, see `_line`."""
+    table = np.random.default_rng(0).normal(0, 1.5, (_VOCAB, _VOCAB)).astype(np.float32)
+    table[:, : _WORDS.start] = table[:, _WORDS.stop :] = -4
+    table[::_FORKING, _FORK] = 9
+    return table
+
+
+@functools.cache
+def _following() -> NDArray[np.int64]:
+    """The most probable word in each line of the table."""
+    found: NDArray[np.int64] = _table()[:, _WORDS].argmax(axis=1) + _WORDS.start
+    return found
+
+
+def _line(token: Any, position: Any) -> Any:
+    """The line of the table after a token at a position: texts repeat a little, for prompt lookup."""
+    return (token + position // _REPEATED * 37) % _VOCAB
+
+
+@dataclass
+class ChatEngine:
+    """An engine whose next token depends on the last one and its position; most predictions of its mask slots are right."""
+
+    capacity: int
+    requests: int
+    delay: float = 0.0  # seconds of a call
+    device: str = "none"
+    notes: tuple[str, ...] = ()
+    signature: Signature = Signature(1, 1, 1, _VOCAB, "float32", "scatter")
+    costs = FREE_ROWS
+
+    def __post_init__(self) -> None:
+        self.rows = self.capacity
+        self._tokens = np.full((self.requests, self.capacity), -1)  # of each slot
+        self._positions = np.zeros((self.requests, self.capacity), np.int64)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        time.sleep(self.delay)
+        lines = np.arange(batch.first, batch.first + batch.requests)[:, None]
+        self._tokens[lines, batch.slot_ids] = batch.input_ids
+        self._positions[lines, batch.slot_ids] = batch.position_ids
+        needed, positions = (
+            np.take_along_axis(array, batch.logit_rows, axis=1) for array in (batch.input_ids, batch.position_ids)
+        )
+        logits = _table()[_line(needed, positions)]
+        for line, out in np.argwhere(needed == _MASK):
+            logits[line, out] = self._draft(batch, int(line), int(batch.logit_rows[line, out]))
+        return logits
+
+    def _draft(self, batch: Batch, line: int, row: int) -> NDArray[np.float32]:
+        request = batch.first + line
+        tokens, positions = self._tokens[request], self._positions[request]
+        seen = np.flatnonzero(batch.attention_mask[line, 0, row])
+        known = seen[tokens[seen] != _MASK]
+        last = known[positions[known].argmax()]
+        token, position = int(tokens[last]), int(positions[last])
+        is_right = token % 10 < 10 * _RIGHT
+        while position < batch.position_ids[line, row]:
+            token, position = int(_following()[_line(token, position)]), position + 1
+        logits = _table()[_line(token, position)]
+        return logits if is_right else np.roll(logits, 1)
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        assert not any(sources.size for sources, _ in moves)
+
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        for array in (self._tokens, self._positions):
+            array[target, : slots.size] = array[source, slots]
+
+    def clear(self, request: int) -> None:
+        self._tokens[request] = -1
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def chat_runtime(folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, **options: Any) -> Runtime:
+    """A runtime that chats; `folder` has a tokenizer and perhaps a chat template, `options` are those of `Runtime`."""
+    files = {name: _record(folder / name) for name in (TEMPLATE_FILE, TOKENIZER_FILE) if (folder / name).exists()}
+    manifest = Manifest(
+        signature=ChatEngine.signature,
+        tokens=TokenIds(mask=(_MASK,), fork=_FORK, child=_CHILD, end=_END),
+        max_mask_slots=5,
+        max_positions=1024,
+        model_type="llama",
+        parameters=1,
+        opset=23,
+        attention="plain",
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+        files=files,
+    )
+    length = options.pop("max_seq_len", 1024)
+    engine = ChatEngine(capacity_for(manifest, length), requests, delay)
+    return Runtime(Bundle(folder, manifest), engine, length, **{"prefix_cache": True, **options})
+
+
+def _record(file: Path) -> FileRecord:
+    content = file.read_bytes()
+    return FileRecord(sha256(content).hexdigest(), len(content))

@@ -1,4 +1,4 @@
-"""Tool calls over HTTP: enforced and found calls with bundles of each format, whole and streamed, and invalid tools."""
+"""Tool calls over HTTP: enforced and found calls with templates of each format, whole and streamed, and invalid tools."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
-from support.tool_bundle import TEMPLATES, tool_bundle
-
-pytestmark = pytest.mark.slow
+from support.chat_runtime import chat_runtime
+from support.tool_files import TEMPLATES, tool_files
 
 CITY = {"type": "string", "enum": ["Oslo", "Rome"]}
 WEATHER = {
@@ -31,23 +29,13 @@ NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 MESSAGES = [{"role": "user", "content": "How is the weather in Oslo?"}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 FORMATS = sorted(TEMPLATES)
-ALL = pytest.mark.parametrize("model", FORMATS)
 
 
 @pytest.fixture(scope="module")
-def client(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     folder = tmp_path_factory.mktemp("tools")
-    openers = {
-        name: partial(
-            Runtime.open,
-            tool_bundle(demo_bundle, folder / name, name),
-            max_requests=2,
-            prefix_cache=True,
-            step_costs="free",
-        )
-        for name in FORMATS
-    }
-    with TestClient(application(openers, ServiceOptions())) as found:
+    openers = {name: partial(chat_runtime, tool_files(folder / name, name)) for name in FORMATS}
+    with TestClient(application(openers)) as found:
         yield found
 
 
@@ -86,7 +74,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
     return [(one["name"], one["arguments"]) for one in calls]
 
 
-@ALL
+@pytest.mark.parametrize("model", ["json", "mistral"])
 def test_a_named_function_is_called_with_valid_arguments(client: TestClient, model: str) -> None:
     choice = ask(client, model, tool_choice=NAMED)
     message = choice["message"]
@@ -99,7 +87,7 @@ def test_a_named_function_is_called_with_valid_arguments(client: TestClient, mod
     assert len(call["id"]) == 9 if model == "mistral" else call["id"].startswith("call_")
 
 
-@ALL
+@pytest.mark.parametrize("model", ["hermes", "mistral"])
 def test_a_required_call_is_the_same_whole_and_streamed_with_and_without_drafts(client: TestClient, model: str) -> None:
     expected = ask(client, model, tool_choice="required", disable_spec_decode=True)
     assert calls_of(ask(client, model, tool_choice="required")["message"]) == calls_of(expected["message"])
@@ -109,10 +97,6 @@ def test_a_required_call_is_the_same_whole_and_streamed_with_and_without_drafts(
     assert (message["content"], reason) == ("", expected["finish_reason"])
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert deltas[-1] == {}
-
-
-@ALL
-def test_sampled_calls_have_one_output_with_and_without_drafts(client: TestClient, model: str) -> None:
     given = {"tool_choice": "required", "temperature": 1.0, "seed": 3, "parallel_tool_calls": False}
     plain = ask(client, model, **given, disable_spec_decode=True)
     assert calls_of(plain["message"]) == calls_of(ask(client, model, **given)["message"])
@@ -128,7 +112,7 @@ def text_of(model: str, call: str) -> str:
     }[model]
 
 
-@pytest.mark.parametrize("model", ["hermes", "llama3", "json"])
+@pytest.mark.parametrize("model", ["llama3", "json"])
 def test_calls_in_any_text_are_found(client: TestClient, model: str) -> None:
     call = '{"name": "weather", "arguments": {"city": "Bonn"}}'
     form = {"structured_outputs": {"choice": [text_of(model, call)]}}
@@ -170,7 +154,7 @@ def test_a_call_that_is_cut_off_has_the_reason_length(client: TestClient) -> Non
     assert calls_of(choice["message"] | {"tool_calls": choice["message"].get("tool_calls", [])}) == calls_of(message)
 
 
-@ALL
+@pytest.mark.parametrize("model", FORMATS)
 def test_calls_and_their_results_are_rendered(client: TestClient, model: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     turns = [
@@ -190,8 +174,8 @@ def test_calls_and_their_results_are_rendered(client: TestClient, model: str) ->
     assert ask(client, model, messages=turns, max_tokens=4)["message"]["content"] is not None
 
 
-def test_the_operator_chooses_another_format(demo_bundle: Path, tmp_path: Path) -> None:
-    opener = partial(Runtime.open, tool_bundle(demo_bundle, tmp_path / "hermes", "hermes"))
+def test_the_operator_chooses_another_format(tmp_path: Path) -> None:
+    opener = partial(chat_runtime, tool_files(tmp_path / "hermes", "hermes"))
     with TestClient(application({"hermes": opener}, ServiceOptions(tool_format="llama3"))) as other:
         text = text_of("llama3", '{"name": "now", "parameters": {}}')
         choice = ask(other, "hermes", structured_outputs={"choice": [text]})
@@ -202,72 +186,53 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
-def deep(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "string"}
-    for _ in range(levels):
-        found = {"type": "object", "properties": {"a": found}}
-    return found
+DEEP: dict[str, Any] = {"type": "string"}
+for _ in range(40):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+MANY = [tool(name=f"f{index}", description="x" * 20, parameters={"title": "x" * 1000}) for index in range(70)]
+NOTHING = {"properties": {"a": {"type": "nothing"}}}
+LOOKAHEAD = {"properties": {"a": {"pattern": "(?=a)"}}}
+INVALID_TOOLS: list[tuple[list[Any], str]] = [
+    ([{"type": "function"}], "tools[0].function is None"),
+    ([{"type": "retrieval"}], "tools[0] is an object"),
+    *(([tool(name=name)], "tools[0].function.name is ") for name in ("", "a b", 'a"}\n', "x" * 65, 3)),
+    ([tool(), tool()], "tools[1].function.name is 'f' again"),
+    ([tool(name=f"f{index}") for index in range(129)], "tools has 129 functions"),
+    ([tool(description=[1])], "tools[0].function.description is a list"),
+    ([tool(parameters=[])], "tools[0].function.parameters is a list"),
+    ([tool(parameters={"type": "string"})], "tools[0].function.parameters.type is 'string'"),
+    ([tool(parameters={"properties": {"a": 3}})], "tools[0].function.parameters.properties is an object"),
+    ([tool(parameters=DEEP)], "tools[0].function.parameters has more than 64 nested levels"),
+    ([tool(parameters={"description": "x" * 70_000})], "tools[0].function.parameters has 7"),
+]
+INVALID: list[tuple[dict[str, Any], str, str | None]] = [
+    *(({"tools": tools, "tool_choice": choice}, message, "tools") for tools, message in INVALID_TOOLS
+      for choice in ("auto", "required")),
+    *(({"tools": tools, "tool_choice": "required"}, message, "tools") for tools, message in (
+        ([tool(parameters=NOTHING)], "the grammar of tools cannot be used: "),
+        ([tool(parameters=LOOKAHEAD)], "the grammar of tools cannot be used: "),
+        (MANY, "the grammar of tools has 8"),
+    )),
+    ({"tool_choice": "always"}, "tool_choice is 'always': expected none, auto, required or", "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice is an object: expected none, auto, required or", "tool_choice"),
+    ({"tool_choice": tool()}, "tool_choice names 'f': expected one of tools: weather", "tool_choice"),
+    ({"tool_choice": NAMED, "tools": []}, "tool_choice is an object without tools", "tool_choice"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "the request has several grammars", None),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+     "message 0: tool_calls[0].function.arguments is not JSON", None),
+    ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "message 0: tool_calls[0] is 'f'", None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("enforced", [False, True], ids=["auto", "required"])
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        ([{"type": "function"}], "tools[0].function is None"),
-        ([{"type": "retrieval"}], "tools[0] is an object"),
-        ([tool(name="")], "tools[0].function.name is ''"),
-        ([tool(name="a b")], "tools[0].function.name is 'a b'"),
-        ([tool(name='a"}\n')], "tools[0].function.name is"),
-        ([tool(name="x" * 65)], "tools[0].function.name is"),
-        ([tool(name=3)], "tools[0].function.name is 3"),
-        ([tool(), tool()], "tools[1].function.name is 'f' again"),
-        ([tool(name=f"f{index}") for index in range(129)], "tools has 129 functions"),
-        ([tool(description=[1])], "tools[0].function.description is a list"),
-        ([tool(parameters=[])], "tools[0].function.parameters is a list"),
-        ([tool(parameters={"type": "string"})], "tools[0].function.parameters.type is 'string'"),
-        ([tool(parameters={"properties": {"a": 3}})], "tools[0].function.parameters.properties is an object"),
-        ([tool(parameters=deep(40))], "tools[0].function.parameters has more than 64 nested levels"),
-        ([tool(parameters={"description": "x" * 70_000})], "tools[0].function.parameters has 7"),
-    ],
-)
-def test_invalid_tools_are_named(client: TestClient, tools: list[Any], message: str, enforced: bool) -> None:
-    response = client.post(
-        "/v1/chat/completions", json=request_of("json", tools=tools, tool_choice="required" if enforced else "auto")
-    )
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "tools")
-    assert error["message"].startswith(message)
+def test_invalid_tools_choices_and_calls_are_named(client: TestClient) -> None:
+    for fields, message, param in INVALID:
+        response = client.post("/v1/chat/completions", json=request_of("hermes", **fields))
+        error = response.json()["error"]
+        assert (response.status_code, error["message"][: len(message)], error["param"]) == (400, message, param), fields
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tool_choice": "always"}, "tool_choice is 'always': expected none, auto, required or"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice is an object: expected none, auto, required or"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice names 'f': expected one of tools: weather"),
-        ({"tool_choice": NAMED, "tools": []}, "tool_choice is an object without tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "the request has several grammars"),
-        ({"tools": [tool(parameters={"properties": {"a": {"type": "nothing"}}})], "tool_choice": "required"},
-         "the grammar of tools cannot be used: "),
-        ({"tools": [tool(parameters={"properties": {"a": {"pattern": "(?=a)"}}})], "tool_choice": "required"},
-         "the grammar of tools cannot be used: "),
-        ({"tools": [tool(name=f"f{index}", description="x" * 20, parameters={"title": "x" * 1000}) for index in range(70)],
-          "tool_choice": "required"}, "the grammar of tools has 8"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-         "message 0: tool_calls[0].function.arguments is not JSON"),
-        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "message 0: tool_calls[0] is 'f'"),
-    ],
-)  # fmt: skip
-def test_invalid_choices_and_calls_are_named(client: TestClient, fields: dict[str, Any], message: str) -> None:
-    response = client.post("/v1/chat/completions", json=request_of("hermes", **fields))
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["message"].startswith(message)
-    if message.startswith("the grammar of tools"):
-        assert response.json()["error"]["param"] == "tools"
-
-
-def test_a_model_whose_template_renders_no_tools_gets_them_as_a_system_message(demo_bundle: Path) -> None:
-    with TestClient(application({"demo": partial(Runtime.open, demo_bundle)}, ServiceOptions())) as plain:
+def test_a_model_whose_template_renders_no_tools_gets_them_as_a_system_message() -> None:
+    with TestClient(application({"demo": chat_runtime})) as plain:
         without = plain.post("/v1/chat/completions", json=request_of("demo", tools=..., max_tokens=1)).json()["usage"]
         with_tools = plain.post("/v1/chat/completions", json=request_of("demo", max_tokens=1)).json()["usage"]
         assert with_tools["prompt_tokens"] > without["prompt_tokens"] + 50

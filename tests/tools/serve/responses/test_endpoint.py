@@ -1,22 +1,19 @@
-"""Responses API: text, calls and JSON of real bundles, whole and as events, equal to the chat endpoint's."""
+"""Responses API: text, calls and JSON whole and as events, equal to the chat endpoint's."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
-from support.tool_bundle import tool_bundle
-
-pytestmark = pytest.mark.slow
+from support.chat_runtime import chat_runtime
+from support.tool_files import tool_files
 
 PROPERTIES = {"city": {"type": "string", "enum": ["Oslo", "Rome"]}}
 WEATHER = {
@@ -29,9 +26,8 @@ NAMED = {"type": "function", "name": "weather"}
 
 
 @pytest.fixture(scope="module")
-def client(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    bundle = tool_bundle(demo_bundle, tmp_path_factory.mktemp("responses") / "hermes", "hermes")
-    opener = partial(Runtime.open, bundle, max_requests=2, prefix_cache=True, step_costs="free")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    opener = partial(chat_runtime, tool_files(tmp_path_factory.mktemp("responses") / "hermes", "hermes"))
     with TestClient(application({"demo": opener}, ServiceOptions(strict=True))) as found:
         yield found
 

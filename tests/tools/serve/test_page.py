@@ -9,31 +9,28 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.trace.reader import trace_of
 from spaceport.tools.report.files import write_trace
 from spaceport.tools.report.numbers import statistics_of
 from spaceport.tools.report.words import visible
+from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
 from support.browser import open_browser
+from support.chat_runtime import chat_runtime
 from support.paths import DEMO
 from support.running_service import RunningService, running_service
-from support.small_bundle import edit
 from support.traced import TOKENIZER, Case, traced
 
-pytestmark = pytest.mark.slow
-
-PROMPTS = json.loads((DEMO / "prompts.json").read_text("utf-8"))
-QUESTION = PROMPTS["triangular"]["user"]
+QUESTION = "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"
 TOKENS = 60
 KEY = "sk-page"
 SENT = '#send:has-text("Send")'
@@ -77,6 +74,11 @@ class Visit:
         """Wait until nothing runs."""
         self.page.locator(SENT).wait_for()
 
+    @property
+    def shown(self) -> str:
+        """The text of the last answer."""
+        return str(self.page.locator(".answered .generated").last.evaluate("element => element.textContent"))
+
     def texts(self, selector: str) -> list[str]:
         return list(self.page.locator(selector).all_inner_texts())
 
@@ -88,28 +90,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def service(demo_bundle: Path) -> Iterator[RunningService]:
-    opener = partial(Runtime.open, demo_bundle, max_requests=4, prefix_cache=True, step_costs="free")
-    with running_service({"demo": opener, "slow": partial(opened_slowly, demo_bundle)}) as found:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    base = tmp_path_factory.mktemp("base")  # without a chat template
+    shutil.copy(DEMO / TOKENIZER_FILE, base)
+    slow = partial(chat_runtime, delay=0.1)  # steps take long enough to be watched
+    with running_service({"demo": chat_runtime, "slow": slow, "base": partial(chat_runtime, base)}) as found:
         yield found
 
 
-def opened_slowly(bundle: Path) -> Runtime:
-    """A runtime whose steps take long enough to be watched."""
-    runtime = Runtime.open(bundle, step_costs="free")
-    run = runtime.engine.run
-
-    def slow(batch: Batch) -> Any:
-        sleep(0.1)
-        return run(batch)
-
-    runtime.engine.run = slow  # type: ignore[method-assign]
-    return runtime
-
-
 @pytest.fixture(scope="module")
-def runtime(demo_bundle: Path) -> Iterator[Runtime]:
-    with Runtime.open(demo_bundle, step_costs="free") as found:
+def runtime() -> Iterator[Runtime]:
+    with chat_runtime() as found:
         yield found
 
 
@@ -122,9 +113,11 @@ def visit(browser: Any, service: RunningService) -> Iterator[Visit]:
     assert {re.sub(r"^(https?://[^/]*).*", r"\1", url) for url in found.requested} == {root_of(service)}
 
 
-def expected(runtime: Runtime, **options: Any) -> str:
-    messages = [{"role": "user", "content": QUESTION}]
-    return runtime.generate(messages, Decoding(max_tokens=TOKENS, fork=False, **options)).text
+def expected(runtime: Runtime, *messages: str, system: str | None = None, max_tokens: int = TOKENS) -> str:
+    """The answer to the last of these messages, of which every second one is an answer."""
+    turns = [{"role": "system", "content": system}] if system else []
+    turns += [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(messages)]
+    return runtime.generate(turns, Decoding(max_tokens=max_tokens, fork=False)).text
 
 
 def saved_trace(visit: Visit) -> Any:
@@ -146,11 +139,11 @@ def titles(record: Any) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime: Runtime) -> None:
     visit.ask(QUESTION)
     visit.finish()
-    answer = expected(runtime)
-    assert visit.page.locator(".answered .generated").evaluate("element => element.textContent") == answer
+    assert visit.shown == expected(runtime, QUESTION)
     record = saved_trace(visit)
     statistics = statistics_of(record)
     drafted, accepted = sum(statistics.drafted_by_depth), sum(statistics.accepted_by_depth)
@@ -175,188 +168,116 @@ def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime:
     )
 
 
-def test_text_and_steps_grow_while_an_answer_is_generated(visit: Visit, runtime: Runtime) -> None:
-    visit.ask(QUESTION, "slow", **{"max-tokens": "30", "drafts": False})
-    shown, strip = visit.page.locator(".answered .generated"), visit.page.locator(".strip .column")
+def test_the_files_of_the_page_may_load_only_each_other_and_are_cached() -> None:
+    with TestClient(application({}, answers_while_opening=True)) as client:
+        for path in ("/", "/page/main.js", "/page/page.css"):
+            response = client.get(path)
+            assert response.headers["content-security-policy"].startswith("default-src 'self';")
+            given = {"if-none-match": response.headers["etag"]}
+            assert (response.status_code, client.get(path, headers=given).status_code) == (200, 304)
+            assert client.get(path, headers={"if-none-match": '"other"'}).content == response.content != b""
+        assert client.get("/page/index.html").status_code == 404
+    with TestClient(application({}, ServiceOptions(page=False), answers_while_opening=True)) as client:
+        assert "no such endpoint" in client.get("/").text
+
+
+@pytest.mark.nightly
+def test_text_and_steps_grow_until_the_answer_ends_or_is_stopped(
+    visit: Visit, runtime: Runtime, service: RunningService
+) -> None:
+    settings: dict[str, Any] = {"max-tokens": "30", "drafts": False}
+    visit.ask(QUESTION, "slow", **settings)
+    strip = visit.page.locator(".strip .column")
     visit.page.locator(".answered i").nth(4).wait_for()
-    early, steps = shown.evaluate("element => element.textContent"), strip.count()
+    early, steps = visit.shown, strip.count()
     visit.finish()
-    answer = runtime.generate([{"role": "user", "content": QUESTION}], Decoding(max_tokens=30, fork=False)).text
+    answer = expected(runtime, QUESTION, max_tokens=30)
     assert answer.startswith(early)
     assert 0 < len(early) < len(answer)
     assert 0 < steps < strip.count()
-    assert shown.evaluate("element => element.textContent") == answer
+    assert visit.shown == answer
+    visit.ask(QUESTION, "slow", **settings)
+    visit.page.locator(".answered").last.locator("i").nth(4).wait_for()
+    visit.page.keyboard.press("Escape")
+    visit.finish()
+    assert "stopped" in visit.texts(".facts")[-1]
+    service.wait_until_idle()
 
 
+@pytest.mark.nightly
 def test_a_second_question_has_the_first_answer_before_it(visit: Visit, runtime: Runtime) -> None:
     visit.ask(QUESTION)
     visit.finish()
-    first = expected(runtime)
+    first = visit.shown
     visit.ask("And now?", system="Answer briefly.")
     visit.finish()
-    messages = [
-        {"role": "system", "content": "Answer briefly."},
-        {"role": "user", "content": QUESTION},
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": "And now?"},
-    ]
-    found = runtime.generate(messages, Decoding(max_tokens=TOKENS, fork=False)).text
-    assert visit.page.locator(".answered .generated").last.evaluate("element => element.textContent") == found
+    assert visit.shown == expected(runtime, QUESTION, first, "And now?", system="Answer briefly.")
     assert visit.texts(".asked") == [QUESTION, "And now?"]
 
 
-def test_a_model_without_a_chat_template_continues_the_text(browser: Any, tiny_bundle: Path, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(tiny_bundle, base)
-    (base / TEMPLATE_FILE).unlink()
-    edit(base, lambda entries: entries["files"].pop(TEMPLATE_FILE))
-    with (
-        running_service({"tiny": partial(Runtime.open, base, step_costs="free")}) as service,
-        Runtime.open(base, step_costs="free") as runtime,
-    ):
-        visit = Visit(browser, root_of(service))
-        visit.ask("import json\n", "tiny", **{"max-tokens": "20"})
-        visit.finish()
-        found = runtime.generate("import json", Decoding(max_tokens=20, fork=False)).text
-        assert visit.page.locator(".answered .generated").evaluate("element => element.textContent") == visible(found)
-        visit.context.close()
-        assert visit.complaints == []
+@pytest.mark.nightly
+def test_a_model_without_a_chat_template_continues_the_text(visit: Visit, runtime: Runtime) -> None:
+    visit.ask("import json\n", "base", **{"max-tokens": "20"})
+    visit.finish()
+    assert visit.shown == visible(runtime.generate("import json", Decoding(max_tokens=20, fork=False)).text)
 
 
-def test_a_race_says_that_the_texts_are_identical(visit: Visit) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_race_says_that_the_texts_are_identical(visit: Visit, temperature: str) -> None:
     visit.page.check("#race")
-    visit.ask(QUESTION)
+    visit.ask(QUESTION, temperature=temperature)
     visit.finish()
     (result,) = visit.texts(".race .result")
-    assert re.fullmatch(r"✓ identical, \d+\.\d\d times as fast with drafts", result)
+    assert re.match(r"✓ identical, \d+\.\d\d times as (fast|slow)", result)
     bars = visit.page.locator(".race progress")
     assert [bars.nth(index).evaluate("bar => bar.value / bar.max") for index in range(2)] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("drafted", "plain", "same"), [("one two three", "one two four", 8), ("one two three", "one two", 7)]
-)
-def test_a_race_says_where_texts_differ(visit: Visit, drafted: str, plain: str, same: int) -> None:
-    """A plain answer from elsewhere, which no bundle would give."""
-    answers = iter([drafted, plain])
-
-    def answer(route: Any) -> None:
-        text = json.dumps({"choices": [{"delta": {"content": next(answers)}}]})
-        end = json.dumps({"choices": [{"delta": {}, "spaceport": {"ending": "end"}}]})
-        route.fulfill(content_type="text/event-stream", body=f"data: {text}\n\ndata: {end}\n\ndata: [DONE]\n\n")
-
-    visit.page.route("**/v1/chat/completions", answer)
-    visit.page.check("#race")
-    visit.page.locator("#model option").first.wait_for(state="attached")
-    visit.page.fill("#prompt", QUESTION)
-    visit.page.keyboard.press("Enter")
-    visit.page.locator(".race .result").wait_for()
-    assert visit.texts(".race .result") == [f"✗ different after {same} characters"]
-    assert visit.texts(".answered .generated") == [drafted]
-
-
-def test_an_answer_that_breaks_off_is_reported(visit: Visit) -> None:
-    part = json.dumps({"choices": [{"delta": {"content": "one"}}]})
-    bodies = iter([f"data: {part}\n\n", 'data: {"error": {"message": "the engine failed"}}\n\ndata: [DONE]\n\n'])
+def stand_in(visit: Visit, *bodies: str) -> None:
+    """Answer the next questions with these events, which no runtime would give."""
+    events = iter(bodies)
     visit.page.route(
-        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(bodies))
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(events))
     )
     visit.page.locator("#model option").first.wait_for(state="attached")
-    for message in ("The connection ended before the answer did.", "the engine failed"):
+
+
+def data(**choice: Any) -> str:
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+@pytest.mark.nightly
+def test_a_race_says_where_texts_differ(visit: Visit) -> None:
+    end = data(delta={}, spaceport={"ending": "end"}) + "data: [DONE]\n\n"
+    texts = ("one two three", "one two four", "one two three", "one two")
+    stand_in(visit, *(data(delta={"content": text}) + end for text in texts))
+    visit.page.check("#race")
+    for number, same in enumerate((8, 7)):
         visit.page.fill("#prompt", QUESTION)
+        visit.page.keyboard.press("Enter")
+        visit.page.locator(".race .result").nth(number).wait_for()
+        assert visit.texts(".race .result")[number] == f"✗ different after {same} characters"
+        assert visit.shown == "one two three"
+
+
+@pytest.mark.nightly
+def test_answers_that_break_off_or_are_refused_say_why(visit: Visit) -> None:
+    failure = 'data: {"error": {"message": "the engine failed"}}\n\ndata: [DONE]\n\n'
+    stand_in(visit, data(delta={"content": "one"}), failure)
+    for message in ("The connection ended before the answer did.", "the engine failed", "the prompt has more than"):
+        visit.page.fill("#prompt", QUESTION)
+        if message.startswith("the prompt"):
+            visit.page.unroute_all()
+            visit.page.fill("#prompt", "x " * 90_000)
         visit.page.keyboard.press("Enter")
         visit.page.locator(f".fault:has-text('{message}')").wait_for()
         visit.finish()
-
-
-def test_a_sampled_race_uses_one_seed(visit: Visit) -> None:
-    visit.page.check("#race")
-    visit.ask(QUESTION, temperature="1")
-    visit.finish()
-    assert visit.texts(".race .identical") == ["✓ identical"]
-
-
-def test_an_answer_can_be_stopped_and_its_slot_is_free(visit: Visit, service: RunningService) -> None:
-    visit.ask(QUESTION, "slow", **{"max-tokens": "30", "drafts": False})
-    visit.page.locator(".answered i").nth(4).wait_for()
-    visit.page.keyboard.press("Escape")
-    visit.finish()
-    assert "stopped" in visit.texts(".facts")[0]
-    service.wait_until_idle()
-
-
-def test_the_report_of_an_answer_can_be_replayed(visit: Visit) -> None:
-    visit.ask(QUESTION)
-    visit.finish()
-    record = saved_trace(visit)
-    visit.page.click(".facts >> text=Report")
-    cells = visit.page.locator("#report .cell")
-    assert cells.count() == sum(len(step.rows) for step in record.steps)
-    slider = visit.page.locator(".player input[type=range]")
-    slider.fill("3")
-    assert cells.count() == sum(len(step.rows) for step in record.steps[:3])
-    visit.page.select_option(".player select", "4")
-    visit.page.click(".player >> text=Play")
-    visit.page.locator('.player button:has-text("Play")').wait_for()
-    assert cells.count() == sum(len(step.rows) for step in record.steps)
-
-
-def test_a_stored_trace_of_forked_threads_is_opened(visit: Visit, tmp_path: Path) -> None:
-    record = traced(Case(44, max_threads=2))[1].record(TOKENIZER)
-    write_trace(tmp_path / "trace.json", record)
-    visit.page.set_input_files("#file", tmp_path / "trace.json")
-    visit.page.locator("#report h2").first.wait_for()
-    assert visit.page.locator("#report .name").count() == len(record.threads) > 2
-    visit.page.locator(".watch .lanes .name").first.wait_for(state="attached")
-    assert visit.page.locator(".watch .lanes .name").count() == len(record.threads)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("nothing", "The file is not JSON: expected a trace"),
-        ("{}", "The file is no trace: expected one"),
-        ('{"prompt": [], "threads": [], "steps": [], "schema": 9}', "The trace has schema 9: expected 2."),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(visit: Visit, tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "trace.json").write_text(content, "utf-8")
-    visit.page.set_input_files("#file", tmp_path / "trace.json")
-    visit.page.locator("#state:has-text('file'), #state:has-text('schema')").wait_for()
-    assert visit.texts("#state")[0].startswith(message)
-
-
-def test_a_request_that_is_refused_says_why(visit: Visit) -> None:
-    visit.ask("x " * 90_000)
-    visit.page.locator(".fault").wait_for()
-    assert "the prompt has more than 2048 tokens" in visit.texts(".fault")[0]
     visit.complaints[:] = [each for each in visit.complaints if "400" not in each]
 
 
-def test_the_page_asks_for_a_key(browser: Any, demo_bundle: Path) -> None:
-    with running_service({"demo": partial(Runtime.open, demo_bundle)}, ServiceOptions(keys=(KEY,))) as service:
-        visit = Visit(browser, root_of(service))
-        visit.page.locator("#settings[open]").wait_for()
-        assert "no valid key" in visit.texts("#state")[0]
-        visit.page.fill("#key", KEY)
-        visit.page.click("text=Done")
-        visit.page.locator("#model option").first.wait_for(state="attached")
-        assert visit.texts("#state") == [""]
-        visit.ask(QUESTION)
-        visit.finish()
-        assert visit.page.locator(".answered i").count() > 0
-        assert KEY not in visit.page.content()
-        visit.context.close()
-
-
-def test_the_page_can_be_switched_off(browser: Any, demo_bundle: Path) -> None:
-    with running_service({"demo": partial(Runtime.open, demo_bundle)}, ServiceOptions(page=False)) as service:
-        visit = Visit(browser, root_of(service))
-        assert "no such endpoint" in visit.page.content()
-        visit.context.close()
-
-
-def test_screen_readers_find_every_part(visit: Visit) -> None:
+@pytest.mark.nightly
+def test_screen_readers_find_every_part_and_the_report_can_be_replayed(visit: Visit) -> None:
     visit.ask(QUESTION)
     visit.finish()
     tree = visit.page.locator("body").aria_snapshot()
@@ -375,8 +296,57 @@ def test_screen_readers_find_every_part(visit: Visit) -> None:
         'button "Report"',
     ):
         assert part in tree, part
+    record = saved_trace(visit)
+    visit.page.click(".facts >> text=Report")
+    cells = visit.page.locator("#report .cell")
+    assert cells.count() == sum(len(step.rows) for step in record.steps)
+    slider = visit.page.locator(".player input[type=range]")
+    slider.fill("3")
+    assert cells.count() == sum(len(step.rows) for step in record.steps[:3])
+    visit.page.select_option(".player select", "4")
+    visit.page.click(".player >> text=Play")
+    visit.page.locator('.player button:has-text("Play")').wait_for()
+    assert cells.count() == sum(len(step.rows) for step in record.steps)
 
 
+@pytest.mark.nightly
+def test_a_stored_trace_of_forked_threads_is_opened_and_other_files_are_refused(visit: Visit, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    for content, message in (
+        ("nothing", "The file is not JSON: expected a trace"),
+        ("{}", "The file is no trace: expected one"),
+        ('{"prompt": [], "threads": [], "steps": [], "schema": 9}', "The trace has schema 9: expected 2."),
+    ):
+        file.write_text(content, "utf-8")
+        visit.page.set_input_files("#file", file)
+        visit.page.locator(f"#state:has-text('{message}')").wait_for()
+    record = traced(Case(44, max_threads=2))[1].record(TOKENIZER)
+    write_trace(file, record)
+    visit.page.set_input_files("#file", file)
+    visit.page.locator("#report h2").first.wait_for()
+    assert visit.page.locator("#report .name").count() == len(record.threads) > 2
+    visit.page.locator(".watch .lanes .name").first.wait_for(state="attached")
+    assert visit.page.locator(".watch .lanes .name").count() == len(record.threads)
+
+
+@pytest.mark.nightly
+def test_the_page_asks_for_a_key(browser: Any) -> None:
+    with running_service({"demo": chat_runtime}, ServiceOptions(keys=(KEY,))) as service:
+        visit = Visit(browser, root_of(service))
+        visit.page.locator("#settings[open]").wait_for()
+        assert "no valid key" in visit.texts("#state")[0]
+        visit.page.fill("#key", KEY)
+        visit.page.click("text=Done")
+        visit.page.locator("#model option").first.wait_for(state="attached")
+        assert visit.texts("#state") == [""]
+        visit.ask(QUESTION)
+        visit.finish()
+        assert visit.page.locator(".answered i").count() > 0
+        assert KEY not in visit.page.content()
+        visit.context.close()
+
+
+@pytest.mark.nightly
 def test_the_page_can_be_used_with_the_keyboard_alone(visit: Visit) -> None:
     visit.page.locator("#model option").first.wait_for(state="attached")
     reached: list[str] = []
@@ -394,10 +364,11 @@ def test_the_page_can_be_used_with_the_keyboard_alone(visit: Visit) -> None:
     assert visit.texts(".asked") == ["import\njson"]
 
 
+@pytest.mark.nightly
 def test_the_field_for_messages_stays_in_view(visit: Visit) -> None:
     visit.page.set_viewport_size({"width": 1280, "height": 400})
     for _ in range(3):
-        visit.ask(QUESTION, **{"max-tokens": "400"})
+        visit.ask(QUESTION, **{"max-tokens": "200"})
         visit.finish()
     turns = visit.page.locator(".turns")
     assert turns.evaluate("element => element.scrollHeight > element.clientHeight")
@@ -405,6 +376,7 @@ def test_the_field_for_messages_stays_in_view(visit: Visit) -> None:
     assert box["y"] + box["height"] <= 400
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_narrow_screen(browser: Any, service: RunningService, scheme: Any) -> None:
     visit = Visit(browser, root_of(service), viewport={"width": 360, "height": 740}, color_scheme=scheme)

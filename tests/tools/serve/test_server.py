@@ -62,37 +62,38 @@ def post(address: str, **fields: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_request_that_runs_may_end_before_the_service_stops(demo_bundle: Path) -> None:
-    with served(f"code={demo_bundle}", "--drain-timeout", "60") as (address, process):
-        given = {"model": "code", "prompt": "import json\n", "max_tokens": 300, "temperature": 0, "stream": True}
-        with post(address, **given, ignore_eos=True, disable_spec_decode=True) as response:
+@pytest.mark.parametrize("drain", ["60", "0.1"])
+def test_a_request_that_runs_may_end_within_a_time_before_the_service_stops(demo_bundle: Path, drain: str) -> None:
+    with served(f"code={demo_bundle}", "--drain-timeout", drain) as (address, process):
+        given = {"model": "code", "prompt": "import json\n", "max_tokens": 450, "temperature": 0, "stream": True}
+        more = {"ignore_eos": True, "disable_spec_decode": True, "n": 1 if drain == "60" else 8}
+        with post(address, **given, **more) as response:
             first = response.readline()
             process.send_signal(signal.SIGTERM)
             rest = response.read().decode()
         assert first.startswith(b"data: {")
         assert rest.endswith("data: [DONE]\n\n")
-        assert '"error"' not in rest
-        assert '"finish_reason":"length"' in rest
+        if drain == "60":
+            assert '"error"' not in rest
+            assert '"finish_reason":"length"' in rest
+        else:
+            failure = rest.split("\n\n")[-3]
+            assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "stopping"
         assert process.wait(30) == 0
 
 
-@pytest.mark.slow
-def test_a_request_that_runs_too_long_ends_with_an_error(demo_bundle: Path) -> None:
-    with served(str(demo_bundle), "--drain-timeout", "0.1") as (address, process):
-        given = {"prompt": "import json\n", "max_tokens": 450, "n": 8, "temperature": 0, "stream": True}
-        with post(address, **given, ignore_eos=True, disable_spec_decode=True) as response:
-            response.readline()
-            process.send_signal(signal.SIGTERM)
-            rest = response.read().decode()
-        *_, failure, last, end = rest.split("\n\n")
-        assert (last, end) == ("data: [DONE]", "")
-        assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "stopping"
-        assert process.wait(30) == 0
-
-
-def test_a_bundle_that_cannot_be_opened_is_named(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(["serve", str(tmp_path / "nothing"), "--port", "0"]) == INPUT
-    assert "nothing: no such folder: expected a bundle" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nothing", "--port", "0"], INPUT, "nothing: no such folder: expected a bundle"),
+        ([".", "--metrics-prefix", "a-b"], USAGE, "--metrics-prefix is 'a-b'"),
+    ],
+)
+def test_mistakes_of_the_command_are_named(
+    capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert run(["serve", *arguments]) == code
+    assert message in capfd.readouterr().err
 
 
 def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
@@ -127,16 +128,14 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
         ({"metrics_prefix": "a-b"}, "metrics_prefix is 'a-b'"),
         ({"most_choices": 0}, "most_choices is 0"),
         ({"drain_timeout": 0.0}, "drain_timeout is 0"),
+        ({"audit_rate": 1.5}, "audit_rate is 1.5: expected a share from 0 to 1"),
+        ({"audit_rate": float("nan")}, "audit_rate is nan"),
+        ({"audit_action": "stop"}, "audit_action is 'stop': expected log or disable-drafts"),
     ],
 )
 def test_invalid_options_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionFault, match=message):
         ServiceOptions(**given)
-
-
-def test_a_wrong_prefix_is_a_usage_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(["serve", str(tmp_path), "--metrics-prefix", "a-b"]) == USAGE
-    assert "--metrics-prefix is 'a-b'" in capsys.readouterr().err
 
 
 def test_an_address_that_cannot_be_used_is_an_error_before_bundles_are_opened() -> None:
